@@ -1,0 +1,205 @@
+"""Measure the figures that README and docs state, and say which hold; claims.toml lists them.
+
+Run it as scripts/claims, which has the environment it needs:
+
+    scripts/claims                    measure all, print a table; exit status 1 if one does not hold
+    scripts/claims shared-2 mlp-2     only the claims of these runs
+    scripts/claims --markdown         print the tables for the documents, measure nothing
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # comes with pytest where Python has no tomllib
+
+ROOT = Path(__file__).resolve().parents[1]
+CLAIMS = Path(__file__).with_name("claims.toml")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One command; claims.toml explains the fields."""
+
+    id: str
+    ranks: int
+    timeout_s: int
+    command: str
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One figure; claims.toml explains the fields."""
+
+    id: str
+    run: str
+    measure: str
+    figure: str
+    stated_in: str
+    row: str
+    column: str
+    at_least: float | None = None
+    at_most: float | None = None
+    size: int | None = None
+    peer: str | None = None
+    type: str = "float"
+
+    def holds(self, value: float) -> bool:
+        """Whether a measured value keeps the limit."""
+        if self.at_least is not None:
+            return value >= self.at_least
+        assert self.at_most is not None, f"claim {self.id} has no limit"
+        return value <= self.at_most
+
+    def value(self, report: Mapping[str, Any]) -> float:
+        """Take the claimed figure out of the JSON report of its run."""
+        if self.measure == "step_ratio":
+            return float(report["ratios"][f"ringreduce/{self.peer}"])
+        result = self._result(report, self.type)
+        if self.measure == "bound_share":
+            return float(result["bound_share"])
+        ours = result["time_us"]["median"]
+        if self.measure == "type_ratio":
+            return float(ours / self._result(report, "float")["time_us"]["median"])
+        other = result["vs"][self.peer]
+        if self.measure == "speedup":
+            return float(other["speedup"])
+        assert self.measure == "excess_us", f"claim {self.id} measures {self.measure!r}"
+        return float(ours - other["median_us"])
+
+    def _result(self, report: Mapping[str, Any], type_name: str) -> Mapping[str, Any]:
+        """Find the in-place result of the claimed size."""
+        found = [
+            result
+            for result in report["results"]
+            if result["in_place"] and result["size"] == self.size and result["type"] == type_name
+        ]
+        assert len(found) == 1, f"claim {self.id}: {len(found)} results of size {self.size}, type {type_name}"
+        return found[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of a claim: a measured value, or the reason why there is none."""
+
+    claim: Claim
+    value: float | None
+    trouble: str = ""
+
+    @property
+    def holds(self) -> bool:
+        return self.value is not None and self.claim.holds(self.value)
+
+
+def load(path: Path = CLAIMS) -> tuple[dict[str, Run], list[Claim]]:
+    """Read the list of runs (by id) and claims."""
+    listed = tomllib.loads(path.read_text(encoding="utf-8"))
+    return {entry["id"]: Run(**entry) for entry in listed["run"]}, [Claim(**entry) for entry in listed["claim"]]
+
+
+def measure(run: Run) -> dict[str, Any] | str:
+    """Carry out one run in a process group of its own and return its report, or what went wrong in a line."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder, "report.json")
+        command = ["mpirun", "-np", str(run.ranks), sys.executable, *shlex.split(run.command), "-J", str(output)]
+        # Where ranks outnumber cores the library must not spin, or the comparison would flatter us.
+        yielding = str(int(run.ranks > len(os.sched_getaffinity(0))))
+        environment = {**os.environ, "OMPI_MCA_mpi_yield_when_idle": yielding}
+        limited = ["timeout", "--kill-after=10", str(run.timeout_s), *command]
+        done = subprocess.run(limited, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, check=False)
+        if done.returncode != 0:
+            late = " (time limit)" if done.returncode == 124 else ""
+            return f"exit status {done.returncode}{late}"
+        report: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
+        return report
+
+
+def judge(claims: Iterable[Claim], report: Mapping[str, Any] | str) -> list[Verdict]:
+    """Hold the claims of one run against its report."""
+    if isinstance(report, str):
+        return [Verdict(claim, None, report) for claim in claims]
+    return [Verdict(claim, claim.value(report)) for claim in claims]
+
+
+def line(verdict: Verdict) -> str:
+    """Write a verdict as a line of the table."""
+    claim = verdict.claim
+    measured = verdict.trouble if verdict.value is None else f"{verdict.value:.2f}"
+    return f"{claim.id:<24}{claim.figure:>10}  {measured:>10}  {'holds' if verdict.holds else 'DOES NOT HOLD'}"
+
+
+def markdown(claims: Sequence[Claim]) -> str:
+    """Return the tables that the documents carry: claims with the same rows stand side by side."""
+    rows_of: dict[str, list[str]] = {}
+    for claim in claims:
+        rows_of.setdefault(claim.column, []).append(claim.row)
+    tables: dict[tuple[str, ...], list[str]] = {}
+    for column, rows in rows_of.items():
+        tables.setdefault(tuple(rows), []).append(column)
+    figures = {(claim.row, claim.column): claim.figure for claim in claims}
+    text = []
+    for rows, columns in tables.items():
+        lines = ["|  | " + " | ".join(columns) + " |", "|---|" + "--:|" * len(columns)]
+        lines += [f"| {row} | " + " | ".join(figures[row, column] for column in columns) + " |" for row in rows]
+        text.append("\n".join(lines) + "\n")
+    return "\n".join(text)
+
+
+def stated(document: str, row: str, column: str) -> str | None:
+    """Return what stands in a Markdown document's tables under ``column`` in the row that begins with ``row``."""
+    heads: list[str] = []
+    for text in document.splitlines():
+        if not text.lstrip().startswith("|"):
+            heads = []
+            continue
+        cells = [cell.strip() for cell in text.strip().strip("|").split("|")]
+        if not heads:
+            heads = cells
+        elif cells[0] == row and column in heads:
+            return cells[heads.index(column)]
+    return None
+
+
+def main() -> int:
+    """Measure and print; return the exit status."""
+    runs, claims = load()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("runs", nargs="*", metavar="RUN", help=f"only these of {', '.join(runs)}")
+    parser.add_argument("--markdown", action="store_true", help="print the tables for the documents, measure nothing")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.runs) - set(runs):
+        parser.error(f"no such run: {', '.join(sorted(unknown))}; there are {', '.join(runs)}")
+    if arguments.markdown:
+        print(markdown(claims), end="")
+        return 0
+    if shutil.which("mpirun") is None:
+        parser.error("mpirun is not on the path")
+    verdicts = []
+    for run in runs.values():
+        if arguments.runs and run.id not in arguments.runs:
+            continue
+        print(f"# {run.id}: mpirun -np {run.ranks} python {run.command}", flush=True)
+        for verdict in judge([claim for claim in claims if claim.run == run.id], measure(run)):
+            verdicts.append(verdict)
+            print(line(verdict), flush=True)
+    holding = sum(verdict.holds for verdict in verdicts)
+    print(f"{holding} of {len(verdicts)} claims hold")
+    return 0 if holding == len(verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

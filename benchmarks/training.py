@@ -1,0 +1,252 @@
+"""Measure a training step with ringreduce's optimizer beside its alternatives, in turn, in one run.
+
+    mpirun -np 2 python benchmarks/training.py                # 24 x 1024x1024 linear layers, 25 M parameters
+    mpirun -np 2 python benchmarks/training.py --model cnn    # 162 small tensors
+
+Contenders, each with a copy of the same model on the same data, one step of each after the other:
+
+    plain       no communication: what the step costs without its peers
+    ringreduce  ringreduce.torch.DistributedOptimizer
+    mpi         by hand: flatten the gradients, one MPI_Allreduce, copy them back
+    gloo        torch's DistributedDataParallel over Gloo
+
+A step is zero_grad, forward, backward and optimizer.step; its time is the slowest rank's, the figure the median over
+the steps. At the end the ranks' weights must be bitwise equal, and the contenders' equal within rounding; else the exit
+status is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import json
+import os
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import ringreduce
+import ringreduce.torch as hvd
+from ringreduce.cli.peers import gloo_process_group, mpi_library
+
+LEARNING_RATE = 0.01
+
+
+@dataclass
+class Contender:
+    """A model that is being trained: ``step`` does all of one step, forward to update."""
+
+    name: str
+    model: nn.Module
+    step: Callable[[torch.Tensor, torch.Tensor], None]
+
+
+class Residual(nn.Module):
+    """A convolution block of four small parameter tensors.
+
+    GroupNorm and not BatchNorm: DistributedDataParallel would also broadcast running statistics in every step.
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, channels, 3, padding=1), nn.GroupNorm(4, channels), nn.ReLU(inplace=True)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.body(x)
+
+
+def mlp() -> tuple[nn.Module, tuple[int, ...], tuple[int, ...]]:
+    """Return 24 layers of 1024 x 1024 and the shapes of a sample and of its target."""
+    layers = [layer for _ in range(24) for layer in (nn.Linear(1024, 1024), nn.ReLU(inplace=True))]
+    return nn.Sequential(*layers), (1024,), (1024,)
+
+
+def cnn() -> tuple[nn.Module, tuple[int, ...], tuple[int, ...]]:
+    """Return 40 residual blocks and a linear layer, 162 tensors, and the shapes of a sample and of its target."""
+    blocks = [Residual(16) for _ in range(40)]
+    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)), (16, 8, 8), (10,)
+
+
+MODELS = {"mlp": mlp, "cnn": cnn}
+
+
+def descend(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> None:
+    """Do one step; whatever communicates does so inside backward or step."""
+    optimizer.zero_grad()
+    mse_loss(model(x), y).backward()
+    optimizer.step()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer that all contenders use."""
+    return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+
+
+def plain(model: nn.Module) -> Contender:
+    """Train every rank on its own."""
+    optimizer = sgd(model)
+    return Contender("plain", model, lambda x, y: descend(model, optimizer, x, y))
+
+
+def distributed_optimizer(model: nn.Module) -> Contender:
+    """Train with the optimizer wrapped by ringreduce."""
+    optimizer = hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
+    return Contender("ringreduce", model, lambda x, y: descend(model, optimizer, x, y))
+
+
+def flat_mpi(model: nn.Module) -> Contender:
+    """Average the gradients by hand, in one buffer and one call of the MPI library."""
+    from mpi4py import MPI
+
+    optimizer, comm = sgd(model), MPI.COMM_WORLD.Dup()
+    parameters = list(model.parameters())
+    sizes = [p.numel() for p in parameters]
+    flat = torch.zeros(sum(sizes))
+    parts = [part.view(p.shape) for part, p in zip(flat.split(sizes), parameters, strict=True)]
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        gradients = [p.grad for p in parameters]
+        torch.cat([gradient.view(-1) for gradient in gradients], out=flat)
+        comm.Allreduce(MPI.IN_PLACE, flat.numpy(), MPI.SUM)
+        flat.div_(comm.size)
+        torch._foreach_copy_(gradients, parts)
+        optimizer.step()
+
+    return Contender("mpi", model, step)
+
+
+def ddp_gloo(model: nn.Module) -> Contender:
+    """Train the model wrapped by torch."""
+    optimizer = sgd(model)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    return Contender("gloo", model, lambda x, y: descend(wrapped, optimizer, x, y))
+
+
+def measure(contenders: list[Contender], batches: Iterator[tuple[torch.Tensor, torch.Tensor]], steps: int) -> Any:
+    """Return the slowest rank's time (seconds) of every step of every contender, shape (contenders, steps)."""
+    times = np.empty((len(contenders), steps))
+    for step in range(steps):
+        x, y = next(batches)
+        for row, contender in enumerate(contenders):
+            ringreduce.barrier()
+            begin = time.perf_counter()
+            contender.step(x, y)
+            times[row, step] = time.perf_counter() - begin
+    return ringreduce.allreduce(times, "max")
+
+
+def endless_batches(
+    batch: int, sample: tuple[int, ...], target: tuple[int, ...]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield batches that differ between ranks and steps."""
+    random = torch.Generator().manual_seed(1000 + ringreduce.rank())
+    while True:
+        yield torch.randn(batch, *sample, generator=random), torch.randn(batch, *target, generator=random)
+
+
+def weights_agree(contenders: list[Contender]) -> bool:
+    """Check that weights are bitwise equal over the ranks, and equal within rounding among who communicates."""
+    trained = [each for each in contenders if each.name != "plain"]
+    sums = [zlib.crc32(p.detach().contiguous().numpy()) for each in trained for p in each.model.parameters()]
+    everyone = ringreduce.allgather(np.array(sums, np.int64)[None])
+    same = bool((everyone == everyone[0]).all())
+    for other in trained[1:]:
+        pairs = zip(trained[0].model.parameters(), other.model.parameters(), strict=True)
+        same = same and all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in pairs)
+    return same
+
+
+def report(arguments: argparse.Namespace, contenders: list[Contender], times: Any, agree: bool) -> dict[str, Any]:
+    """Return the JSON report."""
+    medians = {each.name: float(np.median(row)) * 1e3 for each, row in zip(contenders, times, strict=True)}
+    model = contenders[0].model
+    return {
+        "config": {
+            "model": arguments.model,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "tensors": sum(1 for _ in model.parameters()),
+            "batch": arguments.batch,
+            "steps": arguments.steps,
+            "ranks": ringreduce.size(),
+            "placement": ringreduce.world().topology.describe(),
+            "cores": len(os.sched_getaffinity(0)),
+            "threads": torch.get_num_threads(),
+            "ringreduce": ringreduce.__version__,
+            "torch": torch.__version__,
+            "mpi_library": mpi_library(),
+        },
+        "median_ms": medians,
+        "min_ms": {each.name: float(row.min()) * 1e3 for each, row in zip(contenders, times, strict=True)},
+        "ratios": {f"ringreduce/{name}": medians["ringreduce"] / ms for name, ms in medians.items()},
+        "weights_agree": agree,
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    """Write the report for the eye."""
+    config = found["config"]
+    lines = [
+        f"{config['model']}: {config['parameters'] / 1e6:.2f} M parameters in {config['tensors']} tensors, "
+        f"batch {config['batch']} per rank, SGD; {config['placement']}, {config['cores']} cores, "
+        f"{config['threads']} threads per rank",
+        f"median of {config['steps']} steps, contenders in turn",
+        "",
+        f"{'contender':<12}{'median (ms)':>12}{'min (ms)':>12}{'ringreduce /':>14}",
+    ]
+    for name, ms in found["median_ms"].items():
+        ratio = found["ratios"][f"ringreduce/{name}"]
+        lines.append(f"{name:<12}{ms:>12.2f}{found['min_ms'][name]:>12.2f}{ratio:>14.2f}")
+    lines += ["", f"weights agree: {'yes' if found['weights_agree'] else 'NO'}"]
+    return "\n".join(lines)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", choices=MODELS, default="mlp")
+    parser.add_argument("--batch", type=int, default=16, help="samples per rank and step (16)")
+    parser.add_argument("--steps", type=int, default=30, help="timed steps of each contender (30)")
+    parser.add_argument("--warmup", type=int, default=5, help="steps before them (5)")
+    parser.add_argument("-J", "--output_file", type=Path, help="write the JSON report there")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Measure and print; return the exit status, the same on all ranks."""
+    arguments = parse_arguments()
+    ringreduce.init()
+    torch.manual_seed(0)  # the same initial weights on all ranks
+    model, sample, target = MODELS[arguments.model]()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(gloo_process_group(ringreduce.world()))
+        makers = (plain, distributed_optimizer, flat_mpi, ddp_gloo)
+        contenders = [make(copy.deepcopy(model)) for make in makers]
+        batches = endless_batches(arguments.batch, sample, target)
+        measure(contenders, batches, arguments.warmup)
+        times = measure(contenders, batches, arguments.steps)
+        found = report(arguments, contenders, times, weights_agree(contenders))
+    if ringreduce.rank() == 0:
+        print(table(found), flush=True)
+        if arguments.output_file:
+            arguments.output_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    ringreduce.barrier()
+    ringreduce.shutdown()
+    return 0 if found["weights_agree"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""Ring and tree allreduce over MPI and shared memory, and data-parallel training on top of it.
+
+    import ringreduce as rr
+
+    rr.init()
+    total = rr.allreduce(array)                 # NumPy arrays or torch tensors
+    buffer = rr.empty(1_000_000, "float32")     # shared by the node: allreduced without a copy
+    rr.allreduce(buffer, op="average", out=buffer)
+
+PyTorch users start at `ringreduce.torch`. Importing this package starts nothing and reads no settings; `init` does.
+"""
+
+from ringreduce.communicator import Communicator
+from ringreduce.config import Config
+from ringreduce.errors import (
+    CollectiveTimeoutError,
+    ConfigError,
+    MismatchError,
+    PeerLostError,
+    RingReduceError,
+    ShutdownError,
+    TransportError,
+    UnsupportedBufferError,
+)
+from ringreduce.instruments import Instrument
+from ringreduce.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
+from ringreduce.runtime import (
+    allgather,
+    allreduce,
+    alltoall,
+    barrier,
+    broadcast,
+    config,
+    cross_rank,
+    cross_size,
+    empty,
+    explain,
+    init,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    reduce_scatter,
+    shutdown,
+    size,
+    world,
+)
+from ringreduce.selection import Choice
+from ringreduce.topology import Topology
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AVERAGE",
+    "MAX",
+    "MIN",
+    "PRODUCT",
+    "SUM",
+    "Choice",
+    "CollectiveTimeoutError",
+    "Communicator",
+    "Config",
+    "ConfigError",
+    "Instrument",
+    "MismatchError",
+    "PeerLostError",
+    "ReduceOp",
+    "RingReduceError",
+    "ShutdownError",
+    "Topology",
+    "TransportError",
+    "UnsupportedBufferError",
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "config",
+    "cross_rank",
+    "cross_size",
+    "empty",
+    "explain",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "rank",
+    "reduce_scatter",
+    "shutdown",
+    "size",
+    "world",
+]

@@ -1,0 +1,290 @@
+"""Runs schedules: one `Plan` for every algorithm, transport and dtype.
+
+A plan is a schedule bound to memory. Binding cuts the buffer into segments, makes all views and describes all messages;
+running only starts, waits and calls. A schedule treats all elements alike, so each segment runs by itself: a few streams
+carry one segment each at a time, and while one waits for its messages another reduces. That is the whole of segmentation
+and pipelining, for rings and trees and hierarchies alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ringreduce.algorithms.schedule import Schedule, Step, Transfer
+from ringreduce.buffers import Call, Kernels
+from ringreduce.partition import Segment, pieces
+from ringreduce.transport.messages import Messages, Request
+from ringreduce.transport.waiting import Waiter
+
+__all__ = ["Memory", "Plan"]
+
+Array = npt.NDArray[Any]
+
+#: Segments in flight at once: with four receives posted a link never idles while a segment is reduced.
+STREAMS = 4
+#: Elements of direct accesses that are combined and copied on at a time: 256 KiB of float32, which stays in L2.
+INNER_COUNT = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Where a plan's blocks lie.
+
+    Attributes:
+        mine: this rank's buffer, one-dimensional and contiguous.
+        peers: the buffers of ranks whose memory can be touched, by rank.
+        peer_segments: for peers whose blocks lie elsewhere than here: their segments, by rank.
+    """
+
+    mine: Array
+    peers: dict[int, Array] = field(default_factory=dict)
+    peer_segments: dict[int, list[Segment]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Round:
+    """One step of one segment, bound: messages to start, calls that need no message, calls that need them all."""
+
+    requests: list[Request]
+    before: list[Call]
+    after: list[Call]
+
+
+class Plan:
+    """A schedule bound to memory, to be run any number of times.
+
+    Args:
+        rank: this rank.
+        schedule: its steps.
+        segments: the parts of the buffer that the schedule runs over, one after another in each of a few streams.
+        memory: the buffers.
+        kernels: how blocks are reduced: all of the op where the schedule only touches memory directly; where it sends
+            messages an average comes out as a sum.
+        messages: what carries messages, None for a schedule without any.
+        waiter: how to wait for them.
+        signature: what the user called, for error messages.
+        tag: the first of `STREAMS` tags that no other call in flight uses.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        schedule: Schedule,
+        segments: Sequence[Segment],
+        memory: Memory,
+        kernels: Kernels | None,
+        messages: Messages | None,
+        waiter: Waiter,
+        signature: str,
+        tag: int = 0,
+    ) -> None:
+        self._rank = rank
+        self._schedule = schedule
+        self._memory = memory
+        self._kernels = kernels
+        self._messages = messages
+        self._waiter = waiter
+        self._signature = signature
+        nstreams = min(STREAMS, len(segments))
+        self._streams: list[list[_Round]] = [[] for _ in range(nstreams)]
+        scratches = [_Scratch(memory.mine.dtype) for _ in range(nstreams)]
+        for index, segment in enumerate(segments):
+            stream = index % nstreams
+            self._streams[stream] += self._bind(index, segment, tag + stream, scratches[stream])
+
+    def run(self) -> None:
+        """Carry the steps out.
+
+        Raises:
+            CollectiveTimeoutError, TransportError: a peer or the transport failed; the buffer's content is undefined.
+        """
+        if len(self._streams) > 1:
+            self._run_together()
+            return
+        for each in self._streams[0]:
+            if each.requests:
+                self._start(each.requests)
+            for call in each.before:
+                call()
+            if each.requests:
+                self._wait_for_all(each.requests)
+            for call in each.after:
+                call()
+
+    def _run_together(self) -> None:
+        """Advance whichever stream has its messages; that order varies from run to run, the results do not."""
+        running = [_Cursor(rounds) for rounds in self._streams]
+        for cursor in running:
+            cursor.post(self._start)
+        while running := [cursor for cursor in running if cursor.current is not None]:
+            requests = [request for cursor in running for request in cursor.requests]
+            owners = [cursor for cursor in running for _ in cursor.requests]
+            for position in self._wait_for_some(requests):
+                cursor = owners[position]
+                cursor.missing -= 1
+                if cursor.missing == 0:
+                    cursor.post(self._start)
+
+    def close(self) -> None:
+        """Give back the messages; the plan cannot run again."""
+        for each in (each for stream in self._streams for each in stream if each.requests):
+            assert self._messages is not None
+            self._messages.free(each.requests)
+        self._streams = []
+
+    def _start(self, requests: list[Request]) -> None:
+        assert self._messages is not None
+        self._messages.start(requests)
+
+    def _wait_for_all(self, requests: list[Request]) -> None:
+        assert self._messages is not None
+        if not self._messages.test_all(requests):
+            self._waiter.until(partial(self._messages.test_all, requests), self._waiting_for)
+
+    def _wait_for_some(self, requests: list[Request]) -> Sequence[int]:
+        assert self._messages is not None
+        messages = self._messages
+        done: Sequence[int] = messages.test_some(requests)
+
+        def some() -> bool:
+            nonlocal done
+            done = messages.test_some(requests)
+            return bool(done)
+
+        if not done:
+            self._waiter.until(some, self._waiting_for)
+        return done
+
+    def _waiting_for(self) -> str:
+        peers = sorted({each.peer for step in self._schedule.steps for each in step.recvs + step.sends})
+        return f"messages of rank {', '.join(map(str, peers))} in {self._signature}"
+
+    # ---- binding ----
+
+    def _bind(self, index: int, segment: Segment, tag: int, scratch: _Scratch) -> list[_Round]:
+        return [self._bind_step(step, index, segment, tag, scratch) for step in self._schedule.steps]
+
+    def _bind_step(self, step: Step, index: int, segment: Segment, tag: int, scratch: _Scratch) -> _Round:
+        scratch.reset()
+        requests, reducing = [], []
+        for each in step.sends:
+            if (data := self._view(segment, each.blocks)).size:
+                assert self._messages is not None
+                requests.append(self._messages.send(data, each.peer, tag))
+        for each in step.recvs:
+            if (data := self._view(segment, each.blocks)).size:
+                assert self._messages is not None
+                place = scratch.take(data.size) if each.reduce else data
+                requests.append(self._messages.recv(place, each.peer, tag))
+                if each.reduce:
+                    reducing.append((each, place))
+        after = list(self._reductions(reducing, segment, step.by_rank))
+        return _Round(requests, list(self._direct_calls(step, index, segment)), after)
+
+    def _reductions(self, arrived: list[tuple[Transfer, Array]], segment: Segment, by_rank: bool) -> Iterator[Call]:
+        """Reduce what messages brought."""
+        assert self._kernels is not None or not arrived
+        if not by_rank:
+            for each, place in arrived:
+                yield self._kernels.fold(self._view(segment, each.blocks), place)  # type: ignore[union-attr]
+            return
+        for blocks, group in groupby(arrived, key=lambda each: each[0].blocks):
+            target = self._view(segment, blocks)
+            yield self._combine([(each.peer, place) for each, place in group], target)
+
+    def _direct_calls(self, step: Step, index: int, segment: Segment) -> Iterator[Call]:
+        """Load and store piece by piece, so that a piece is stored to the peers while it lies in the cache."""
+        touched = list(dict.fromkeys(each.blocks for each in step.loads + step.stores))
+        for blocks in touched:
+            loads = [(each, self._remote(index, segment, each)) for each in step.loads if each.blocks == blocks]
+            stores = [(each, self._remote(index, segment, each)) for each in step.stores if each.blocks == blocks]
+            mine = self._view(segment, blocks)
+            for piece in pieces(0, mine.size, INNER_COUNT):
+                reducing = [(each.peer, remote[piece]) for each, remote in loads if each.reduce]
+                if reducing:
+                    yield self._combine(reducing, mine[piece])
+                for each, remote in loads:
+                    if not each.reduce:
+                        yield partial(np.copyto, mine[piece], remote[piece])
+                for _, remote in stores:
+                    yield partial(np.copyto, remote[piece], mine[piece])
+
+    def _combine(self, contributions: list[tuple[int, Array]], target: Array) -> Call:
+        """Bind a reduction of ``target`` and the peers' views, in rank order whoever carries it out."""
+        assert self._kernels is not None
+        ordered = sorted([*contributions, (self._rank, target)], key=lambda each: each[0])
+        return partial(self._kernels.combine([view for _, view in ordered]), target)
+
+    def _view(self, segment: Segment, blocks: range) -> Array:
+        return self._memory.mine[_span(segment, blocks)]
+
+    def _remote(self, index: int, segment: Segment, access: Transfer) -> Array:
+        segments = self._memory.peer_segments.get(access.peer)
+        return self._memory.peers[access.peer][_span(segment if segments is None else segments[index], access.remote)]
+
+
+class _Cursor:
+    """How far a stream has come."""
+
+    def __init__(self, rounds: list[_Round]) -> None:
+        self._rounds = iter(rounds)
+        self.current: _Round | None = None
+        self.missing = 0  # messages of the current round that are still under way
+
+    @property
+    def requests(self) -> list[Request]:
+        assert self.current is not None
+        return self.current.requests
+
+    def post(self, start: Callable[[list[Request]], None]) -> None:
+        """Finish the current round, and run on to the next that has to wait for messages."""
+        while True:
+            if self.current is not None:
+                for call in self.current.after:
+                    call()
+            self.current = next(self._rounds, None)
+            if self.current is None:
+                return
+            if self.current.requests:
+                start(self.current.requests)
+                self.missing = len(self.current.requests)
+            for call in self.current.before:
+                call()
+            if self.current.requests:
+                return
+
+
+class _Scratch:
+    """Where one stream receives what is to be reduced; each step uses it from the start."""
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self._dtype = dtype
+        self._chunks: list[Array] = []
+        self._taken = 0
+
+    def reset(self) -> None:
+        self._taken = 0
+
+    def take(self, count: int) -> Array:
+        """Return ``count`` elements that no other take since the reset has."""
+        if self._taken == len(self._chunks):
+            self._chunks.append(np.empty(count, self._dtype))
+        elif self._chunks[self._taken].size < count:
+            self._chunks[self._taken] = np.empty(count, self._dtype)
+        self._taken += 1
+        return self._chunks[self._taken - 1][:count]
+
+
+def _span(segment: Segment, blocks: range) -> slice:
+    """Return where consecutive blocks of a segment lie."""
+    span = slice(segment[blocks.start].start, segment[blocks.stop - 1].stop)
+    held = sum(segment[block].stop - segment[block].start for block in blocks)
+    assert span.stop - span.start == held, f"blocks {blocks} are not contiguous in this segment"
+    return span

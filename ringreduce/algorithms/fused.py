@@ -1,0 +1,130 @@
+"""One-shot and two-shot on one node as fused loops over the board: what `execute` would do, with less around it.
+
+The schedules of `one_shot` and `two_shot` say who reads and writes what, and are what `verify` proves. Small messages
+and private buffers want two things that a generic executor cannot give: the data in the same breath as the flag, and
+pieces that are copied in, reduced and copied out while they are in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ringreduce.buffers import Kernels
+from ringreduce.partition import Partition, pieces
+from ringreduce.transport.board import STAGE_NBYTES, Board, signature_hash
+
+__all__ = ["Mailbox", "OneShot", "Staged"]
+
+Array = npt.NDArray[Any]
+
+#: A piece of a private buffer: what others own of it is copied in, so half of it and the result fit into L2 at P = 2.
+PIECE_NBYTES = 512 << 10
+assert PIECE_NBYTES <= STAGE_NBYTES
+
+
+class Mailbox:
+    """A small collective in one barrier: every rank puts its data beside its flag and reads the others'.
+
+    Args:
+        board: the ranks of the node; all of the process set.
+        signature: what the user called.
+        dtype: the storage type of the elements.
+        shape: of what this rank puts into its mailbox; the same on all ranks.
+    """
+
+    def __init__(self, board: Board, signature: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+        self._board = board
+        self._signature = signature
+        self._code = signature_hash(signature)
+        self._mailboxes = tuple(board.mailboxes(parity, dtype, shape) for parity in (0, 1))
+        self._mine = tuple(mailboxes[board.index] for mailboxes in self._mailboxes)
+
+    def close(self) -> None:
+        """Nothing to give back: the mailboxes are the board's."""
+
+    def swap(self, source: Array) -> list[Array]:
+        """Give ``source`` to the others and return everyone's, in rank order; valid until the next call.
+
+        A one-dimensional ``source`` may be shorter than the mailbox; the rest holds old data.
+        """
+        np.copyto(self._mine[self._board.next_parity][: len(source)], source)
+        return self._mailboxes[self._board.arrive(self._signature, self._code)]
+
+
+class OneShot(Mailbox):
+    """The allreduce of small arrays, of any strides: every rank reduces all mailboxes in rank order."""
+
+    def __init__(
+        self, board: Board, signature: str, dtype: np.dtype[Any], shape: tuple[int, ...], kernels: Kernels
+    ) -> None:
+        super().__init__(board, signature, dtype, shape)
+        self._reduce: tuple[Callable[[Array], object], ...] = tuple(
+            kernels.combine(mailboxes) for mailboxes in self._mailboxes
+        )
+
+    def run(self, source: Array, target: Array) -> None:
+        board = self._board
+        np.copyto(self._mine[board.next_parity], source)
+        self._reduce[board.arrive(self._signature, self._code)](target)
+
+
+class Staged:
+    """The two-shot for private buffers: pieces pass through staging areas, one barrier each.
+
+    In turn k every rank reduces its slice of piece k from all staging areas, and copies what the others own of piece
+    k + 1 into its own; then, after the barrier, it copies the others' results for piece k out. Two areas for each
+    direction are enough: nobody is more than one barrier ahead.
+    """
+
+    def __init__(self, board: Board, signature: str, dtype: np.dtype[Any], count: int, kernels: Kernels) -> None:
+        self._board = board
+        self._signature = signature
+        self._kernels = kernels
+        self._me = board.index
+        room = PIECE_NBYTES // dtype.itemsize
+        self._pieces = list(pieces(0, count, room))
+        areas = [board.stages(number, dtype, (min(room, max(1, count)),)) for number in range(4)]
+        self._incoming, self._results = areas[:2], areas[2:]
+
+    def close(self) -> None:
+        """Nothing to give back: the staging areas are the board's."""
+
+    def copy_in(self, source: Array, number: int = 0) -> None:
+        """Stage what the other ranks own of a piece; the first may be staged before the ranks have met."""
+        if number >= len(self._pieces):
+            return
+        piece, stage = self._pieces[number], self._incoming[number % 2][self._me]
+        for owner, part in enumerate(self._slices(piece)):
+            if owner != self._me:
+                np.copyto(stage[part], source[piece][part])
+
+    def run(self, source: Array, target: Array) -> None:
+        """Reduce ``source`` into ``target`` (which may be the same) once every rank has staged its first piece."""
+        for number in range(len(self._pieces)):
+            self._reduce(source, target, number)
+            self.copy_in(source, number + 1)
+            self._board.barrier(self._signature)
+            self._copy_out(target, number)
+
+    def _reduce(self, source: Array, target: Array, number: int) -> None:
+        piece = self._pieces[number]
+        part = self._slices(piece)[self._me]
+        contributions = [stage[part] for stage in self._incoming[number % 2]]
+        contributions[self._me] = source[piece][part]
+        result = self._results[number % 2][self._me][part]
+        if result.size:
+            self._kernels.combine(contributions)(result)
+            np.copyto(target[piece][part], result)
+
+    def _copy_out(self, target: Array, number: int) -> None:
+        piece, results = self._pieces[number], self._results[number % 2]
+        for owner, part in enumerate(self._slices(piece)):
+            if owner != self._me:
+                np.copyto(target[piece][part], results[owner][part])
+
+    def _slices(self, piece: slice) -> Sequence[slice]:
+        return Partition.even(piece.stop - piece.start, len(self._board.members), align=16).segment

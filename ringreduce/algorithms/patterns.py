@@ -1,0 +1,87 @@
+"""Peer and block arithmetic that several algorithms share; pure, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from ringreduce.algorithms.schedule import Step, Transfer
+from ringreduce.topology import Topology
+
+__all__ = ["block", "floor_log2", "folded", "node_order", "one_node_only", "peers_after", "relabelled"]
+
+
+def block(index: int) -> range:
+    """Return the range that holds just block ``index``."""
+    return range(index, index + 1)
+
+
+def floor_log2(number: int) -> int:
+    """Return the largest k with ``2**k <= number``."""
+    return number.bit_length() - 1
+
+
+def node_order(topology: Topology) -> tuple[int, ...]:
+    """Return all ranks, node after node, so that neighbours mostly share a node."""
+    return tuple(rank for node in topology.nodes for rank in node)
+
+
+def peers_after(rank: int, ranks: Sequence[int]) -> tuple[int, ...]:
+    """Return the others of ``ranks``, beginning after ``rank``: where all send at once, each begins elsewhere."""
+    place = ranks.index(rank)
+    return (*ranks[place + 1 :], *ranks[:place])
+
+
+def one_node_only(topology: Topology) -> str | None:
+    """Refuse (see `Algorithm.refuses`) where some ranks cannot touch each other's memory."""
+    return None if topology.single_node else f"all ranks must share one node, but these are {topology.describe()}"
+
+
+def folded(
+    rank: int, ranks: Sequence[int], blocks: range, core_steps: Callable[[int, Sequence[int]], Iterator[Step]]
+) -> Iterator[Step]:
+    """Carry an allreduce for a power of two of ranks to any number of them.
+
+    With ``2**k + extra`` ranks the first ``2 * extra`` pair up. The second of each pair hands all its ``blocks`` to
+    the first, sits out, and is given the result. The others, ``2**k`` of them in unchanged order, are the core.
+    Adds two steps of all ``blocks`` where ``extra > 0``.
+
+    Args:
+        rank: whose steps to return.
+        ranks: all that take part, in the order that pairs them up.
+        blocks: all blocks.
+        core_steps: ``(rank, core) -> steps`` of the allreduce among the core.
+    """
+    extra = len(ranks) - (1 << floor_log2(len(ranks)))
+    core = (*ranks[: 2 * extra : 2], *ranks[2 * extra :])
+    place = ranks.index(rank)
+    if place >= 2 * extra:
+        yield from core_steps(rank, core)
+        return
+    partner = ranks[place ^ 1]
+    if place % 2:
+        yield Step(sends=(Transfer(partner, blocks),))
+        yield Step(recvs=(Transfer(partner, blocks),))
+    else:
+        yield Step(recvs=(Transfer(partner, blocks, reduce=True),), by_rank=True)
+        yield from core_steps(rank, core)
+        yield Step(sends=(Transfer(partner, blocks),))
+
+
+def relabelled(steps: Iterable[Step], ranks: Sequence[int], first_block: int) -> Iterator[Step]:
+    """Carry steps over messages to a group of ranks and to a part of the buffer.
+
+    Args:
+        steps: steps of a schedule for ranks 0, 1, ... and blocks 0, 1, ...
+        ranks: the rank that stands in for each of these.
+        first_block: the block that stands in for block 0.
+    """
+
+    def carry(transfer: Transfer) -> Transfer:
+        blocks = range(first_block + transfer.blocks.start, first_block + transfer.blocks.stop)
+        return replace(transfer, peer=ranks[transfer.peer], blocks=blocks)
+
+    for step in steps:
+        direct = step.loads or step.stores
+        assert not direct, "only messages can be carried to another group"
+        yield replace(step, sends=tuple(map(carry, step.sends)), recvs=tuple(map(carry, step.recvs)))

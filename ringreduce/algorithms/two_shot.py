@@ -1,0 +1,120 @@
+"""Two-shot over shared memory, and the other collectives that need no more than loads from peers' memory.
+
+Literature: zero-copy two-shot, in place; the shared-memory relative of direct reduce-scatter and allgather. Every
+    byte of every buffer is read once and written once, which is the least that any allreduce can do.
+Restrictions: all ranks on one node, in buffers that all of them have mapped.
+Non-power-of-two: nothing special; any P, and blocks may differ in size or be empty.
+Cost, with sigma a barrier and mu the time to read or write one byte: two_shot 2 sigma + 2n mu + n (P-1)/P gamma, and of
+    these 2n bytes 2n (P-1)/P are peers'; load: reduce_scatter 2 sigma + n mu + n (P-1)/P gamma, allgather, broadcast
+    and alltoall 2 sigma + 2n mu.
+Bits: one rank reduces each block, adding in the order of ranks, 0 first (`Step.by_rank`): equal on all ranks,
+    independent of how the buffer is cut, and equal to those of one_shot and direct.
+Races: block b of every buffer is touched by rank b and by nobody else, so one barrier before and one after are enough.
+
+4 ranks, who touches what in two_shot (all columns at once):
+
+    buffer of    b0   b1   b2   b3
+          r0     r0   r1   r2   r3     rank b loads block b of all four buffers,
+          r1     r0   r1   r2   r3     reduces, and stores the result into all four
+          r2     r0   r1   r2   r3
+          r3     r0   r1   r2   r3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ringreduce.algorithms.patterns import block, node_order, one_node_only, peers_after
+from ringreduce.algorithms.schedule import Algorithm, Collective, Cost, Step, Transfer
+from ringreduce.topology import Topology
+
+__all__ = ["ALLGATHER", "ALLREDUCE", "ALLTOALL", "BROADCAST", "REDUCE_SCATTER"]
+
+
+def _allreduce(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
+    peers = peers_after(rank, node_order(topology))
+    if peers:
+        yield Step(
+            loads=tuple(Transfer(peer, block(rank), reduce=True) for peer in sorted(peers)),
+            stores=tuple(Transfer(peer, block(rank)) for peer in peers),
+            by_rank=True,
+        )
+
+
+def _reduce_scatter(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
+    peers = sorted(peers_after(rank, node_order(topology)))
+    if peers:
+        yield Step(loads=tuple(Transfer(peer, block(rank), reduce=True) for peer in peers), by_rank=True)
+
+
+def _allgather(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
+    peers = peers_after(rank, node_order(topology))
+    if peers:
+        yield Step(loads=tuple(Transfer(peer, block(peer)) for peer in peers))
+
+
+def _broadcast(rank: int, topology: Topology, root: int) -> Iterator[Step]:
+    if rank != root:
+        yield Step(loads=(Transfer(root, block(0)),))
+
+
+def _alltoall(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
+    peers = peers_after(rank, node_order(topology))
+    if peers:
+        size = topology.size
+        yield Step(loads=tuple(Transfer(peer, block(size + peer), peer_blocks=block(rank)) for peer in peers))
+
+
+def _all_but_own(topology: Topology) -> Cost:
+    return Cost(steps=int(topology.size > 1), touched=(topology.size - 1) / topology.size)
+
+
+ALLREDUCE = Algorithm(
+    name="two_shot",
+    collective=Collective.ALLREDUCE,
+    summary="reduces block b on rank b in peers' memory, without a copy; wins on one node from some KiB up",
+    steps=_allreduce,
+    nblocks=lambda topology: topology.size,
+    cost=lambda topology: Cost(steps=int(topology.size > 1), touched=2 * (topology.size - 1) / topology.size),
+    refuses=one_node_only,
+)
+
+REDUCE_SCATTER = Algorithm(
+    name="load",
+    collective=Collective.REDUCE_SCATTER,
+    summary="loads and reduces one's own block from peers' memory; wins on one node",
+    steps=_reduce_scatter,
+    nblocks=lambda topology: topology.size,
+    cost=_all_but_own,
+    refuses=one_node_only,
+)
+
+ALLGATHER = Algorithm(
+    name="load",
+    collective=Collective.ALLGATHER,
+    summary="loads every block from its owner's memory; wins on one node",
+    steps=_allgather,
+    nblocks=lambda topology: topology.size,
+    cost=_all_but_own,
+    refuses=one_node_only,
+)
+
+BROADCAST = Algorithm(
+    name="load",
+    collective=Collective.BROADCAST,
+    summary="loads everything from the root's memory; wins on one node",
+    steps=_broadcast,
+    nblocks=lambda topology: 1,
+    cost=lambda topology: Cost(steps=int(topology.size > 1), touched=int(topology.size > 1)),
+    refuses=one_node_only,
+)
+
+ALLTOALL = Algorithm(
+    name="load",
+    collective=Collective.ALLTOALL,
+    summary="loads one's block from every peer's memory; wins on one node",
+    steps=_alltoall,
+    nblocks=lambda topology: 2 * topology.size,
+    cost=_all_but_own,
+    refuses=one_node_only,
+)

@@ -1,0 +1,22 @@
+"""Memory that collectives work on: dtypes, views of arrays, and the kernels that combine, cast and copy."""
+
+from ringreduce.buffers.arrays import Operand, like, new
+from ringreduce.buffers.casts import divide_toward_zero, narrow, widen, wider
+from ringreduce.buffers.dtypes import DTYPES, DType
+from ringreduce.buffers.kernels import Call, Kernels, divide, kernels_for
+
+__all__ = [
+    "DTYPES",
+    "Call",
+    "DType",
+    "Kernels",
+    "Operand",
+    "divide",
+    "divide_toward_zero",
+    "kernels_for",
+    "like",
+    "narrow",
+    "new",
+    "widen",
+    "wider",
+]

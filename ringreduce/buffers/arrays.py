@@ -1,0 +1,143 @@
+"""Arrays of any supported library as strided NumPy views, and back. The one place that tells them apart."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ringreduce.buffers.dtypes import DType
+from ringreduce.errors import UnsupportedBufferError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Operand", "like", "new"]
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """An argument of a collective: the caller's memory, seen through NumPy.
+
+    Attributes:
+        view: the array's own memory with its own shape and strides, in ``dtype.storage``.
+        dtype: the type of its elements.
+        address: where its first element lies.
+    """
+
+    view: npt.NDArray[Any]
+    dtype: DType
+    address: int
+
+    @classmethod
+    def of(cls, array: Any) -> Operand:
+        """View a NumPy array or a torch CPU tensor, without a copy.
+
+        Raises:
+            UnsupportedBufferError: it is neither, or its elements or device are not supported.
+        """
+        if isinstance(array, np.ndarray):
+            return cls._of_numpy(array)
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(array, torch.Tensor):
+            return cls._of_torch(array)
+        raise UnsupportedBufferError(f"expected a NumPy array or a torch tensor, got {type(array).__name__}")
+
+    @classmethod
+    def _of_numpy(cls, array: npt.NDArray[Any]) -> Operand:
+        if isinstance(array, np.ma.MaskedArray):
+            raise UnsupportedBufferError("masked arrays are not supported; pass array.data, or fill the masked elements")
+        dtype = DType.of(array.dtype)
+        view = array.view(dtype.storage) if array.dtype != dtype.storage else array
+        return cls(view, dtype, array.__array_interface__["data"][0])
+
+    @classmethod
+    def _of_torch(cls, tensor: torch.Tensor) -> Operand:
+        import torch
+
+        if tensor.layout != torch.strided:
+            raise UnsupportedBufferError(f"tensors of layout {tensor.layout} are not supported; pass a dense one")
+        if tensor.device.type != "cpu":
+            raise UnsupportedBufferError(f"tensors on {tensor.device} are not supported yet; pass a CPU tensor")
+        dtype = DType.of(tensor.dtype)
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        if dtype.name == "bfloat16":
+            plain = plain.view(torch.uint16)
+        return cls(plain.numpy(), dtype, plain.data_ptr())
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.view.shape
+
+    @property
+    def count(self) -> int:
+        """Elements."""
+        return self.view.size
+
+    @property
+    def nbytes(self) -> int:
+        return self.view.nbytes
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the elements lie one after the other in C order."""
+        return bool(self.view.flags.c_contiguous)
+
+    def flat(self) -> npt.NDArray[Any]:
+        """Return the elements in C order as one dimension: a view if they are contiguous, else a copy."""
+        return self.view.reshape(-1)
+
+    def require_writable(self) -> None:
+        """Check that results can be stored here.
+
+        Raises:
+            UnsupportedBufferError: the memory is read-only, or several elements share one place.
+        """
+        if not self.view.flags.writeable:
+            raise UnsupportedBufferError("the array is read-only, so no result can be stored in it; pass a copy")
+        if _overlaps_itself(self.view):
+            raise UnsupportedBufferError(
+                f"elements of the array share memory (shape {self.view.shape}, strides {self.view.strides}), "
+                "as after expand or broadcast_to; pass a copy"
+            )
+
+
+def new(shape: Sequence[int], dtype: DType, library: str) -> Any:
+    """Return an uninitialised private array of ``library`` (``"numpy"`` or ``"torch"``)."""
+    if library == "torch":
+        import torch
+
+        return torch.empty(tuple(shape), dtype=getattr(torch, dtype.name))
+    return np.empty(shape, _native(dtype))
+
+
+def like(array: Any, shape: Sequence[int] | None = None) -> Any:
+    """Return an uninitialised private array of the same library and dtype (and shape, unless one is given)."""
+    library = "numpy" if isinstance(array, np.ndarray) else "torch"
+    return new(tuple(array.shape) if shape is None else shape, DType.of(array.dtype), library)
+
+
+def _native(dtype: DType) -> np.dtype[Any]:
+    """Return the dtype that NumPy users expect; bfloat16 takes the ml_dtypes package."""
+    if dtype.name != "bfloat16":
+        return dtype.storage
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise UnsupportedBufferError("NumPy arrays of bfloat16 take the ml_dtypes package: pip install ml_dtypes") from None
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+def _overlaps_itself(view: npt.NDArray[Any]) -> bool:
+    if view.size <= 1 or view.flags.c_contiguous:
+        return False
+    reach = view.itemsize
+    for stride, length in sorted((abs(s), n) for s, n in zip(view.strides, view.shape, strict=True) if n > 1):
+        if stride < reach:
+            return True
+        reach = stride * (length - 1) + reach
+    return False

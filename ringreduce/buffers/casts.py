@@ -1,0 +1,51 @@
+"""Going through a wider type, where a sum in the array's own would overflow or be rounded at every hop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ringreduce.buffers.dtypes import DTYPES, DType
+
+__all__ = ["divide_toward_zero", "narrow", "widen", "wider"]
+
+Array = npt.NDArray[Any]
+
+
+def wider(dtype: DType) -> DType:
+    """Return the type in which elements of ``dtype`` are summed when they leave it: float32, int64 or uint64."""
+    if dtype.half:
+        return DTYPES["float32"]
+    return DTYPES["uint64"] if dtype.name == "uint64" else DTYPES["int64"]
+
+
+def widen(view: Array, dtype: DType) -> Array:
+    """Return the elements of a view (in ``dtype.storage``) as a new C-contiguous array of the wider type."""
+    if dtype.name == "bfloat16":
+        # A bfloat16 is the upper half of a float32.
+        return (view.astype(np.uint32, order="C") << np.uint32(16)).view(np.float32)
+    return view.astype(wider(dtype).storage, order="C")
+
+
+def narrow(wide: Array, dtype: DType, target: Array) -> None:
+    """Store elements of the wider type into a view of ``dtype``; floats round to nearest even."""
+    if dtype.name == "bfloat16":
+        np.copyto(target, _round_to_bfloat16(wide))
+    else:
+        np.copyto(target, wide, casting="unsafe")
+
+
+def divide_toward_zero(wide: Array, divisor: int) -> None:
+    """Divide integers in place; -7 / 2 gives -3."""
+    wide -= np.fmod(wide, wide.dtype.type(divisor))
+    wide //= wide.dtype.type(divisor)
+
+
+def _round_to_bfloat16(wide: Array) -> Array:
+    bits = wide.view(np.uint32)
+    rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
+    # Rounding would carry a NaN's payload into the exponent; a quiet NaN keeps its sign.
+    quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
+    return np.where(np.isnan(wide), quiet, rounded).astype(np.uint16)

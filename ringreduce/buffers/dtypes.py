@@ -1,0 +1,80 @@
+"""The element types that collectives accept, one row each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ringreduce.errors import UnsupportedBufferError
+
+__all__ = ["DTYPES", "DType"]
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """An element type.
+
+    Attributes:
+        name: NumPy's (or ml_dtypes') name for it; torch uses the same ones.
+        storage: the NumPy dtype of the views that the package works on; bfloat16, which NumPy lacks, is kept as uint16.
+        kind: ``"float"``, ``"complex"``, ``"int"``, ``"uint"`` or ``"bool"``.
+    """
+
+    name: str
+    storage: np.dtype[Any]
+    kind: str
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return self.storage.itemsize
+
+    @property
+    def half(self) -> bool:
+        """Whether this is a 16-bit float, which is accumulated in float32."""
+        return self.kind == "float" and self.itemsize == 2
+
+    @classmethod
+    def of(cls, dtype: Any) -> DType:
+        """Return the row of a NumPy, ml_dtypes or torch dtype, or of a name.
+
+        Raises:
+            UnsupportedBufferError: collectives cannot take such elements.
+        """
+        found = _FOUND.get(dtype) if dtype.__hash__ is not None else None
+        if found is None:
+            found = _FOUND[dtype] = _look_up(dtype)
+        return found
+
+
+_KINDS = {"f": "float", "c": "complex", "i": "int", "u": "uint", "b": "bool"}
+_FLOATS = ("float16", "float32", "float64", "complex64", "complex128")
+_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool")
+
+#: name -> row, in the order in which documentation and ``bench -d all`` list them.
+DTYPES: dict[str, DType] = {
+    name: DType(name, np.dtype(name), _KINDS[np.dtype(name).kind]) for name in _FLOATS + _INTEGERS
+}
+DTYPES["bfloat16"] = DType("bfloat16", np.dtype(np.uint16), "float")
+
+_FOUND: dict[Any, DType] = {}
+
+
+def _look_up(dtype: Any) -> DType:
+    # torch dtypes print as "torch.float32"; everything else that is a dtype has a NumPy name.
+    name = str(dtype).removeprefix("torch.") if type(dtype).__module__ == "torch" else _numpy_name(dtype)
+    if name in DTYPES:
+        return DTYPES[name]
+    raise UnsupportedBufferError(f"elements of type {name} are not supported; choose one of {', '.join(DTYPES)}")
+
+
+def _numpy_name(dtype: Any) -> str:
+    if dtype == "bfloat16":
+        return "bfloat16"
+    try:
+        made = np.dtype(dtype)
+    except TypeError:
+        return repr(dtype)
+    return made.name if made.isnative else f"{made.name} in foreign byte order"

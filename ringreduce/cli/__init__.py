@@ -1,0 +1,79 @@
+"""The command line: ``python -m ringreduce <command>``, alone or under mpirun.
+
+Every rank runs the same command; rank 0 speaks for all. Wrong use is one line and exit status 2 on every rank.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import click
+
+import ringreduce
+from ringreduce.cli import commands
+from ringreduce.errors import ConfigError, RingReduceError, UnsupportedBufferError
+
+__all__ = ["main"]
+
+
+class _WorldGroup(click.Group):
+    """A group of commands that all ranks run at once, and leave at once."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        if not standalone_mode:
+            return super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
+        try:
+            status = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
+        except click.UsageError as error:
+            hint = f" ({error.ctx.command_path} --help says more)" if error.ctx else ""
+            return _leave(2, f"{error.format_message()}{hint}")
+        except click.ClickException as error:
+            return _leave(error.exit_code, error.format_message())
+        except (ConfigError, UnsupportedBufferError) as error:
+            return _leave(2, str(error))
+        except click.Abort:
+            return _leave(130, "interrupted")
+        return _leave(status if isinstance(status, int) else 0)
+
+
+@click.group(cls=_WorldGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(ringreduce.__version__, prog_name="ringreduce")
+def main() -> None:
+    """Collectives between the ranks of an MPI job: measure them and see what runs."""
+
+
+main.add_command(commands.bench)
+main.add_command(commands.explain)
+
+
+def _leave(status: int, complaint: str | None = None) -> NoReturn:
+    """End this process with ``status``, once rank 0 has said why.
+
+    A launcher ends the whole job as soon as one rank reports failure, so the others wait until the line is out.
+    """
+    started = ringreduce.is_initialized() or (status == 2 and _start())
+    if complaint and (not started or ringreduce.rank() == 0):
+        click.echo(f"Error: {complaint}", err=True)
+    sys.stdout.flush()
+    if started:
+        ringreduce.barrier()
+        ringreduce.shutdown()
+    sys.exit(status)
+
+
+def _start() -> bool:
+    """Start the world only to learn who is rank 0; False where that fails too."""
+    try:
+        ringreduce.init()
+    except RingReduceError:
+        return False
+    return True

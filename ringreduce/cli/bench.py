@@ -1,0 +1,221 @@
+"""``bench``: measure one collective over sizes, types, operations and algorithms, and check its results."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import ringreduce
+from ringreduce.cli.cases import COLLECTIVES, Case, sizes
+from ringreduce.cli.formats import WRITERS
+from ringreduce.cli.measure import Contender, Summary, bound_contenders, iterations_for, time_in_turn, warmup_for
+from ringreduce.cli.ours import Ours
+from ringreduce.cli.peers import Peer, mpi_library, open_peers
+from ringreduce.cli.reference import Reference, rest_value
+from ringreduce.cli.results import Bound, Machine, Report, Result, Row, Settings
+from ringreduce.communicator import Communicator
+from ringreduce.errors import ConfigError
+
+__all__ = ["Bench", "describe_machine", "exit_code", "run"]
+
+Array = npt.NDArray[Any]
+
+_PROBES = 3  # timed calls of each candidate for the bound
+_BOUND = "bound"
+
+
+def run(world: Communicator, settings: Settings, write: Callable[[str], None]) -> Report:
+    """Measure everything that ``settings`` ask for; collective.
+
+    Args:
+        world: the ranks to measure.
+        settings: equal on all ranks.
+        write: gets the text, row by row, on rank 0.
+
+    Returns:
+        The report; ranks can differ in the count of wrong elements only where they fail to tell each other.
+
+    Raises:
+        ConfigError: an algorithm, peer or root that is not there; on every rank, before anything is measured.
+    """
+    show = write if world.rank == 0 else _say_nothing
+    writer = WRITERS[settings.format](settings)
+    _check(world, settings)
+    with open_peers(settings.peers, world) as peers:
+        machine = describe_machine(world, settings)
+        show(writer.head(machine))
+        bench, rows = Bench(world, settings, peers), []
+        for case, algorithm in bench.plan():
+            rows.append(bench.measure(case, algorithm))
+            show(writer.row(rows[-1]))
+        report = Report(settings, machine, tuple(rows), tuple(bench.bounds[size] for size in sorted(bench.bounds)))
+        show(writer.foot(report))
+    return report
+
+
+def exit_code(report: Report) -> int:
+    """Return 1 if any element was wrong, else 0."""
+    return 1 if report.nwrong else 0
+
+
+class Bench:
+    """The measuring of one set of settings: the buffers, seeds and bounds that its cases share.
+
+    Attributes:
+        bounds: size in bytes -> the memory-traffic bound, as last measured for it.
+    """
+
+    def __init__(self, world: Communicator, settings: Settings, peers: Mapping[str, Peer]) -> None:
+        self.bounds: dict[int, Bound] = {}
+        self._world = world
+        self._settings = settings
+        self._peers = peers
+        self._collective = COLLECTIVES[settings.collective]
+        self._seed = 0
+        largest = max(case.nbytes for case, _ in self.plan())
+        self._ours = Ours(world, largest, shared=settings.shared_buffers)
+
+    def plan(self) -> Iterator[tuple[Case, str]]:
+        """Yield every case and the algorithm (``"auto"`` or a name) to run it with, in the order of the table."""
+        algorithms = [self._settings.algorithm]
+        if algorithms == ["all"]:
+            algorithms = self._world.algorithms(self._collective.name)
+        for type_name in self._settings.types:
+            for op_name in self._settings.ops if self._collective.reduces else (None,):
+                for case in self._cases(type_name, op_name):
+                    yield from ((case, algorithm) for algorithm in algorithms)
+
+    def measure(self, case: Case, algorithm: str) -> Row:
+        """Verify and time one case; collective.
+
+        In place, ours takes turns with the peers and with the memory traffic that bounds it; out of place it runs
+        alone, unless the collective has no in-place form.
+        """
+        name = algorithm
+        if algorithm == "auto":
+            name = self._world.choose(case.collective.name, case.input_nbytes, case.dtype).algorithm
+        given = None if algorithm == "auto" else algorithm
+        outer = self._ours.out_of_place(case, given)
+        if not case.collective.in_place:
+            return Row(self._result(case, name, outer, self._rivals(case), in_place=False), None)
+        out_of_place = self._result(case, name, outer, [], in_place=False)
+        inner = self._ours.in_place(case, given)
+        return Row(out_of_place, self._result(case, name, inner, self._rivals(case), in_place=True))
+
+    def _cases(self, type_name: str, op_name: str | None) -> Iterator[Case]:
+        settings, done = self._settings, None
+        for nbytes in sizes(settings.min_nbytes, settings.max_nbytes, settings.step_nbytes, settings.step_factor):
+            case = Case.of_nbytes(self._collective, type_name, op_name, settings.root, self._world.size, nbytes)
+            if case != done:  # all sizes below one element per rank are the same case
+                yield case
+            done = case
+
+    def _result(self, case: Case, name: str, ours: Contender, rivals: list[Contender], *, in_place: bool) -> Result:
+        """Verify ours, time it in turn with its rivals, and verify it again."""
+        settings = self._settings
+        wrong = [self._count_wrong(case, ours) for _ in range(settings.check)]
+        group = [ours, *rivals]
+        for contender in group:
+            contender.source.fill(rest_value(case.op))
+        iterations = settings.iterations or iterations_for(case.nbytes)
+        warmup = warmup_for(iterations) if settings.warmup is None else settings.warmup
+        times = time_in_turn(self._world, group, iterations, warmup)
+        found = {each.name: Summary.of_seconds(row) for each, row in zip(group, times, strict=True)}
+        if settings.check:
+            wrong.append(self._count_wrong(case, ours))
+        return Result(
+            case=case,
+            algorithm=name,
+            transport=self._world.transport_name(name, case.collective.name),
+            buffers=settings.buffers,
+            in_place=in_place,
+            time=found[ours.name],
+            nwrong=sum(wrong) if wrong else None,
+            bound_share=self._share_of_bound(case, found) if _BOUND in found else None,
+            peers={peer: found.get(peer) for peer in settings.peers} if rivals else {},
+        )
+
+    def _rivals(self, case: Case) -> list[Contender]:
+        """Return what takes turns with ours: the peers that can do this case (and do it right), and the bound."""
+        offered = [peer.contender(case) for peer in self._peers.values()]
+        rivals = [each for each in offered if each is not None and not self._count_wrong(case, each)]
+        if case.collective.name == "allreduce":
+            rivals.append(self._bound_contender(case))
+        return rivals
+
+    def _bound_contender(self, case: Case) -> Contender:
+        """Find the fastest way to read and write as many bytes in place; the same on all ranks."""
+        ways = bound_contenders(np.zeros(case.nbytes, np.uint8))
+        times = time_in_turn(self._world, ways, _PROBES, 1)
+        fastest = ways[min(range(len(ways)), key=lambda way: float(np.median(times[way])))]
+        self.bounds[case.nbytes] = Bound(case.nbytes, 0.0, fastest.name)
+        return Contender(_BOUND, fastest.source, fastest.call)
+
+    def _share_of_bound(self, case: Case, found: Mapping[str, Summary]) -> float:
+        bound = Bound(case.nbytes, found[_BOUND].median, self.bounds[case.nbytes].method)
+        self.bounds[case.nbytes] = bound
+        return bound.time_us / found["ringreduce"].median
+
+    def _count_wrong(self, case: Case, contender: Contender) -> int:
+        """Run once on fresh inputs and count wrong elements over all ranks; collective.
+
+        A rank that finds more than the ranks could tell each other believes itself: what is counted with may be broken.
+        """
+        self._seed += 1
+        reference = Reference(case, self._seed)
+        reference.fill(contender.source, self._world.rank)
+        mine = reference.count_wrong(contender.call(), self._world.rank)
+        everyone = self._world.allgather(np.array([mine]))
+        return max(mine, int(everyone.sum()))
+
+
+def describe_machine(world: Communicator, settings: Settings) -> Machine:
+    """Collect what a reader of the figures has to know about where they came from."""
+    packages = ["numpy", "mpi4py"] + [name for name in ("torch", "ml_dtypes") if name in sys.modules]
+    versions = {"ringreduce": ringreduce.__version__, "python": platform.python_version()}
+    for package in packages:
+        if package in sys.modules:
+            versions[package] = importlib.metadata.version(package)
+    return Machine(
+        versions=versions,
+        mpi_library=mpi_library(),
+        nranks=world.size,
+        placement=world.topology.describe(),
+        nnodes=len(world.topology.nodes),
+        cores=len(os.sched_getaffinity(0)),
+        cpu=_cpu_name(),
+        timestamp=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    )
+
+
+def _check(world: Communicator, settings: Settings) -> None:
+    """Refuse what cannot be measured before anything is."""
+    usable = world.algorithms(settings.collective)
+    if settings.algorithm not in ("auto", "all", *usable):
+        raise ConfigError(
+            f"algorithm {settings.algorithm!r} cannot run {settings.collective} here; "
+            f"choose auto, all or one of {', '.join(usable)}"
+        )
+    if not 0 <= settings.root < world.size:
+        raise ConfigError(f"root {settings.root} is not one of the {world.size} ranks")
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _say_nothing(text: str) -> None:
+    """Stand in for the writer on the other ranks."""

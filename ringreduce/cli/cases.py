@@ -1,0 +1,163 @@
+"""What a benchmark can be asked for: sizes, types, operations, and how a size becomes a number of elements.
+
+The names and the meaning of a size are those of nccl-tests, so that figures can be compared line by line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ringreduce.buffers import DTYPES, DType, new
+from ringreduce.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
+
+__all__ = ["COLLECTIVES", "OPS", "TYPES", "Case", "Collective", "format_nbytes", "native_dtype", "sizes"]
+
+#: nccl-tests' name -> our name of an element type; our own names are understood too.
+_NCCL_TYPES = {
+    "int8": "int8",
+    "uint8": "uint8",
+    "int32": "int32",
+    "uint32": "uint32",
+    "int64": "int64",
+    "uint64": "uint64",
+    "half": "float16",
+    "float": "float32",
+    "double": "float64",
+    "bfloat16": "bfloat16",
+}
+
+#: Name on the command line and in the table -> element type. ``-d all`` means those of nccl-tests.
+TYPES: dict[str, DType] = {
+    **{name: DTYPES[ours] for name, ours in _NCCL_TYPES.items()},
+    **{name: row for name, row in DTYPES.items() if name not in _NCCL_TYPES.values()},
+}
+
+#: Name on the command line and in the table -> operation, in the order of ``-o all``.
+OPS: dict[str, ReduceOp] = {"sum": SUM, "prod": PRODUCT, "max": MAX, "min": MIN, "avg": AVERAGE}
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective as a benchmark sees it.
+
+    Attributes:
+        name: ours, e.g. ``"allreduce"``.
+        nccl_name: the name of the program of nccl-tests that measures it.
+        osu_name: how the OSU micro-benchmarks call it.
+        reduces: whether ``-o`` means anything.
+        in_place: whether the input can be overwritten by a result of the same size.
+        divided: whether a rank's own part is one of P equal ones: counts are per part, as in nccl-tests.
+    """
+
+    name: str
+    nccl_name: str
+    osu_name: str
+    reduces: bool
+    in_place: bool
+    divided: bool
+
+    def bus_factor(self, nranks: int) -> float:
+        """Return bus bandwidth / algorithm bandwidth: what a link carries per byte of the stated size."""
+        if self.name == "broadcast":
+            return 1.0
+        return (2 if self.name == "allreduce" else 1) * (nranks - 1) / nranks
+
+
+COLLECTIVES: dict[str, Collective] = {
+    "allreduce": Collective("allreduce", "all_reduce_perf", "Allreduce", reduces=True, in_place=True, divided=False),
+    "reduce_scatter": Collective(
+        "reduce_scatter", "reduce_scatter_perf", "Reduce_scatter", reduces=True, in_place=False, divided=True
+    ),
+    "allgather": Collective("allgather", "all_gather_perf", "Allgather", reduces=False, in_place=False, divided=True),
+    "broadcast": Collective("broadcast", "broadcast_perf", "Bcast", reduces=False, in_place=True, divided=False),
+    "alltoall": Collective("alltoall", "alltoall_perf", "Alltoall", reduces=False, in_place=False, divided=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One line of the table, before it is measured; equal on all ranks.
+
+    Attributes:
+        collective: what is measured.
+        type_name: name of the element type in the table.
+        op_name: name of the operation in the table, None for collectives that do not reduce.
+        root: the rank that broadcasts.
+        nranks: P.
+        count: elements of a rank's whole buffer; divided collectives: of one of its P parts.
+    """
+
+    collective: Collective
+    type_name: str
+    op_name: str | None
+    root: int
+    nranks: int
+    count: int
+
+    @classmethod
+    def of_nbytes(
+        cls, collective: Collective, type_name: str, op_name: str | None, root: int, nranks: int, nbytes: int
+    ) -> Case:
+        """Make the largest case of at most ``nbytes`` bytes, but never an empty one."""
+        parts = nranks if collective.divided else 1
+        count = max(1, nbytes // (TYPES[type_name].itemsize * parts))
+        return cls(collective, type_name, op_name if collective.reduces else None, root, nranks, count)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The NumPy dtype of the arrays; bfloat16 takes the ml_dtypes package."""
+        return native_dtype(TYPES[self.type_name])
+
+    @property
+    def op(self) -> ReduceOp:
+        """The reduce operation; SUM, without meaning, where nothing is reduced."""
+        return OPS[self.op_name] if self.op_name else SUM
+
+    @property
+    def buffer_count(self) -> int:
+        """Elements of the larger of a rank's input and output."""
+        return self.count * (self.nranks if self.collective.divided else 1)
+
+    @property
+    def input_count(self) -> int:
+        return self.count if self.collective.name == "allgather" else self.buffer_count
+
+    @property
+    def output_count(self) -> int:
+        return self.count if self.collective.name == "reduce_scatter" else self.buffer_count
+
+    @property
+    def input_nbytes(self) -> int:
+        """Bytes of the array that a rank passes in."""
+        return self.input_count * TYPES[self.type_name].itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """The size in the first column: bytes of the larger of input and output."""
+        return self.buffer_count * TYPES[self.type_name].itemsize
+
+
+def native_dtype(row: DType) -> np.dtype[Any]:
+    """Return what NumPy users know a type as."""
+    dtype: np.dtype[Any] = new((0,), row, "numpy").dtype
+    return dtype
+
+
+def sizes(min_nbytes: int, max_nbytes: int, step_nbytes: int | None, step_factor: int) -> Iterator[int]:
+    """Yield sizes from ``min_nbytes`` to ``max_nbytes``: by addition if ``step_nbytes`` is given, else by factor."""
+    nbytes = min_nbytes
+    while nbytes <= max_nbytes:
+        yield nbytes
+        nbytes = nbytes + step_nbytes if step_nbytes is not None else nbytes * step_factor
+
+
+def format_nbytes(nbytes: int) -> str:
+    """Write a size shortly: ``8 B``, ``64 KiB``, ``1.5 MiB``."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.4g} {unit}"
+    return f"{nbytes} B"

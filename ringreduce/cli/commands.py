@@ -1,0 +1,169 @@
+"""The commands and their options; what they do is elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+import ringreduce
+from ringreduce.cli import bench as benchmark
+from ringreduce.cli.cases import COLLECTIVES, OPS, TYPES, format_nbytes, native_dtype, sizes
+from ringreduce.cli.formats import WRITERS, to_json
+from ringreduce.cli.peers import PEERS
+from ringreduce.cli.results import Settings
+from ringreduce.config import parse_nbytes
+
+__all__ = ["bench", "explain"]
+
+
+class _Nbytes(click.ParamType[int]):
+    """A size in bytes with an optional K, M or G (1024-based)."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        try:
+            return parse_nbytes(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a size; write bytes, or a number with K, M or G: 8, 64K, 1M", param, ctx)
+
+
+class _Names(click.ParamType[tuple[str, ...]]):
+    """Names out of a known set, separated by commas; ``all`` where that has a meaning."""
+
+    name = "names"
+
+    def __init__(self, known: tuple[str, ...], everything: tuple[str, ...] = ()) -> None:
+        self._known = known
+        self._everything = everything
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        if isinstance(value, tuple):
+            return value
+        if value == "all" and self._everything:
+            return self._everything
+        names = tuple(dict.fromkeys(value.split(",")))
+        for name in names:
+            if name not in self._known:
+                choice = ", ".join(self._known + (("all",) if self._everything else ()))
+                self.fail(f"{name!r} is not one of {choice}", param, ctx)
+        return names
+
+
+_NBYTES = _Nbytes()
+_NCCL_TYPES = tuple(list(TYPES)[:10])
+
+
+@click.command()
+@click.argument("collective", type=click.Choice(list(COLLECTIVES)))
+@click.option("-b", "--minbytes", type=_NBYTES, default="32M", show_default=True, help="First size; takes K, M, G.")
+@click.option("-e", "--maxbytes", type=_NBYTES, default=None, help="Last size.  [default: 32M, or --minbytes]")
+@click.option("-i", "--stepbytes", type=_NBYTES, default=None, help="From size to size, add this much ...")
+@click.option("-f", "--stepfactor", type=click.IntRange(2), default=2, show_default=True, help="... or multiply by it.")
+@click.option("-n", "--iters", type=click.IntRange(1), help="Timed iterations.  [default: 300 to 11, by size]")
+@click.option("-w", "--warmup_iters", type=click.IntRange(0), help="Calls before the timed ones.  [default: 10 or 3]")
+@click.option(
+    "-c", "--check", type=click.IntRange(0), default=1, show_default=True, help="Verify so often, and after; 0: never."
+)
+@click.option(
+    "-o", "--op", type=_Names(tuple(OPS), tuple(OPS)), default="sum", show_default=True, help="Operations, or all."
+)
+@click.option(
+    "-d",
+    "--datatype",
+    type=_Names(tuple(TYPES), _NCCL_TYPES),
+    default="float",
+    show_default=True,
+    help="Element types, or all (those of nccl-tests).",
+)
+@click.option("-r", "--root", type=click.IntRange(0), default=0, show_default=True, help="The rank that broadcasts.")
+@click.option("--algorithm", default="auto", show_default=True, help="auto, all, or a name as `explain` prints it.")
+@click.option(
+    "--buffers",
+    type=click.Choice(["shared", "private"]),
+    default="private",
+    show_default=True,
+    help="Arrays of ringreduce.empty, or of numpy.empty.",
+)
+@click.option("--vs", type=_Names(tuple(PEERS)), help="Measure these in turn with ours: mpi, gloo.")
+@click.option(
+    "--format", "layout", type=click.Choice(list(WRITERS)), default="nccl", show_default=True, help="Layout of results."
+)
+@click.option("-J", "--output_file", type=click.Path(dir_okay=False), help="Write the JSON report there as well.")
+@click.option("-I", "--per_iter_timing", is_flag=True, help="Show how the times of the iterations spread.")
+def bench(**options: Any) -> int:
+    r"""Measure a COLLECTIVE: allreduce, reduce_scatter, allgather, broadcast or alltoall.
+
+    Flags, sizes and columns are those of nccl-tests; -o, -d and --vs also take several names with commas. The time of
+    an iteration is the slowest rank's, the figure is the median over the iterations. Results are verified on fresh
+    inputs, #wrong counts over all ranks, and the exit status is 1 if any element was wrong.
+
+    For allreduce, the column "bound" is the share of the machine's own limit that was reached: the time in which all
+    ranks at once read and write as many bytes of their own memory in place, measured in turn with the collective.
+
+    \b
+      mpirun -np 4 python -m ringreduce bench allreduce -b 8 -e 64M -f 8
+      mpirun -np 2 python -m ringreduce bench allreduce -b 64K -e 64M -f 4 --buffers shared --vs mpi,gloo
+    """
+    settings = _settings(options)
+    ringreduce.init()
+    world = ringreduce.world()
+    report = benchmark.run(world, settings, lambda text: click.echo(text, nl=False))
+    if settings.output_file and world.rank == 0:
+        Path(settings.output_file).write_text(to_json(report), encoding="utf-8")
+    return benchmark.exit_code(report)
+
+
+@click.command()
+@click.argument("collective", type=click.Choice(list(COLLECTIVES)), default="allreduce")
+@click.option("-b", "--minbytes", type=_NBYTES, default="8", show_default=True, help="First size; takes K, M, G.")
+@click.option("-e", "--maxbytes", type=_NBYTES, default=None, help="Last size.  [default: 64M, or --minbytes]")
+@click.option("-f", "--stepfactor", type=click.IntRange(2), default=8, show_default=True, help="From size to size.")
+@click.option("-d", "--datatype", type=click.Choice(list(TYPES)), default="float", show_default=True)
+def explain(collective: str, minbytes: int, maxbytes: int | None, stepfactor: int, datatype: str) -> None:
+    """Say for each size what a COLLECTIVE (allreduce unless named) would run here, and why."""
+    last = _last_size(minbytes, maxbytes, 64 << 20)
+    ringreduce.init()
+    if ringreduce.rank() == 0:
+        for nbytes in sizes(minbytes, last, None, stepfactor):
+            reason = ringreduce.explain(nbytes, native_dtype(TYPES[datatype]), collective)
+            click.echo(f"{format_nbytes(nbytes):>10}  {reason}")
+
+
+def _settings(options: dict[str, Any]) -> Settings:
+    """Turn options into settings, and check what needs no other rank."""
+    for name in options["datatype"]:
+        native_dtype(TYPES[name])
+    if options["output_file"] and not Path(options["output_file"]).absolute().parent.is_dir():
+        raise click.UsageError(f"the folder of {options['output_file']} does not exist")
+    return Settings(
+        collective=options["collective"],
+        min_nbytes=options["minbytes"],
+        max_nbytes=_last_size(options["minbytes"], options["maxbytes"], 32 << 20),
+        step_nbytes=options["stepbytes"],
+        step_factor=options["stepfactor"],
+        iterations=options["iters"],
+        warmup=options["warmup_iters"],
+        check=options["check"],
+        ops=options["op"],
+        types=options["datatype"],
+        root=options["root"],
+        algorithm=options["algorithm"],
+        shared_buffers=options["buffers"] == "shared",
+        peers=options["vs"] or (),
+        format=options["layout"],
+        output_file=options["output_file"],
+        per_iteration=options["per_iter_timing"],
+    )
+
+
+def _last_size(first: int, last: int | None, usual: int) -> int:
+    if last is None:
+        return max(first, usual)
+    if last < first:
+        raise click.UsageError(f"--maxbytes {last} is smaller than --minbytes {first}")
+    return last

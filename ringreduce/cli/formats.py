@@ -1,0 +1,231 @@
+"""Results as text: the layouts of nccl-tests and of the OSU micro-benchmarks, JSON and CSV. Pure functions.
+
+A writer gives the lines before the first result, those of one row as soon as it is measured, and those at the end.
+Our own columns stand to the right of the standard ones, where programs that read the standard ones do not look.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from ringreduce.cli.cases import COLLECTIVES, Collective, format_nbytes
+from ringreduce.cli.results import Machine, Report, Result, Row, Settings
+
+__all__ = ["WRITERS", "CsvWriter", "JsonWriter", "NcclWriter", "OsuWriter", "Writer", "to_json"]
+
+_CSV_COLUMNS = (
+    "collective,size,count,type,redop,root,algorithm,transport,buffers,in_place,iterations,"
+    "time_us_min,time_us_median,time_us_p95,alg_bw,bus_bw,nwrong,bound_share"
+)
+
+
+class Writer(Protocol):
+    """One layout. Each method returns whole lines, each ended by a newline, or nothing."""
+
+    def __init__(self, settings: Settings) -> None: ...
+
+    def head(self, machine: Machine) -> str: ...
+
+    def row(self, row: Row) -> str: ...
+
+    def foot(self, report: Report) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class NcclWriter:
+    """The table of nccl-tests, then: algorithm, transport, share of the bound, speed-ups, spread of the iterations."""
+
+    settings: Settings
+
+    def head(self, machine: Machine) -> str:
+        settings, collective = self.settings, COLLECTIVES[self.settings.collective]
+        lines = [
+            f"ringreduce version {machine.versions['ringreduce']}, layout of nccl-tests",
+            f"Collective test starting: {collective.nccl_name}",
+            f"nRanks {machine.nranks} minBytes {settings.min_nbytes} maxBytes {settings.max_nbytes} "
+            f"step: {_step(settings)} warmup iters: {_or_auto(settings.warmup)} iters: {_or_auto(settings.iterations)} "
+            f"agg iters: 1 validation: {settings.check}",
+            f"{machine.placement}, {machine.cores} cores, {machine.cpu}; {machine.mpi_library or 'no MPI'}",
+            f"{settings.buffers} buffers; time: median over the iterations of the slowest rank's time",
+        ]
+        if settings.iterations is None:
+            lines.append("auto: 300 iterations for small sizes, 268435456 / size from 874 KiB, never fewer than 11")
+        if settings.peers:
+            lines.append(f"{', '.join(settings.peers)}: blocking, private buffers, in turn with ours at each iteration")
+        return "".join(f"# {line}\n" for line in lines) + "#\n" + self._column_heads()
+
+    def row(self, row: Row) -> str:
+        result = row.out_of_place
+        case = result.case
+        root = case.root if case.collective.name == "broadcast" else -1
+        line = f"{case.nbytes:>12}  {case.count:>12}  {case.type_name:>8}  {case.op_name or 'none':>6}  {root:>6}"
+        line += _half(row.out_of_place) + _half(row.in_place)
+        return line + "".join(f"  {text:>{len(head)}}" for head, text in self._extra(row)) + "\n"
+
+    def foot(self, report: Report) -> str:
+        nwrong = report.nwrong
+        verdict = "N/A" if nwrong is None else f"{nwrong} {'OK' if nwrong == 0 else 'FAILED'}"
+        lines = [f"Out of bounds values : {verdict}", f"Avg bus bandwidth    : {report.mean_bus_bw:g}"]
+        if report.bounds:
+            bound = report.bounds[-1]
+            lines.append(
+                f"Memory-traffic bound : {bound.time_us:.1f} us to read and write {format_nbytes(bound.nbytes)} "
+                f"in place on every rank at once ({bound.method}): {bound.gb_per_s:.1f} GB/s per rank"
+            )
+        lines.append(f"Collective test concluded: {COLLECTIVES[self.settings.collective].nccl_name}")
+        return "".join(f"# {line}\n" for line in lines) + "#\n"
+
+    def _column_heads(self) -> str:
+        extra = "".join(f"  {head}" for head in self._extra_heads())
+        halves = "  {:>7}  {:>6}  {:>6}  {:>6}" * 2
+        names, units = ("time", "algbw", "busbw", "#wrong"), ("(us)", "(GB/s)", "(GB/s)", "")
+        lines = [
+            f"{'':63}{'out-of-place':<35}{'in-place':<20}",
+            f"  {'size':>10}  {'count':>12}  {'type':>8}  {'redop':>6}  {'root':>6}{halves.format(*names * 2)}{extra}",
+            f"  {'(B)':>10}  {'(elements)':>12}{'':26}{halves.format(*units * 2)}",
+        ]
+        return "".join(f"#{line[1:].rstrip()}\n" for line in lines)
+
+    def _extra_heads(self) -> list[str]:
+        heads = [f"{'algorithm':>18}", f"{'transport':>10}"]
+        if self.settings.collective == "allreduce":
+            heads.append(f"{'bound':>6}")
+        heads += [f"{'vs ' + peer:>8}" for peer in self.settings.peers]
+        if self.settings.per_iteration:
+            heads += [f"{name:>8}" for name in ("i_min", "i_max", "i_p99", "i_cv%")]
+        return heads
+
+    def _extra(self, row: Row) -> Iterable[tuple[str, str]]:
+        best = row.best
+        texts = [best.algorithm, best.transport]
+        if self.settings.collective == "allreduce":
+            texts.append(_or_na(best.bound_share, "{:.0%}"))
+        texts += [_or_na(best.speedup(peer), "{:.2f}x") for peer in self.settings.peers]
+        if self.settings.per_iteration:
+            time = best.time
+            texts += [_time(time.minimum), _time(time.maximum), _time(time.p99), f"{time.variation:.1f}"]
+        return zip(self._extra_heads(), texts, strict=True)
+
+
+@dataclass(frozen=True, slots=True)
+class OsuWriter:
+    """Size and latency as the OSU micro-benchmarks print them; in place where the collective can."""
+
+    settings: Settings
+
+    def head(self, machine: Machine) -> str:
+        collective = COLLECTIVES[self.settings.collective]
+        columns = f"{'# Size':<10}{'Avg Latency(us)':>18}"
+        if self.settings.per_iteration:
+            columns += f"{'Min Latency(us)':>18}{'Max Latency(us)':>18}{'Iterations':>12}"
+            columns += "".join(f"{f'P{p} Tail Lat(us)':>20}" for p in (50, 90, 99))
+        return (
+            f"# OSU MPI {collective.osu_name} Latency Test layout, ringreduce {machine.versions['ringreduce']}\n"
+            f"# {_where(collective)}; Avg: mean over the iterations of the slowest rank's time\n"
+            f"# Datatype: {', '.join(self.settings.types)}.\n" + columns + "\n"
+        )
+
+    def row(self, row: Row) -> str:
+        time = row.best.time
+        line = f"{row.best.case.nbytes:<10}{time.mean:>18.2f}"
+        if self.settings.per_iteration:
+            line += f"{time.minimum:>18.2f}{time.maximum:>18.2f}{time.iterations:>12}"
+            line += "".join(f"{value:>20.2f}" for value in (time.median, time.p90, time.p99))
+        return line + "\n"
+
+    def foot(self, report: Report) -> str:
+        return f"# Wrong elements: {report.nwrong}\n" if report.nwrong else ""
+
+
+@dataclass(frozen=True, slots=True)
+class CsvWriter:
+    """The entries of the JSON report as flat columns, one line per result."""
+
+    settings: Settings
+
+    def head(self, machine: Machine) -> str:
+        return _CSV_COLUMNS + "".join(f",{peer}_median_us,{peer}_speedup" for peer in self.settings.peers) + "\n"
+
+    def row(self, row: Row) -> str:
+        return "".join(_csv_line(self._fields(result)) for result in row.results)
+
+    def foot(self, report: Report) -> str:
+        return ""
+
+    def _fields(self, result: Result) -> list[object]:
+        entry = result.as_dict()
+        peers, times = entry.pop("vs"), entry.pop("time_us")
+        names = list(entry)
+        place = names.index("iterations") + 1
+        fields = [entry[name] for name in names[:place]] + [times["min"], times["median"], times["p95"]]
+        fields += [entry[name] for name in names[place:]]
+        for peer in self.settings.peers:
+            time = peers.get(peer) or {}
+            fields += [time.get("median_us"), time.get("speedup")]
+        return fields
+
+
+@dataclass(frozen=True, slots=True)
+class JsonWriter:
+    """The whole report at the end, nothing before."""
+
+    settings: Settings
+
+    def head(self, machine: Machine) -> str:
+        return ""
+
+    def row(self, row: Row) -> str:
+        return ""
+
+    def foot(self, report: Report) -> str:
+        return to_json(report)
+
+
+#: Name for ``--format`` -> layout.
+WRITERS: dict[str, type[Writer]] = {"nccl": NcclWriter, "osu": OsuWriter, "json": JsonWriter, "csv": CsvWriter}
+
+
+def to_json(report: Report) -> str:
+    """Return the report as JSON text."""
+    return json.dumps(report.as_dict(), indent=1) + "\n"
+
+
+def _half(result: Result | None) -> str:
+    if result is None:
+        return "  {:>7}  {:>6}  {:>6}  {:>6}".format(*["N/A"] * 4)
+    wrong = "N/A" if result.nwrong is None else f"{result.nwrong:g}"
+    return f"  {_time(result.time.median):>7}  {result.alg_bw:>6.2f}  {result.bus_bw:>6.2f}  {wrong:>6}"
+
+
+def _time(us: float) -> str:
+    """Write microseconds in at most seven characters, up to ten seconds."""
+    return f"{us:.2f}" if us < 100 else f"{us:.1f}" if us < 10_000 else f"{us:.0f}"
+
+
+def _step(settings: Settings) -> str:
+    if settings.step_nbytes is not None:
+        return f"{settings.step_nbytes}(bytes)"
+    return f"{settings.step_factor}(factor)"
+
+
+def _or_auto(value: int | None) -> str:
+    return "auto" if value is None else str(value)
+
+
+def _or_na(value: float | None, form: str) -> str:
+    return "N/A" if value is None else form.format(value)
+
+
+def _where(collective: Collective) -> str:
+    return "in place" if collective.in_place else "out of place"
+
+
+def _csv_line(fields: Iterable[object]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(fields)
+    return text.getvalue()

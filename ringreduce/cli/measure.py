@@ -1,0 +1,160 @@
+"""Timing: many calls of several contenders in turn, and what one says about a list of times."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ringreduce.reduce_ops import MAX, ReduceOp
+
+__all__ = ["Contender", "Summary", "Synchroniser", "bound_contenders", "iterations_for", "time_in_turn", "warmup_for"]
+
+Array = npt.NDArray[Any]
+
+_BOUND_BLOCK = 1 << 15  # elements of float32: two blocks of 128 KiB stay in a core's second-level cache
+
+
+class Synchroniser(Protocol):
+    """What timing needs of a communicator."""
+
+    def barrier(self) -> None: ...
+
+    def allreduce(self, array: Array, op: ReduceOp = ..., *, out: Array | None = None) -> Array: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """Something that can be timed beside others on the same job.
+
+    Attributes:
+        name: who it is, e.g. ``"ringreduce"``, ``"mpi"``.
+        source: where its input has to be put before a call; in-place ones overwrite it.
+        call: does the job once and returns the result; all ranks call it together.
+    """
+
+    name: str
+    source: Array
+    call: Callable[[], Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Times of the iterations of one case in microseconds, each the slowest rank's."""
+
+    iterations: int
+    minimum: float
+    median: float
+    mean: float
+    p90: float
+    p95: float
+    p99: float
+    maximum: float
+    deviation: float
+
+    @classmethod
+    def of_seconds(cls, seconds: Array) -> Summary:
+        """Summarise a vector of at least one time in seconds."""
+        us = np.asarray(seconds, np.float64) * 1e6
+        p90, p95, p99 = (float(value) for value in np.percentile(us, [90, 95, 99]))
+        return cls(
+            iterations=us.size,
+            minimum=float(us.min()),
+            median=float(np.median(us)),
+            mean=float(us.mean()),
+            p90=p90,
+            p95=p95,
+            p99=p99,
+            maximum=float(us.max()),
+            deviation=float(us.std()),
+        )
+
+    @property
+    def variation(self) -> float:
+        """The coefficient of variation in percent."""
+        return 100 * self.deviation / self.mean if self.mean else math.nan
+
+
+def iterations_for(nbytes: int) -> int:
+    """Return how many iterations give a steady median at this size without taking long: 300, and 11 from 24 MiB up."""
+    return max(11, min(300, (1 << 28) // max(1, nbytes)))
+
+
+def warmup_for(iterations: int) -> int:
+    """Return how many calls to make before the timed ones: libraries that set up fast paths do so within 10."""
+    return 10 if iterations > 50 else 3
+
+
+def time_in_turn(
+    world: Synchroniser,
+    contenders: Sequence[Contender],
+    iterations: int,
+    warmup: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[Array]:
+    """Time the contenders one after the other in every iteration, so that noise of the machine meets all of them.
+
+    A barrier goes before each call, the clock runs around it, and the slowest rank's time counts.
+
+    Returns:
+        For each contender its ``iterations`` times in seconds, the same on every rank.
+    """
+    for contender in contenders:
+        for _ in range(warmup):
+            contender.call()
+    times = np.empty((len(contenders), iterations))
+    with _no_garbage_collection():
+        for iteration in range(iterations):
+            for row, contender in enumerate(contenders):
+                world.barrier()
+                begin = clock()
+                contender.call()
+                times[row, iteration] = clock() - begin
+    return list(world.allreduce(times, MAX))
+
+
+def bound_contenders(memory: Array) -> list[Contender]:
+    """Return ways to read and write every byte of ``memory`` once in place: the least that an allreduce must do.
+
+    Each of n bytes that a rank contributes has to be read, and each of n bytes of its result written, from and to
+    memory that nobody else can supply; in place, no line is fetched twice. Which of the ways is the fastest depends on
+    the machine, and the fastest is the bound.
+
+    Args:
+        memory: contiguous, uint8, private to this rank; its content is lost.
+    """
+    words = memory[: memory.size // 4 * 4].view(np.float32)
+    blocks = [words[start : start + _BOUND_BLOCK] for start in range(0, words.size, _BOUND_BLOCK)]
+
+    def negate_whole() -> Array:
+        return np.negative(words, out=words)
+
+    def negate_blocks() -> Array:
+        for block in blocks:
+            np.negative(block, out=block)
+        return words
+
+    def add_whole() -> Array:
+        return np.add(words, 1, out=words)
+
+    ways = {"negate": negate_whole, "negate by blocks": negate_blocks, "add": add_whole}
+    return [Contender(name, words, call) for name, call in ways.items()]
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Keep the collector from running inside somebody's time, as `timeit` does."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,247 @@
+"""Other libraries on the same job: what ``bench --vs`` and ``benchmarks/training.py`` measure ringreduce against.
+
+The one place outside the transports that imports mpi4py, and outside the torch binding that imports torch; both only
+when a peer is asked for. Each peer gets the treatment that suits it best: blocking calls on private, contiguous,
+touched memory, in place where its interface has that and gains by it, on a communicator of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ringreduce.buffers import DType
+from ringreduce.cli.cases import TYPES, Case
+from ringreduce.cli.measure import Contender
+from ringreduce.communicator import Communicator
+from ringreduce.errors import ConfigError
+from ringreduce.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
+
+__all__ = ["PEERS", "GlooPeer", "MpiPeer", "Peer", "gloo_process_group", "mpi_library", "open_peers"]
+
+Array = npt.NDArray[Any]
+
+
+class Peer(Protocol):
+    """A library that can do some of our jobs."""
+
+    def contender(self, case: Case) -> Contender | None:
+        """Prepare one case; None where the library does not offer it for these elements and this operation."""
+
+    def close(self) -> None:
+        """Give back what the library holds; collective."""
+
+
+class MpiPeer:
+    """The MPI library's own blocking collectives, called through mpi4py."""
+
+    def __init__(self, world: Communicator) -> None:
+        """Duplicate the world's communicator; collective.
+
+        Raises:
+            ConfigError: mpi4py or an MPI library is missing.
+        """
+        try:
+            from mpi4py import MPI
+        except (ImportError, RuntimeError) as error:
+            raise ConfigError(f"--vs mpi takes mpi4py and an MPI library: {error}") from None
+        if MPI.COMM_WORLD.size != world.size:
+            raise ConfigError(f"--vs mpi: MPI has {MPI.COMM_WORLD.size} ranks, ringreduce {world.size}")
+        self._mpi = MPI
+        self._comm = MPI.COMM_WORLD.Dup()
+        self._ops = {SUM: MPI.SUM, PRODUCT: MPI.PROD, MIN: MPI.MIN, MAX: MPI.MAX}
+
+    def contender(self, case: Case) -> Contender | None:
+        if not self._can(case):
+            return None
+        source = np.empty(case.input_count, case.dtype)
+        result = source if case.collective.in_place else np.empty(case.output_count, case.dtype)
+        if case.collective.name == "allgather":  # the own part stands where it belongs: nothing to copy
+            source = result[self._comm.rank * case.count :][: case.count]
+        return Contender("mpi", source, self._call(case, source, result))
+
+    def close(self) -> None:
+        self._comm.Free()
+
+    def _can(self, case: Case) -> bool:
+        """Try the operation on one element: what MPI takes depends on the library and how it was built."""
+        if case.type_name == "bfloat16" or (case.op_name and case.op is AVERAGE):
+            return False
+        one, two = np.zeros(1, case.dtype), np.zeros(1, case.dtype)
+        try:
+            self._ops[case.op].Reduce_local(one, two)
+        except (self._mpi.Exception, KeyError, ValueError, BufferError):
+            return not case.collective.reduces
+        return True
+
+    def _call(self, case: Case, source: Array, result: Array) -> Callable[[], Array]:
+        comm, in_place, root = self._comm, self._mpi.IN_PLACE, case.root
+        op = self._ops[case.op]
+
+        def allreduce() -> Array:
+            comm.Allreduce(in_place, result, op)
+            return result
+
+        def reduce_scatter() -> Array:
+            comm.Reduce_scatter_block(source, result, op)
+            return result
+
+        def allgather() -> Array:
+            comm.Allgather(in_place, result)
+            return result
+
+        def broadcast() -> Array:
+            comm.Bcast(result, root)
+            return result
+
+        def alltoall() -> Array:
+            comm.Alltoall(source, result)
+            return result
+
+        calls = {each.__name__: each for each in (allreduce, reduce_scatter, allgather, broadcast, alltoall)}
+        return calls[case.collective.name]
+
+
+class GlooPeer:
+    """torch.distributed over Gloo."""
+
+    _TYPES = frozenset({"float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64"})
+
+    def __init__(self, world: Communicator) -> None:
+        """Form a process group of all ranks; collective.
+
+        Raises:
+            ConfigError: torch is missing, or the ranks are on several nodes.
+        """
+        self._open = contextlib.ExitStack()
+        self._open.enter_context(gloo_process_group(world))
+
+    def contender(self, case: Case) -> Contender | None:
+        row = TYPES[case.type_name]
+        if row.name not in self._TYPES or (case.op_name and case.op is AVERAGE):
+            return None
+        source = np.empty(case.input_count, case.dtype)
+        result = source if case.collective.in_place else np.empty(case.output_count, case.dtype)
+        return Contender("gloo", source, self._call(case, row, source, result))
+
+    def close(self) -> None:
+        self._open.close()
+
+    @staticmethod
+    def _call(case: Case, row: DType, source: Array, result: Array) -> Callable[[], Array]:
+        import torch.distributed as dist
+
+        ops: dict[ReduceOp, Any] = {
+            SUM: dist.ReduceOp.SUM,
+            PRODUCT: dist.ReduceOp.PRODUCT,
+            MIN: dist.ReduceOp.MIN,
+            MAX: dist.ReduceOp.MAX,
+        }
+        op, root, given, got = ops[case.op], case.root, _tensor(source, row), _tensor(result, row)
+
+        def allreduce() -> Array:
+            dist.all_reduce(got, op)
+            return result
+
+        def reduce_scatter() -> Array:
+            dist.reduce_scatter_tensor(got, given, op)
+            return result
+
+        def allgather() -> Array:
+            dist.all_gather_into_tensor(got, given)
+            return result
+
+        def broadcast() -> Array:
+            dist.broadcast(got, root)
+            return result
+
+        def alltoall() -> Array:
+            dist.all_to_all_single(got, given)
+            return result
+
+        calls = {each.__name__: each for each in (allreduce, reduce_scatter, allgather, broadcast, alltoall)}
+        return calls[case.collective.name]
+
+
+#: Name for ``--vs`` -> library.
+PEERS: dict[str, Callable[[Communicator], Peer]] = {"mpi": MpiPeer, "gloo": GlooPeer}
+
+
+@contextlib.contextmanager
+def open_peers(names: tuple[str, ...], world: Communicator) -> Iterator[dict[str, Peer]]:
+    """Open the named peers and close them at the end; collective."""
+    with contextlib.ExitStack() as stack:
+        opened = {}
+        for name in names:
+            opened[name] = PEERS[name](world)
+            stack.callback(opened[name].close)
+        yield opened
+
+
+@contextlib.contextmanager
+def gloo_process_group(world: Communicator) -> Iterator[None]:
+    """Make all ranks torch.distributed's default group over Gloo and the loopback interface; collective.
+
+    The ranks find each other through a file in a directory that only this user can enter, so nothing listens for
+    strangers. Each rank's share of the cores is what torch may use.
+
+    Raises:
+        ConfigError: torch is missing, or the ranks are on several nodes.
+    """
+    try:
+        import torch
+        import torch.distributed as dist
+    except ImportError as error:
+        raise ConfigError(f"measuring Gloo takes torch: {error}; pip install ringreduce[torch]") from None
+    if not world.topology.single_node:
+        raise ConfigError("Gloo is measured within one node only: its ranks meet on the loopback interface")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.size))
+    folder = _agree_on_folder(world)
+    try:
+        store = dist.FileStore(os.path.join(folder, "store"), world.size)  # type: ignore[attr-defined]
+        limit = timedelta(seconds=world.config.timeout_s)
+        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+    finally:
+        if world.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def mpi_library() -> str | None:
+    """Return what the MPI library calls itself, or None if this process has not started one."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
+        return None
+    return str(mpi.Get_library_version()).strip().split("\n")[0].split(",")[0].strip("\0 ")
+
+
+def _agree_on_folder(world: Communicator) -> str:
+    """Make a private temporary directory on rank 0 and tell everyone its path."""
+    message = np.zeros(4096, np.uint8)
+    if world.rank == 0:
+        path = os.fsencode(tempfile.mkdtemp(prefix="ringreduce-gloo-"))
+        message[: len(path)] = np.frombuffer(path, np.uint8)
+    world.broadcast(message, 0, out=message)
+    return os.fsdecode(message.tobytes().rstrip(b"\0"))
+
+
+def _tensor(array: Array, row: DType) -> Any:
+    """View an array as a torch tensor; bfloat16, which torch does not read from NumPy, by its bits."""
+    import torch
+
+    if row.name == "bfloat16":
+        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+    return torch.from_numpy(array)

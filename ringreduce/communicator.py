@@ -1,0 +1,434 @@
+"""Blocking collectives on one process set: validate, place, select, execute."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ringreduce import selection
+from ringreduce.algorithms import Collective
+from ringreduce.buffers import DTYPES, DType, Operand, like, new
+from ringreduce.config import Config
+from ringreduce.errors import ConfigError, ShutdownError, UnsupportedBufferError
+from ringreduce.instruments import Instruments
+from ringreduce.partition import Partition
+from ringreduce.placement import Allreduce, Context, Moves, Signature
+from ringreduce.reduce_ops import SUM, ReduceOp
+from ringreduce.selection import Choice
+from ringreduce.topology import Topology
+
+__all__ = ["Communicator"]
+
+
+class Communicator:
+    """The collectives of one process set.
+
+    Every method but `empty`, `explain` and `choose` is collective: all ranks call it, in the same order, with arguments
+    that agree where the method says so. Calls block until this rank's result is there. Not thread-safe.
+
+    Arrays are NumPy arrays or torch CPU tensors of any dtype in `ringreduce.buffers.DTYPES`, of any strides; results
+    come in the library of the input. Different libraries on different ranks are fine.
+
+    All methods raise, besides what they list:
+
+    * `UnsupportedBufferError`: an array cannot be used. Raised on the rank that has it, before anything moves.
+    * `MismatchError`: the ranks' calls disagree. Raised on all ranks, before any of the user's data moves.
+    * `CollectiveTimeoutError`, `PeerLostError`, `TransportError`: a peer did not take part. The contents of results
+      are undefined then.
+    * `ShutdownError`: the world was shut down.
+
+    Args:
+        context: the ranks and what connects them.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._allreduce = Allreduce(context)
+        self._moves = Moves(context)
+        self._bound: dict[tuple[int, ReduceOp | str, str | None], _Bound] = {}
+        self._signatures: dict[tuple[object, ...], tuple[Choice, Signature]] = {}
+        self._closed = False
+        self.instruments = Instruments()
+
+    # ---- who and where ----
+
+    @property
+    def rank(self) -> int:
+        return self._context.rank
+
+    @property
+    def size(self) -> int:
+        return self._context.topology.size
+
+    @property
+    def topology(self) -> Topology:
+        return self._context.topology
+
+    @property
+    def hosts(self) -> Topology:
+        """Which ranks run on one machine; that they share memory, as the nodes of `topology` do, is not said."""
+        return self._context.node.hosts
+
+    @property
+    def config(self) -> Config:
+        return self._context.config
+
+    # ---- collectives ----
+
+    def allreduce(
+        self, array: Any, op: ReduceOp | str = SUM, *, out: Any = None, algorithm: str | None = None
+    ) -> Any:
+        """Reduce arrays over all ranks, element by element; every rank gets the result, with the same bits.
+
+        Args:
+            array: any shape; shape and dtype must agree on all ranks.
+            op: see `ringreduce.reduce_ops`; must agree.
+            out: where the result goes, ``array`` itself for in place; same shape and dtype. None: a new array.
+            algorithm: a name from `algorithms`, None for the best known; must agree.
+
+        Returns:
+            ``out``, or the new array.
+
+        Raises:
+            ConfigError: no such op or algorithm, or the algorithm cannot run here.
+        """
+        if out is array:
+            bound = self._bound.get((id(array), op, algorithm))
+            if bound is not None and bound.array() is array and not self.instruments.observers:
+                if bound.still_valid(array):
+                    bound.run(array)
+                    return array
+                del self._bound[id(array), op, algorithm]
+        return self._allreduce_unbound(array, ReduceOp.parse(op), out, algorithm, (id(array), op, algorithm))
+
+    def reduce_scatter(
+        self, array: Any, op: ReduceOp | str = SUM, *, out: Any = None, algorithm: str | None = None
+    ) -> Any:
+        """Reduce arrays over all ranks and give every rank its part of the result.
+
+        Parts are cut along the first dimension as `numpy.array_split` does: the first ranks get one row more where it
+        does not divide.
+
+        Args:
+            array: at least one dimension; shape and dtype must agree.
+            op, algorithm: as for `allreduce`.
+            out: room for this rank's part; None: a new array.
+        """
+        op = ReduceOp.parse(op)
+        source = Operand.of(array)
+        _require_rows(source, "reduce_scatter")
+        rows = Partition.first_larger(source.shape[0], self.size).segment
+        row = prod(source.shape[1:])
+        shape = (rows[self.rank].stop - rows[self.rank].start, *source.shape[1:])
+        out, target = self._result(array, source, shape, out)
+        counts = [(part.stop - part.start) * row for part in rows]
+        choice, signature = self._choose(Collective.REDUCE_SCATTER, source, algorithm, op.value, shape=source.shape)
+        with self._observed(Collective.REDUCE_SCATTER, choice, source.nbytes), _flat_target(target) as flat:
+            self._moves.reduce_scatter(source.flat(), source.dtype, counts, flat, op, choice, signature)
+        return out
+
+    def allgather(self, array: Any, *, algorithm: str | None = None) -> Any:
+        """Concatenate the ranks' arrays along the first dimension, in rank order; every rank gets all of it.
+
+        Args:
+            array: at least one dimension. The first may differ between ranks, and be 0; the others and the dtype
+                must agree.
+            algorithm: as for `allreduce`.
+        """
+        source = Operand.of(array)
+        _require_rows(source, "allgather")
+        rows = self._exchange_counts([source.shape[0]], source, Collective.ALLGATHER)[:, 0]
+        out = like(array, (int(rows.sum()), *source.shape[1:]))
+        target = Operand.of(out)
+        row = prod(source.shape[1:])
+        counts = [int(each) * row for each in rows]
+        choice, signature = self._choose(Collective.ALLGATHER, source, algorithm, shape=("*", *source.shape[1:]), detail=rows)
+        with self._observed(Collective.ALLGATHER, choice, target.nbytes):
+            self._moves.allgather(source.flat(), counts, target.flat(), choice, signature)
+        return out
+
+    def broadcast(self, array: Any, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> Any:
+        """Give every rank the root's array.
+
+        Args:
+            array: any shape; shape and dtype must agree, the content matters at the root only.
+            root: a rank; must agree.
+            out: as for `allreduce`.
+            algorithm: as for `allreduce`.
+
+        Raises:
+            ConfigError: there is no such rank.
+        """
+        if not 0 <= root < self.size:
+            raise ConfigError(f"root must be a rank, 0 to {self.size - 1}, got {root}")
+        source = Operand.of(array)
+        out, target = self._result(array, source, source.shape, out)
+        if self.rank == root and target.address != source.address:
+            np.copyto(target.view, source.view)
+        choice, signature = self._choose(
+            Collective.BROADCAST, source, algorithm, f"root {root}", shape=source.shape, root=root
+        )
+        with self._observed(Collective.BROADCAST, choice, source.nbytes), _flat_target(target) as flat:
+            self._moves.broadcast(flat, root, choice, signature)
+        return out
+
+    def alltoall(self, array: Any, splits: Sequence[int] | None = None, *, algorithm: str | None = None) -> Any:
+        """Send a part of one's array to every rank; get one's part of theirs.
+
+        Args:
+            array: at least one dimension; all but the first must agree, and the dtype.
+            splits: rows for rank 0, 1, ...; may differ between ranks. None: equal parts.
+            algorithm: as for `allreduce`.
+
+        Returns:
+            What the ranks sent here, concatenated in rank order; with ``splits`` a pair of that and a list of the rows
+            that came from each rank.
+
+        Raises:
+            ConfigError: the splits do not add up to the rows, or the rows do not divide equally.
+        """
+        source = Operand.of(array)
+        _require_rows(source, "alltoall")
+        mine = _check_splits(splits, source.shape[0], self.size)
+        rows = self._exchange_counts(mine, source, Collective.ALLTOALL)
+        received = rows[:, self.rank]
+        out = like(array, (int(received.sum()), *source.shape[1:]))
+        target = Operand.of(out)
+        choice, signature = self._choose(Collective.ALLTOALL, source, algorithm, shape=("*", *source.shape[1:]), detail=rows)
+        with self._observed(Collective.ALLTOALL, choice, source.nbytes):
+            row = prod(source.shape[1:])
+            self._moves.alltoall(source.flat(), rows * row, target.flat(), choice, signature)
+        return out if splits is None else (out, received.tolist())
+
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+        self._exchange_counts([0], None, Collective.ALLGATHER)
+
+    # ---- buffers, choices ----
+
+    def empty(self, shape: int | Sequence[int], dtype: Any = np.float32) -> npt.NDArray[Any]:
+        """Return an uninitialised array that collectives use without a copy: a communication buffer.
+
+        It lies in memory that the ranks of the node share, starts on a page, and goes back when the array and all its
+        views are gone. Local: ranks may make different buffers, or none. ``dtype`` ``"bfloat16"`` takes ml_dtypes.
+        """
+        self._require_open()
+        row = DType.of(dtype)
+        dims = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
+        memory = self._context.arena.array(prod(dims) * row.itemsize)
+        return memory.view(new((0,), row, "numpy").dtype).reshape(dims)
+
+    def algorithms(self, collective: Collective | str = Collective.ALLREDUCE) -> list[str]:
+        """Return the names of the algorithms that can run ``collective`` here."""
+        return selection.names(_collective(collective), self.topology, vendor=self._context.messages.has_allreduce)
+
+    def choose(
+        self, collective: Collective | str, nbytes: int, dtype: Any = np.float32, algorithm: str | None = None
+    ) -> Choice:
+        """Return what would carry out ``collective`` on ``nbytes`` bytes per rank, and why."""
+        kind, vendor = _collective(collective), self._context.messages.has_allreduce
+        DType.of(dtype)
+        if algorithm is not None and algorithm != "auto":
+            return selection.forced(kind, algorithm, self.topology, vendor=vendor)
+        return selection.choose(kind, nbytes, self.topology, self.config, vendor=vendor)
+
+    def transport_name(self, algorithm: str, collective: Collective | str = Collective.ALLREDUCE) -> str:
+        """Return what moves the bytes of ``algorithm`` here: ``"shared"``, ``"mpi"``, ``"shared+mpi"``, ..."""
+        choice = self.choose(collective, 1, algorithm=algorithm)
+        return choice.transport.replace("messages", self._context.messages.name)
+
+    def explain(self, nbytes: int, dtype: Any = np.float32, collective: Collective | str = Collective.ALLREDUCE) -> str:
+        """Say in words what would carry out ``collective`` on ``nbytes`` bytes per rank, why, and what else could."""
+        DType.of(dtype)
+        vendor = self._context.messages.has_allreduce
+        return selection.explain(_collective(collective), nbytes, self.topology, self.config, vendor=vendor)
+
+    def close(self) -> None:
+        """Give everything back; collectives raise `ShutdownError` from here on. Collective, and safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._bound.clear()
+        self._context.leave()
+        self._allreduce.close()
+        self._moves.close()
+        self._context.close()
+
+    # ---- inside ----
+
+    def _allreduce_unbound(
+        self, array: Any, op: ReduceOp, out: Any, algorithm: str | None, key: tuple[int, ReduceOp | str, str | None]
+    ) -> Any:
+        source = Operand.of(array)
+        in_place = out is array
+        out, target = self._result(array, source, source.shape, out)
+        choice, signature = self._choose(Collective.ALLREDUCE, source, algorithm, op.value, shape=source.shape)
+        if np.may_share_memory(source.view, target.view) and not _same(source, target):
+            source = Operand(source.view.copy(), source.dtype, 0)
+        with self._observed(Collective.ALLREDUCE, choice, source.nbytes):
+            self._allreduce.run(source, target, op, choice, signature)
+        if in_place:
+            run = self._fast_path(array, target, op, choice, signature)
+            if run is not None:
+                self._bound[key] = _Bound(array, target, run, lambda _: self._bound.pop(key, None))
+        return out
+
+    def _fast_path(
+        self, array: Any, target: Operand, op: ReduceOp, choice: Choice, signature: Signature
+    ) -> Callable[[Any], object] | None:
+        """Return what repeats this in-place call with everything looked up, None if that is not worth it.
+
+        It must not hold on to the array, or the array would never be freed.
+        """
+        if choice.transport != "shared" or (op is ReduceOp.AVERAGE and target.dtype.kind in ("int", "uint", "bool")):
+            return None
+        if self._allreduce.goes_through_mailbox(choice, target.nbytes):
+            plan = self._allreduce.one_shot(target.dtype, target.shape, op, signature)
+            if array is target.view:
+                return lambda same: plan.run(same, same)
+            if isinstance(array, np.ndarray):  # bfloat16: a view of it that is kept would keep the array
+                return None
+            view = target.view
+            return lambda _: plan.run(view, view)
+        location = self._allreduce.locate(target)
+        if location is None:
+            return None
+        dtype, count = target.dtype, target.count
+        return lambda _: self._allreduce.in_place(dtype, count, location, op, signature)
+
+    def _result(self, array: Any, source: Operand, shape: tuple[int, ...], out: Any) -> tuple[Any, Operand]:
+        """Return where the result goes: ``out`` once it is checked, or a new array."""
+        self._require_open()
+        if out is None:
+            out = like(array, shape)
+            return out, Operand.of(out)
+        target = source if out is array else Operand.of(out)
+        if target.shape != shape or target.dtype != source.dtype:
+            raise UnsupportedBufferError(
+                f"out has shape {target.shape} and dtype {target.dtype.name}, "
+                f"the result has shape {shape} and dtype {source.dtype.name}"
+            )
+        target.require_writable()
+        return out, target
+
+    def _choose(
+        self,
+        collective: Collective,
+        source: Operand,
+        algorithm: str | None,
+        argument: str = "",
+        *,
+        shape: tuple[object, ...],
+        root: int = 0,
+        detail: npt.NDArray[Any] | None = None,
+    ) -> tuple[Choice, Signature]:
+        """Return the algorithm and the signature of a call; they depend on nothing that may differ between ranks."""
+        rows = () if detail is None else detail.tobytes()
+        key = collective, argument, algorithm, shape, source.dtype.name, rows
+        found = self._signatures.get(key)
+        if found is None:
+            nbytes = source.nbytes if detail is None else int(detail.max()) * source.dtype.itemsize
+            choice = self.choose(collective, nbytes, source.dtype.name, algorithm)
+            arguments = [argument, f"shape {_shape(shape)}", source.dtype.name]
+            if algorithm is not None:
+                arguments.append(f"algorithm {algorithm}")
+            text = f"{collective.value}({', '.join(filter(None, arguments))})"
+            found = choice, Signature.of(text if detail is None else f"{text} of rows {detail.tolist()}")
+            if len(self._signatures) > 4096:
+                self._signatures.clear()
+            self._signatures[key] = found
+        return found
+
+    def _exchange_counts(
+        self, mine: Sequence[int], source: Operand | None, collective: Collective
+    ) -> npt.NDArray[np.int64]:
+        """Gather a few numbers of every rank as (size, len(mine)); the signature is that of the call they prepare."""
+        self._require_open()
+        own = np.array(mine, np.int64)
+        gathered = np.empty((self.size, own.size), np.int64)
+        what = "barrier" if source is None else f"{collective.value}(shape {_shape(('*', *source.shape[1:]))}, {source.dtype.name})"
+        choice = self.choose(Collective.ALLGATHER, own.nbytes)
+        self._moves.allgather(own, [own.size] * self.size, gathered.reshape(-1), choice, Signature.of(what))
+        return gathered
+
+    @contextmanager
+    def _observed(self, collective: Collective, choice: Choice, nbytes: int) -> Iterator[None]:
+        if not self.instruments.observers:
+            yield
+            return
+        self.instruments.started(collective.value, choice.algorithm, nbytes)
+        started = time.perf_counter()
+        yield
+        self.instruments.finished(collective.value, choice.algorithm, nbytes, time.perf_counter() - started)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ShutdownError("this communicator was closed; call ringreduce.init() to start a new world")
+
+
+class _Bound:
+    """An in-place call that was looked up once, for as long as its array lives."""
+
+    __slots__ = ("_address", "_shape", "array", "run")
+
+    def __init__(
+        self, array: Any, target: Operand, run: Callable[[Any], object], forget: Callable[[object], object]
+    ) -> None:
+        self.array = weakref.ref(array, forget)
+        self.run = run
+        self._shape = array.shape
+        # A tensor can be given other memory (`set_`, `data =`), an array cannot.
+        self._address = None if isinstance(array, np.ndarray) else target.address
+
+    def still_valid(self, array: Any) -> bool:
+        if array.shape != self._shape:
+            return False
+        return self._address is None or array.data_ptr() == self._address
+
+
+def _same(source: Operand, target: Operand) -> bool:
+    return source.address == target.address and source.view.strides == target.view.strides
+
+
+@contextmanager
+def _flat_target(target: Operand) -> Iterator[npt.NDArray[Any]]:
+    """Lend the target as a flat array: itself, or, where it is not contiguous, a copy that is copied back."""
+    flat = target.flat()
+    yield flat
+    if not target.contiguous:
+        np.copyto(target.view, flat.reshape(target.shape))
+
+
+def _collective(name: Collective | str) -> Collective:
+    try:
+        return Collective(name)
+    except ValueError:
+        names = ", ".join(each.value for each in Collective)
+        raise ConfigError(f"unknown collective {name!r}; choose one of {names}") from None
+
+
+def _require_rows(source: Operand, what: str) -> None:
+    if not source.shape:
+        raise UnsupportedBufferError(f"{what} needs an array with at least one dimension, got a scalar")
+
+
+def _check_splits(splits: Sequence[int] | None, rows: int, size: int) -> list[int]:
+    if splits is None:
+        if rows % size:
+            raise ConfigError(f"{rows} rows do not divide into {size} equal parts; give splits")
+        return [rows // size] * size
+    mine = [int(each) for each in splits]
+    if len(mine) != size or min(mine) < 0 or sum(mine) != rows:
+        raise ConfigError(f"splits must be {size} numbers >= 0 that add up to the {rows} rows, got {mine}")
+    return mine
+
+
+def _shape(shape: tuple[object, ...]) -> str:
+    return "x".join(map(str, shape)) if shape else "scalar"

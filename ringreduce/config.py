@@ -1,0 +1,106 @@
+"""The settings, read once from the environment: no other module looks there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ringreduce.errors import ConfigError
+
+__all__ = ["Config", "parse_nbytes"]
+
+_T = TypeVar("_T")
+
+#: Where launchers say how many ranks they started: Open MPI, PMI (MPICH, Intel MPI), MVAPICH, Slurm, PALS, Flux, jsrun.
+_LAUNCHER_SIZES = (
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "MV2_COMM_WORLD_SIZE",
+    "SLURM_STEP_NUM_TASKS",
+    "PALS_NRANKS",
+    "FLUX_JOB_SIZE",
+    "JSM_NAMESPACE_SIZE",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Settings of a world; they must be equal on all ranks, and ``init`` checks that they are.
+
+    Attributes:
+        timeout_s: how long (seconds) any wait for a peer may last. ``RINGREDUCE_TIMEOUT``
+        node_size: treat every so many consecutive ranks as a node. ``RINGREDUCE_NODE_SIZE``
+        shared_memory: whether ranks of a node may share memory. ``RINGREDUCE_SHARED_MEMORY``
+        algorithm: the allreduce algorithm to use wherever it can run. ``RINGREDUCE_ALGORITHM``
+        segment_nbytes: the most bytes that one message of a pipelined schedule carries. ``RINGREDUCE_SEGMENT``
+        bucket_nbytes: the most bytes of gradients that travel together. ``RINGREDUCE_BUCKET``
+        launched_size: how many ranks the launcher says it started, None when there was no launcher.
+    """
+
+    timeout_s: float = 300.0
+    node_size: int | None = None
+    shared_memory: bool = True
+    algorithm: str | None = None
+    segment_nbytes: int = 256 << 10
+    bucket_nbytes: int = 4 << 20
+    launched_size: int | None = None
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Config:
+        """Read the settings; a variable that is unset or empty keeps its default.
+
+        Raises:
+            ConfigError: a variable holds something that cannot be understood.
+        """
+        standard = cls()
+        sizes = [int(environ[name]) for name in _LAUNCHER_SIZES if environ.get(name, "").isdigit()]
+        return cls(
+            timeout_s=_read(environ, "RINGREDUCE_TIMEOUT", _positive_float, standard.timeout_s),
+            node_size=_read(environ, "RINGREDUCE_NODE_SIZE", _positive_int, standard.node_size),
+            shared_memory=_read(environ, "RINGREDUCE_SHARED_MEMORY", _switch, standard.shared_memory),
+            algorithm=_read(environ, "RINGREDUCE_ALGORITHM", str, standard.algorithm),
+            segment_nbytes=_read(environ, "RINGREDUCE_SEGMENT", parse_nbytes, standard.segment_nbytes),
+            bucket_nbytes=_read(environ, "RINGREDUCE_BUCKET", parse_nbytes, standard.bucket_nbytes),
+            launched_size=sizes[0] if sizes else None,
+        )
+
+
+def parse_nbytes(text: str) -> int:
+    """Read a size such as ``8``, ``64K``, ``1M`` or ``2G`` (1024-based) as bytes."""
+    scale = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:].upper(), 1)
+    return _positive_int(text if scale == 1 else text[:-1]) * scale
+
+
+def _read(environ: Mapping[str, str], name: str, parse: Callable[[str], _T], default: _T) -> _T:
+    text = environ.get(name, "")
+    if not text:
+        return default
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ConfigError(f"{name}={text!r} in the environment: {error}") from None
+
+
+def _positive_int(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise ValueError("expected a positive whole number")
+    return int(text)
+
+
+def _positive_float(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError("expected a number of seconds") from None
+    if not 0 < value < float("inf"):
+        raise ValueError("expected a positive number of seconds")
+    return value
+
+
+def _switch(text: str) -> bool:
+    values = {"1": True, "on": True, "true": True, "yes": True, "0": False, "off": False, "false": False, "no": False}
+    if text.lower() not in values:
+        raise ValueError("expected 1 or 0")
+    return values[text.lower()]

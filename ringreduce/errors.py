@@ -1,0 +1,102 @@
+"""The exceptions that ringreduce raises, all of them.
+
+    RingReduceError
+    ├── ConfigError (ValueError)               a setting, an argument or the launch itself is wrong
+    ├── UnsupportedBufferError (TypeError)     an array that no collective can take
+    ├── MismatchError (ValueError)             the ranks called different things
+    ├── CollectiveTimeoutError (TimeoutError)  a peer did not arrive within the time limit
+    ├── TransportError                         bytes could not be moved
+    │   └── PeerLostError                      ... because a peer is gone
+    └── ShutdownError                          the world was shut down under the call
+
+Each also inherits the builtin it specialises, so ``except ValueError`` keeps working. A broken invariant of
+ringreduce itself is an ``AssertionError`` and never one of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+__all__ = [
+    "CollectiveTimeoutError",
+    "ConfigError",
+    "MismatchError",
+    "PeerLostError",
+    "RingReduceError",
+    "ShutdownError",
+    "TransportError",
+    "UnsupportedBufferError",
+]
+
+
+class RingReduceError(Exception):
+    """Base of every error that ringreduce raises on purpose."""
+
+
+class ConfigError(RingReduceError, ValueError):
+    """A setting, an argument or the way the job was launched is wrong."""
+
+
+class UnsupportedBufferError(RingReduceError, TypeError):
+    """An array cannot take part: its dtype, device, writability or memory layout is not supported."""
+
+
+class MismatchError(RingReduceError, ValueError):
+    """The ranks of one collective call disagree about what is to be done.
+
+    Raised on every rank, before any user data has moved.
+
+    Attributes:
+        values: what each rank called, rank -> description.
+    """
+
+    def __init__(self, values: Mapping[int, str]) -> None:
+        self.values: dict[int, str] = dict(sorted(values.items()))
+        groups: dict[str, list[int]] = {}
+        for rank, value in self.values.items():
+            groups.setdefault(value, []).append(rank)
+        lines = (f"  {_ranks(ranks)}: {value}" for value, ranks in groups.items())
+        super().__init__("the ranks called different collectives:\n" + "\n".join(lines))
+
+    def __reduce__(self) -> tuple[type[MismatchError], tuple[dict[int, str]]]:
+        return type(self), (self.values,)
+
+
+class CollectiveTimeoutError(RingReduceError, TimeoutError):
+    """A peer did not do its part within the time limit; the message names it and what was waited for."""
+
+
+class TransportError(RingReduceError):
+    """Bytes could not be moved between ranks; the state of the transport is unknown afterwards."""
+
+
+class PeerLostError(TransportError):
+    """A rank that a collective needs is gone.
+
+    Attributes:
+        rank: the rank that was lost.
+    """
+
+    def __init__(self, rank: int, reason: str) -> None:
+        self.rank = rank
+        self.reason = reason
+        super().__init__(f"rank {rank} is lost: {reason}")
+
+    def __reduce__(self) -> tuple[type[PeerLostError], tuple[int, str]]:
+        return type(self), (self.rank, self.reason)
+
+
+class ShutdownError(RingReduceError):
+    """ringreduce was shut down while, or before, the operation ran."""
+
+
+def _ranks(ranks: list[int]) -> str:
+    """Write ``[0, 1, 2, 5]`` as ``ranks 0-2, 5``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"

@@ -1,0 +1,101 @@
+"""All block arithmetic: how a buffer of ``count`` elements is cut into blocks and segments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+__all__ = ["Partition", "Segment", "pieces", "segments_of_blocks", "segments_of_buffer"]
+
+#: Where a schedule's blocks lie when it runs over one part of the buffer: a slice of elements for each block.
+Segment = tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """A cut of ``[0, count)`` into consecutive blocks, some of which may be empty.
+
+    Attributes:
+        bounds: ``nblocks + 1`` ascending element offsets; block ``b`` is ``[bounds[b], bounds[b + 1])``.
+    """
+
+    bounds: tuple[int, ...]
+
+    @classmethod
+    def even(cls, count: int, nblocks: int, align: int = 1) -> Partition:
+        """Cut ``count`` elements into ``nblocks`` blocks whose sizes differ by at most ``align``.
+
+        Inner bounds are multiples of ``align`` elements (so that blocks can begin on cache lines).
+        """
+        units = -(-count // align)
+        return cls(tuple(min(count, units * b // nblocks * align) for b in range(nblocks)) + (count,))
+
+    @classmethod
+    def first_larger(cls, count: int, nblocks: int) -> Partition:
+        """Cut like ``numpy.array_split``: the first ``count % nblocks`` blocks hold one element more."""
+        small, extra = divmod(count, nblocks)
+        return cls(tuple(small * b + min(b, extra) for b in range(nblocks + 1)))
+
+    @classmethod
+    def of_sizes(cls, sizes: Sequence[int]) -> Partition:
+        """Cut into blocks of the given sizes (elements)."""
+        bounds = [0]
+        for size in sizes:
+            bounds.append(bounds[-1] + size)
+        return cls(tuple(bounds))
+
+    @property
+    def nblocks(self) -> int:
+        return len(self.bounds) - 1
+
+    @property
+    def count(self) -> int:
+        return self.bounds[-1]
+
+    @property
+    def segment(self) -> Segment:
+        """The whole partition as one segment."""
+        return tuple(slice(start, stop) for start, stop in zip(self.bounds, self.bounds[1:], strict=False))
+
+
+def pieces(start: int, stop: int, limit: int) -> Iterator[slice]:
+    """Cut ``[start, stop)`` into slices of at most ``limit`` elements; nothing for an empty range."""
+    for low in range(start, stop, limit):
+        yield slice(low, min(stop, low + limit))
+
+
+def segments_of_buffer(count: int, nblocks: int, limit: int) -> list[Segment]:
+    """Cut a buffer into segments whose blocks hold at most ``limit`` elements, each segment one contiguous range.
+
+    A schedule moves every element by the same steps, so it may run over each segment by itself; that is all there is to
+    pipelining. This cut is for collectives that leave the block boundaries open (allreduce, broadcast).
+    """
+    nsegments = max(1, -(-count // (limit * nblocks)))
+    parts = Partition.even(count, nsegments).segment
+    return [
+        tuple(slice(part.start + block.start, part.start + block.stop) for block in blocks)
+        for part in parts
+        for blocks in [Partition.even(part.stop - part.start, nblocks).segment]
+    ]
+
+
+def segments_of_blocks(partition: Partition, limit: int, largest: int | None = None) -> list[Segment]:
+    """Cut every block of ``partition`` into parts of at most ``limit`` elements; segment i has the i-th part of each.
+
+    Args:
+        partition: the blocks.
+        limit: elements.
+        largest: elements of the largest block on any rank, where the ranks' partitions differ; all ranks must make
+            the same number of segments.
+    """
+    if largest is None:
+        largest = max(block.stop - block.start for block in partition.segment)
+    nsegments = max(1, -(-largest // limit))
+    cut = [Partition.even(block.stop - block.start, nsegments).segment for block in partition.segment]
+    return [
+        tuple(
+            slice(block.start + parts[i].start, block.start + parts[i].stop)
+            for block, parts in zip(partition.segment, cut, strict=True)
+        )
+        for i in range(nsegments)
+    ]

@@ -1,0 +1,7 @@
+"""Between a validated call and a schedule: where the data lies, what has to be copied, which plan can be used again."""
+
+from ringreduce.placement.allreduce import Allreduce
+from ringreduce.placement.context import Context, Signature
+from ringreduce.placement.moves import Moves
+
+__all__ = ["Allreduce", "Context", "Moves", "Signature"]

@@ -1,0 +1,329 @@
+"""The allreduce: from two operands to a plan, over mailboxes, shared buffers, staging areas or messages.
+
+Plans are kept for memory that is ours (the arena), never for the caller's: a kept plan would keep the array alive. A
+private array of moderate size travels through a buffer of the plan; a large one gets a plan for the one call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ringreduce import selection
+from ringreduce.algorithms import Collective
+from ringreduce.algorithms.execute import Memory, Plan
+from ringreduce.algorithms.fused import OneShot, Staged
+from ringreduce.buffers import (
+
+    DType,
+    Operand,
+    divide,
+    divide_toward_zero,
+    kernels_for,
+    narrow,
+    widen,
+    wider,
+)
+from ringreduce.partition import Partition, segments_of_buffer
+from ringreduce.placement.context import Cache, Context, Signature
+from ringreduce.reduce_ops import ReduceOp
+from ringreduce.selection import Choice
+from ringreduce.transport.board import MAILBOX_NBYTES
+from ringreduce.transport.messages import Request
+from ringreduce.transport.shared import Location
+
+__all__ = ["Allreduce"]
+
+Array = npt.NDArray[Any]
+
+#: A private array of up to this many bytes is copied into a plan's own buffer, so that the plan can be kept.
+OWN_BUFFER_NBYTES = 1 << 20
+#: Blocks of the two-shot begin on cache lines: a line that two ranks write would travel between their cores.
+_LINE_NBYTES = 64
+
+
+class Allreduce:
+    """Carries out allreduces of one process set; validated operands of equal shape and dtype come in."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._one_shots: Cache[OneShot] = Cache()
+        self._two_shots: Cache[_SharedPlan] = Cache()
+        self._staged: Cache[Staged] = Cache()
+        self._message_plans: Cache[_MessagePlan] = Cache()
+
+    def run(self, source: Operand, target: Operand, op: ReduceOp, choice: Choice, signature: Signature) -> None:
+        """Reduce ``source`` over all ranks into ``target``, which is the same memory or apart from it.
+
+        Raises:
+            MismatchError, CollectiveTimeoutError, TransportError: see the communicator.
+        """
+        dtype = source.dtype
+        if choice.transport == "self":
+            np.copyto(target.view, source.view)
+        elif op is ReduceOp.AVERAGE and dtype.kind in ("int", "uint", "bool"):
+            self._widened(source, target, ReduceOp.SUM, choice, signature)
+        elif self.goes_through_mailbox(choice, source.nbytes):
+            self.one_shot(dtype, source.shape, op, signature).run(source.view, target.view)
+        elif choice.transport == "shared":
+            self._two_shot(source, target, op, signature)
+        elif dtype.half:
+            self._widened(source, target, op, choice, signature)
+        else:
+            self._over_messages(source, target, op, choice, signature)
+
+    def close(self) -> None:
+        for cache in (self._one_shots, self._two_shots, self._staged, self._message_plans):
+            cache.close()
+
+    # ---- one node ----
+
+    def goes_through_mailbox(self, choice: Choice, nbytes: int) -> bool:
+        """Return whether this is an allreduce for `one_shot`."""
+        return choice.algorithm == "one_shot" and choice.transport == "shared" and nbytes <= MAILBOX_NBYTES
+
+    def one_shot(self, dtype: DType, shape: tuple[int, ...], op: ReduceOp, signature: Signature) -> OneShot:
+        """Return the plan for small arrays of this signature; it takes the arrays when it runs."""
+
+        def make() -> OneShot:
+            kernels = kernels_for(dtype, op, self._context.topology.size)
+            return OneShot(self._context.board, signature.text, dtype.storage, shape, kernels)
+
+        return self._one_shots.get(signature, make)
+
+    def _two_shot(self, source: Operand, target: Operand, op: ReduceOp, signature: Signature) -> None:
+        """Reduce in place where every rank's buffer can be reached, else through the staging areas."""
+        location = self.locate(target)
+        if location is None:
+            self._stage(source, target, op, signature)
+            return
+        if source.address != target.address:
+            np.copyto(target.view, source.view)
+        self.in_place(target.dtype, target.count, location, op, signature)
+
+    def locate(self, operand: Operand) -> Location | None:
+        """Return where the operand lies in the arena, None if peers cannot reach it as it is."""
+        if not operand.contiguous:
+            return None
+        return self._context.arena.locate(operand.address, operand.nbytes)
+
+    def in_place(self, dtype: DType, count: int, location: Location, op: ReduceOp, signature: Signature) -> None:
+        """Carry out the two-shot on ``count`` elements of the arena."""
+        context = self._context
+        others = context.meet_at_board(signature, location)
+        if all(segment >= 0 for segment, _ in others):
+            key = signature, location
+            self._two_shots.get(key, lambda: _SharedPlan(context, dtype, count, location, op, signature)).run(others)
+            context.board.barrier(signature.text)
+            return
+        # A peer's buffer is private: this rank stages its own as well.
+        mine = context.arena.view(location, dtype.storage, count)
+        staged = self._staged_plan(dtype, count, op, signature)
+        staged.copy_in(mine)
+        context.board.barrier(signature.text)
+        staged.run(mine, mine)
+
+    def _stage(self, source: Operand, target: Operand, op: ReduceOp, signature: Signature) -> None:
+        context = self._context
+        staged = self._staged_plan(source.dtype, source.count, op, signature)
+        flat = source.flat()
+        result = target.flat() if target.contiguous else np.empty_like(flat)
+        staged.copy_in(flat)
+        others = context.meet_at_board(signature, None)
+        if any(segment >= 0 for segment, _ in others):
+            context.board.barrier(signature.text)  # a rank with a shared buffer could stage only now
+        staged.run(flat, result)
+        if not target.contiguous:
+            np.copyto(target.view, result.reshape(target.shape))
+
+    def _staged_plan(self, dtype: DType, count: int, op: ReduceOp, signature: Signature) -> Staged:
+        context = self._context
+
+        def make() -> Staged:
+            kernels = kernels_for(dtype, op, context.topology.size)
+            return Staged(context.board, signature.text, dtype.storage, count, kernels)
+
+        return self._staged.get(signature, make)
+
+    # ---- several nodes, or an algorithm that was asked for ----
+
+    def _widened(self, source: Operand, target: Operand, op: ReduceOp, choice: Choice, signature: Signature) -> None:
+        """Reduce in a wider type: exact averages of integers, one rounding of 16-bit floats."""
+        wide = widen(source.view, source.dtype)
+        operand = Operand(wide, wider(source.dtype), wide.__array_interface__["data"][0])
+        self.run(operand, operand, op, choice, signature)
+        if source.dtype.kind != "float":
+            divide_toward_zero(wide, self._context.topology.size)
+        narrow(wide, target.dtype, target.view)
+
+    def _over_messages(
+        self, source: Operand, target: Operand, op: ReduceOp, choice: Choice, signature: Signature
+    ) -> None:
+        context = self._context
+        # The library's own allreduce is set up by all ranks together, so whether its plan is kept must not depend on
+        # where one rank's array lies.
+        location = None if choice.algorithm == selection.VENDOR else self.locate(target)
+        keep = location is not None or source.nbytes <= OWN_BUFFER_NBYTES
+
+        def make() -> _MessagePlan:
+            return _MessagePlan(context, choice, source.dtype, source.count, location, op, signature)
+
+        if choice.algorithm == selection.VENDOR:
+            context.meet(signature)  # before the plan is set up together
+        plan = self._message_plans.get((signature, location), make) if keep else make()
+        if location is None or source.address != target.address:
+            np.copyto(plan.memory.reshape(source.shape), source.view)
+        if choice.algorithm != selection.VENDOR and not plan.shared:
+            context.meet(signature)
+        plan.run()
+        if location is None:
+            np.copyto(target.view, plan.memory.reshape(target.shape))
+        if not keep:
+            plan.close()
+
+
+class _SharedPlan:
+    """A two-shot on one location of the arena; bound again when a peer's buffer lies elsewhere than before."""
+
+    def __init__(
+        self, context: Context, dtype: DType, count: int, location: Location, op: ReduceOp, signature: Signature
+    ) -> None:
+        self._context = context
+        self._storage = dtype.storage
+        self._mine = context.arena.view(location, dtype.storage, count)
+        self._kernels = kernels_for(dtype, op, context.topology.size)
+        self._schedule = context.schedule(Collective.ALLREDUCE, "two_shot")
+        self._signature = signature
+        self._others: list[tuple[int, int]] | None = None
+        self._plan: Plan | None = None
+
+    def run(self, others: list[tuple[int, int]]) -> None:
+        if others != self._others:
+            self._bind(others)
+        assert self._plan is not None
+        self._plan.run()
+
+    def _bind(self, others: list[tuple[int, int]]) -> None:
+        context, mine = self._context, self._mine
+        align = _LINE_NBYTES // mine.itemsize
+        self._plan = Plan(
+            rank=context.rank,
+            schedule=self._schedule,
+            segments=[Partition.even(mine.size, self._schedule.nblocks, align).segment],
+            memory=Memory(mine, peer_views(context, others, mine.dtype, mine.size)),
+            kernels=self._kernels,
+            messages=None,
+            waiter=context.waiter,
+            signature=self._signature.text,
+        )
+        self._others = others
+
+    def close(self) -> None:
+        self._plan = None
+
+
+class _MessagePlan:
+    """An allreduce with messages, on a location of the arena or in a buffer of its own."""
+
+    def __init__(
+        self,
+        context: Context,
+        choice: Choice,
+        dtype: DType,
+        count: int,
+        location: Location | None,
+        op: ReduceOp,
+        signature: Signature,
+    ) -> None:
+        self._context = context
+        self._choice = choice
+        self._dtype = dtype
+        self._op = op
+        self._signature = signature
+        self._own = context.arena.allocate(count * dtype.itemsize) if location is None else None
+        self._location = self._own.location if self._own is not None else location
+        assert self._location is not None
+        self.memory = context.arena.view(self._location, dtype.storage, count)
+        self.shared = choice.transport == "shared+messages"
+        self._others: list[tuple[int, int]] | None = None
+        self._plan: Plan | _Vendor | None = None
+
+    def run(self) -> None:
+        context = self._context
+        if self.shared:
+            others = context.meet_at_board(self._signature, self._location)
+            if others != self._others:
+                self._unbind()
+                self._others = others
+        if self._plan is None:
+            self._plan = self._bind()
+        self._plan.run()
+        if self.shared:
+            context.board.barrier(self._signature.text)
+        if self._op is ReduceOp.AVERAGE:
+            divide(self.memory, context.topology.size)
+
+    def _bind(self) -> Plan | _Vendor:
+        context = self._context
+        summing = ReduceOp.SUM if self._op is ReduceOp.AVERAGE else self._op
+        if self._choice.algorithm == selection.VENDOR:
+            request = context.messages.allreduce(self.memory, self._dtype.name, summing)
+            if request is not None:
+                return _Vendor(context, request, self._signature)
+        algorithm = "recursive_doubling" if self._choice.algorithm == selection.VENDOR else self._choice.algorithm
+        schedule = context.schedule(Collective.ALLREDUCE, algorithm)
+        limit = max(1, context.config.segment_nbytes // self._dtype.itemsize)
+        return Plan(
+            rank=context.rank,
+            schedule=schedule,
+            segments=segments_of_buffer(self.memory.size, schedule.nblocks, limit),
+            memory=Memory(self.memory, peer_views(context, self._others or [], self.memory.dtype, self.memory.size)),
+            kernels=kernels_for(self._dtype, summing, context.topology.size),
+            messages=context.messages,
+            waiter=context.waiter,
+            signature=self._signature.text,
+            tag=context.tag(self._signature),
+        )
+
+    def _unbind(self) -> None:
+        if self._plan is not None:
+            self._plan.close()
+            self._plan = None
+
+    def close(self) -> None:
+        self._unbind()
+        if self._own is not None:
+            self._context.arena.release(self._own)
+            self._own = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Vendor:
+    """The library's own allreduce, described once and started for each call; unlike its blocking one it can time out."""
+
+    context: Context
+    request: Request
+    signature: Signature
+
+    def run(self) -> None:
+        messages, requests = self.context.messages, [self.request]
+        messages.start(requests)
+        self.context.waiter.until(
+            lambda: messages.test_all(requests), lambda: f"all ranks in {self.signature.text} of the MPI library"
+        )
+
+    def close(self) -> None:
+        self.context.messages.free([self.request])
+
+
+def peer_views(
+    context: Context, others: list[tuple[int, int]], storage: np.dtype[Any], count: int
+) -> dict[int, Array]:
+    """Return the buffers of the other ranks of the node, by rank."""
+    return {
+        peer: context.arena.peer_view(peer, Location(*place), storage, count)
+        for peer, place in zip(context.board.peers, others, strict=False)
+    }

@@ -1,0 +1,121 @@
+"""Which algorithm carries out a collective, and why. The same answer on every rank, from nothing that may differ.
+
+The rules come from measurements (docs/benchmarks.md); a table fitted by measurement can replace them behind the same
+interface, since all that callers see is a `Choice`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ringreduce import algorithms
+from ringreduce.algorithms import Collective
+from ringreduce.config import Config
+from ringreduce.errors import ConfigError
+from ringreduce.topology import Topology
+
+__all__ = ["VENDOR", "Choice", "choose", "explain", "names"]
+
+#: The name under which the MPI library's own allreduce is one more algorithm.
+VENDOR = "mpi"
+
+#: Up to this size one barrier with the data beside the flags beats two barriers without a copy.
+ONE_SHOT_NBYTES = 16 << 10
+#: Between nodes, latency decides up to this size, and logarithmic depth up to the next.
+SMALL_NBYTES = 16 << 10
+MIDDLE_NBYTES = 512 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An algorithm and the reason for it.
+
+    Attributes:
+        algorithm: a name from `names`.
+        transport: what moves the bytes: ``"shared"``, ``"shared+messages"``, ``"messages"`` or ``"self"``.
+        reason: why, in words.
+    """
+
+    algorithm: str
+    transport: str
+    reason: str
+
+
+def names(collective: Collective, topology: Topology, *, vendor: bool) -> list[str]:
+    """Return the algorithms that can run ``collective`` here.
+
+    Args:
+        collective: which.
+        topology: on which ranks.
+        vendor: whether the transport has an allreduce of its own.
+    """
+    ours = list(algorithms.names(collective, topology))
+    return [*ours, VENDOR] if vendor and collective is Collective.ALLREDUCE else ours
+
+
+def choose(collective: Collective, nbytes: int, topology: Topology, config: Config, *, vendor: bool) -> Choice:
+    """Choose for a buffer of ``nbytes`` bytes on every rank.
+
+    Raises:
+        ConfigError: the configuration names an algorithm that does not exist.
+    """
+    if topology.size == 1:
+        return Choice("one_shot" if collective is Collective.ALLREDUCE else "load", "self", "there is one rank")
+    if config.algorithm is not None and collective is Collective.ALLREDUCE:
+        return forced(collective, config.algorithm, topology, vendor=vendor)
+    if collective is not Collective.ALLREDUCE:
+        return _choose_other(collective, topology)
+    if topology.single_node:
+        if nbytes <= ONE_SHOT_NBYTES:
+            return Choice("one_shot", "shared", f"one node, at most {ONE_SHOT_NBYTES} bytes: one barrier")
+        return Choice("two_shot", "shared", f"one node, over {ONE_SHOT_NBYTES} bytes: the least memory traffic")
+    if nbytes <= SMALL_NBYTES and vendor:
+        return Choice(VENDOR, "messages", f"several nodes, at most {SMALL_NBYTES} bytes: the library's own call is quick")
+    if nbytes <= SMALL_NBYTES:
+        return Choice("recursive_doubling", "messages", f"several nodes, at most {SMALL_NBYTES} bytes: fewest rounds")
+    if max(len(node) for node in topology.nodes) > 1:
+        return Choice("hierarchical", "shared+messages", "several nodes with several ranks: one lane per local rank")
+    if nbytes <= MIDDLE_NBYTES:
+        return Choice("halving_doubling", "messages", f"one rank per node, at most {MIDDLE_NBYTES} bytes: few rounds")
+    return Choice("ring", "messages", f"one rank per node, over {MIDDLE_NBYTES} bytes: fills every link")
+
+
+def forced(collective: Collective, name: str, topology: Topology, *, vendor: bool) -> Choice:
+    """Return the choice of an algorithm by name.
+
+    Raises:
+        ConfigError: it does not exist, or cannot run on this topology.
+    """
+    if name == VENDOR and collective is Collective.ALLREDUCE:
+        if not vendor:
+            raise ConfigError("algorithm 'mpi' takes ranks that talk over MPI")
+        return Choice(VENDOR, "messages", "asked for by name")
+    schedule = algorithms.schedule_for(collective, name, 0, topology)
+    if name == "one_shot" and topology.single_node:
+        return Choice(name, "shared", "asked for by name")
+    transport = "messages"
+    if schedule.direct:
+        transport = "shared" if topology.single_node else "shared+messages"
+    return Choice(name, transport, "asked for by name")
+
+
+def _choose_other(collective: Collective, topology: Topology) -> Choice:
+    if topology.single_node:
+        return Choice("load", "shared", "one node: every rank reads what it needs")
+    name = {
+        Collective.REDUCE_SCATTER: "ring",
+        Collective.ALLGATHER: "ring",
+        Collective.BROADCAST: "binomial",
+        Collective.ALLTOALL: "pairwise",
+    }[collective]
+    return Choice(name, "messages", "several nodes")
+
+
+def explain(collective: Collective, nbytes: int, topology: Topology, config: Config, *, vendor: bool) -> str:
+    """Say what would run and why, and what else could."""
+    choice = choose(collective, nbytes, topology, config, vendor=vendor)
+    others = [name for name in names(collective, topology, vendor=vendor) if name != choice.algorithm]
+    return (
+        f"{collective.value} of {nbytes} bytes on {topology.describe()}: {choice.algorithm} over {choice.transport} "
+        f"({choice.reason}); also possible: {', '.join(others) or 'nothing else'}"
+    )

@@ -1,0 +1,69 @@
+"""Ranks that are threads of one process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+from ringreduce.communicator import Communicator
+from ringreduce.config import Config
+from ringreduce.placement import Context
+from ringreduce.transport.memory import MemoryWorld
+from ringreduce.transport.messages import Messages
+from ringreduce.transport.node import join
+from ringreduce.transport.waiting import Waiter
+
+__all__ = ["run_ranks"]
+
+T = TypeVar("T")
+
+
+def run_ranks(
+    size: int,
+    function: Callable[[Communicator], T],
+    *,
+    node_size: int | None = None,
+    config: Config | None = None,
+    wrap: Callable[[Messages], Messages] = lambda messages: messages,
+) -> list[T]:
+    """Call ``function(communicator)`` on ``size`` ranks, each a thread of this process, and return their results.
+
+    Args:
+        size: the number of ranks.
+        function: what every rank does.
+        node_size: ranks per node; None: all on one. 1: no shared memory, everything goes as messages.
+        config: settings; the time limit is 30 s unless they say otherwise.
+        wrap: puts a recording or failing transport around each rank's messages.
+
+    Raises:
+        Exception: the first error of the rank that failed first; the others are ended by their time limit at the
+            latest.
+    """
+    settings = replace(config or Config(timeout_s=30.0), node_size=node_size or (config.node_size if config else None))
+    world = MemoryWorld(size, settings.timeout_s)
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            waiter = Waiter(settings.timeout_s, crowded=True)
+            messages = wrap(world.messages(rank))
+            node = join(messages, waiter, settings, "threads", lambda pids: world.segments_of(rank))
+            waiter.crowded = True  # threads of one interpreter run one at a time
+            communicator = Communicator(Context(messages, waiter, node, settings))
+            results[rank] = function(communicator)
+            communicator.close()
+        except BaseException as error:
+            errors.append(error)
+            world.meeting.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [results[rank] for rank in range(size)]

@@ -1,0 +1,239 @@
+"""The board: flag lines in shared memory through which the ranks of a node meet.
+
+Every rank owns one page of flags that only it writes, and areas that its peers read (or write, between barriers):
+
+    line 0, 1   arrival: call number, signature hash, segment and offset of the buffer, for even and odd calls
+    line 2      barrier: how many barriers this rank has reached
+    line 3      status: 1 once the rank has left the world
+    line 4 ...  the signature as text, written only when a mismatch was seen
+    mailboxes   two of `MAILBOX_NBYTES`: data of small collectives, for even and odd calls
+    staging     four of `STAGE_NBYTES`: pieces of private buffers on their way (two in, two out)
+
+Counters are 64-bit and never reset. A rank may be one call ahead of its peers, never two: it passes the arrival of
+call n + 1 only after they have arrived there, and they do so only after they are done with call n. Hence two lines.
+"""
+
+from __future__ import annotations
+
+import platform
+import threading
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ringreduce.errors import MismatchError, PeerLostError
+from ringreduce.transport.shared import Arena, Location
+from ringreduce.transport.waiting import Waiter
+
+__all__ = ["MAILBOX_NBYTES", "NOWHERE", "STAGE_NBYTES", "Board", "signature_hash"]
+
+Array = npt.NDArray[Any]
+
+MAILBOX_NBYTES = 64 << 10
+STAGE_NBYTES = 1 << 20
+
+_LINE = 64  # bytes: what the cores' caches pass to one another
+_BARRIER, _STATUS, _TEXT = 2, 3, 4
+_TEXT_NBYTES = 2048
+_MAILBOXES = 4096
+_STAGES = _MAILBOXES + 2 * MAILBOX_NBYTES
+_BOARD_NBYTES = _STAGES + 4 * STAGE_NBYTES
+
+_NUMBER, _SIGNATURE, _SEGMENT, _OFFSET = range(4)
+
+#: The location that a rank publishes whose buffer no peer can reach.
+NOWHERE = Location(-1, 0)
+
+
+def signature_hash(signature: str) -> int:
+    """Return 63 bits that stand for a signature; the same in every process."""
+    return int.from_bytes(blake2b(signature.encode(), digest_size=8).digest(), "little") >> 1
+
+
+class Board:
+    """The flag lines of one process set's ranks on one node.
+
+    Args:
+        arena: where this rank's own part is allocated.
+        members: the ranks on this node, ascending, as numbers of the process set.
+        locations: where each member's part lies; see `Board.allocate`.
+        rank: this rank.
+        waiter: how to wait, and the watchers that may end a wait.
+    """
+
+    def __init__(
+        self, arena: Arena, members: Sequence[int], locations: Sequence[Location], rank: int, waiter: Waiter
+    ) -> None:
+        self.members = tuple(members)
+        self.index = self.members.index(rank)
+        self._rank = rank
+        self._arena = arena
+        self._waiter = waiter
+        self._parts = [
+            arena.view(location, np.dtype(np.uint8), _BOARD_NBYTES)
+            if member == rank
+            else arena.peer_view(member, location, np.dtype(np.uint8), _BOARD_NBYTES)
+            for member, location in zip(members, locations, strict=True)
+        ]
+        lines = [[memoryview(part[line * _LINE :][:_LINE]).cast("q") for line in range(4)] for part in self._parts]
+        self._mine = lines[self.index]
+        self._others = [(member, lines[i]) for i, member in enumerate(members) if member != rank]
+        # What `arrive` and `barrier` walk through: the peers' lines, by parity.
+        self._arrivals = tuple(tuple(line[parity] for _, line in self._others) for parity in (0, 1))
+        self._barriers = tuple(line[_BARRIER] for _, line in self._others)
+        self._number = 0
+        self._epoch = 0
+        self._waiting: tuple[Sequence[memoryview], int, str] | None = None
+        self._fence = _fence_for(platform.machine())
+        waiter.watchers.append(self._watch)
+
+    @staticmethod
+    def allocate(arena: Arena) -> Location:
+        """Make this rank's part; every member does, and tells the others where, before any makes a `Board`."""
+        block = arena.allocate(_BOARD_NBYTES)
+        block.memory[:_MAILBOXES] = 0
+        return block.location
+
+    @property
+    def next_parity(self) -> int:
+        """Which of the two mailboxes and lines the next arrival uses."""
+        return (self._number + 1) & 1
+
+    def mailboxes(self, parity: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> list[Array]:
+        """Return every member's mailbox as an array, in the order of ``members``."""
+        return self._areas(_MAILBOXES + parity * MAILBOX_NBYTES, MAILBOX_NBYTES, dtype, shape)
+
+    def stages(self, number: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> list[Array]:
+        """Return every member's staging area ``number`` (0 to 3) as an array, in the order of ``members``."""
+        return self._areas(_STAGES + number * STAGE_NBYTES, STAGE_NBYTES, dtype, shape)
+
+    def _areas(self, offset: int, limit: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> list[Array]:
+        nbytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        assert nbytes <= limit
+        return [part[offset : offset + nbytes].view(dtype).reshape(shape) for part in self._parts]
+
+    def arrive(self, signature: str, code: int, location: Location = NOWHERE) -> int:
+        """Begin a call together with the other members: the barrier before any data is touched.
+
+        Args:
+            signature: what this rank calls.
+            code: `signature_hash` of it, computed once.
+            location: where this rank's buffer lies.
+
+        Returns:
+            The parity of the call, for `locations` and mailboxes.
+
+        Raises:
+            MismatchError: on every member, if any called something else.
+            CollectiveTimeoutError, PeerLostError: a member did not come.
+        """
+        number = self._number = self._number + 1
+        parity = number & 1
+        line = self._mine[parity]
+        line[_SIGNATURE] = code
+        line[_SEGMENT] = location.segment
+        line[_OFFSET] = location.offset
+        self._fence()
+        line[_NUMBER] = number
+        agreed = True
+        for peer in self._arrivals[parity]:
+            if peer[_NUMBER] < number:
+                self._wait(self._arrivals[parity], number, signature)
+            if peer[_SIGNATURE] != code:
+                agreed = False
+        self._fence()
+        if not agreed:
+            self._disagree(signature)
+        return parity
+
+    def locations(self, parity: int) -> list[tuple[int, int]]:
+        """Return (segment, offset) of each other member's buffer in the call that has this parity."""
+        return [(line[_SEGMENT], line[_OFFSET]) for line in self._arrivals[parity]]
+
+    @property
+    def peers(self) -> list[int]:
+        """The other members, in the order of `locations`."""
+        return [member for member, _ in self._others]
+
+    def barrier(self, signature: str) -> None:
+        """Wait until every member has reached its n-th barrier, as this rank reaches its own."""
+        epoch = self._epoch = self._epoch + 1
+        self._fence()
+        self._mine[_BARRIER][0] = epoch
+        for line in self._barriers:
+            if line[0] < epoch:
+                self._wait(self._barriers, epoch, signature)
+        self._fence()
+
+    def leave(self) -> None:
+        """Mark this rank as gone, so that nobody waits for it in vain."""
+        self._mine[_STATUS][0] = 1
+
+    def close(self) -> None:
+        """Stop watching; the memory goes with the arena."""
+        self._waiter.watchers.remove(self._watch)
+
+    def _wait(self, lines: Sequence[memoryview], number: int, signature: str) -> None:
+        def missing() -> str:
+            late = [member for (member, _), line in zip(self._others, lines, strict=True) if line[0] < number]
+            return f"rank {', '.join(map(str, late))} in {signature}"
+
+        def everyone() -> bool:
+            for line in lines:  # a plain loop: all(...) would make a generator for each poll
+                if line[0] < number:
+                    return False
+            return True
+
+        self._waiting = lines, number, signature
+        try:
+            self._waiter.until(everyone, missing)
+        finally:
+            self._waiting = None
+
+    def _watch(self) -> None:
+        """Raise if a member that is waited for has left or died."""
+        if self._waiting is None:
+            return
+        lines, number, signature = self._waiting
+        for (member, line), flag in zip(self._others, lines, strict=True):
+            if flag[0] >= number:
+                continue
+            if line[_STATUS][0]:
+                raise PeerLostError(member, f"it has shut down; this rank called {signature}")
+            if not self._arena.alive(member):
+                raise PeerLostError(member, f"its process has ended; this rank called {signature}")
+
+    def _disagree(self, signature: str) -> None:
+        """Tell the others what was called, learn what they called, and raise."""
+        text = signature.encode()[: _TEXT_NBYTES - 8]
+        area = self._parts[self.index][_TEXT * _LINE :]
+        area[8 : 8 + len(text)] = np.frombuffer(text, np.uint8)
+        area[:8].view(np.int64)[0] = len(text)
+        self.barrier(signature)
+        values = {}
+        for member, part in zip(self.members, self._parts, strict=True):
+            area = part[_TEXT * _LINE :]
+            length = int(area[:8].view(np.int64)[0])
+            values[member] = area[8 : 8 + length].tobytes().decode(errors="replace")
+        self.barrier(signature)
+        raise MismatchError(values)
+
+
+def _fence_for(machine: str) -> Callable[[], object]:
+    """Return what orders data before flags: nothing on x86, whose stores stay in order; a lock's barriers elsewhere."""
+    if machine in ("x86_64", "AMD64", "i686"):
+        return _nothing
+    lock = threading.Lock()
+
+    def fence() -> None:
+        with lock:
+            pass
+
+    return fence
+
+
+def _nothing() -> None:
+    pass

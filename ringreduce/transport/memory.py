@@ -1,0 +1,150 @@
+"""Ranks that are threads of one process: the transport of tests, and of a world of one."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ringreduce.errors import CollectiveTimeoutError
+from ringreduce.reduce_ops import ReduceOp
+from ringreduce.transport.messages import Request
+from ringreduce.transport.shared import Segments
+
+__all__ = ["MemoryMessages", "MemorySegments", "MemoryWorld"]
+
+Array = npt.NDArray[Any]
+
+
+class MemoryWorld:
+    """What the threads of one world share."""
+
+    def __init__(self, size: int, timeout_s: float = 60.0) -> None:
+        self.size = size
+        self.timeout_s = timeout_s
+        # deque.append and popleft are atomic, so the queues need no lock of their own.
+        self.queues: defaultdict[tuple[int, int, int], deque[Array]] = defaultdict(deque)
+        self.notes: list[deque[tuple[int, bytes]]] = [deque() for _ in range(size)]
+        self.segments: dict[tuple[int, int], Array] = {}
+        self.payloads: list[bytes] = [b""] * size
+        self.meeting = threading.Barrier(size)
+
+    def messages(self, rank: int) -> MemoryMessages:
+        return MemoryMessages(self, rank)
+
+    def segments_of(self, rank: int) -> MemorySegments:
+        return MemorySegments(self, rank)
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """A described message; ``done`` is True when it is complete or was never started."""
+
+    queue: deque[Array]
+    data: Array
+    is_send: bool
+    done: bool = field(default=True)
+
+
+class MemoryMessages:
+    """Messages through queues: a send is complete when it is tested, a receive when something lies in its queue."""
+
+    name = "memory"
+    max_tag = (1 << 31) - 1
+    has_allreduce = False
+
+    def __init__(self, world: MemoryWorld, rank: int) -> None:
+        self._world = world
+        self.rank = rank
+        self.size = world.size
+
+    def send(self, data: Array, peer: int, tag: int) -> Request:
+        return _Transfer(self._world.queues[self.rank, peer, tag], data, is_send=True)
+
+    def recv(self, data: Array, peer: int, tag: int) -> Request:
+        return _Transfer(self._world.queues[peer, self.rank, tag], data, is_send=False)
+
+    def start(self, requests: Sequence[Request]) -> None:
+        for each in requests:
+            assert isinstance(each, _Transfer) and each.done, "a transfer was started twice"
+            each.done = False
+            if each.is_send:
+                each.queue.append(each.data.copy())
+
+    def test_all(self, requests: Sequence[Request]) -> bool:
+        self.test_some(requests)
+        return all(each.done for each in requests if isinstance(each, _Transfer))
+
+    def test_some(self, requests: Sequence[Request]) -> Sequence[int]:
+        finished = []
+        for index, each in enumerate(requests):
+            assert isinstance(each, _Transfer)
+            if each.done or not (each.is_send or each.queue):
+                continue
+            if not each.is_send:
+                arrived = each.queue.popleft()
+                assert arrived.nbytes == each.data.nbytes, f"{arrived.nbytes} bytes came, {each.data.nbytes} expected"
+                np.copyto(each.data, arrived)
+            each.done = True
+            finished.append(index)
+        return finished
+
+    def free(self, requests: Sequence[Request]) -> None:
+        pass
+
+    def allreduce(self, data: Array, dtype: str, op: ReduceOp) -> Request | None:
+        return None
+
+    def post(self, note: bytes, peer: int) -> None:
+        self._world.notes[peer].append((self.rank, note))
+
+    def poll(self) -> tuple[int, bytes] | None:
+        notes = self._world.notes[self.rank]
+        return notes.popleft() if notes else None
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        self._world.payloads[self.rank] = payload
+        self._meet()
+        payloads = list(self._world.payloads)
+        self._meet()
+        return payloads
+
+    def _meet(self) -> None:
+        try:
+            self._world.meeting.wait(self._world.timeout_s)
+        except threading.BrokenBarrierError:
+            raise CollectiveTimeoutError(f"rank {self.rank}: another rank did not join the exchange") from None
+
+    def close(self) -> None:
+        pass
+
+
+class MemorySegments(Segments):
+    """Segments that are plain arrays, for threads have one memory anyway."""
+
+    def __init__(self, world: MemoryWorld, rank: int) -> None:
+        self._world = world
+        self._rank = rank
+        self._made = 0
+
+    def create(self, nbytes: int) -> tuple[int, Array]:
+        self._made += 1
+        segment = np.zeros(nbytes + 4096, np.uint8)
+        skip = -segment.__array_interface__["data"][0] % 4096
+        segment = segment[skip : skip + nbytes]
+        self._world.segments[self._rank, self._made] = segment
+        return self._made, segment
+
+    def open(self, rank: int, segment_id: int) -> Array:
+        return self._world.segments[rank, segment_id]
+
+    def alive(self, rank: int) -> bool:
+        return True
+
+    def close(self) -> None:
+        pass

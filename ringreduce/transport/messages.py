@@ -1,0 +1,79 @@
+"""What every message transport offers: the seam between schedules and the libraries that move bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy.typing as npt
+
+from ringreduce.reduce_ops import ReduceOp
+
+__all__ = ["Messages", "Request"]
+
+Array = npt.NDArray[Any]
+
+
+class Request(Protocol):
+    """A transfer that was described once and can be started any number of times, one at a time."""
+
+
+class Messages(Protocol):
+    """Point-to-point messages between the ranks of one process set, on a channel that nobody else uses.
+
+    Messages of one (sender, receiver, tag) arrive in the order in which they were started. Not thread-safe: one thread
+    at a time. Failures come out as `ringreduce.errors.TransportError` or one of its kinds, never as the errors of the
+    library underneath.
+    """
+
+    name: str
+    rank: int
+    size: int
+    #: Tags are 0 <= tag <= max_tag.
+    max_tag: int
+    #: Whether `allreduce` ever describes anything.
+    has_allreduce: bool
+
+    def send(self, data: Array, peer: int, tag: int) -> Request:
+        """Describe a message from contiguous ``data`` (at most 2 GiB); does not start it."""
+        ...
+
+    def recv(self, data: Array, peer: int, tag: int) -> Request:
+        """Describe a message into contiguous ``data`` of exactly the size that is sent; does not start it."""
+        ...
+
+    def start(self, requests: Sequence[Request]) -> None:
+        """Start transfers; their memory is the transport's until a test reports them complete."""
+        ...
+
+    def test_all(self, requests: Sequence[Request]) -> bool:
+        """Return whether all started ``requests`` are complete; never blocks."""
+        ...
+
+    def test_some(self, requests: Sequence[Request]) -> Sequence[int]:
+        """Return the indices of requests that became complete since they were last asked about; never blocks."""
+        ...
+
+    def free(self, requests: Sequence[Request]) -> None:
+        """Give back requests that will not be started again; none of them may be under way."""
+        ...
+
+    def allreduce(self, data: Array, dtype: str, op: ReduceOp) -> Request | None:
+        """Describe the library's own in-place allreduce, None if it has none for this dtype and op. Collective."""
+        ...
+
+    def post(self, note: bytes, peer: int) -> None:
+        """Send a short control note, beside all other traffic; never blocks."""
+        ...
+
+    def poll(self) -> tuple[int, bytes] | None:
+        """Return the next control note and the rank that posted it, None if there is none; never blocks."""
+        ...
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Give ``payload`` to all ranks and return everyone's, in rank order. Collective; for setting things up."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the transport holds; local, and safe to call twice."""
+        ...

@@ -1,0 +1,176 @@
+"""Messages over MPI, through mpi4py: the only home of both. MPI's exceptions are translated here and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+from mpi4py import MPI
+
+from ringreduce.errors import PeerLostError, TransportError
+from ringreduce.reduce_ops import ReduceOp
+from ringreduce.transport.messages import Request
+from ringreduce.transport.waiting import Waiter
+
+__all__ = ["MpiMessages", "abort", "library", "world"]
+
+Array = npt.NDArray[Any]
+
+_TYPES = {
+    "float32": MPI.FLOAT,
+    "float64": MPI.DOUBLE,
+    "int8": MPI.INT8_T,
+    "int16": MPI.INT16_T,
+    "int32": MPI.INT32_T,
+    "int64": MPI.INT64_T,
+    "uint8": MPI.UINT8_T,
+    "uint16": MPI.UINT16_T,
+    "uint32": MPI.UINT32_T,
+    "uint64": MPI.UINT64_T,
+}
+_OPS = {
+    ReduceOp.SUM: MPI.SUM,
+    ReduceOp.AVERAGE: MPI.SUM,
+    ReduceOp.PRODUCT: MPI.PROD,
+    ReduceOp.MIN: MPI.MIN,
+    ReduceOp.MAX: MPI.MAX,
+}
+_NOTE_TAG = 0
+
+
+class MpiMessages:
+    """Messages on communicators of our own, so that nothing the user sends can meet them.
+
+    Args:
+        comm: the ranks; duplicated, collectively.
+        waiter: how the collective calls made here wait.
+    """
+
+    name = "mpi"
+    has_allreduce = True
+
+    def __init__(self, comm: MPI.Intracomm, waiter: Waiter) -> None:
+        with _translated():
+            self._data = comm.Dup()
+            self._control = comm.Dup()
+            self._data.Set_errhandler(MPI.ERRORS_RETURN)
+            self._control.Set_errhandler(MPI.ERRORS_RETURN)
+        self.rank = self._data.rank
+        self.size = self._data.size
+        tag_limit = self._data.Get_attr(MPI.TAG_UB)
+        self.max_tag = 32767 if tag_limit is None else int(tag_limit)
+        self._waiter = waiter
+        self._posted: list[tuple[MPI.Request, bytes]] = []
+
+    def send(self, data: Array, peer: int, tag: int) -> Request:
+        with _translated():
+            return self._data.Send_init([data.view(np.uint8), MPI.BYTE], peer, tag)
+
+    def recv(self, data: Array, peer: int, tag: int) -> Request:
+        with _translated():
+            return self._data.Recv_init([data.view(np.uint8), MPI.BYTE], peer, tag)
+
+    def start(self, requests: Sequence[Request]) -> None:
+        try:
+            MPI.Prequest.Startall(cast("list[MPI.Prequest]", requests))
+        except MPI.Exception as error:
+            raise _translate(error) from error
+
+    def test_all(self, requests: Sequence[Request]) -> bool:
+        try:
+            return MPI.Request.Testall(cast("list[MPI.Request]", requests))
+        except MPI.Exception as error:
+            raise _translate(error) from error
+
+    def test_some(self, requests: Sequence[Request]) -> Sequence[int]:
+        try:
+            return MPI.Request.Testsome(cast("list[MPI.Request]", requests)) or ()
+        except MPI.Exception as error:
+            raise _translate(error) from error
+
+    def free(self, requests: Sequence[Request]) -> None:
+        with _translated():
+            for request in cast("Sequence[MPI.Request]", requests):
+                request.Free()
+
+    def allreduce(self, data: Array, dtype: str, op: ReduceOp) -> Request | None:
+        # MPI leaves open what MIN and MAX make of a NaN, and this package does not.
+        exact = op in (ReduceOp.SUM, ReduceOp.AVERAGE, ReduceOp.PRODUCT) or not dtype.startswith("float")
+        if dtype not in _TYPES or not exact or data.size > np.iinfo(np.int32).max:
+            return None
+        with _translated():
+            return self._data.Allreduce_init(MPI.IN_PLACE, [data, _TYPES[dtype]], _OPS[op])
+
+    def post(self, note: bytes, peer: int) -> None:
+        with _translated():
+            self._posted = [each for each in self._posted if not each[0].Test()]
+            self._posted.append((self._control.Isend([note, MPI.BYTE], peer, _NOTE_TAG), note))
+
+    def poll(self) -> tuple[int, bytes] | None:
+        status = MPI.Status()
+        with _translated():
+            message = self._control.Improbe(MPI.ANY_SOURCE, _NOTE_TAG, status)
+            if message is None:
+                return None
+            note = bytearray(status.Get_count(MPI.BYTE))
+            message.Recv([note, MPI.BYTE])
+        return status.Get_source(), bytes(note)
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        sizes = np.zeros(self.size, np.int64)
+        with _translated():
+            own = np.array([len(payload)], np.int64)
+            self._finish(self._control.Iallgather(own, sizes))
+            gathered = bytearray(int(sizes.sum()))
+            counts = sizes.tolist()
+            self._finish(self._control.Iallgatherv([payload, MPI.BYTE], [gathered, (counts, None), MPI.BYTE]))
+        bounds = np.concatenate([[0], np.cumsum(sizes)]).tolist()
+        return [bytes(gathered[low:high]) for low, high in zip(bounds, bounds[1:], strict=False)]
+
+    def _finish(self, request: MPI.Request) -> None:
+        self._waiter.until(request.Test, lambda: "all ranks to join an exchange over MPI")
+
+    def close(self) -> None:
+        if self._data == MPI.COMM_NULL or MPI.Is_finalized():
+            return
+        with _translated():
+            for request, _ in self._posted:
+                request.Free()
+            self._posted.clear()
+            self._data.Free()
+            self._control.Free()
+
+
+def world() -> MPI.Intracomm:
+    """Return the communicator of all ranks, initialising MPI if need be."""
+    return MPI.COMM_WORLD
+
+
+def library() -> str:
+    """Return the name and version of the MPI library, e.g. ``Open MPI 5.0.11``."""
+    text = MPI.Get_library_version().splitlines()[0]
+    return text.split(",")[0].removesuffix("\x00").strip()
+
+
+def abort(code: int) -> None:
+    """End all ranks of the job at once."""
+    MPI.COMM_WORLD.Abort(code)
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except MPI.Exception as error:
+        raise _translate(error) from error
+
+
+def _translate(error: MPI.Exception) -> TransportError:
+    kind = error.Get_error_class()
+    text = error.Get_error_string()
+    if kind in (getattr(MPI, "ERR_PROC_FAILED", -1), getattr(MPI, "ERR_PROC_FAILED_PENDING", -1)):
+        return PeerLostError(-1, f"MPI reports {text}")
+    return TransportError(f"MPI reports {text}")

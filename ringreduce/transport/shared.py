@@ -1,0 +1,226 @@
+"""Memory that the ranks of a node share: segments, and the arena that hands out pieces of them."""
+
+from __future__ import annotations
+
+import bisect
+import mmap
+import os
+import select
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ringreduce.errors import TransportError
+
+__all__ = ["Arena", "Block", "Location", "MemfdSegments", "PrivateSegments", "Segments"]
+
+Array = npt.NDArray[Any]
+
+_PAGE = 4096
+_SEGMENT_NBYTES = 64 << 20  # address space, not memory: pages come into being when they are touched
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where something lies in the memory of one rank: a segment of that rank and an offset (bytes) in it."""
+
+    segment: int
+    offset: int
+
+
+class Segments(ABC):
+    """Makes segments of one's own and maps those of the peers."""
+
+    @abstractmethod
+    def create(self, nbytes: int) -> tuple[int, Array]:
+        """Return a new page-aligned segment of zeros and the positive id by which peers may open it."""
+
+    @abstractmethod
+    def open(self, rank: int, segment_id: int) -> Array:
+        """Map a segment of a peer's; the same array each time.
+
+        Raises:
+            TransportError: this process cannot reach that memory.
+        """
+
+    @abstractmethod
+    def alive(self, rank: int) -> bool:
+        """Return whether the peer's process still runs."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of what can be let go of; arrays that users still hold stay valid."""
+
+
+class MemfdSegments(Segments):
+    """Segments that are anonymous files, mapped by peers through ``/proc/<pid>/fd/<n>``.
+
+    They have no name, so nothing is left behind when a rank is killed, and they are not bound by the size of /dev/shm.
+
+    Args:
+        pids: the process of every rank on this node.
+    """
+
+    def __init__(self, pids: Mapping[int, int]) -> None:
+        self._pids = dict(pids)
+        self._fds: list[int] = []
+        self._opened: dict[tuple[int, int], Array] = {}
+        self._watched: dict[int, select.poll] = {}
+
+    def create(self, nbytes: int) -> tuple[int, Array]:
+        fd = os.memfd_create("ringreduce", os.MFD_CLOEXEC)
+        self._fds.append(fd)
+        os.ftruncate(fd, nbytes)
+        return fd, np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
+
+    def open(self, rank: int, segment_id: int) -> Array:
+        key = rank, segment_id
+        if key not in self._opened:
+            self._opened[key] = self._map(rank, segment_id)
+        return self._opened[key]
+
+    def _map(self, rank: int, segment_id: int) -> Array:
+        path = f"/proc/{self._pids[rank]}/fd/{segment_id}"
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise TransportError(f"cannot map the memory of rank {rank} ({path}): {error.strerror}") from error
+        try:
+            return np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size), np.uint8)
+        finally:
+            os.close(fd)
+
+    def alive(self, rank: int) -> bool:
+        if rank not in self._watched:
+            watch = select.poll()
+            try:
+                pidfd = os.pidfd_open(self._pids[rank])
+            except ProcessLookupError:
+                return False
+            except (OSError, AttributeError):  # a kernel without process descriptors: ask for the process each time
+                return os.path.exists(f"/proc/{self._pids[rank]}")
+            self._fds.append(pidfd)
+            watch.register(pidfd, select.POLLIN)
+            self._watched[rank] = watch
+        return not self._watched[rank].poll(0)
+
+    def close(self) -> None:
+        for fd in self._fds:
+            os.close(fd)
+        self._fds.clear()
+        self._opened.clear()
+        self._watched.clear()
+
+
+class PrivateSegments(Segments):
+    """Ordinary memory of this process, for ranks that share with nobody."""
+
+    def __init__(self) -> None:
+        self._made = 0
+
+    def create(self, nbytes: int) -> tuple[int, Array]:
+        self._made += 1
+        return self._made, np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+
+    def open(self, rank: int, segment_id: int) -> Array:
+        raise TransportError(f"rank {rank} shares no memory with this one")
+
+    def alive(self, rank: int) -> bool:
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A piece of the arena: its bytes and where peers find them."""
+
+    memory: Array
+    location: Location
+
+
+class Arena:
+    """Hands out blocks of this rank's segments, first fit; makes segments as they are needed. Local, not collective."""
+
+    def __init__(self, segments: Segments) -> None:
+        self._segments = segments
+        self._memory: dict[int, Array] = {}
+        self._free: dict[int, list[tuple[int, int]]] = {}  # segment -> (offset, nbytes) of holes, ascending
+        self._bases: list[tuple[int, int, int]] = []  # (address, nbytes, segment) of all segments, ascending
+
+    def allocate(self, nbytes: int) -> Block:
+        """Return a page-aligned block of at least one byte; its content is undefined."""
+        nbytes = max(1, -(-nbytes // _PAGE)) * _PAGE
+        segment, offset = self._take(nbytes)
+        return Block(self._memory[segment][offset : offset + nbytes], Location(segment, offset))
+
+    def release(self, block: Block) -> None:
+        """Take a block back."""
+        holes = self._free[block.location.segment]
+        bisect.insort(holes, (block.location.offset, block.memory.nbytes))
+        merged: list[tuple[int, int]] = []
+        for offset, nbytes in holes:
+            if merged and sum(merged[-1]) == offset:
+                merged[-1] = (merged[-1][0], merged[-1][1] + nbytes)
+            else:
+                merged.append((offset, nbytes))
+        self._free[block.location.segment] = merged
+
+    def array(self, nbytes: int) -> Array:
+        """Return a block as an array that takes its memory back to the arena when it and all its views are gone."""
+        block = self.allocate(nbytes)
+        # The memoryview makes `owner` the base of every view that is taken of it.
+        owner = np.frombuffer(memoryview(block.memory), np.uint8)
+        weakref.finalize(owner, self.release, block).atexit = False
+        return owner[:nbytes]
+
+    def locate(self, address: int, nbytes: int) -> Location | None:
+        """Return where ``nbytes`` bytes at ``address`` lie in the arena, None if they are not part of it."""
+        index = bisect.bisect_right(self._bases, (address, 1 << 62, 0)) - 1
+        if index < 0:
+            return None
+        base, length, segment = self._bases[index]
+        return Location(segment, address - base) if address + nbytes <= base + length else None
+
+    def view(self, location: Location, dtype: np.dtype[Any], count: int) -> Array:
+        """Return elements of this rank's own memory, without holding on to the array that was made of it."""
+        return self._memory[location.segment][location.offset : location.offset + count * dtype.itemsize].view(dtype)
+
+    def peer_view(self, rank: int, location: Location, dtype: np.dtype[Any], count: int) -> Array:
+        """Return elements of a peer's memory."""
+        segment = self._segments.open(rank, location.segment)
+        return segment[location.offset : location.offset + count * dtype.itemsize].view(dtype)
+
+    def open(self, rank: int, location: Location) -> None:
+        """Map the segment of a peer's location.
+
+        Raises:
+            TransportError: this process cannot reach that memory.
+        """
+        self._segments.open(rank, location.segment)
+
+    def alive(self, rank: int) -> bool:
+        """Return whether the process of a peer on this node still runs."""
+        return self._segments.alive(rank)
+
+    def close(self) -> None:
+        """Let go of the segments; arrays that users still hold stay valid."""
+        self._segments.close()
+
+    def _take(self, nbytes: int) -> tuple[int, int]:
+        for segment, holes in self._free.items():
+            for index, (offset, size) in enumerate(holes):
+                if size >= nbytes:
+                    holes[index : index + 1] = [(offset + nbytes, size - nbytes)] if size > nbytes else []
+                    return segment, offset
+        segment, memory = self._segments.create(max(nbytes, _SEGMENT_NBYTES))
+        self._memory[segment] = memory
+        self._free[segment] = [(nbytes, memory.nbytes - nbytes)] if memory.nbytes > nbytes else []
+        bisect.insort(self._bases, (memory.__array_interface__["data"][0], memory.nbytes, segment))
+        return segment, 0

@@ -1,0 +1,5 @@
+"""The build entry; everything it needs to know stands in pyproject.toml."""
+
+from setuptools import setup
+
+setup()

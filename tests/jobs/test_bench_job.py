@@ -1,0 +1,109 @@
+"""``bench`` and ``explain`` as whole jobs under mpirun."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not on the path")
+
+
+def mpirun(ranks: int, *arguments: str, limit_s: int = 50) -> subprocess.CompletedProcess[str]:
+    """Run the command line on so many ranks; what takes longer than the limit is killed, all ranks of it."""
+    command = ["timeout", "--kill-after=5", str(limit_s), "mpirun", "-np", str(ranks)]
+    environment = {**os.environ, "OMPI_MCA_mpi_yield_when_idle": str(int(ranks > len(os.sched_getaffinity(0))))}
+    return subprocess.run(
+        [*command, sys.executable, "-m", "ringreduce", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=limit_s + 20,
+    )
+
+
+def rows(text: str) -> list[list[str]]:
+    return [line.split() for line in text.splitlines() if line and not line.startswith("#")]
+
+
+def test_table_of_two_ranks():
+    """The table parses like that of nccl-tests: one row per size, numbers in the standard columns, nothing wrong."""
+    done = mpirun(2, "bench", "allreduce", "-b", "8", "-e", "1M", "-f", "64", "-n", "5", "--vs", "mpi")
+    assert done.returncode == 0, done.stderr
+    table = rows(done.stdout)
+    assert [row[0] for row in table] == ["8", "512", "32768"]
+    for row in table:
+        assert row[2:5] == ["float", "sum", "-1"]
+        time, algbw, busbw, wrong = (float(cell) for cell in row[9:13])
+        assert time > 0
+        assert algbw == pytest.approx(float(row[0]) / time / 1e3, abs=0.011)
+        assert busbw == pytest.approx(algbw, abs=0.011)  # the factor of allreduce is 1 for two ranks
+        assert (row[8], wrong) == ("0", 0)
+        assert row[16].endswith("x")
+    assert "# Out of bounds values : 0 OK" in done.stdout
+
+
+@pytest.mark.parametrize("collective", ["reduce_scatter", "allgather", "broadcast", "alltoall"])
+def test_other_collectives_of_three_ranks(collective: str):
+    """Every collective runs and verifies on an odd number of ranks, beside MPI's own."""
+    done = mpirun(3, "bench", collective, "-b", "8", "-e", "32K", "-f", "64", "-n", "3", "--vs", "mpi", "-d", "int32")
+    assert done.returncode == 0, done.stderr
+    assert "# Out of bounds values : 0 OK" in done.stdout
+    assert len(rows(done.stdout)) == 3
+
+
+def test_all_algorithms_on_shared_buffers(tmp_path):
+    """--algorithm all measures several algorithms, and -J gets them all with the peers' figures."""
+    path = tmp_path / "report.json"
+    done = mpirun(
+        *(2, "bench", "allreduce", "-b", "64K", "-e", "64K", "-n", "3", "--algorithm", "all", "--buffers", "shared"),
+        *("--vs", "mpi", "-J", str(path)),
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(path.read_text())
+    assert report["config"]["nranks"] == 2
+    assert report["config"]["mpi_library"]
+    algorithms = {result["algorithm"] for result in report["results"]}
+    assert {"two_shot", "ring", "mpi"} <= algorithms
+    for result in report["results"]:
+        assert result["nwrong"] == 0
+        if result["in_place"]:
+            assert result["vs"]["mpi"]["speedup"] > 0
+            assert result["bound_share"] > 0
+
+
+def test_gloo_takes_part():
+    """--vs gloo forms its own process group within the run."""
+    pytest.importorskip("torch")
+    done = mpirun(2, "bench", "allreduce", "-b", "64K", "-e", "64K", "-n", "3", "--vs", "gloo", "--format", "json")
+    assert done.returncode == 0, done.stderr
+    (inner,) = [result for result in json.loads(done.stdout)["results"] if result["in_place"]]
+    assert inner["vs"]["gloo"]["median_us"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["-b", "8Q"], "'8Q' is not a size"),
+        (["--algorithm", "rnig"], "'rnig' cannot run allreduce here"),
+        (["--root", "2"], "root 2 is not one of the 2 ranks"),
+    ],
+)
+def test_wrong_use_is_said_once(arguments: list[str], complaint: str):
+    """All ranks end with status 2, and only rank 0 says why."""
+    done = mpirun(2, "bench", "allreduce", *arguments)
+    assert done.returncode == 2
+    assert done.stderr.count(complaint) == 1
+    assert rows(done.stdout) == []
+
+
+def test_explain_speaks_once():
+    """Rank 0 speaks for all."""
+    done = mpirun(2, "explain", "-b", "1M", "-e", "1M")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("1 MiB") == 1

@@ -1,0 +1,154 @@
+"""The harness of the multi-rank tests: the same suite runs under ``mpirun -np N python -m pytest tests/parallel``.
+
+Every rank runs every test. After each phase of a test (set-up, call, tear-down) the ranks exchange verdicts over a
+communicator of their own, which also keeps them in step: a test that fails on one rank fails on all. Rank 0 reports
+for everybody and shows the failures of the others under its own; the other ranks print nothing. The watchdog of
+tests/conftest.py ends a rank that hangs, and mpirun then ends the job.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Generator, Iterator
+from importlib import metadata
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import ringreduce as rr
+
+PRIVATE = MPI.COMM_WORLD.Dup()
+RANK, SIZE = PRIVATE.rank, PRIVATE.size
+Failure = (Exception, pytest.fail.Exception, pytest.skip.Exception)
+
+
+class Verdict(NamedTuple):
+    """How one phase of a test ended on one rank.
+
+    Attributes:
+        kind: "passed", "skipped" or "failed".
+        line: the error in one line.
+        text: the error as pytest would show it.
+    """
+
+    kind: str = "passed"
+    line: str = ""
+    text: str = ""
+
+
+def pytest_report_header() -> list[str]:
+    vendor = " ".join(str(part) for part in MPI.get_vendor()[:1])
+    version = ".".join(str(part) for part in MPI.get_vendor()[1])
+    return [
+        f"world: {SIZE} rank{'s' * (SIZE != 1)}, this is rank {RANK}; {vendor} {version} on {platform.node()}",
+        f"versions: mpi4py {metadata.version('mpi4py')}, numpy {np.__version__}, torch {_torch_version()}",
+    ]
+
+
+def _torch_version() -> str:
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.get_plugin("watchdog").who = f"rank {RANK} of {SIZE}"
+    if RANK != 0:
+        config.pluginmanager.unregister(name="terminalreporter")
+    config.pluginmanager.register(SharedVerdicts(), "shared-verdicts")
+
+
+class SharedVerdicts:
+    """Makes the ranks agree: on the tests there are, and on how each phase of each test ended."""
+
+    def __init__(self) -> None:
+        self._broken = ""
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._broken += f"{report.longreprtext}\n"
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Refuse to start when the ranks have collected different tests: they would wait for each other for ever."""
+        mine = ([item.nodeid for item in session.items], self._broken)
+        everyone = PRIVATE.allgather(mine)
+        if any(theirs != mine for theirs in everyone):
+            found = "\n".join(f"rank {rank}: {bad or tests}" for rank, (tests, bad) in enumerate(everyone))
+            raise pytest.UsageError(f"the ranks collected different tests\n{found}")
+
+    def pytest_unconfigure(self) -> None:
+        """Leave together: mpirun ends the job, with the report half written, when a rank exits with a failure."""
+        PRIVATE.Barrier()
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, None, None]:
+        yield from _share(item, "setup")
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, None, None]:
+        yield from _share(item, "call")
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, None, None]:
+        yield from _share(item, "teardown")
+
+
+def _share(item: pytest.Item, when: str) -> Generator[None, None, None]:
+    """Run one phase of a test, then end it on this rank the way it ended on the worst of all ranks."""
+    mine, error = Verdict(), None
+    try:
+        yield
+    except Failure as caught:
+        error = caught
+        kind = "skipped" if isinstance(caught, pytest.skip.Exception) else "failed"
+        text = str(item.repr_failure(pytest.ExceptionInfo.from_exception(caught)))
+        mine = Verdict(kind, f"{type(caught).__name__}: {caught}".splitlines()[0], text)
+    everyone = PRIVATE.allgather(mine)
+    if len({verdict.kind for verdict in everyone}) > 1 or mine.kind == "failed":
+        _restart_world()
+        for rank, verdict in enumerate(everyone):
+            if rank != RANK and verdict.kind != "passed":
+                item.add_report_section(when, f"rank {rank}, {verdict.kind}", verdict.text)
+    if error is not None and (mine.kind == "failed" or all(verdict.kind == "skipped" for verdict in everyone)):
+        raise error
+    bad = {rank: verdict for rank, verdict in enumerate(everyone) if verdict.kind != "passed"}
+    if bad:
+        pytest.fail("; ".join(f"{verdict.kind} on rank {rank}: {verdict.line}" for rank, verdict in bad.items()), False)
+
+
+def _restart_world() -> None:
+    """Begin the next test with a new world: a rank that failed may have left a collective half done."""
+    if rr.is_initialized():
+        rr.shutdown()
+        rr.init()
+
+
+@pytest.fixture(autouse=True)
+def _of_a_wanted_size(request: pytest.FixtureRequest) -> None:
+    """Skip the tests marked ``sizes(...)`` where the world has another number of ranks."""
+    mark = request.node.get_closest_marker("sizes")
+    if mark is not None and SIZE not in mark.args:
+        pytest.skip(f"for {' or '.join(map(str, mark.args))} ranks")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _world() -> Iterator[None]:
+    rr.init()
+    yield
+    rr.shutdown()
+
+
+@pytest.fixture
+def world() -> rr.Communicator:
+    """The communicator of all ranks."""
+    return rr.world()
+
+
+@pytest.fixture
+def seed(seed: int) -> int:
+    """A number that depends on the test and on the rank."""
+    return seed + RANK

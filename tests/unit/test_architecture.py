@@ -1,0 +1,153 @@
+"""The house rules: who may import whom, and that importing ringreduce starts nothing."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "ringreduce"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+#: The house from the ground up: a module imports only from rows that stand before its own in this list.
+ROWS = (
+    ("errors",),
+    ("config", "instruments", "partition", "reduce_ops"),
+    ("buffers", "topology"),
+    ("transport",),
+    ("algorithms",),
+    ("autotune", "selection"),
+    ("placement",),
+    ("communicator",),
+    ("engine",),
+    ("elastic", "runtime"),
+    ("__init__",),  # the façade, `import ringreduce`: shows what is below and is used by what is above
+    ("torch",),
+    ("cli",),
+    ("__main__", "testing"),
+)
+LEVELS = {place: level for level, row in enumerate(ROWS) for place in row}
+
+#: The only places that may import a foreign library. A library that is not listed may not be imported at all.
+HOMES = {
+    "click": {"cli"},
+    "cupy": {"buffers", "transport"},
+    "ml_dtypes": {"buffers", "testing"},
+    "mpi4py": {"transport", "runtime", "cli"},
+    "numpy": {place for place, level in LEVELS.items() if level > LEVELS["config"]},
+    "psutil": {"cli"},
+    "rich": {"cli"},
+    "torch": {"buffers", "torch", "cli"},  # cli measures torch's own collectives as a peer
+}
+
+
+def place_of(path: Path) -> str:
+    """Return the row of the level table that a source file belongs to."""
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def dotted_imports(tree: ast.AST, path: Path) -> Iterator[tuple[int, str]]:
+    """Yield (line, dotted name) of everything that a module imports, wherever in the module that is."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute here"
+            assert node.module is not None
+            for alias in node.names:
+                yield node.lineno, f"{node.module}.{alias.name}"
+
+
+def breaches(path: Path, source: str) -> list[str]:
+    """Return what a source file does against the table, one line each."""
+    here = place_of(path)
+    found = []
+    for line, name in dotted_imports(ast.parse(source), path):
+        root, *rest = name.split(".")
+        if root != "ringreduce":
+            if root not in sys.stdlib_module_names and here not in HOMES.get(root, set()):
+                found.append(f"{path.name}:{line}: {here} imports {root}")
+            continue
+        there = rest[0] if rest and rest[0] in LEVELS else "__init__"
+        if there != here and LEVELS[there] >= LEVELS[here]:
+            found.append(f"{path.name}:{line}: {here} imports {there}")
+    return found
+
+
+def test_every_module_has_a_level():
+    """A new module or subpackage gets its place in the table before it gets users."""
+    assert {place_of(path) for path in SOURCES} <= set(LEVELS)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_down(path: Path):
+    """A module imports only from rows below its own in the house, and a foreign library only where that library lives."""
+    assert breaches(path, path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("place", "source", "complaint"),
+    [
+        ("partition.py", "from ringreduce.topology import Topology", "partition imports topology"),
+        ("topology.py", "def f():\n    import numpy, torch", "topology imports torch"),
+        ("buffers/x.py", "from ringreduce.topology import Topology", "buffers imports topology"),
+        ("communicator.py", "import ringreduce", "communicator imports __init__"),
+        ("torch/x.py", "from mpi4py import MPI", "torch imports mpi4py"),
+        ("selection.py", "from ringreduce import testing", "selection imports testing"),
+    ],
+)
+def test_a_breach_is_found(place: str, source: str, complaint: str):
+    """The table bites: each kind of import that it forbids is reported."""
+    assert [line.split(": ", 1)[1] for line in breaches(PACKAGE / place, source)] == [complaint]
+
+
+def test_only_config_reads_the_environment():
+    """Settings enter at one place; the command line may set up the environment of other libraries."""
+    readers = {
+        str(path.relative_to(PACKAGE))
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if (isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv"))
+        or (
+            isinstance(node, ast.ImportFrom)
+            and node.module == "os"
+            and {"environ", "getenv"} & {a.name for a in node.names}
+        )
+    }
+    assert {reader for reader in readers if not reader.startswith("cli/")} <= {"config.py"}
+
+
+def test_only_the_command_line_prints():
+    """A library does not write to its user's terminal."""
+    printers = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path in SOURCES
+        if place_of(path) != "cli"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+    assert printers == []
+
+
+def in_a_new_process(source: str) -> str:
+    """Run ``source`` in a new interpreter and return what it printed."""
+    return subprocess.run([sys.executable, "-c", source], check=True, capture_output=True, text=True, timeout=30).stdout
+
+
+def test_importing_ringreduce_imports_no_heavy_library():
+    """`import ringreduce` works, and is quick, where neither MPI nor torch nor a GPU is."""
+    loaded = in_a_new_process("import sys, ringreduce; print(*sys.modules)").split()
+    assert {"mpi4py", "torch", "cupy", "click", "rich", "matplotlib"} & set(loaded) == set()
+
+
+def test_importing_ringreduce_starts_nothing():
+    """`import ringreduce` starts no thread, no world, and prints nothing."""
+    printed = in_a_new_process(
+        "import ringreduce, threading; assert not ringreduce.is_initialized(); print(threading.active_count())"
+    )
+    assert printed == "1\n"

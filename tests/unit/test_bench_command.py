@@ -1,0 +1,101 @@
+"""The command line of ``bench`` and ``explain`` in a world of one: options, complaints, exit status."""
+
+from __future__ import annotations
+
+import json
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+import ringreduce
+from ringreduce.cli import main
+
+FAST = ["-n", "2", "-w", "0"]
+
+
+@pytest.fixture(autouse=True)
+def _no_world_left():
+    """Every command leaves as it came: without a world."""
+    yield
+    ringreduce.shutdown()
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(main, list(arguments), prog_name="python -m ringreduce")
+
+
+def test_bench_prints_a_row_per_size():
+    """Sizes take K and M; the table has a line for each."""
+    result = invoke("bench", "allreduce", "-b", "1K", "-e", "1M", "-f", "32", *FAST)
+    assert result.exit_code == 0, result.output
+    rows = [line.split() for line in result.stdout.splitlines() if not line.startswith("#")]
+    assert [(row[0], row[1], row[2]) for row in rows] == [
+        ("1024", "256", "float"),
+        ("32768", "8192", "float"),
+        ("1048576", "262144", "float"),
+    ]
+
+
+def test_bench_writes_json(tmp_path):
+    """-J writes the report beside the table."""
+    path = tmp_path / "report.json"
+    result = invoke("bench", "broadcast", "-b", "8", "-e", "8", *FAST, "-J", str(path), "--format", "csv")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("collective,size,")
+    report = json.loads(path.read_text())
+    assert report["config"]["nranks"] == 1
+    assert report["results"][0]["collective"] == "broadcast"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["bench", "allreduce", "-b", "8Q"], "'8Q' is not a size"),
+        (["bench", "allreduce", "-b", "0"], "'0' is not a size"),
+        (["bench", "allreduce", "-b", "1M", "-e", "1K"], "--maxbytes 1024 is smaller than --minbytes 1048576"),
+        (["bench", "allreduce", "-f", "1"], "stepfactor"),
+        (["bench", "allreduce", "-d", "float,quad"], "'quad' is not one of int8, uint8"),
+        (["bench", "allreduce", "-o", "xor"], "'xor' is not one of sum, prod, max, min, avg, all"),
+        (["bench", "allreduce", "--vs", "nccl"], "'nccl' is not one of mpi, gloo"),
+        (["bench", "allreduce", "--algorithm", "rnig", *FAST], "choose auto, all or one of"),
+        (["bench", "broadcast", "-r", "7", *FAST], "root 7 is not one of the 1 ranks"),
+        (["bench", "allreduce", "-J", "/no/such/folder/x.json"], "does not exist"),
+        (["bench", "gather"], "'gather' is not one of"),
+        (["bnech"], "No such command 'bnech'"),
+    ],
+)
+def test_wrong_use_is_one_line(arguments: list[str], complaint: str):
+    """What cannot be understood is named in one line on standard error, with exit status 2."""
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith("Error: ")
+    assert complaint in result.stderr
+
+
+def test_explain_says_what_would_run():
+    """One line or more per size, each beginning with the size."""
+    result = invoke("explain", "-b", "4K", "-e", "64M", "-f", "128")
+    assert result.exit_code == 0, result.output
+    assert [line.split("  ")[0].strip() or line.split()[0] for line in result.stdout.splitlines()]
+    assert "4 KiB" in result.stdout
+    assert "64 MiB" in result.stdout
+
+
+@pytest.mark.parametrize("command", [[], ["bench"], ["explain"]])
+def test_help(command: list[str]):
+    """Help exits with 0, fits 120 columns and starts no world."""
+    result = invoke(*command, "--help")
+    assert result.exit_code == 0
+    assert "Usage: python -m ringreduce" in result.stdout
+    assert max(len(line) for line in result.stdout.splitlines()) <= 120
+    assert not ringreduce.is_initialized()
+
+
+def test_no_option_is_without_help():
+    """Every option of every command says what it does."""
+    for command in main.commands.values():
+        for parameter in command.params:
+            assert not isinstance(parameter, click.Option) or parameter.help, parameter.name

@@ -1,0 +1,211 @@
+"""The layouts of ``bench``, to the character: other people's programs read them."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+
+import numpy as np
+import pytest
+
+from ringreduce.cli.cases import COLLECTIVES, Case
+from ringreduce.cli.formats import CsvWriter, JsonWriter, NcclWriter, OsuWriter, to_json
+from ringreduce.cli.measure import Summary
+from ringreduce.cli.results import Bound, Machine, Report, Result, Row, Settings
+
+MACHINE = Machine(
+    versions={"ringreduce": "0.1.0", "python": "3.11.7", "numpy": "2.4.6"},
+    mpi_library="Open MPI v5.0.11",
+    nranks=4,
+    placement="4 ranks on 1 node",
+    nnodes=1,
+    cores=2,
+    cpu="A Processor",
+    timestamp="2026-01-02T03:04:05+00:00",
+)
+SETTINGS = Settings("allreduce", 8, 128 << 20, peers=("mpi", "gloo"))
+
+
+def summary(*us: float) -> Summary:
+    return Summary.of_seconds(np.array(us) * 1e-6)
+
+
+def row(collective: str = "allreduce", nbytes: int = 8, nwrong: int | None = 0) -> Row:
+    """Return a row with 6.51 us out of place and 6.47 us in place."""
+    kind = COLLECTIVES[collective]
+    case = Case.of_nbytes(kind, "float", "sum", 0, 4, nbytes)
+    outer = Result(case, "two_shot", "shared", "private", False, summary(6.51), nwrong)
+    if not kind.in_place:
+        return Row(dataclasses.replace(outer, peers={"mpi": summary(13.02), "gloo": None}), None)
+    peers = {"mpi": summary(12.94), "gloo": None}
+    share = 0.425 if collective == "allreduce" else None
+    inner = Result(case, "two_shot", "shared", "private", True, summary(6.43, 6.47, 6.59), nwrong, share, peers)
+    return Row(outer, inner)
+
+
+def report(*rows: Row, settings: Settings = SETTINGS) -> Report:
+    return Report(settings, MACHINE, rows, (Bound(64 << 20, 5000.0, "negate"),))
+
+
+def test_nccl_head():
+    """The lines before the first row begin with '#' and end with the column heads of nccl-tests, ours to the right."""
+    assert NcclWriter(SETTINGS).head(MACHINE).splitlines() == [
+        "# ringreduce version 0.1.0, layout of nccl-tests",
+        "# Collective test starting: all_reduce_perf",
+        "# nRanks 4 minBytes 8 maxBytes 134217728 step: 2(factor) warmup iters: auto iters: auto agg iters: 1 "
+        "validation: 1",
+        "# 4 ranks on 1 node, 2 cores, A Processor; Open MPI v5.0.11",
+        "# private buffers; time: median over the iterations of the slowest rank's time",
+        "# auto: 300 iterations for small sizes, 268435456 / size from 874 KiB, never fewer than 11",
+        "# mpi, gloo: blocking, private buffers, in turn with ours at each iteration",
+        "#",
+        "#                                                              out-of-place                       in-place",
+        "#       size         count      type   redop    root     time   algbw   busbw  #wrong     time   algbw   busbw"
+        "  #wrong           algorithm   transport   bound    vs mpi   vs gloo",
+        "#        (B)    (elements)                               (us)  (GB/s)  (GB/s)             (us)  (GB/s)"
+        "  (GB/s)",
+    ]
+
+
+def test_nccl_row():
+    """The columns of nccl-tests stand where its own format puts them, and ours follow."""
+    assert NcclWriter(SETTINGS).row(row()) == (
+        "           8             2     float     sum      -1     6.51    0.00    0.00       0     6.47    0.00    0.00"
+        "       0            two_shot      shared     42%     2.00x       N/A\n"
+    )
+
+
+def test_nccl_row_without_verification():
+    """With ``-c 0`` nothing is known about the results."""
+    assert NcclWriter(SETTINGS).row(row(nwrong=None)).split()[8::4][:2] == ["N/A", "N/A"]
+
+
+def test_nccl_row_without_in_place():
+    """A collective without an in-place form leaves that half empty; its speed-ups are those out of place."""
+    settings = dataclasses.replace(SETTINGS, collective="allgather", peers=("mpi",))
+    assert NcclWriter(settings).row(row("allgather", 4096)) == (
+        "        4096           256     float    none      -1     6.51    0.63    0.47       0      N/A     N/A     N/A"
+        "     N/A            two_shot      shared     2.00x\n"
+    )
+
+
+def test_nccl_row_of_a_broadcast_names_the_root():
+    """Only a broadcast has a root."""
+    settings = dataclasses.replace(SETTINGS, collective="broadcast", peers=())
+    assert NcclWriter(settings).row(row("broadcast")).split()[2:5] == ["float", "none", "0"]
+
+
+def test_nccl_row_with_spread():
+    """``-I`` appends the spread of the iterations."""
+    settings = dataclasses.replace(SETTINGS, peers=(), per_iteration=True)
+    writer = NcclWriter(settings)
+    heads = writer.head(MACHINE).splitlines()[-2].split()
+    assert heads[-4:] == ["i_min", "i_max", "i_p99", "i_cv%"]
+    assert writer.row(row()).split()[-4:] == ["6.43", "6.59", "6.59", "1.0"]
+
+
+@pytest.mark.parametrize(
+    ("us", "text"), [(6.5, "6.50"), (99.99, "99.99"), (150.25, "150.2"), (9999.0, "9999.0"), (79064.3, "79064")]
+)
+def test_nccl_times_keep_to_their_column(us: float, text: str):
+    """Times lose decimals as they grow, so that columns stay in place."""
+    made = row()
+    outer = dataclasses.replace(made.out_of_place, time=summary(us))
+    assert NcclWriter(SETTINGS).row(Row(outer, made.in_place)).split()[5] == text
+
+
+def test_nccl_foot():
+    """The end says whether all was right, the mean bus bandwidth, and the bound."""
+    assert NcclWriter(SETTINGS).foot(report(row(nbytes=1 << 20))).splitlines() == [
+        "# Out of bounds values : 0 OK",
+        "# Avg bus bandwidth    : 242.354",
+        "# Memory-traffic bound : 5000.0 us to read and write 64 MiB in place on every rank at once (negate): "
+        "26.8 GB/s per rank",
+        "# Collective test concluded: all_reduce_perf",
+        "#",
+    ]
+
+
+def test_nccl_foot_tells_of_wrong_elements():
+    """Wrong elements are summed over the results and named as failure; unverified results are not called right."""
+    assert NcclWriter(SETTINGS).foot(report(row(nwrong=2))).splitlines()[0] == "# Out of bounds values : 4 FAILED"
+    assert NcclWriter(SETTINGS).foot(report(row(nwrong=None))).splitlines()[0] == "# Out of bounds values : N/A"
+
+
+def test_osu():
+    """Size in the first column, a number in the second."""
+    writer = OsuWriter(dataclasses.replace(SETTINGS, peers=()))
+    text = writer.head(MACHINE) + writer.row(row()) + writer.foot(report(row()))
+    assert text.splitlines() == [
+        "# OSU MPI Allreduce Latency Test layout, ringreduce 0.1.0",
+        "# in place; Avg: mean over the iterations of the slowest rank's time",
+        "# Datatype: float.",
+        "# Size       Avg Latency(us)",
+        "8                       6.50",
+    ]
+
+
+def test_osu_with_spread():
+    """``-I`` adds the columns of OSU's full and percentile output."""
+    writer = OsuWriter(dataclasses.replace(SETTINGS, per_iteration=True))
+    heads = writer.head(MACHINE).splitlines()[-1]
+    assert heads == (
+        "# Size       Avg Latency(us)   Min Latency(us)   Max Latency(us)  Iterations"
+        "    P50 Tail Lat(us)    P90 Tail Lat(us)    P99 Tail Lat(us)"
+    )
+    assert writer.row(row()).split() == ["8", "6.50", "6.43", "6.59", "3", "6.47", "6.57", "6.59"]
+
+
+def test_csv():
+    """One line per result under one head, peers in columns of their own, nothing where nothing is known."""
+    writer = CsvWriter(SETTINGS)
+    lines = list(csv.DictReader(io.StringIO(writer.head(MACHINE) + writer.row(row()) + writer.foot(report(row())))))
+    assert [line["in_place"] for line in lines] == ["False", "True"]
+    inner = lines[1]
+    assert (inner["collective"], inner["size"], inner["count"], inner["redop"]) == ("allreduce", "8", "2", "sum")
+    assert float(inner["time_us_median"]) == pytest.approx(6.47)
+    assert float(inner["mpi_median_us"]) == pytest.approx(12.94)
+    assert float(inner["mpi_speedup"]) == pytest.approx(2)
+    assert (inner["gloo_median_us"], inner["gloo_speedup"]) == ("", "")
+    assert (lines[0]["mpi_median_us"], lines[0]["bound_share"]) == ("", "")
+    assert None not in inner  # no line is longer than the head
+
+
+def test_json_writer_is_silent_until_the_end():
+    """Standard output is one JSON document."""
+    writer = JsonWriter(SETTINGS)
+    assert writer.head(MACHINE) + writer.row(row()) == ""
+    assert writer.foot(report(row())) == to_json(report(row()))
+
+
+def test_json():
+    """The report has the documented entries, with the types that they are documented to have."""
+    made = json.loads(to_json(report(row())))
+    assert set(made) == {"config", "bound", "results", "out_of_bounds", "average_bus_bandwidth"}
+    assert made["config"]["versions"]["ringreduce"] == "0.1.0"
+    assert {"mpi_library", "nranks", "nnodes", "cores", "cpu", "iterations", "algorithm"} <= set(made["config"])
+    entry = {"nbytes": 64 << 20, "time_us": 5000.0, "method": "negate", "gb_per_s": pytest.approx(26.84, abs=0.01)}
+    assert made["bound"] == {**entry, "by_size": [entry]}
+    outer, inner = made["results"]
+    assert inner == {
+        "collective": "allreduce",
+        "size": 8,
+        "count": 2,
+        "type": "float",
+        "redop": "sum",
+        "root": -1,
+        "algorithm": "two_shot",
+        "transport": "shared",
+        "buffers": "private",
+        "in_place": True,
+        "iterations": 3,
+        "time_us": {"min": pytest.approx(6.43), "median": pytest.approx(6.47), "p95": pytest.approx(6.578)},
+        "alg_bw": pytest.approx(8 / 6470),
+        "bus_bw": pytest.approx(12 / 6470),
+        "nwrong": 0,
+        "bound_share": 0.425,
+        "vs": {"mpi": {"median_us": pytest.approx(12.94), "speedup": pytest.approx(2)}, "gloo": None},
+    }
+    assert (outer["in_place"], outer["vs"], outer["bound_share"]) == (False, {}, None)

@@ -1,0 +1,111 @@
+"""Timing takes turns, lets the slowest rank count, and summarises without surprises."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+
+from ringreduce.cli.measure import (
+    Contender,
+    Summary,
+    bound_contenders,
+    iterations_for,
+    time_in_turn,
+    warmup_for,
+)
+from ringreduce.reduce_ops import MAX
+
+
+class Log:
+    """A world of two whose other rank takes ``other_s`` per call, and a record of what happens."""
+
+    def __init__(self, other_s: float) -> None:
+        self.events: list[str] = []
+        self.now = 0.0
+        self._other_s = other_s
+
+    def barrier(self) -> None:
+        self.events.append("barrier")
+
+    def allreduce(self, array, op, *, out=None):
+        assert op is MAX
+        self.events.append("allreduce")
+        return np.maximum(array, self._other_s)
+
+    def contender(self, name: str, seconds: list[float]) -> Contender:
+        """Return one whose calls take so long, one after the other."""
+        durations = iter(seconds)
+
+        def call() -> np.ndarray:
+            assert not gc.isenabled() or name not in self.events
+            self.events.append(name)
+            self.now += next(durations)
+            return np.empty(0)
+
+        return Contender(name, np.empty(0), call)
+
+
+def test_contenders_take_turns():
+    """After the warm-up, every iteration has each contender once, behind a barrier; one exchange at the end."""
+    log = Log(0.0)
+    contenders = [log.contender("a", [1.0] * 3), log.contender("b", [1.0] * 3)]
+    time_in_turn(log, contenders, 2, 1, clock=lambda: log.now)
+    turn = ["barrier", "a", "barrier", "b"]
+    assert log.events == ["a", "b", *turn, *turn, "allreduce"]
+
+
+def test_the_slowest_rank_counts():
+    """An iteration takes as long as it took on the rank that was slowest in it."""
+    log = Log(other_s=2.0)
+    (times,) = time_in_turn(log, [log.contender("a", [1.0, 3.0, 1.5])], 3, 0, clock=lambda: log.now)
+    assert times.tolist() == [2.0, 3.0, 2.0]
+
+
+def test_garbage_collection_is_on_again_afterwards():
+    """The collector pauses while the clock runs, and only then."""
+    assert gc.isenabled()
+    log = Log(0.0)
+    time_in_turn(log, [log.contender("a", [1.0])], 1, 0, clock=lambda: log.now)
+    assert gc.isenabled()
+
+
+def test_summary():
+    """Seconds become microseconds; order does not matter."""
+    summary = Summary.of_seconds(np.array([5, 1, 2, 3, 4]) * 1e-6)
+    assert summary.iterations == 5
+    assert (summary.minimum, summary.maximum) == pytest.approx((1, 5))
+    assert (summary.median, summary.mean) == pytest.approx((3, 3))
+    assert (summary.p90, summary.p95, summary.p99) == pytest.approx((4.6, 4.8, 4.96))
+    assert summary.variation == pytest.approx(100 * 2**0.5 / 3)
+
+
+def test_summary_of_one():
+    """A single iteration is all there is to say."""
+    summary = Summary.of_seconds(np.array([2e-6]))
+    assert (summary.minimum, summary.median, summary.p95, summary.deviation) == pytest.approx((2, 2, 2, 0))
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "iterations"), [(0, 300), (8, 300), (65536, 300), (1 << 20, 256), (16 << 20, 16), (64 << 20, 11)]
+)
+def test_iterations_follow_the_size(nbytes: int, iterations: int):
+    """Small sizes get enough iterations for a steady median, large ones few enough to finish."""
+    assert iterations_for(nbytes) == iterations
+
+
+def test_warmup_follows_the_iterations():
+    """Short calls are warmed up ten times, long ones three times."""
+    assert (warmup_for(300), warmup_for(11)) == (10, 3)
+
+
+@pytest.mark.parametrize("nbytes", [1, 8, 4096, (1 << 20) + 4])
+def test_bound_touches_all_memory(nbytes: int):
+    """Each way to measure the bound changes every whole float32 word once."""
+    memory = np.zeros(nbytes, np.uint8)
+    for contender in bound_contenders(memory):
+        contender.source.fill(3.0)
+        contender.call()
+        assert np.isin(contender.source, [-3.0, 4.0]).all()
+        assert contender.source.nbytes == nbytes // 4 * 4

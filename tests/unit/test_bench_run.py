@@ -1,0 +1,143 @@
+"""The measuring loop of ``bench`` on a world in memory: what it runs, counts and refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from ringreduce.cli import bench
+from ringreduce.cli.cases import COLLECTIVES, OPS, TYPES
+from ringreduce.cli.results import Report, Settings
+from ringreduce.errors import ConfigError
+from ringreduce.testing import run_ranks
+
+FAST = {"min_nbytes": 8, "max_nbytes": 512, "step_factor": 8, "iterations": 2, "warmup": 0}
+
+
+class Faulty:
+    """A communicator that adds one to the first element of what ``collective`` returns on ``rank``."""
+
+    def __init__(self, communicator, collective: str, rank: int) -> None:
+        self._communicator = communicator
+        self._collective = collective
+        self._at = rank
+
+    def __getattr__(self, name: str):
+        value = getattr(self._communicator, name)
+        if name != self._collective or self._communicator.rank != self._at:
+            return value
+
+        def call(array, *arguments, **options):
+            result = value(array, *arguments, **options)
+            if array.dtype == np.float32:  # not the times and counts of the benchmark itself
+                result.reshape(-1)[0] += 1
+            return result
+
+        return call
+
+
+def run(settings: Settings, ranks: int = 2, fault: str | None = None) -> tuple[list[Report], str]:
+    """Run the benchmark on ``ranks`` threads; return each rank's report and what was printed."""
+    printed: list[str] = []
+
+    def body(communicator):
+        world = communicator if fault is None else Faulty(communicator, fault, ranks - 1)
+        return bench.run(world, settings, printed.append)
+
+    return run_ranks(ranks, body), "".join(printed)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_right_results_pass(collective: str, shared: bool):
+    """Every collective is measured, verified and found right, on both kinds of buffers."""
+    reports, printed = run(Settings(collective, shared_buffers=shared, **FAST), ranks=3)
+    assert [report.nwrong for report in reports] == [0, 0, 0]
+    assert {bench.exit_code(report) for report in reports} == {0}
+    rows = [line for line in printed.splitlines() if not line.startswith("#")]
+    assert [line.split()[0] for line in rows] == [str(row.out_of_place.case.nbytes) for row in reports[0].rows]
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_wrong_results_fail(collective: str):
+    """One wrong element on the last rank is counted on every rank, shown, and makes the exit status 1."""
+    settings = Settings(collective, **{**FAST, "max_nbytes": 8, "check": 2})
+    reports, printed = run(settings, fault=collective)
+    results = 2 if COLLECTIVES[collective].in_place else 1
+    expected = results * 3  # verified twice before and once after the timing
+    assert [report.nwrong for report in reports] == [expected, expected]
+    assert {bench.exit_code(report) for report in reports} == {1}
+    assert f"# Out of bounds values : {expected} FAILED\n" in printed
+
+
+def test_unverified_results_are_not_called_right():
+    """With ``-c 0`` nothing is verified: N/A in the table, and the exit status is 0."""
+    reports, printed = run(Settings("allreduce", check=0, **FAST), fault="allreduce")
+    assert (reports[0].nwrong, bench.exit_code(reports[0])) == (None, 0)
+    assert "# Out of bounds values : N/A\n" in printed
+
+
+def test_all_types_and_operations():
+    """``-d all -o all``: every type of nccl-tests with every operation, every result right."""
+    pytest.importorskip("ml_dtypes")
+    settings = Settings("allreduce", types=tuple(TYPES), ops=tuple(OPS), **{**FAST, "min_nbytes": 512})
+    reports, _ = run(settings)
+    assert {(row.best.case.type_name, row.best.case.op_name, row.best.nwrong) for row in reports[0].rows} == {
+        (type_name, op_name, 0) for type_name in TYPES for op_name in OPS
+    }
+
+
+def test_all_algorithms():
+    """``--algorithm all`` gives one row per size for each algorithm that the communicator offers."""
+    reports, _ = run(Settings("allreduce", algorithm="all", **FAST), ranks=4)
+    offered = run_ranks(4, lambda communicator: communicator.algorithms("allreduce"))[0]
+    assert [row.best.algorithm for row in reports[0].rows] == offered * 3
+    assert reports[0].nwrong == 0
+
+
+def test_auto_names_what_ran():
+    """A row of ``auto`` shows the algorithm that was chosen and the transport that carried it."""
+    reports, _ = run(Settings("allreduce", **FAST))
+    best = reports[0].rows[0].best
+    assert best.algorithm != "auto"
+    assert best.transport
+
+
+def test_bound_is_measured_for_allreduce():
+    """Every size of an allreduce has a bound, and its in-place result a share of it; other collectives have none."""
+    reports, _ = run(Settings("allreduce", **FAST))
+    assert [bound.nbytes for bound in reports[0].bounds] == [8, 64, 512]
+    assert all(bound.time_us > 0 for bound in reports[0].bounds)
+    assert all(row.best.bound_share > 0 and row.out_of_place.bound_share is None for row in reports[0].rows)
+    reports, _ = run(Settings("alltoall", **FAST))
+    assert (reports[0].bounds, reports[0].rows[0].best.bound_share) == ((), None)
+
+
+def test_sizes_below_one_element_per_rank_are_measured_once():
+    """8 and 16 bytes of double over 4 ranks are the same case."""
+    reports, _ = run(Settings("allgather", types=("double",), **{**FAST, "step_factor": 2, "max_nbytes": 64}), ranks=4)
+    assert [row.best.case.nbytes for row in reports[0].rows] == [32, 64]
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [({"algorithm": "rnig"}, "'rnig' cannot run allreduce here; choose auto, all or one of"), ({"root": 2}, "root 2")],
+)
+def test_what_cannot_be_measured_is_refused(changes, complaint: str):
+    """Names and ranks that are not there are refused before anything is measured or printed."""
+    printed: list[str] = []
+    settings = dataclasses.replace(Settings("allreduce", **FAST), **changes)
+    with pytest.raises(ConfigError, match=complaint):
+        run_ranks(2, lambda communicator: bench.run(communicator, settings, printed.append))
+    assert printed == []
+
+
+def test_json_output_is_one_document():
+    """Standard output of ``--format json`` can be read by a JSON parser as it is."""
+    _, printed = run(Settings("allreduce", format="json", **FAST))
+    document = json.loads(printed)
+    assert document["config"]["nranks"] == 2
+    assert [result["in_place"] for result in document["results"]] == [False, True] * 3

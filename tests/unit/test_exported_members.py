@@ -1,0 +1,56 @@
+"""`__all__` is the public face of a module: complete, sorted, and nothing but what is there."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "ringreduce"
+PUBLIC = [
+    path
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if not any(part.startswith("_") for part in path.relative_to(PACKAGE).parts if part != "__init__.py")
+]
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def defined_names(tree: ast.Module) -> Iterator[str]:
+    """Yield the public names that a module defines at its top level, not those that it imports."""
+    for node in tree.body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            names = [node.name]
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            # Constants; a short name for a type is nobody else's business.
+            names = [target.id for target in targets if isinstance(target, ast.Name) and target.id.isupper()]
+        else:
+            names = []
+        yield from (name for name in names if not name.startswith("_"))
+
+
+def rank_of(name: str) -> tuple[int, str]:
+    """Order names as ruff does: CONSTANTS, Classes, functions; alphabetical within each."""
+    return (0 if name.isupper() else 1 if name[0].isupper() else 2), name
+
+
+@pytest.mark.parametrize("path", PUBLIC, ids=name_of)
+def test_all_is_sorted_complete_and_true(path: Path):
+    """`__all__` has each public name that the module defines, in order, and only names that exist."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    if not tree.body or (len(tree.body) == 1 and isinstance(tree.body[0], ast.Expr)):
+        pytest.skip("an empty module")
+    for library in ("mpi4py", "torch"):
+        if f"import {library}" in path.read_text(encoding="utf-8"):
+            pytest.importorskip(library)
+    module = importlib.import_module(name_of(path))
+    assert sorted(set(module.__all__), key=rank_of) == list(module.__all__)
+    assert set(defined_names(tree)) <= set(module.__all__)
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []
