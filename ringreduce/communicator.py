@@ -16,7 +16,7 @@ from ringreduce import selection
 from ringreduce.algorithms import Collective
 from ringreduce.buffers import DTYPES, DType, Operand, like, new
 from ringreduce.config import Config
-from ringreduce.errors import ConfigError, ShutdownError, UnsupportedBufferError
+from ringreduce.errors import ConfigError, MismatchError, ShutdownError, TransportError, UnsupportedBufferError
 from ringreduce.instruments import Instruments
 from ringreduce.partition import Partition
 from ringreduce.placement import Allreduce, Context, Moves, Signature
@@ -55,6 +55,7 @@ class Communicator:
         self._bound: dict[tuple[int, ReduceOp | str, str | None], _Bound] = {}
         self._signatures: dict[tuple[object, ...], tuple[Choice, Signature]] = {}
         self._closed = False
+        self._failure: BaseException | None = None
         self.instruments = Instruments()
 
     # ---- who and where ----
@@ -103,7 +104,11 @@ class Communicator:
             bound = self._bound.get((id(array), op, algorithm))
             if bound is not None and bound.array() is array and not self.instruments.observers:
                 if bound.still_valid(array):
-                    bound.run(array)
+                    try:
+                        bound.run(array)
+                    except BaseException as error:
+                        self._failed(error)
+                        raise
                     return array
                 del self._bound[id(array), op, algorithm]
         return self._allreduce_unbound(array, ReduceOp.parse(op), out, algorithm, (id(array), op, algorithm))
@@ -130,7 +135,7 @@ class Communicator:
         out, target = self._result(array, source, shape, out)
         counts = [(part.stop - part.start) * row for part in rows]
         choice, signature = self._choose(Collective.REDUCE_SCATTER, source, algorithm, op.value, shape=source.shape)
-        with self._observed(Collective.REDUCE_SCATTER, choice, source.nbytes), _flat_target(target) as flat:
+        with self._running(Collective.REDUCE_SCATTER, choice, source.nbytes), _flat_target(target) as flat:
             self._moves.reduce_scatter(source.flat(), source.dtype, counts, flat, op, choice, signature)
         return out
 
@@ -150,7 +155,7 @@ class Communicator:
         row = prod(source.shape[1:])
         counts = [int(each) * row for each in rows]
         choice, signature = self._choose(Collective.ALLGATHER, source, algorithm, shape=("*", *source.shape[1:]), detail=rows)
-        with self._observed(Collective.ALLGATHER, choice, target.nbytes):
+        with self._running(Collective.ALLGATHER, choice, target.nbytes):
             self._moves.allgather(source.flat(), counts, target.flat(), choice, signature)
         return out
 
@@ -175,7 +180,7 @@ class Communicator:
         choice, signature = self._choose(
             Collective.BROADCAST, source, algorithm, f"root {root}", shape=source.shape, root=root
         )
-        with self._observed(Collective.BROADCAST, choice, source.nbytes), _flat_target(target) as flat:
+        with self._running(Collective.BROADCAST, choice, source.nbytes), _flat_target(target) as flat:
             self._moves.broadcast(flat, root, choice, signature)
         return out
 
@@ -202,7 +207,7 @@ class Communicator:
         out = like(array, (int(received.sum()), *source.shape[1:]))
         target = Operand.of(out)
         choice, signature = self._choose(Collective.ALLTOALL, source, algorithm, shape=("*", *source.shape[1:]), detail=rows)
-        with self._observed(Collective.ALLTOALL, choice, source.nbytes):
+        with self._running(Collective.ALLTOALL, choice, source.nbytes):
             row = prod(source.shape[1:])
             self._moves.alltoall(source.flat(), rows * row, target.flat(), choice, signature)
         return out if splits is None else (out, received.tolist())
@@ -257,9 +262,10 @@ class Communicator:
         self._closed = True
         self._bound.clear()
         self._context.leave()
-        self._allreduce.close()
-        self._moves.close()
-        self._context.close()
+        if self._failure is None:
+            self._allreduce.close()
+            self._moves.close()
+            self._context.close()
 
     # ---- inside ----
 
@@ -272,7 +278,7 @@ class Communicator:
         choice, signature = self._choose(Collective.ALLREDUCE, source, algorithm, op.value, shape=source.shape)
         if np.may_share_memory(source.view, target.view) and not _same(source, target):
             source = Operand(source.view.copy(), source.dtype, 0)
-        with self._observed(Collective.ALLREDUCE, choice, source.nbytes):
+        with self._running(Collective.ALLREDUCE, choice, source.nbytes):
             self._allreduce.run(source, target, op, choice, signature)
         if in_place:
             run = self._fast_path(array, target, op, choice, signature)
@@ -355,22 +361,39 @@ class Communicator:
         gathered = np.empty((self.size, own.size), np.int64)
         what = "barrier" if source is None else f"{collective.value}(shape {_shape(('*', *source.shape[1:]))}, {source.dtype.name})"
         choice = self.choose(Collective.ALLGATHER, own.nbytes)
-        self._moves.allgather(own, [own.size] * self.size, gathered.reshape(-1), choice, Signature.of(what))
+        with self._running(Collective.ALLGATHER, choice, own.nbytes):
+            self._moves.allgather(own, [own.size] * self.size, gathered.reshape(-1), choice, Signature.of(what))
         return gathered
 
     @contextmanager
-    def _observed(self, collective: Collective, choice: Choice, nbytes: int) -> Iterator[None]:
-        if not self.instruments.observers:
-            yield
-            return
+    def _running(self, collective: Collective, choice: Choice, nbytes: int) -> Iterator[None]:
+        """Tell the observers, and take note of a failure."""
         self.instruments.started(collective.value, choice.algorithm, nbytes)
         started = time.perf_counter()
-        yield
+        try:
+            yield
+        except BaseException as error:
+            self._failed(error)
+            raise
         self.instruments.finished(collective.value, choice.algorithm, nbytes, time.perf_counter() - started)
+
+    def _failed(self, error: BaseException) -> None:
+        """After a mismatch, which all ranks see, go on with fresh channels; after anything else, refuse to go on.
+
+        A call that was given up may have left messages under way, and a later one must not receive them.
+        """
+        self._bound.clear()
+        if not isinstance(error, MismatchError):
+            self._failure = error
+        elif not self.topology.single_node:  # at one board a mismatch is seen before any message
+            self._allreduce = Allreduce(self._context)
+            self._context.messages.renew()
 
     def _require_open(self) -> None:
         if self._closed:
             raise ShutdownError("this communicator was closed; call ringreduce.init() to start a new world")
+        if self._failure is not None:
+            raise TransportError(f"an earlier collective failed, so the ranks are out of step: {self._failure!r}")
 
 
 class _Bound:

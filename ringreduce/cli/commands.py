@@ -58,14 +58,23 @@ _NBYTES = _Nbytes()
 _NCCL_TYPES = tuple(list(TYPES)[:10])
 
 
-@click.command()
-@click.argument("collective", type=click.Choice(list(COLLECTIVES)))
+_EXAMPLES = """\b
+Examples:
+  mpirun -np 4 python -m ringreduce bench allreduce -b 8 -e 64M -f 8
+  mpirun -np 2 python -m ringreduce bench allreduce -b 64K -e 64M -f 4 --buffers shared --vs mpi,gloo
+"""
+
+
+@click.command(epilog=_EXAMPLES, short_help="Measure a collective.")
+@click.argument("collective", metavar="COLLECTIVE", type=click.Choice(list(COLLECTIVES)))
 @click.option("-b", "--minbytes", type=_NBYTES, default="32M", show_default=True, help="First size; takes K, M, G.")
-@click.option("-e", "--maxbytes", type=_NBYTES, default=None, help="Last size.  [default: 32M, or --minbytes]")
+@click.option("-e", "--maxbytes", type=_NBYTES, show_default="32M, or --minbytes", help="Last size.")
 @click.option("-i", "--stepbytes", type=_NBYTES, default=None, help="From size to size, add this much ...")
 @click.option("-f", "--stepfactor", type=click.IntRange(2), default=2, show_default=True, help="... or multiply by it.")
-@click.option("-n", "--iters", type=click.IntRange(1), help="Timed iterations.  [default: 300 to 11, by size]")
-@click.option("-w", "--warmup_iters", type=click.IntRange(0), help="Calls before the timed ones.  [default: 10 or 3]")
+@click.option("-n", "--iters", type=click.IntRange(1), show_default="300 to 11, by size", help="Timed iterations.")
+@click.option(
+    "-w", "--warmup_iters", type=click.IntRange(0), show_default="10 or 3, by size", help="Calls before the timed ones."
+)
 @click.option(
     "-c", "--check", type=click.IntRange(0), default=1, show_default=True, help="Verify so often, and after; 0: never."
 )
@@ -89,14 +98,14 @@ _NCCL_TYPES = tuple(list(TYPES)[:10])
     show_default=True,
     help="Arrays of ringreduce.empty, or of numpy.empty.",
 )
-@click.option("--vs", type=_Names(tuple(PEERS)), help="Measure these in turn with ours: mpi, gloo.")
+@click.option("--vs", type=_Names(tuple(PEERS)), help="Measure mpi and/or gloo in turn with ours.")
 @click.option(
     "--format", "layout", type=click.Choice(list(WRITERS)), default="nccl", show_default=True, help="Layout of results."
 )
 @click.option("-J", "--output_file", type=click.Path(dir_okay=False), help="Write the JSON report there as well.")
 @click.option("-I", "--per_iter_timing", is_flag=True, help="Show how the times of the iterations spread.")
 def bench(**options: Any) -> int:
-    r"""Measure a COLLECTIVE: allreduce, reduce_scatter, allgather, broadcast or alltoall.
+    """Measure a COLLECTIVE: allreduce, reduce_scatter, allgather, broadcast or alltoall.
 
     Flags, sizes and columns are those of nccl-tests; -o, -d and --vs also take several names with commas. The time of
     an iteration is the slowest rank's, the figure is the median over the iterations. Results are verified on fresh
@@ -104,10 +113,7 @@ def bench(**options: Any) -> int:
 
     For allreduce, the column "bound" is the share of the machine's own limit that was reached: the time in which all
     ranks at once read and write as many bytes of their own memory in place, measured in turn with the collective.
-
-    \b
-      mpirun -np 4 python -m ringreduce bench allreduce -b 8 -e 64M -f 8
-      mpirun -np 2 python -m ringreduce bench allreduce -b 64K -e 64M -f 4 --buffers shared --vs mpi,gloo
+    "vs": how many times longer another library took, N/A where it cannot do the job or gets it wrong.
     """
     settings = _settings(options)
     ringreduce.init()
@@ -118,12 +124,20 @@ def bench(**options: Any) -> int:
     return benchmark.exit_code(report)
 
 
-@click.command()
-@click.argument("collective", type=click.Choice(list(COLLECTIVES)), default="allreduce")
+@click.command(short_help="Say what would run, and why.")
+@click.argument("collective", metavar="[COLLECTIVE]", type=click.Choice(list(COLLECTIVES)), default="allreduce")
 @click.option("-b", "--minbytes", type=_NBYTES, default="8", show_default=True, help="First size; takes K, M, G.")
-@click.option("-e", "--maxbytes", type=_NBYTES, default=None, help="Last size.  [default: 64M, or --minbytes]")
+@click.option("-e", "--maxbytes", type=_NBYTES, show_default="64M, or --minbytes", help="Last size.")
 @click.option("-f", "--stepfactor", type=click.IntRange(2), default=8, show_default=True, help="From size to size.")
-@click.option("-d", "--datatype", type=click.Choice(list(TYPES)), default="float", show_default=True)
+@click.option(
+    "-d",
+    "--datatype",
+    metavar="TYPE",
+    type=click.Choice(list(TYPES)),
+    default="float",
+    show_default=True,
+    help="Element type.",
+)
 def explain(collective: str, minbytes: int, maxbytes: int | None, stepfactor: int, datatype: str) -> None:
     """Say for each size what a COLLECTIVE (allreduce unless named) would run here, and why."""
     last = _last_size(minbytes, maxbytes, 64 << 20)

@@ -146,6 +146,9 @@ class GlooPeer:
             MIN: dist.ReduceOp.MIN,
             MAX: dist.ReduceOp.MAX,
         }
+        # torch renamed these two; the old names warn.
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         op, root, given, got = ops[case.op], case.root, _tensor(source, row), _tensor(result, row)
 
         def allreduce() -> Array:
@@ -153,11 +156,11 @@ class GlooPeer:
             return result
 
         def reduce_scatter() -> Array:
-            dist.reduce_scatter_tensor(got, given, op)
+            scatter(got, given, op)
             return result
 
         def allgather() -> Array:
-            dist.all_gather_into_tensor(got, given)
+            gather(got, given)
             return result
 
         def broadcast() -> Array:

@@ -28,7 +28,7 @@ class MemoryWorld:
         self.size = size
         self.timeout_s = timeout_s
         # deque.append and popleft are atomic, so the queues need no lock of their own.
-        self.queues: defaultdict[tuple[int, int, int], deque[Array]] = defaultdict(deque)
+        self.queues: defaultdict[tuple[int, int, int, int], deque[Array]] = defaultdict(deque)
         self.notes: list[deque[tuple[int, bytes]]] = [deque() for _ in range(size)]
         self.segments: dict[tuple[int, int], Array] = {}
         self.payloads: list[bytes] = [b""] * size
@@ -62,12 +62,13 @@ class MemoryMessages:
         self._world = world
         self.rank = rank
         self.size = world.size
+        self._renewals = 0
 
     def send(self, data: Array, peer: int, tag: int) -> Request:
-        return _Transfer(self._world.queues[self.rank, peer, tag], data, is_send=True)
+        return _Transfer(self._world.queues[self.rank, peer, tag, self._renewals], data, is_send=True)
 
     def recv(self, data: Array, peer: int, tag: int) -> Request:
-        return _Transfer(self._world.queues[peer, self.rank, tag], data, is_send=False)
+        return _Transfer(self._world.queues[peer, self.rank, tag, self._renewals], data, is_send=False)
 
     def start(self, requests: Sequence[Request]) -> None:
         for each in requests:
@@ -119,6 +120,9 @@ class MemoryMessages:
             self._world.meeting.wait(self._world.timeout_s)
         except threading.BrokenBarrierError:
             raise CollectiveTimeoutError(f"rank {self.rank}: another rank did not join the exchange") from None
+
+    def renew(self) -> None:
+        self._renewals += 1
 
     def close(self) -> None:
         pass

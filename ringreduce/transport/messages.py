@@ -74,6 +74,10 @@ class Messages(Protocol):
         """Give ``payload`` to all ranks and return everyone's, in rank order. Collective; for setting things up."""
         ...
 
+    def renew(self) -> None:
+        """Forget all requests and whatever is under way; later messages meet none of it. Collective."""
+        ...
+
     def close(self) -> None:
         """Give back what the transport holds; local, and safe to call twice."""
         ...

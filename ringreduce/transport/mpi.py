@@ -133,6 +133,13 @@ class MpiMessages:
     def _finish(self, request: MPI.Request) -> None:
         self._waiter.until(request.Test, lambda: "all ranks to join an exchange over MPI")
 
+    def renew(self) -> None:
+        with _translated():
+            # The old communicator is not freed: requests that can no longer complete hold on to it.
+            self._data, request = self._control.Idup()
+            self._finish(request)
+            self._data.Set_errhandler(MPI.ERRORS_RETURN)
+
     def close(self) -> None:
         if self._data == MPI.COMM_NULL or MPI.Is_finalized():
             return

@@ -21,6 +21,22 @@ def _no_world_left():
     ringreduce.shutdown()
 
 
+class OffByOne:
+    """A communicator whose allreduce of float32 is wrong in one element."""
+
+    def __init__(self, communicator) -> None:
+        self._communicator = communicator
+
+    def __getattr__(self, name: str):
+        return getattr(self._communicator, name)
+
+    def allreduce(self, array, *arguments, **options):
+        result = self._communicator.allreduce(array, *arguments, **options)
+        if array.dtype == "float32":
+            result[-1] += 1
+        return result
+
+
 def invoke(*arguments: str) -> Result:
     return CliRunner().invoke(main, list(arguments), prog_name="python -m ringreduce")
 
@@ -46,6 +62,17 @@ def test_bench_writes_json(tmp_path):
     report = json.loads(path.read_text())
     assert report["config"]["nranks"] == 1
     assert report["results"][0]["collective"] == "broadcast"
+
+
+def test_wrong_elements_make_the_exit_status_1(monkeypatch):
+    """A job whose results are wrong fails, after it has shown the table."""
+    ringreduce.init()
+    world = OffByOne(ringreduce.world())
+    monkeypatch.setattr(ringreduce, "world", lambda: world)
+    result = invoke("bench", "allreduce", "-b", "1K", "-e", "1K", *FAST)
+    assert result.exit_code == 1
+    assert "# Out of bounds values : 4 FAILED" in result.stdout
+    assert result.stderr == ""
 
 
 @pytest.mark.parametrize(

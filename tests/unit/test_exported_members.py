@@ -29,8 +29,12 @@ def defined_names(tree: ast.Module) -> Iterator[str]:
             names = [node.name]
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            # Constants; a short name for a type is nobody else's business.
-            names = [target.id for target in targets if isinstance(target, ast.Name) and target.id.isupper()]
+            # Constants; type variables and short names for types are nobody else's business.
+            names = [
+                target.id
+                for target in targets
+                if isinstance(target, ast.Name) and target.id.isupper() and len(target.id) > 1
+            ]
         else:
             names = []
         yield from (name for name in names if not name.startswith("_"))
