@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ringreduce import selection
 from ringreduce.algorithms import Collective
-from ringreduce.buffers import DTYPES, DType, Operand, like, new
+from ringreduce.buffers import DType, Operand, like, new
 from ringreduce.config import Config
 from ringreduce.errors import ConfigError, MismatchError, ShutdownError, TransportError, UnsupportedBufferError
 from ringreduce.instruments import Instruments
@@ -83,9 +83,7 @@ class Communicator:
 
     # ---- collectives ----
 
-    def allreduce(
-        self, array: Any, op: ReduceOp | str = SUM, *, out: Any = None, algorithm: str | None = None
-    ) -> Any:
+    def allreduce(self, array: Any, op: ReduceOp | str = SUM, *, out: Any = None, algorithm: str | None = None) -> Any:
         """Reduce arrays over all ranks, element by element; every rank gets the result, with the same bits.
 
         Args:
@@ -123,7 +121,8 @@ class Communicator:
 
         Args:
             array: at least one dimension; shape and dtype must agree.
-            op, algorithm: as for `allreduce`.
+            op: as for `allreduce`.
+            algorithm: as for `allreduce`.
             out: room for this rank's part; None: a new array.
         """
         op = ReduceOp.parse(op)
@@ -154,7 +153,7 @@ class Communicator:
         target = Operand.of(out)
         row = prod(source.shape[1:])
         counts = [int(each) * row for each in rows]
-        choice, signature = self._choose(Collective.ALLGATHER, source, algorithm, shape=("*", *source.shape[1:]), detail=rows)
+        choice, signature = self._choose(Collective.ALLGATHER, source, algorithm, shape=_any_rows(source), detail=rows)
         with self._running(Collective.ALLGATHER, choice, target.nbytes):
             self._moves.allgather(source.flat(), counts, target.flat(), choice, signature)
         return out
@@ -206,7 +205,7 @@ class Communicator:
         received = rows[:, self.rank]
         out = like(array, (int(received.sum()), *source.shape[1:]))
         target = Operand.of(out)
-        choice, signature = self._choose(Collective.ALLTOALL, source, algorithm, shape=("*", *source.shape[1:]), detail=rows)
+        choice, signature = self._choose(Collective.ALLTOALL, source, algorithm, shape=_any_rows(source), detail=rows)
         with self._running(Collective.ALLTOALL, choice, source.nbytes):
             row = prod(source.shape[1:])
             self._moves.alltoall(source.flat(), rows * row, target.flat(), choice, signature)
@@ -228,7 +227,8 @@ class Communicator:
         row = DType.of(dtype)
         dims = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
         memory = self._context.arena.array(prod(dims) * row.itemsize)
-        return memory.view(new((0,), row, "numpy").dtype).reshape(dims)
+        native: np.dtype[Any] = new((0,), row, "numpy").dtype
+        return memory.view(native).reshape(dims)
 
     def algorithms(self, collective: Collective | str = Collective.ALLREDUCE) -> list[str]:
         """Return the names of the algorithms that can run ``collective`` here."""
@@ -359,7 +359,9 @@ class Communicator:
         self._require_open()
         own = np.array(mine, np.int64)
         gathered = np.empty((self.size, own.size), np.int64)
-        what = "barrier" if source is None else f"{collective.value}(shape {_shape(('*', *source.shape[1:]))}, {source.dtype.name})"
+        what = "barrier"
+        if source is not None:
+            what = f"{collective.value}(shape {_shape(_any_rows(source))}, {source.dtype.name})"
         choice = self.choose(Collective.ALLGATHER, own.nbytes)
         with self._running(Collective.ALLGATHER, choice, own.nbytes):
             self._moves.allgather(own, [own.size] * self.size, gathered.reshape(-1), choice, Signature.of(what))
@@ -451,6 +453,11 @@ def _check_splits(splits: Sequence[int] | None, rows: int, size: int) -> list[in
     if len(mine) != size or min(mine) < 0 or sum(mine) != rows:
         raise ConfigError(f"splits must be {size} numbers >= 0 that add up to the {rows} rows, got {mine}")
     return mine
+
+
+def _any_rows(source: Operand) -> tuple[object, ...]:
+    """Return the shape with a star for the rows, which may differ between ranks."""
+    return ("*", *source.shape[1:])
 
 
 def _shape(shape: tuple[object, ...]) -> str:

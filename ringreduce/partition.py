@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 __all__ = ["Partition", "Segment", "pieces", "segments_of_blocks", "segments_of_buffer"]
 
@@ -28,7 +29,7 @@ class Partition:
         Inner bounds are multiples of ``align`` elements (so that blocks can begin on cache lines).
         """
         units = -(-count // align)
-        return cls(tuple(min(count, units * b // nblocks * align) for b in range(nblocks)) + (count,))
+        return cls((*(min(count, units * b // nblocks * align) for b in range(nblocks)), count))
 
     @classmethod
     def first_larger(cls, count: int, nblocks: int) -> Partition:
@@ -55,7 +56,7 @@ class Partition:
     @property
     def segment(self) -> Segment:
         """The whole partition as one segment."""
-        return tuple(slice(start, stop) for start, stop in zip(self.bounds, self.bounds[1:], strict=False))
+        return tuple(slice(start, stop) for start, stop in pairwise(self.bounds))
 
 
 def pieces(start: int, stop: int, limit: int) -> Iterator[slice]:

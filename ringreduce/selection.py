@@ -70,7 +70,7 @@ def choose(collective: Collective, nbytes: int, topology: Topology, config: Conf
             return Choice("one_shot", "shared", f"one node, at most {ONE_SHOT_NBYTES} bytes: one barrier")
         return Choice("two_shot", "shared", f"one node, over {ONE_SHOT_NBYTES} bytes: the least memory traffic")
     if nbytes <= SMALL_NBYTES and vendor:
-        return Choice(VENDOR, "messages", f"several nodes, at most {SMALL_NBYTES} bytes: the library's own call is quick")
+        return Choice(VENDOR, "messages", f"several nodes, at most {SMALL_NBYTES} bytes: the library's own is quick")
     if nbytes <= SMALL_NBYTES:
         return Choice("recursive_doubling", "messages", f"several nodes, at most {SMALL_NBYTES} bytes: fewest rounds")
     if max(len(node) for node in topology.nodes) > 1:
@@ -90,11 +90,15 @@ def forced(collective: Collective, name: str, topology: Topology, *, vendor: boo
         if not vendor:
             raise ConfigError("algorithm 'mpi' takes ranks that talk over MPI")
         return Choice(VENDOR, "messages", "asked for by name")
-    schedule = algorithms.schedule_for(collective, name, 0, topology)
-    if name == "one_shot" and topology.single_node:
-        return Choice(name, "shared", "asked for by name")
+    algorithm = algorithms.find(collective, name)
+    if (why_not := algorithm.refuses(topology)) is not None:
+        raise ConfigError(f"{collective.value} algorithm {name!r} cannot run here: {why_not}")
     transport = "messages"
-    if schedule.direct:
+    if topology.size == 1:
+        transport = "self"
+    elif topology.single_node and name == "one_shot":
+        transport = "shared"  # through mailboxes
+    elif algorithm.cost(topology).touched:
         transport = "shared" if topology.single_node else "shared+messages"
     return Choice(name, transport, "asked for by name")
 

@@ -1,9 +1,9 @@
 """Runs schedules: one `Plan` for every algorithm, transport and dtype.
 
-A plan is a schedule bound to memory. Binding cuts the buffer into segments, makes all views and describes all messages;
-running only starts, waits and calls. A schedule treats all elements alike, so each segment runs by itself: a few streams
-carry one segment each at a time, and while one waits for its messages another reduces. That is the whole of segmentation
-and pipelining, for rings and trees and hierarchies alike.
+A plan is a schedule bound to memory. Binding makes all views and describes all messages; running only starts, waits
+and calls. A schedule treats all elements alike, so each segment of the buffer runs by itself: a few streams carry one
+segment each at a time, and while one waits for its messages another reduces. That is the whole of segmentation and
+pipelining, for rings and trees and hierarchies alike.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.buffers.dtypes import DType
+from ringreduce.buffers.dtypes import DType, ml_bfloat16
 from ringreduce.errors import UnsupportedBufferError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Operand:
     @classmethod
     def _of_numpy(cls, array: npt.NDArray[Any]) -> Operand:
         if isinstance(array, np.ma.MaskedArray):
-            raise UnsupportedBufferError("masked arrays are not supported; pass array.data, or fill the masked elements")
+            raise UnsupportedBufferError("masked arrays are not supported; pass array.data, or fill them")
         dtype = DType.of(array.dtype)
         view = array.view(dtype.storage) if array.dtype != dtype.storage else array
         return cls(view, dtype, array.__array_interface__["data"][0])
@@ -112,24 +112,13 @@ def new(shape: Sequence[int], dtype: DType, library: str) -> Any:
         import torch
 
         return torch.empty(tuple(shape), dtype=getattr(torch, dtype.name))
-    return np.empty(shape, _native(dtype))
+    return np.empty(shape, ml_bfloat16() if dtype.name == "bfloat16" else dtype.storage)
 
 
 def like(array: Any, shape: Sequence[int] | None = None) -> Any:
     """Return an uninitialised private array of the same library and dtype (and shape, unless one is given)."""
     library = "numpy" if isinstance(array, np.ndarray) else "torch"
     return new(tuple(array.shape) if shape is None else shape, DType.of(array.dtype), library)
-
-
-def _native(dtype: DType) -> np.dtype[Any]:
-    """Return the dtype that NumPy users expect; bfloat16 takes the ml_dtypes package."""
-    if dtype.name != "bfloat16":
-        return dtype.storage
-    try:
-        import ml_dtypes
-    except ImportError:
-        raise UnsupportedBufferError("NumPy arrays of bfloat16 take the ml_dtypes package: pip install ml_dtypes") from None
-    return np.dtype(ml_dtypes.bfloat16)
 
 
 def _overlaps_itself(view: npt.NDArray[Any]) -> bool:

@@ -25,7 +25,8 @@ def widen(view: Array, dtype: DType) -> Array:
     """Return the elements of a view (in ``dtype.storage``) as a new C-contiguous array of the wider type."""
     if dtype.name == "bfloat16":
         # A bfloat16 is the upper half of a float32.
-        return (view.astype(np.uint32, order="C") << np.uint32(16)).view(np.float32)
+        bits: Array = view.astype(np.uint32, order="C") << np.uint32(16)
+        return bits.view(np.float32)
     return view.astype(wider(dtype).storage, order="C")
 
 
@@ -48,4 +49,5 @@ def _round_to_bfloat16(wide: Array) -> Array:
     rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
     # Rounding would carry a NaN's payload into the exponent; a quiet NaN keeps its sign.
     quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
-    return np.where(np.isnan(wide), quiet, rounded).astype(np.uint16)
+    chosen: Array = np.where(np.isnan(wide), quiet, rounded)
+    return chosen.astype(np.uint16)

@@ -9,7 +9,7 @@ import numpy as np
 
 from ringreduce.errors import UnsupportedBufferError
 
-__all__ = ["DTYPES", "DType"]
+__all__ = ["DTYPES", "DType", "ml_bfloat16"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +78,17 @@ def _numpy_name(dtype: Any) -> str:
     except TypeError:
         return repr(dtype)
     return made.name if made.isnative else f"{made.name} in foreign byte order"
+
+
+def ml_bfloat16() -> np.dtype[Any]:
+    """Return the NumPy dtype for bfloat16 that the ml_dtypes package defines.
+
+    Raises:
+        UnsupportedBufferError: the package is not installed.
+    """
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise UnsupportedBufferError("NumPy arrays of bfloat16 take ml_dtypes: pip install ml_dtypes") from None
+    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return dtype

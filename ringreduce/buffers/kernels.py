@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.buffers.dtypes import DTYPES, DType
+from ringreduce.buffers.dtypes import DTYPES, DType, ml_bfloat16
 from ringreduce.reduce_ops import ReduceOp
 
 if TYPE_CHECKING:
@@ -91,31 +91,28 @@ class UfuncKernels:
     def combine(self, sources: Sequence[Array]) -> Callable[[Array], object]:
         if len(sources) == 1:
             return partial(_copy_into, sources[0])
-        *chain, last = self._chain(sources)
-        if not chain and self._size is None:
-            return last
+        ufunc, size, last = self._ufunc, self._size, sources[-1]
+        if len(sources) == 2 and size is None:
+            first = sources[0]
+            return lambda target: ufunc(first, last, out=target)
+        # All but the last step write into scratch, for the target may be a source that is still to come.
+        left, steps = sources[0], []
+        for right in sources[1:-1]:
+            scratch = self._scratch.like(right)
+            steps.append(partial(ufunc, left, right, out=scratch))
+            left = scratch
 
         def combine(target: Array) -> None:
-            for call in chain:
-                call()
-            last(target)
-            if self._size is not None:
-                divide(target, self._size)
+            for step in steps:
+                step()
+            ufunc(left, last, out=target)
+            if size is not None:
+                divide(target, size)
 
         return combine
 
-    def _chain(self, sources: Sequence[Array]) -> list[partial[object]]:
-        """Return the bound steps of a fold in rank order; all but the last write into one scratch."""
-        scratch = self._scratch.like(sources[0]) if len(sources) > 2 else sources[0]
-        left = sources[0]
-        steps = []
-        for right in sources[1:-1]:
-            steps.append(partial(self._ufunc, left, right, scratch))
-            left = scratch
-        return [*steps, partial(self._ufunc, left, sources[-1])]
-
     def fold(self, target: Array, source: Array) -> Call:
-        return partial(self._ufunc, target, source, target)
+        return partial(self._ufunc, target, source, out=target)
 
 
 class NumpyHalfKernels:
@@ -123,7 +120,7 @@ class NumpyHalfKernels:
 
     def __init__(self, dtype: DType, op: ReduceOp, size: int) -> None:
         self._wide = UfuncKernels(DTYPES["float32"], op, size)
-        self._native = np.dtype(np.float16) if dtype.name == "float16" else _ml_bfloat16()
+        self._native = np.dtype(np.float16) if dtype.name == "float16" else ml_bfloat16()
         self._scratches = [_Scratch(np.float32) for _ in range(size + 1)]
 
     def combine(self, sources: Sequence[Array]) -> Callable[[Array], object]:
@@ -167,10 +164,9 @@ class TorchHalfKernels:
         if len(sources) == 1:
             return partial(_copy_into, sources[0])
         tensors = [self._tensor(source) for source in sources]
-        pair = {ReduceOp.SUM: torch.add, ReduceOp.MIN: torch.minimum, ReduceOp.MAX: torch.maximum}.get(self._op)
-        if len(tensors) == 2 and pair is not None:
+        if len(tensors) == 2 and self._op is ReduceOp.SUM:
             # One pass: torch computes a 16-bit sum in float32 and rounds it once.
-            return lambda target: pair(tensors[0], tensors[1], out=self._tensor(target))
+            return lambda target: torch.add(tensors[0], tensors[1], out=self._tensor(target))
         scratch = torch.from_numpy(self._scratch.like(sources[0]))
         fold = self._fold_into(scratch)
 
@@ -201,9 +197,3 @@ class TorchHalfKernels:
 def _copy_into(source: Array, target: Array) -> None:
     if target is not source:
         np.copyto(target, source)
-
-
-def _ml_bfloat16() -> np.dtype[Any]:
-    import ml_dtypes
-
-    return np.dtype(ml_dtypes.bfloat16)

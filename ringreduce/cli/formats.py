@@ -54,9 +54,11 @@ class NcclWriter:
             f"{settings.buffers} buffers; time: median over the iterations of the slowest rank's time",
         ]
         if settings.iterations is None:
-            lines.append("auto: 300 iterations for small sizes, 268435456 / size from 874 KiB, never fewer than 11")
+            lines.append("auto: 300 iterations for small sizes, 268435456 / size from 874 KiB, never fewer than 12")
         if settings.peers:
-            lines.append(f"{', '.join(settings.peers)}: blocking, private buffers, in turn with ours at each iteration")
+            lines.append(
+                f"{', '.join(settings.peers)}: blocking calls on private buffers; they and ours take short turns"
+            )
         return "".join(f"# {line}\n" for line in lines) + "#\n" + self._column_heads()
 
     def row(self, row: Row) -> str:

@@ -120,7 +120,7 @@ class GlooPeer:
         """Form a process group of all ranks; collective.
 
         Raises:
-            ConfigError: torch is missing, or the ranks are on several nodes.
+            ConfigError: torch is missing, or the ranks are on several machines.
         """
         self._open = contextlib.ExitStack()
         self._open.enter_context(gloo_process_group(world))
@@ -198,19 +198,19 @@ def gloo_process_group(world: Communicator) -> Iterator[None]:
     strangers. Each rank's share of the cores is what torch may use.
 
     Raises:
-        ConfigError: torch is missing, or the ranks are on several nodes.
+        ConfigError: torch is missing, or the ranks are on several machines.
     """
     try:
         import torch
         import torch.distributed as dist
     except ImportError as error:
         raise ConfigError(f"measuring Gloo takes torch: {error}; pip install ringreduce[torch]") from None
-    if not world.topology.single_node:
-        raise ConfigError("Gloo is measured within one node only: its ranks meet on the loopback interface")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.size))
     folder = _agree_on_folder(world)
     try:
+        if not world.allreduce(np.array([os.path.isdir(folder)]), MIN)[0]:
+            raise ConfigError("Gloo is measured on one machine only: its ranks meet on the loopback interface")
         store = dist.FileStore(os.path.join(folder, "store"), world.size)  # type: ignore[attr-defined]
         limit = timedelta(seconds=world.config.timeout_s)
         dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit)

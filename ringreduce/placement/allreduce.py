@@ -17,7 +17,6 @@ from ringreduce.algorithms import Collective
 from ringreduce.algorithms.execute import Memory, Plan
 from ringreduce.algorithms.fused import OneShot, Staged
 from ringreduce.buffers import (
-
     DType,
     Operand,
     divide,
@@ -302,7 +301,7 @@ class _MessagePlan:
 
 @dataclass(frozen=True, slots=True)
 class _Vendor:
-    """The library's own allreduce, described once and started for each call; unlike its blocking one it can time out."""
+    """The library's own allreduce, started anew for each call: unlike its blocking form it can time out."""
 
     context: Context
     request: Request
@@ -319,9 +318,7 @@ class _Vendor:
         self.context.messages.free([self.request])
 
 
-def peer_views(
-    context: Context, others: list[tuple[int, int]], storage: np.dtype[Any], count: int
-) -> dict[int, Array]:
+def peer_views(context: Context, others: list[tuple[int, int]], storage: np.dtype[Any], count: int) -> dict[int, Array]:
     """Return the buffers of the other ranks of the node, by rank."""
     return {
         peer: context.arena.peer_view(peer, Location(*place), storage, count)

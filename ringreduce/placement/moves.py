@@ -79,11 +79,12 @@ class Moves:
         if choice.transport == "shared":
             with self._published(mine) as location:
                 others = context.meet_at_board(signature, location)
-                peers, segments = {}, {}
+                peers: dict[int, Array] = {}
+                places: dict[int, list[Segment]] = {}
                 for peer, place in zip(context.board.peers, others, strict=True):
                     peers[peer] = context.arena.peer_view(peer, Location(*place), mine.dtype, counts[peer])
-                    segments[peer] = [(slice(0, counts[peer]),) * len(counts)]  # a peer publishes its own block alone
-                memory = Memory(out, peers, segments)
+                    places[peer] = [(slice(0, counts[peer]),) * len(counts)]  # a peer publishes its own block alone
+                memory = Memory(out, peers, places)
                 self._load(Collective.ALLGATHER, choice, memory, partition.segment, signature)
         elif choice.transport != "self":
             context.meet(signature)
@@ -159,7 +160,8 @@ class Moves:
             source: the blocks for rank 0, 1, ... one after the other.
             counts: (size, size) elements: ``counts[i, j]`` is what rank i sends to rank j.
             out: room for ``counts[:, rank].sum()`` elements.
-            choice, signature: as elsewhere.
+            choice: how.
+            signature: what the user called.
         """
         context, rank = self._context, self._context.rank
         sending = [Partition.of_sizes(row.tolist()).segment for row in counts]

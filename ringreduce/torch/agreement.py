@@ -16,9 +16,7 @@ from ringreduce.torch.objects import gather
 __all__ = ["require_same_tensors"]
 
 
-def require_same_tensors(
-    communicator: Communicator, caller: str, tensors: Iterable[tuple[str, torch.Tensor]]
-) -> None:
+def require_same_tensors(communicator: Communicator, caller: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Return if the named tensors have equal names, shapes and dtypes, in equal order, on all ranks. Collective.
 
     Args:
@@ -36,6 +34,4 @@ def require_same_tensors(
         return
     everyone = list(zip_longest(*gather(communicator, mine), fillvalue="missing"))
     index = next(index for index, looks in enumerate(everyone) if len(set(looks)) > 1)
-    raise MismatchError(
-        {rank: f"{caller}: tensor {index} is {look}" for rank, look in enumerate(everyone[index])}
-    )
+    raise MismatchError({rank: f"{caller}: tensor {index} is {look}" for rank, look in enumerate(everyone[index])})

@@ -87,7 +87,7 @@ def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
             agree.
         name: ignored.
     """
-    return _apply(_Allgather, tensor, world())
+    return cast(torch.Tensor, _apply(_Allgather, tensor, world()))
 
 
 def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
@@ -98,7 +98,7 @@ def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> 
         root_rank: the sender; must agree.
         name: ignored.
     """
-    return _apply(_Broadcast, tensor, world(), root_rank)
+    return cast(torch.Tensor, _apply(_Broadcast, tensor, world(), root_rank))
 
 
 def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
@@ -231,4 +231,5 @@ def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
 
 def _changed(tensor: torch.Tensor) -> None:
     """Tell autograd that a collective wrote into a tensor, so that it refuses to use a saved value that is gone."""
-    torch.autograd.graph.increment_version(tensor)
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
@@ -128,7 +129,7 @@ class MpiMessages:
             counts = sizes.tolist()
             self._finish(self._control.Iallgatherv([payload, MPI.BYTE], [gathered, (counts, None), MPI.BYTE]))
         bounds = np.concatenate([[0], np.cumsum(sizes)]).tolist()
-        return [bytes(gathered[low:high]) for low, high in zip(bounds, bounds[1:], strict=False)]
+        return [bytes(gathered[low:high]) for low, high in pairwise(bounds)]
 
     def _finish(self, request: MPI.Request) -> None:
         self._waiter.until(request.Test, lambda: "all ranks to join an exchange over MPI")

@@ -175,8 +175,8 @@ class Arena:
     def array(self, nbytes: int) -> Array:
         """Return a block as an array that takes its memory back to the arena when it and all its views are gone."""
         block = self.allocate(nbytes)
-        # The memoryview makes `owner` the base of every view that is taken of it.
-        owner = np.frombuffer(memoryview(block.memory), np.uint8)
+        # Going through a memoryview makes `owner` the base of every view that is taken of it.
+        owner = np.frombuffer(block.memory.data, np.uint8)
         weakref.finalize(owner, self.release, block).atexit = False
         return owner[:nbytes]
 

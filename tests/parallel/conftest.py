@@ -8,6 +8,7 @@ tests/conftest.py ends a rank that hangs, and mpirun then ends the job.
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Generator, Iterator
 from importlib import metadata
@@ -21,6 +22,8 @@ import ringreduce as rr
 
 PRIVATE = MPI.COMM_WORLD.Dup()
 RANK, SIZE = PRIVATE.rank, PRIVATE.size
+# Well below the watchdog's limit: a rank that waits in vain gets a typed error before its process is ended.
+os.environ.setdefault("RINGREDUCE_TIMEOUT", "20")
 Failure = (Exception, pytest.fail.Exception, pytest.skip.Exception)
 
 

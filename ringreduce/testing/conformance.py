@@ -1,0 +1,202 @@
+"""What every transport and every communicator must do: run these on all ranks at once, whatever carries the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ringreduce.buffers import DTYPES
+from ringreduce.communicator import Communicator
+from ringreduce.reduce_ops import ReduceOp
+from ringreduce.testing.samples import expected, sample
+from ringreduce.transport.messages import Messages
+from ringreduce.transport.waiting import Waiter
+
+__all__ = ["check_collectives", "check_messages"]
+
+Array = npt.NDArray[Any]
+
+
+def check_messages(messages: Messages) -> None:
+    """Check point-to-point messages, notes and exchanges. Every rank calls it."""
+    waiter = Waiter(timeout_s=30.0, crowded=True)
+    rank, size = messages.rank, messages.size
+    assert messages.exchange(f"rank {rank}".encode()) == [f"rank {peer}".encode() for peer in range(size)]
+    assert messages.exchange(b"") == [b""] * size
+    ahead, behind = (rank + 1) % size, (rank - 1) % size
+    _check_order(messages, waiter, ahead, behind)
+    _check_restarts(messages, waiter, ahead, behind)
+    _check_notes(messages, waiter)
+
+
+def _check_order(messages: Messages, waiter: Waiter, ahead: int, behind: int) -> None:
+    """Messages of one tag arrive in order; another tag does not disturb them; some come back before others."""
+    tags = (1, messages.max_tag)
+    sent = [np.full(5, 10.0 * messages.rank + number) for number in range(4)]
+    received = [np.empty(5) for _ in sent]
+    requests = [messages.recv(data, behind, tags[number % 2]) for number, data in enumerate(received)]
+    requests += [messages.send(data, ahead, tags[number % 2]) for number, data in enumerate(sent)]
+    messages.start(requests)
+    seen: list[int] = []
+
+    def everything() -> bool:
+        seen.extend(messages.test_some(requests))
+        return len(seen) == len(requests)
+
+    waiter.until(everything, lambda: "messages in a ring")
+    assert sorted(seen) == list(range(len(requests))), "each completion is reported exactly once"
+    assert messages.test_all(requests)
+    for number, data in enumerate(received):
+        assert (data == 10.0 * behind + number).all()
+    messages.free(requests)
+
+
+def _check_restarts(messages: Messages, waiter: Waiter, ahead: int, behind: int) -> None:
+    """Requests can be started again and again, and take the data as it is then."""
+    outgoing, incoming = np.zeros(3, np.int32), np.zeros(3, np.int32)
+    requests = [messages.send(outgoing, ahead, 7), messages.recv(incoming, behind, 7)]
+    for turn in range(3):
+        outgoing[:] = 100 * messages.rank + turn
+        messages.start(requests)
+        waiter.until(lambda: messages.test_all(requests), lambda: "messages in a ring")
+        assert (incoming == 100 * behind + turn).all()
+    messages.free(requests)
+
+
+def _check_notes(messages: Messages, waiter: Waiter) -> None:
+    """Notes reach every other rank, in order, beside the messages."""
+    others = [peer for peer in range(messages.size) if peer != messages.rank]
+    for number in range(2):
+        for peer in others:
+            messages.post(f"{number} from {messages.rank} to {peer}".encode(), peer)
+    heard: dict[int, list[bytes]] = {peer: [] for peer in others}
+
+    def everything() -> bool:
+        arrived = messages.poll()
+        if arrived is not None:
+            heard[arrived[0]].append(arrived[1])
+        return sum(map(len, heard.values())) == 2 * len(others)
+
+    waiter.until(everything, lambda: "notes")
+    for peer, notes in heard.items():
+        assert notes == [f"{number} from {peer} to {messages.rank}".encode() for number in range(2)]
+    messages.exchange(b"")
+
+
+def check_collectives(communicator: Communicator, *, algorithms: bool = True) -> None:
+    """Check every collective on awkward sizes against answers computed alone. Every rank calls it.
+
+    Args:
+        communicator: what to check.
+        algorithms: whether to go through all algorithms as well as the automatic choice.
+    """
+    names = [None, *communicator.algorithms()] if algorithms else [None]
+    for name in names:
+        for count in _counts(communicator.size):
+            _check_allreduce(communicator, count, name)
+    for dtype in DTYPES:
+        for op in ReduceOp:
+            _check_dtype(communicator, dtype, op)
+    for name in [None, *communicator.algorithms("reduce_scatter")] if algorithms else [None]:
+        for rows in _counts(communicator.size):
+            _check_reduce_scatter(communicator, rows, name)
+    for name in [None, *communicator.algorithms("allgather")] if algorithms else [None]:
+        for rows in (0, 1, 5, 5000):
+            _check_allgather(communicator, rows, name)
+    for name in [None, *communicator.algorithms("broadcast")] if algorithms else [None]:
+        for count in _counts(communicator.size):
+            _check_broadcast(communicator, count, name)
+    for name in [None, *communicator.algorithms("alltoall")] if algorithms else [None]:
+        for rows in (0, 1, 3, 4001):
+            _check_alltoall(communicator, rows, name)
+    communicator.barrier()
+
+
+def _counts(size: int) -> Iterator[int]:
+    """Yield counts around the number of ranks, a prime, and one that takes several pieces and segments."""
+    yield from sorted({0, 1, size - 1, size, size + 1, 97, 4099})
+    yield 300_007
+
+
+def _inputs(communicator: Communicator, shape: int | tuple[int, ...], dtype: str, salt: int = 0) -> list[Array]:
+    return [sample(rank, shape, dtype, salt) for rank in range(communicator.size)]
+
+
+def _check_allreduce(communicator: Communicator, count: int, algorithm: str | None) -> None:
+    inputs = _inputs(communicator, count, "float32")
+    answer = expected(inputs, ReduceOp.SUM)
+    mine = inputs[communicator.rank].copy()
+    out_of_place = communicator.allreduce(mine, algorithm=algorithm)
+    assert_equal(out_of_place, answer)
+    assert_equal(mine, inputs[communicator.rank])
+    assert communicator.allreduce(mine, out=mine, algorithm=algorithm) is mine
+    assert_equal(mine, answer)
+    shared = communicator.empty(count)
+    for _ in range(2):  # the second call finds everything bound
+        shared[...] = inputs[communicator.rank]
+        communicator.allreduce(shared, out=shared, algorithm=algorithm)
+        assert_equal(shared, answer)
+
+
+def _check_dtype(communicator: Communicator, dtype: str, op: ReduceOp) -> None:
+    # Small ones go through mailboxes, large ones through pieces; an odd shape meets no alignment.
+    for shape in ((3, 7), (33, 1021)):
+        inputs = _inputs(communicator, shape, dtype, salt=2)
+        assert_close(communicator.allreduce(inputs[communicator.rank], op), expected(inputs, op))
+
+
+def _check_reduce_scatter(communicator: Communicator, rows: int, algorithm: str | None) -> None:
+    inputs = _inputs(communicator, (rows, 3), "int64")
+    parts = np.array_split(expected(inputs, ReduceOp.SUM), communicator.size)
+    result = communicator.reduce_scatter(inputs[communicator.rank], algorithm=algorithm)
+    assert_equal(result, parts[communicator.rank])
+
+
+def _check_allgather(communicator: Communicator, rows: int, algorithm: str | None) -> None:
+    size = communicator.size
+    for lengths in ([rows] * size, [(rows * rank) // 2 for rank in range(size)]):
+        inputs = [sample(rank, (length, 2), "float64") for rank, length in enumerate(lengths)]
+        gathered = communicator.allgather(inputs[communicator.rank], algorithm=algorithm)
+        assert_equal(gathered, np.concatenate(inputs))
+
+
+def _check_broadcast(communicator: Communicator, count: int, algorithm: str | None) -> None:
+    for root in range(communicator.size):
+        inputs = _inputs(communicator, count, "int32")
+        mine = inputs[communicator.rank].copy()
+        assert_equal(communicator.broadcast(mine, root, algorithm=algorithm), inputs[root])
+        assert_equal(mine, inputs[communicator.rank])
+        communicator.broadcast(mine, root, out=mine, algorithm=algorithm)
+        assert_equal(mine, inputs[root])
+
+
+def _check_alltoall(communicator: Communicator, rows: int, algorithm: str | None) -> None:
+    rank, size = communicator.rank, communicator.size
+    splits = [[(rows * (sender + 1) + receiver) % (rows + 2) for receiver in range(size)] for sender in range(size)]
+    inputs = [sample(sender, (sum(splits[sender]), 2), "float32") for sender in range(size)]
+    parts = [np.split(inputs[sender], np.cumsum(splits[sender])[:-1])[rank] for sender in range(size)]
+    received, counts = communicator.alltoall(inputs[rank], splits[rank], algorithm=algorithm)
+    assert counts == [splits[sender][rank] for sender in range(size)]
+    assert_equal(received, np.concatenate(parts))
+
+
+def assert_equal(actual: Array, wanted: Array) -> None:
+    """Check shape, dtype and every element."""
+    assert (actual.shape, actual.dtype) == (wanted.shape, wanted.dtype)
+    wrong = np.flatnonzero(np.asarray(actual != wanted))
+    assert not wrong.size, f"{wrong.size} of {wanted.size} elements are wrong, the first at {wrong[0]}"
+
+
+def assert_close(actual: Array, wanted: Array) -> None:
+    """Check shape and dtype, and that elements agree to within the last place (averages are rounded)."""
+    assert (actual.shape, actual.dtype) == (wanted.shape, wanted.dtype)
+    if wanted.dtype.kind in "biu":
+        assert_equal(actual, wanted)
+        return
+    wide = np.complex128 if wanted.dtype.kind == "c" else np.float64
+    bits = {"bfloat16": 8, "float16": 11, "float64": 53, "complex128": 53}.get(wanted.dtype.name, 24)
+    difference = np.abs(actual.astype(wide) - wanted.astype(wide))
+    assert (difference <= 2.0 ** (1 - bits) * np.abs(wanted.astype(wide))).all(), difference.max()

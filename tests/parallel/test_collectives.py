@@ -1,0 +1,126 @@
+"""The collectives between processes: the conformance suite, and what only real processes show."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import ringreduce as rr
+from ringreduce.config import Config
+from ringreduce.placement import Context
+from ringreduce.testing import check_collectives, check_messages, expected, sample
+from ringreduce.transport.mpi import MpiMessages
+from ringreduce.transport.node import host_name, join
+from ringreduce.transport.shared import MemfdSegments
+from ringreduce.transport.waiting import Waiter
+
+
+def communicator(**settings: object) -> rr.Communicator:
+    """Return a communicator of its own over all ranks, with other settings than the world's."""
+    config = Config(timeout_s=30.0, **settings)  # type: ignore[arg-type]
+    waiter = Waiter(config.timeout_s)
+    messages = MpiMessages(MPI.COMM_WORLD, waiter)
+    return rr.Communicator(Context(messages, waiter, join(messages, waiter, config, host_name(), MemfdSegments), config))
+
+
+def test_mpi_messages_conform() -> None:
+    """Messages and notes over MPI behave as every transport must."""
+    messages = MpiMessages(MPI.COMM_WORLD, Waiter(30.0, crowded=True))
+    check_messages(messages)
+    messages.renew()
+    check_messages(messages)
+    messages.close()
+
+
+def test_collectives_conform_on_one_node(world: rr.Communicator) -> None:
+    """Every collective, algorithm, dtype and op gives the known answer in shared memory and over MPI."""
+    check_collectives(world)
+
+
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("node_size", [1, 2])
+def test_collectives_conform_on_several_nodes(node_size: int) -> None:
+    """The same with nodes of one and of two ranks: messages alone, and hierarchies (uneven ones at three ranks)."""
+    several = communicator(node_size=node_size, segment_nbytes=64 << 10)
+    assert several.topology.single_node == (several.size <= node_size)
+    check_collectives(several)
+    several.close()
+
+
+@pytest.mark.sizes(2, 3)
+def test_ranks_work_without_shared_memory() -> None:
+    """With shared memory switched off everything goes over MPI, and ranks still know that they share a machine."""
+    alone = communicator(shared_memory=False)
+    assert len(alone.topology.nodes) == alone.size
+    assert alone.hosts.single_node
+    check_collectives(alone, algorithms=False)
+    alone.close()
+
+
+@pytest.mark.parametrize("op", ["sum", "average"])
+def test_shared_and_private_buffers_meet(world: rr.Communicator, op: str) -> None:
+    """Some ranks bring a communication buffer and others an array of their own: the same call, the same bits."""
+    for count in (5, 70_001, 1_000_003):
+        inputs = [sample(rank, count, "float32") for rank in range(world.size)]
+        mine = world.empty(count) if world.rank % 2 else np.empty(count, np.float32)
+        for _ in range(2):
+            mine[:] = inputs[world.rank]
+            world.allreduce(mine, op, out=mine)
+            np.testing.assert_allclose(mine, expected(inputs, rr.ReduceOp.parse(op)), rtol=1e-6)
+
+
+def test_a_buffer_that_moves_is_noticed(world: rr.Communicator) -> None:
+    """A rank that frees its buffer and gets another place in the arena is found there in the next call."""
+    for turn in range(4):
+        padding = [world.empty(4096 * (1 + world.rank)) for _ in range(turn)]
+        buffer = world.empty(100_000)
+        buffer[:] = sample(world.rank, 100_000, "float32", turn)
+        world.allreduce(buffer, out=buffer)
+        np.testing.assert_array_equal(
+            buffer, expected([sample(rank, 100_000, "float32", turn) for rank in range(world.size)], rr.SUM)
+        )
+        del padding, buffer
+
+
+def test_float16_sums_are_rounded_once(world: rr.Communicator, rng: np.random.Generator) -> None:
+    """Random float16 data gives the float32 sum in rank order, rounded to float16 once, on every path."""
+    mine = rng.standard_normal(50_001).astype(np.float16)
+    everyone = world.allgather(mine).reshape(world.size, -1)
+    total = everyone[0].astype(np.float32)
+    for each in everyone[1:]:
+        total = total + each.astype(np.float32)
+    for count in (100, 50_001):
+        np.testing.assert_array_equal(world.allreduce(mine[:count].copy()), total[:count].astype(np.float16))
+
+
+def test_random_sums_have_equal_bits_on_all_ranks(world: rr.Communicator, rng: np.random.Generator) -> None:
+    """Whatever the algorithm, every rank holds the same bits, near the float64 sum."""
+    mine = rng.standard_normal(30_011).astype(np.float32)
+    exact = world.allgather(mine[None]).astype(np.float64).sum(axis=0)
+    for algorithm in [None, *world.algorithms()]:
+        result = world.allreduce(mine, algorithm=algorithm)
+        assert (world.allgather(result[None].view(np.uint32)) == result.view(np.uint32)).all(), algorithm
+        np.testing.assert_allclose(result, exact, rtol=0, atol=world.size * 2.0**-22)
+
+
+def test_nan_spreads_to_all_ranks(world: rr.Communicator) -> None:
+    """A NaN on one rank is a NaN on all, for every op that compares or adds."""
+    mine = np.arange(5.0)
+    if world.rank == world.size - 1:
+        mine[2] = np.nan
+    for op in ("sum", "average", "min", "max", "product"):
+        for algorithm in (None, "ring") if world.size > 1 else (None,):
+            assert np.isnan(world.allreduce(mine, op, algorithm=algorithm)).tolist() == [False, False, True] + [False] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.sizes(2)
+def test_more_than_2_to_the_31_elements(world: rr.Communicator) -> None:
+    """Counts above 2**31 go by pieces, in shared memory and over MPI."""
+    count = 2**31 + 3
+    mine = np.zeros(count, np.int8)
+    mine[[0, count // 2, count - 1]] = world.rank + 1
+    world.allreduce(mine, out=mine)
+    assert mine[[0, 1, count // 2, count - 1]].tolist() == [3, 0, 3, 3]
+    assert np.count_nonzero(mine) == 3

@@ -1,0 +1,157 @@
+"""Make models, optimizers and objects equal on all ranks."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+import ringreduce as rr
+
+torch = pytest.importorskip("torch")
+import ringreduce.torch as hvd  # noqa: E402
+
+
+def model_of(rank: int) -> Any:
+    """A model that every rank can make for every rank, with parameters and buffers of several dtypes and layouts."""
+    generator = torch.Generator().manual_seed(rank)
+    model = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3), torch.nn.BatchNorm2d(3), torch.nn.Flatten(), torch.nn.Linear(3, 2))
+    model = model.to(memory_format=torch.channels_last)
+    model[3].to(torch.bfloat16)
+    for tensor in model.state_dict().values():
+        tensor.copy_(torch.randint(-100, 100, tensor.shape, generator=generator))
+    return model
+
+
+def assert_equal(actual: Any, expected: Any) -> None:
+    """Nested containers with tensors in them are equal, dtypes and all."""
+    assert type(actual) is type(expected)
+    if isinstance(expected, torch.Tensor):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    elif isinstance(expected, dict):
+        assert list(actual) == list(expected)
+        for key in expected:
+            assert_equal(actual[key], expected[key])
+    elif isinstance(expected, list | tuple):
+        assert len(actual) == len(expected)
+        for one, other in zip(actual, expected, strict=True):
+            assert_equal(one, other)
+    else:
+        assert actual == expected
+
+
+def last() -> int:
+    return rr.size() - 1
+
+
+@pytest.mark.parametrize("form", ["state_dict", "named", "tensors", "generator"])
+def test_broadcast_parameters_takes_all_forms(form: str) -> None:
+    """A state_dict, pairs, tensors and a generator of pairs all end with the root's values, in the same memory."""
+    model, expected = model_of(rr.rank()), model_of(last())
+    pointers = [parameter.data_ptr() for parameter in model.parameters()]
+    params = {
+        "state_dict": model.state_dict(),
+        "named": list(model.named_parameters()),
+        "tensors": [None, *model.parameters()],
+        "generator": model.named_parameters(),
+    }[form]
+    hvd.broadcast_parameters(params, root_rank=last())
+    assert_equal(list(model.parameters()), list(expected.parameters()))
+    assert [parameter.data_ptr() for parameter in model.parameters()] == pointers
+    if form == "state_dict":
+        assert_equal(dict(model.state_dict()), dict(expected.state_dict()))
+
+
+def test_broadcast_parameters_refuses_other_things() -> None:
+    """What is not a tensor is named, with what to use for it."""
+    with pytest.raises(rr.ConfigError, match="'epoch' is of type int; use broadcast_object"):
+        hvd.broadcast_parameters({"epoch": 3}, root_rank=0)
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_broadcast_parameters_of_different_models() -> None:
+    """Nothing is overwritten when the ranks' tensors do not match; all ranks learn why."""
+    tensor = torch.zeros(2 + (rr.rank() == 0))
+    with pytest.raises(rr.MismatchError, match=r"broadcast_parameters: tensor 0 is w, shape \(3,\), float32") as caught:
+        hvd.broadcast_parameters({"w": tensor}, root_rank=0)
+    assert len(caught.value.values) == rr.size()
+
+
+def optimizers(parameters: list[Any]) -> dict[str, Any]:
+    return {
+        "sgd": torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        "adamw": torch.optim.AdamW(parameters, lr=0.1, amsgrad=True),
+        "tensor-lr": torch.optim.Adam(parameters, lr=torch.tensor(0.1)),
+        "lbfgs": torch.optim.LBFGS(parameters, max_iter=2),
+        "adagrad": torch.optim.Adagrad(parameters),
+    }
+
+
+def train(model: Any, optimizer: Any, steps: int) -> None:
+    """Step with gradients that differ from rank to rank."""
+
+    def closure() -> float:
+        for index, parameter in enumerate(model.parameters()):
+            parameter.grad = torch.full_like(parameter, 0.01 * (rr.rank() + index + 1))
+        return 1.0
+
+    for _ in range(steps):
+        optimizer.step(closure)
+
+
+@pytest.mark.parametrize("root_steps", [0, 2])
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("name", ["sgd", "adamw", "tensor-lr", "lbfgs", "adagrad"])
+def test_broadcast_optimizer_state(name: str, steps: int, root_steps: int) -> None:
+    """Whatever state and settings a rank had, fresh or used, it has the root's afterwards; the root has kept its own."""
+    root = last()
+    is_root = rr.rank() == root
+    model = model_of(0).float()
+    optimizer = optimizers(list(model.parameters()))[name]
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.5) if name == "tensor-lr" else 0.5 + rr.rank()
+    if is_root:
+        optimizer.param_groups[0]["note"] = {"only": ["here", 1.5]}
+    train(model, optimizer, root_steps if is_root else steps)
+    before = copy.deepcopy(optimizer.state_dict())
+    weights = copy.deepcopy(list(model.parameters()))
+    hvd.broadcast_optimizer_state(optimizer, root_rank=root)
+    after = optimizer.state_dict()
+    if is_root:
+        assert_equal(after, before)
+    assert_equal(after, hvd.broadcast_object(after, root))
+    assert after["param_groups"][0]["note"] == {"only": ["here", 1.5]}
+    assert len(after["state"]) == len(before["state"]) or not is_root
+    assert_equal(list(model.parameters()), weights)
+
+
+def test_broadcast_state_of_a_distributed_optimizer() -> None:
+    """A fresh AdamW is not changed by being broadcast: no step, no decay, no state."""
+    model = model_of(0)
+    before = copy.deepcopy(list(model.parameters()))
+    optimizer = hvd.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1 * (rr.rank() + 1), weight_decay=0.5))
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert optimizer.param_groups[0]["lr"] == optimizer.wrapped.param_groups[0]["lr"] == 0.1
+    assert not optimizer.state
+    assert_equal(list(model.parameters()), before)
+
+
+def test_objects_travel() -> None:
+    """Objects of different sizes come whole, tensors inside keep dtype, layout and values; the root gets its own."""
+    size, rank = rr.size(), rr.rank()
+    mine = {"rank": rank, "text": "x" * 1000 * rank, "half": torch.full((2, 3), rank, dtype=torch.bfloat16)}
+    image = torch.arange(24.0).reshape(1, 2, 3, 4).to(memory_format=torch.channels_last)
+    sent = {**mine, "image": image, "wide": torch.ones(1).expand(5), "grad": torch.ones(2, requires_grad=True)}
+    received = hvd.broadcast_object(sent if rank == last() else None, root_rank=last())
+    assert (received is sent) == (rank == last())
+    assert received["rank"] == last()
+    assert len(received["text"]) == 1000 * last()
+    assert received["half"].equal(torch.full((2, 3), last(), dtype=torch.bfloat16))
+    assert received["image"].equal(image)
+    assert received["image"].stride() == image.stride()
+    assert received["wide"].equal(torch.ones(5))
+    assert received["grad"].requires_grad
+    gathered = hvd.allgather_object(mine)
+    assert [each["rank"] for each in gathered] == list(range(size))
+    assert [len(each["text"]) for each in gathered] == [1000 * peer for peer in range(size)]
+    assert hvd.allgather_object(None) == [None] * size

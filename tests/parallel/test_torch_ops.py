@@ -1,0 +1,170 @@
+"""Collectives on tensors, and the gradients that flow through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import ringreduce as rr
+
+torch = pytest.importorskip("torch")
+import ringreduce.torch as hvd  # noqa: E402
+
+
+def of_rank(rank: int, shape: tuple[int, ...], seed: int = 0) -> Any:
+    """A float64 tensor that every rank can compute for every rank."""
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1000 * seed + rank))
+
+
+def everyone(shape: tuple[int, ...] = (4, 3), seed: int = 0) -> list[Any]:
+    return [of_rank(rank, shape, seed) for rank in range(rr.size())]
+
+
+def assert_adjoint(function: Callable[[Any], Any], shape: tuple[int, ...]) -> None:
+    """<F x, y> == <x, F* y> over all ranks, where F* is what the backward pass computes."""
+    x = of_rank(rr.rank(), shape).requires_grad_()
+    result = function(x)
+    y = of_rank(rr.rank(), tuple(result.shape), seed=1)
+    (gradient,) = torch.autograd.grad(result, x, y)
+    products = torch.stack([(result.detach() * y).sum(), (x.detach() * gradient).sum()])
+    forward, backward = rr.allreduce(products)
+    torch.testing.assert_close(forward, backward)
+
+
+def test_allreduce_averages_unless_told_otherwise() -> None:
+    """The default op is the average; the others go by name."""
+    mine, stacked = of_rank(rr.rank(), (4, 3)), torch.stack(everyone())
+    torch.testing.assert_close(hvd.allreduce(mine), stacked.mean(0))
+    torch.testing.assert_close(hvd.allreduce(mine, "loss", op=hvd.Sum), stacked.sum(0))
+    torch.testing.assert_close(hvd.allreduce(mine, op=hvd.Min), stacked.amin(0))
+    torch.testing.assert_close(hvd.allreduce(mine, op=hvd.Max), stacked.amax(0))
+    torch.testing.assert_close(hvd.allreduce(mine, op=hvd.Product), stacked.prod(0))
+
+
+def test_allreduce_scales_before_and_after() -> None:
+    """The factors multiply what goes in and what comes out, in place as well."""
+    mine, total = of_rank(rr.rank(), (4, 3)), torch.stack(everyone()).sum(0)
+    scaled = hvd.allreduce(mine, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0)
+    torch.testing.assert_close(scaled, total * 1.5)
+    hvd.allreduce_(mine, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0)
+    torch.testing.assert_close(mine, total * 1.5)
+
+
+def test_in_place_operations_return_their_tensor() -> None:
+    """``allreduce_`` and ``broadcast_`` change the tensor they got, of any strides, and return it."""
+    tensor = of_rank(rr.rank(), (3, 4)).t()
+    assert hvd.allreduce_(tensor) is tensor
+    torch.testing.assert_close(tensor, torch.stack(everyone((3, 4))).mean(0).t())
+    tensor = of_rank(rr.rank(), (3, 4)).t()
+    assert hvd.broadcast_(tensor, rr.size() - 1) is tensor
+    torch.testing.assert_close(tensor, of_rank(rr.size() - 1, (3, 4)).t())
+
+
+def test_autograd_notices_in_place_operations() -> None:
+    """A value that the backward pass needs cannot be overwritten unnoticed."""
+    weight = of_rank(0, (3,)).requires_grad_()
+    squared = (weight * 2.0).square()
+    doubled = squared.grad_fn.next_functions[0][0]
+    assert doubled is not None
+    values = weight * 1.0
+    result = values.square().sum()
+    hvd.allreduce_(values)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.backward()
+
+
+def test_allgather_takes_ragged_rows() -> None:
+    """Rank r gives r rows; they come in rank order."""
+    gathered = hvd.allgather(of_rank(rr.rank(), (rr.rank(), 2)))
+    expected = torch.cat([of_rank(rank, (rank, 2)) for rank in range(rr.size())])
+    torch.testing.assert_close(gathered, expected)
+
+
+def test_broadcast_returns_a_new_tensor() -> None:
+    """The input is left as it was."""
+    mine = of_rank(rr.rank(), (4, 3))
+    torch.testing.assert_close(hvd.broadcast(mine, 0), of_rank(0, (4, 3)))
+    torch.testing.assert_close(mine, of_rank(rr.rank(), (4, 3)))
+
+
+def test_reducescatter_gives_the_first_ranks_more() -> None:
+    """The average is cut like ``tensor_split``; Sum is there too."""
+    rows = 2 * rr.size() + 1
+    parts = torch.stack(everyone((rows, 2))).mean(0).tensor_split(rr.size())
+    torch.testing.assert_close(hvd.reducescatter(of_rank(rr.rank(), (rows, 2))), parts[rr.rank()])
+    summed = hvd.reducescatter(of_rank(rr.rank(), (rows, 2)), op=hvd.Sum)
+    torch.testing.assert_close(summed, parts[rr.rank()] * rr.size())
+
+
+def test_alltoall_with_and_without_splits() -> None:
+    """Without splits one tensor comes back, with them also the rows from each rank."""
+    size, rank = rr.size(), rr.rank()
+    tensor = torch.arange(size, dtype=torch.int64) + 100 * rank
+    assert hvd.alltoall(tensor).tolist() == [100 * peer + rank for peer in range(size)]
+    splits = list(range(size))
+    result, received = hvd.alltoall(torch.full((sum(splits),), rank), torch.tensor(splits))
+    assert result.tolist() == [peer for peer in range(size) for _ in range(rank)]
+    assert received.tolist() == [rank] * size
+    if size > 1:
+        with pytest.raises(rr.ConfigError, match="do not divide"):
+            hvd.alltoall(torch.zeros(size + 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8, torch.bool, torch.complex64], ids=str)
+def test_dtypes(dtype: Any) -> None:
+    """Every dtype of torch that the collectives know comes back as itself."""
+    ones = torch.ones(5, dtype=dtype)
+    assert hvd.allreduce(ones).equal(ones)
+    assert hvd.broadcast(ones, 0).dtype == dtype
+    assert hvd.allgather(ones).equal(torch.ones(5 * rr.size(), dtype=dtype))
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum], ids=lambda op: op.value)
+def test_gradients_of_allreduce_and_reducescatter(op: Any) -> None:
+    """The backward pass is the adjoint of the forward pass."""
+    assert_adjoint(lambda x: hvd.allreduce(x, op=op, prescale_factor=2.0, postscale_factor=0.25), (4, 3))
+    assert_adjoint(lambda x: hvd.reducescatter(x, op=op, prescale_factor=2.0), (2 * rr.size() + 1, 2))
+
+
+def test_gradients_of_allgather_broadcast_and_alltoall() -> None:
+    """The backward pass is the adjoint of the forward pass, with ragged rows too."""
+    size = rr.size()
+    assert_adjoint(hvd.allgather, (rr.rank() + 1, 2))
+    assert_adjoint(lambda x: hvd.broadcast(x, size - 1), (4, 3))
+    assert_adjoint(lambda x: hvd.alltoall(x), (2 * size, 3))
+    splits = [rr.rank() + peer for peer in range(size)]
+    assert_adjoint(lambda x: hvd.alltoall(x, splits)[0], (sum(splits), 2))
+
+
+def test_gradients_have_gradients() -> None:
+    """Collectives can be differentiated twice."""
+    x = of_rank(rr.rank(), (3,)).requires_grad_()
+    (first,) = torch.autograd.grad(hvd.allreduce(x, op=hvd.Sum).pow(3).sum(), x, create_graph=True)
+    first.sum().backward()
+    total = torch.stack(everyone((3,))).sum(0)
+    torch.testing.assert_close(x.grad, 6 * total * rr.size() ** 2)
+
+
+def test_no_gradient_through_the_maximum() -> None:
+    """An op without a gradient says so instead of giving a wrong one."""
+    x = of_rank(rr.rank(), (3,)).requires_grad_()
+    with pytest.raises(rr.ConfigError, match="no gradient flows through allreduce with op max"):
+        hvd.allreduce(x, op=hvd.Max).sum().backward()
+
+
+def test_gradients_of_a_loss_over_gathered_outputs() -> None:
+    """A loss of all ranks' outputs, averaged by the optimizer, has the gradients of one process."""
+    size, rank = rr.size(), rr.rank()
+    inputs = torch.stack(everyone((4, 3)))
+
+    def loss(outputs: Any) -> Any:
+        return torch.logsumexp(outputs @ outputs.t(), 1).mean()
+
+    alone = of_rank(50, (3, 2)).requires_grad_()
+    loss((inputs @ alone).flatten(0, 1)).backward()
+    together = of_rank(50, (3, 2)).requires_grad_()
+    loss(hvd.allgather(inputs[rank] @ together)).backward()
+    torch.testing.assert_close(hvd.allreduce(together.grad), alone.grad)
+    assert size == len(inputs)

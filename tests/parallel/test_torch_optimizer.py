@@ -1,0 +1,679 @@
+"""`DistributedOptimizer` on real ranks against one process that trains on all ranks' data at once.
+
+Every test trains a float64 model twice on each rank: distributed, on this rank's rows of each batch, and alone, on all
+rows. The ranks must end with the same bits, and within rounding of the lone process.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ringreduce as rr
+
+torch = pytest.importorskip("torch")
+import ringreduce.torch as hvd  # noqa: E402
+
+ROWS = 4  # of each rank in a batch
+STEPS = 4
+
+Model = Any
+Optimizer = Any
+#: loss(model, inputs, targets, rank of the data, step) -> scalar
+Loss = Callable[[Model, Any, Any, int, int], Any]
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Any:
+    """Models and data are float64 unless a test says otherwise, and drawn equally on all ranks."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(1)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def mlp() -> Model:
+    return torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+
+
+def sgd(parameters: Any) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adamw(parameters: Any) -> Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
+
+
+def squared_error(model: Model, inputs: Any, targets: Any, rank: int, step: int) -> Any:
+    return (model(inputs) - targets).square().mean()
+
+
+def batch(step: int, shape: tuple[int, ...] = (6,)) -> tuple[Any, Any]:
+    """The data of all ranks in a step, equal on every rank: (size, ROWS, *shape) and (size, ROWS, 3)."""
+    generator = torch.Generator().manual_seed(100 + step)
+    leading = rr.size(), ROWS
+    return torch.randn(*leading, *shape, generator=generator), torch.randn(*leading, 3, generator=generator)
+
+
+def train_step(model: Model, optimizer: Optimizer, mine: list[int], step: int, loss: Loss = squared_error, **options: Any) -> None:
+    """One step on the data of the ranks ``mine``: the loss is the mean of theirs."""
+    inputs, targets = batch(step, options.get("shape", (6,)))
+    optimizer.zero_grad(set_to_none=options.get("set_to_none", True))
+    for rank in mine:
+        (loss(model, inputs[rank], targets[rank], rank, step) / len(mine)).backward()
+    optimizer.step()
+
+
+def distributed(make: Callable[[Any], Optimizer], model: Model, **options: Any) -> Optimizer:
+    return hvd.DistributedOptimizer(make(model.parameters()), named_parameters=model.named_parameters(), **options)
+
+
+def pair(build: Callable[[], Model] = mlp) -> tuple[Model, Model]:
+    """Two equal models: the one to train alone, and the one to train distributed."""
+    model = build()
+    return model, copy.deepcopy(model)
+
+
+def everyone() -> list[int]:
+    return list(range(rr.size()))
+
+
+def me() -> list[int]:
+    return [rr.rank()]
+
+
+def assert_same(alone: Model, together: Model, tolerance: float = 1e-11) -> None:
+    """The ranks' weights are equal bit by bit, and close to those of the process that trained alone."""
+    for (name, expected), actual in zip(alone.state_dict().items(), together.state_dict().values(), strict=True):
+        assert_equal_on_ranks(actual, name)
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def assert_equal_on_ranks(tensor: Any, name: str = "") -> None:
+    bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    gathered = rr.allgather(bits[None])
+    assert (gathered == gathered[0]).all(), f"{name} differs between ranks"
+
+
+def compare(
+    make: Callable[[Any], Optimizer],
+    loss: Loss = squared_error,
+    build: Callable[[], Model] = mlp,
+    wrap: dict[str, Any] | None = None,
+    tolerance: float = 1e-11,
+    **options: Any,
+) -> tuple[Optimizer, Optimizer]:
+    """Train both ways for a few steps, compare, and return both optimizers."""
+    alone, together = pair(build)
+    single, many = make(alone.parameters()), distributed(make, together, **(wrap or {}))
+    for step in range(STEPS):
+        train_step(alone, single, everyone(), step, loss, **options)
+        train_step(together, many, me(), step, loss, **options)
+    assert_same(alone, together, tolerance)
+    return single, many
+
+
+# ---- gradients ----
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("make", [sgd, adamw])
+def test_trains_like_one_process_on_the_whole_batch(make: Any, set_to_none: bool) -> None:
+    """Averaged gradients are those of the mean loss over all data, however the old ones are forgotten."""
+    compare(make, set_to_none=set_to_none)
+
+
+@pytest.mark.parametrize("bucket_nbytes", [1, 200, 1 << 20])
+def test_bucket_size_does_not_matter(bucket_nbytes: int) -> None:
+    """One bucket per parameter, several, or one for all: the result is the same."""
+    compare(sgd, wrap={"bucket_nbytes": bucket_nbytes})
+
+
+def test_large_gradients_are_collected_during_backward(world: rr.Communicator) -> None:
+    """A gradient that is collected in a hook is the same gradient, and lies in the bucket from then on."""
+
+    def wide() -> Model:
+        return torch.nn.Sequential(torch.nn.Linear(6, 4000), torch.nn.Tanh(), torch.nn.Linear(4000, 3))
+
+    _, optimizer = compare(sgd, build=wide, tolerance=1e-9)
+    weight = optimizer.param_groups[0]["params"][0]
+    place = weight.grad.data_ptr() if weight.grad is not None else 0
+    weight.grad = None
+    (weight * 2.0).sum().backward()
+    if world.size > 1:
+        assert place == weight.grad.data_ptr()
+    torch.testing.assert_close(weight.grad, torch.full_like(weight, 2.0))
+
+
+def test_sum_adds_the_gradients() -> None:
+    """With op Sum, the gradients are those of the sum of the ranks' losses."""
+    alone, together = pair()
+    single, many = sgd(alone.parameters()), distributed(sgd, together, op=hvd.Sum)
+    for step in range(STEPS):
+        train_step(alone, single, everyone(), step, lambda *args: squared_error(*args) * rr.size())
+        train_step(together, many, me(), step)
+    assert_same(alone, together)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("passes", [1, 3])
+def test_gradients_of_several_backward_passes_add_up(passes: int, set_to_none: bool) -> None:
+    """Accumulation is local and reduced once, whether or not the number of passes was announced."""
+
+    def three_times(model: Model, inputs: Any, targets: Any, rank: int, step: int) -> Any:
+        for part in range(2):
+            (squared_error(model, inputs * (part + 2), targets, rank, step) / scale).backward()
+        return squared_error(model, inputs, targets, rank, step)
+
+    alone, together = pair()
+    single, many = sgd(alone.parameters()), distributed(sgd, together, backward_passes_per_step=passes)
+    for step in range(STEPS):
+        scale = rr.size()
+        train_step(alone, single, everyone(), step, three_times, set_to_none=set_to_none)
+        scale = 1
+        train_step(together, many, me(), step, three_times, set_to_none=set_to_none)
+    assert_same(alone, together)
+
+
+def test_gradients_that_are_not_zeroed_go_on_adding_up() -> None:
+    """Averaging an averaged gradient with new local terms in it gives the average of everything."""
+    alone, together = pair()
+    single, many = sgd(alone.parameters()), distributed(sgd, together)
+    for step in range(STEPS):
+        inputs, targets = batch(step)
+        for rank in everyone():
+            (squared_error(alone, inputs[rank], targets[rank], rank, step) / rr.size()).backward()
+        single.step()
+        squared_error(together, inputs[rr.rank()], targets[rr.rank()], rr.rank(), step).backward()
+        many.step()
+    assert_same(alone, together)
+
+
+class TwoHeads(torch.nn.Module):
+    """A trunk and two heads, so that a loss can leave parameters unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.first, self.second, self.idle = (torch.nn.Linear(*io) for io in ((6, 5), (5, 3), (5, 3), (5, 3)))
+
+    def forward(self, inputs: Any, second: bool) -> Any:
+        return (self.second if second else self.first)(self.trunk(inputs))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("make", [sgd, adamw])
+def test_ranks_may_use_different_parameters(make: Any, set_to_none: bool) -> None:
+    """A parameter that only some ranks used gets zeros from the others; which they are changes from step to step."""
+
+    def loss(model: Model, inputs: Any, targets: Any, rank: int, step: int) -> Any:
+        return (model(inputs, second=(rank + step) % 2 == 1) - targets).square().mean()
+
+    compare(make, loss, TwoHeads, set_to_none=set_to_none)
+
+
+@pytest.mark.parametrize("make", [sgd, adamw])
+def test_parameters_that_no_rank_used_are_left_alone(make: Any) -> None:
+    """Without a gradient on any rank there is no weight decay, no momentum and no state, as in one process."""
+
+    def loss(model: Model, inputs: Any, targets: Any, rank: int, step: int) -> Any:
+        return (model(inputs, second=step == 1) - targets).square().mean()
+
+    single, many = compare(make, loss, TwoHeads)
+    assert many.param_groups[0]["params"][-1].grad is None
+    assert len(many.state) == len(single.state)
+
+
+def test_double_backward_of_part_of_the_graph() -> None:
+    """A gradient penalty needs gradients of gradients; what autograd keeps for that is not disturbed."""
+
+    def penalised(model: Model, inputs: Any, targets: Any, rank: int, step: int) -> Any:
+        loss = squared_error(model, inputs, targets, rank, step)
+        (first,) = torch.autograd.grad(loss, [model[0].weight], create_graph=True)
+        return loss + first.square().sum()
+
+    compare(sgd, penalised)
+
+
+def test_backward_with_a_graph_of_the_gradients() -> None:
+    """Gradients that carry a graph (``create_graph=True``) are usable until the step, which takes their values."""
+
+    def twice(model: Model, inputs: Any, targets: Any, rank: int, step: int) -> Any:
+        gradients = torch.autograd.grad(
+            squared_error(model, inputs, targets, rank, step), list(model.parameters()), create_graph=True
+        )
+        return sum(gradient.square().sum() for gradient in gradients)
+
+    compare(sgd, twice)
+    model = mlp()
+    optimizer = distributed(sgd, model)
+    for step in range(2):
+        optimizer.zero_grad()
+        inputs, targets = batch(step)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch's, on the reference cycle of create_graph
+            squared_error(model, inputs[0], targets[0], 0, step).backward(create_graph=True)
+        assert model[0].weight.grad.grad_fn is not None
+        optimizer.step()
+        assert model[0].weight.grad.grad_fn is None or rr.size() == 1
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def test_second_backward_through_part_of_the_graph() -> None:
+    """Some parameters may get two gradients in a step and others one."""
+
+    def loss(model: Model, inputs: Any, targets: Any, rank: int, step: int) -> Any:
+        hidden = model[:3](inputs)
+        (hidden.square().mean() / scale).backward(retain_graph=True)
+        return (model[3:](hidden) - targets).square().mean()
+
+    alone, together = pair()
+    single, many = sgd(alone.parameters()), distributed(sgd, together)
+    for step in range(STEPS):
+        scale = rr.size()
+        train_step(alone, single, everyone(), step, loss)
+        scale = 1
+        train_step(together, many, me(), step, loss)
+    assert_same(alone, together)
+
+
+def test_gradients_that_the_user_assigns_are_used() -> None:
+    """``p.grad = tensor`` is a gradient like any other, in whatever layout it comes."""
+    model = mlp()
+    before = model[0].weight.detach().clone()
+    optimizer = distributed(lambda parameters: torch.optim.SGD(parameters, lr=1.0), model)
+    for _ in range(2):
+        model[0].weight.grad = torch.full((6, 5), float(rr.rank())).t()
+        optimizer.step()
+    torch.testing.assert_close(model[0].weight.detach(), before - (rr.size() - 1))
+    assert model[2].weight.grad is None
+
+
+def test_sparse_gradients_are_refused_on_all_ranks() -> None:
+    """One rank's sparse gradient is an error everywhere, with the parameter's name, and not a hang."""
+    model = torch.nn.Embedding(4, 3, sparse=True)
+    optimizer = distributed(lambda parameters: torch.optim.SGD(parameters, lr=1.0), model)
+    if rr.rank() == 0:
+        model(torch.tensor([1])).sum().backward()
+    with nullcontext() if rr.size() == 1 else pytest.raises(rr.UnsupportedBufferError, match="weight is sparse"):
+        optimizer.step()
+
+
+# ---- layouts and dtypes ----
+
+
+def test_channels_last_gradients_keep_their_layout() -> None:
+    """Convolutions in channels_last train the same, and the optimizer sees gradients with the parameters' strides."""
+
+    def convolutions() -> Model:
+        model = torch.nn.Sequential(
+            torch.nn.Conv2d(2, 4, 3), torch.nn.Tanh(), torch.nn.Conv2d(4, 3, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()
+        )
+        return model.to(memory_format=torch.channels_last)
+
+    for set_to_none in (True, False):
+        _, many = compare(sgd, build=convolutions, shape=(2, 6, 6), set_to_none=set_to_none)
+        weight = many.param_groups[0]["params"][0]
+        assert weight.stride() == weight.grad.stride() != weight.contiguous().stride()
+
+
+class Transposed(torch.nn.Module):
+    """A weight that is dense but not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(3, 6).t())
+        self.scale = torch.nn.Parameter(torch.tensor(0.5))
+        self.nothing = torch.nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, inputs: Any) -> Any:
+        return inputs @ self.weight * self.scale + self.nothing.sum()
+
+
+@pytest.mark.parametrize("make", [sgd, adamw])
+def test_parameters_of_any_strides_and_shapes(make: Any) -> None:
+    """Transposed, zero-dimensional and empty parameters train as in one process."""
+    compare(make, build=Transposed)
+
+
+class MixedTypes(torch.nn.Module):
+    """Layers of three dtypes."""
+
+    def __init__(self, kinds: tuple[Any, ...]) -> None:
+        super().__init__()
+        shapes = (6, 5), (5, 5), (5, 3)
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Linear(*io, dtype=kind) for io, kind in zip(shapes, kinds, strict=True)
+        )
+
+    def forward(self, inputs: Any) -> Any:
+        for layer in self.layers:
+            inputs = torch.tanh(layer(inputs.to(layer.weight.dtype)))
+        return inputs.double()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "tolerance"),
+    [
+        ((torch.float64, torch.float32, torch.float64), 1e-5),
+        ((torch.float32, torch.bfloat16, torch.float16), 3e-2),
+        ((torch.bfloat16, torch.bfloat16, torch.bfloat16), 3e-2),
+    ],
+    ids=["double-single", "single-halves", "bfloat16"],
+)
+def test_dtypes_may_be_mixed(kinds: tuple[Any, ...], tolerance: float) -> None:
+    """Every gradient is reduced in its parameter's dtype, and stays equal on all ranks."""
+    compare(lambda parameters: torch.optim.SGD(parameters, lr=0.05), build=lambda: MixedTypes(kinds), tolerance=tolerance)
+
+
+def test_complex_parameters() -> None:
+    """Complex gradients are averaged like real ones."""
+
+    class Phase(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(6, 3, dtype=torch.complex128))
+
+        def forward(self, inputs: Any) -> Any:
+            return (inputs.to(torch.complex128) @ self.weight).abs()
+
+    compare(lambda parameters: torch.optim.SGD(parameters, lr=0.1), build=Phase)
+
+
+def test_tied_parameters_count_once() -> None:
+    """A weight that two layers share gets the sum of both gradients, reduced once."""
+
+    def tied() -> Model:
+        model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh(), torch.nn.Linear(6, 6), torch.nn.Linear(6, 3))
+        model[2].weight = model[0].weight
+        return model
+
+    compare(adamw, build=tied)
+
+
+# ---- parameters come and go ----
+
+
+def test_groups_can_be_added_later() -> None:
+    """Parameters of a group that is added between steps are reduced from then on."""
+    alone, together = pair()
+    single = sgd(alone[:1].parameters())
+    many = hvd.DistributedOptimizer(sgd(together[:1].parameters()))
+    for step in range(STEPS):
+        if step == 2:
+            single.add_param_group({"params": list(alone[2:].parameters()), "lr": 0.01})
+            many.add_param_group({"params": list(together[2:].parameters()), "lr": 0.01})
+        train_step(alone, single, everyone(), step)
+        train_step(together, many, me(), step)
+        alone.zero_grad()
+        together.zero_grad()
+    assert_same(alone, together)
+    assert len(many.param_groups) == 2
+
+
+def test_parameters_can_be_frozen_and_thawed() -> None:
+    """A frozen parameter is left alone on all ranks; thawed, it is reduced like the others."""
+    alone, together = pair()
+    for model in (alone, together):
+        model[2].requires_grad_(False)
+    single, many = adamw(alone.parameters()), distributed(adamw, together)
+    for step in range(STEPS):
+        if step == 2:
+            for model in (alone, together):
+                model[2].requires_grad_(True)
+                model[0].requires_grad_(False)
+        train_step(alone, single, everyone(), step)
+        train_step(together, many, me(), step)
+    assert_same(alone, together)
+
+
+def test_two_optimizers_share_a_model() -> None:
+    """As in adversarial training, each optimizer reduces its own parameters only, when it steps."""
+    alone, together = pair()
+    single = sgd(alone[:2].parameters()), sgd(alone[2:].parameters())
+    many = tuple(hvd.DistributedOptimizer(sgd(part.parameters())) for part in (together[:2], together[2:]))
+    for step in range(STEPS):
+        train_step(alone, single[step % 2], everyone(), step)
+        train_step(together, many[step % 2], me(), step)
+        alone.zero_grad()
+        together.zero_grad()
+    assert_same(alone, together)
+
+
+def test_an_optimizer_can_be_wrapped_again() -> None:
+    """A second wrapper over the same parameters takes over; the first leaves nothing behind that disturbs it."""
+    alone, together = pair()
+    single, inner = sgd(alone.parameters()), sgd(together.parameters())
+    for step in range(STEPS):
+        many = hvd.DistributedOptimizer(inner)
+        train_step(alone, single, everyone(), step)
+        train_step(together, many, me(), step)
+    assert_same(alone, together)
+
+
+# ---- step, closures, clipping ----
+
+
+def test_step_with_a_closure_leaves_equal_weights() -> None:
+    """The closure's gradients are reduced before the step, and its loss is that of all data."""
+    alone, together = pair()
+    single, many = sgd(alone.parameters()), distributed(sgd, together)
+    for step in range(STEPS):
+        inputs, targets = batch(step)
+
+        def whole() -> Any:
+            single.zero_grad()
+            loss = sum(squared_error(alone, inputs[r], targets[r], r, 0) for r in everyone()) / rr.size()
+            loss.backward()
+            return loss
+
+        def part() -> Any:
+            many.zero_grad()
+            loss = squared_error(together, inputs[rr.rank()], targets[rr.rank()], rr.rank(), 0)
+            loss.backward()
+            return loss
+
+        expected, actual = single.step(whole), many.step(part)
+        torch.testing.assert_close(actual.detach(), expected.detach())
+        assert_equal_on_ranks(actual)
+    assert_same(alone, together)
+
+
+@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
+def test_lbfgs_calls_the_closure_many_times(line_search: str | None) -> None:
+    """A line search makes the same decisions on all ranks, because gradient and loss are those of all data."""
+    alone, together = pair()
+
+    def make(parameters: Any) -> Optimizer:
+        return torch.optim.LBFGS(parameters, lr=0.5, max_iter=4, line_search_fn=line_search)
+
+    single, many = make(alone.parameters()), distributed(make, together)
+    inputs, targets = batch(0)
+    for _ in range(3):
+
+        def closure(model: Model, optimizer: Optimizer, mine: list[int]) -> Any:
+            optimizer.zero_grad()
+            loss = sum(squared_error(model, inputs[r], targets[r], r, 0) for r in mine) / len(mine)
+            loss.backward()
+            return loss
+
+        single.step(lambda: closure(alone, single, everyone()))
+        many.step(lambda: closure(together, many, me()))
+    assert_same(alone, together, tolerance=1e-7)
+
+
+def test_a_closure_may_return_a_number() -> None:
+    """A loss that is a Python number is averaged as one."""
+    optimizer = distributed(sgd, mlp())
+    assert optimizer.step(lambda: float(rr.rank())) == (rr.size() - 1) / 2
+    assert optimizer.step(lambda: None) is None
+
+
+def test_clipping_between_synchronize_and_step() -> None:
+    """Clipped are the reduced gradients, as in one process, and ``skip_synchronize`` keeps them."""
+    alone, together = pair()
+    single, many = sgd(alone.parameters()), distributed(sgd, together)
+    for step in range(STEPS):
+        inputs, targets = batch(step)
+        single.zero_grad()
+        for rank in everyone():
+            (squared_error(alone, inputs[rank], targets[rank], rank, step) / rr.size()).backward()
+        expected = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+        single.step()
+        many.zero_grad()
+        squared_error(together, inputs[rr.rank()], targets[rr.rank()], rr.rank(), step).backward()
+        many.synchronize()
+        actual = torch.nn.utils.clip_grad_norm_(together.parameters(), 0.1)
+        with many.skip_synchronize():
+            many.step()
+        torch.testing.assert_close(actual, expected)
+    assert_same(alone, together)
+
+
+def test_step_after_synchronize_warns() -> None:
+    """Reducing twice is worth a warning; for averages it changes nothing."""
+    alone, together = pair()
+    single, many = sgd(alone.parameters()), distributed(sgd, together)
+    inputs, targets = batch(0)
+    train_step(alone, single, everyone(), 0)
+    squared_error(together, inputs[rr.rank()], targets[rr.rank()], rr.rank(), 0).backward()
+    many.synchronize()
+    with nullcontext() if rr.size() == 1 else pytest.warns(UserWarning, match="skip_synchronize"):
+        many.step()
+    assert_same(alone, together)
+
+
+def test_only_one_rank_may_look_at_gradients() -> None:
+    """A backward pass on one rank alone is no collective: nobody waits for anybody."""
+    alone, together = pair()
+    single, many = sgd(alone.parameters()), distributed(sgd, together)
+    for step in range(STEPS):
+        if rr.rank() == 0:
+            together(torch.ones(1, 6)).sum().backward()
+        train_step(alone, single, everyone(), step)
+        train_step(together, many, me(), step)
+    assert_same(alone, together)
+
+
+def test_collectives_between_backward_and_step() -> None:
+    """A script may average its loss before the step, though the ranks have used different parameters."""
+    model = TwoHeads()
+    optimizer = distributed(sgd, model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        inputs, targets = batch(step)
+        loss = (model(inputs[rr.rank()], second=rr.rank() == 0) - targets[rr.rank()]).square().mean()
+        loss.backward()
+        assert_equal_on_ranks(hvd.allreduce(loss.detach()))
+        optimizer.step()
+    for tensor in model.state_dict().values():
+        assert_equal_on_ranks(tensor)
+
+
+# ---- state, schedulers, errors ----
+
+
+SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
+    "LambdaLR": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch),
+    "OneCycleLR": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=STEPS + 1),
+    "ReduceLROnPlateau": lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
+    "SequentialLR": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2),
+            torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+        ],
+        milestones=[2],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_drive_it(name: str) -> None:
+    """Schedulers accept it as an optimizer, change the rate that is used, and see that step was called."""
+    alone, together = pair()
+    single, many = sgd(alone.parameters()), distributed(sgd, together)
+    schedulers = SCHEDULERS[name](single), SCHEDULERS[name](many)
+    for step in range(STEPS):
+        train_step(alone, single, everyone(), step)
+        train_step(together, many, me(), step)
+        for scheduler in schedulers:
+            scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
+    assert many.param_groups[0]["lr"] == single.param_groups[0]["lr"]
+    assert_same(alone, together)
+
+
+def test_an_optimizer_keeps_the_state_it_had() -> None:
+    """Wrapping an optimizer in the middle of a training goes on where it was."""
+    alone, together = pair()
+    single, inner = adamw(alone.parameters()), adamw(together.parameters())
+    for step in range(2):
+        train_step(alone, single, everyone(), step)
+        train_step(together, inner, everyone(), step)
+    many = hvd.DistributedOptimizer(inner)
+    assert len(many.state) == len(inner.state) == 6
+    for step in range(2, STEPS):
+        train_step(alone, single, everyone(), step)
+        train_step(together, many, me(), step)
+    assert_same(alone, together)
+
+
+def test_state_dict_round_trip() -> None:
+    """A state saved from one optimizer and loaded into another continues the same training."""
+    alone, together = pair()
+    single, many = adamw(alone.parameters()), distributed(adamw, together)
+    for step in range(STEPS):
+        train_step(alone, single, everyone(), step)
+        train_step(together, many, me(), step)
+        if step == 1:
+            saved = copy.deepcopy((together.state_dict(), many.state_dict()))
+            together = mlp()
+            together.load_state_dict(saved[0])
+            many = distributed(adamw, together)
+            many.load_state_dict(saved[1])
+    assert_same(alone, together)
+
+
+def test_ranks_with_different_parameters_are_told_at_once() -> None:
+    """Construction compares names, shapes and dtypes, and says which rank has what."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1 + rr.rank()))
+    if rr.size() == 1:
+        distributed(sgd, model)
+        return
+    with pytest.raises(rr.MismatchError, match=r"tensor 2 is 1.weight, shape \(1, 3\), float64") as caught:
+        distributed(sgd, model)
+    assert sorted(caught.value.values) == everyone()
+    with pytest.raises(rr.MismatchError, match="missing"):
+        hvd.DistributedOptimizer(sgd(mlp().parameters() if rr.rank() else mlp()[:3].parameters()))
+
+
+def test_communication_time_is_counted(world: rr.Communicator) -> None:
+    """The clock starts at zero and runs in collectives only."""
+    model = mlp()
+    optimizer = distributed(sgd, model)
+    assert optimizer.communication_s == 0.0
+    train_step(model, optimizer, me(), 0)
+    assert (optimizer.communication_s > 0.0) == (world.size > 1)
+
+
+def test_steps_from_float32_broadcast_weights() -> None:
+    """The usual script: different weights at first, broadcast, then train; the ranks stay equal."""
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(rr.rank())
+    model = mlp()
+    optimizer = distributed(adamw, model)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    generator = np.random.default_rng(rr.rank())
+    for _ in range(10):
+        optimizer.zero_grad()
+        model(torch.from_numpy(generator.random((8, 6), np.float32))).square().mean().backward()
+        optimizer.step()
+    for tensor in model.state_dict().values():
+        assert_equal_on_ranks(tensor)
