@@ -34,7 +34,7 @@ def main() -> int:
     args = parse_args()
     hvd.init()  # (1) start the world
     torch.manual_seed(args.seed)
-    console = Console(quiet=hvd.rank() != 0)
+    console = Console(quiet=hvd.rank() != 0, highlight=False)
 
     images, labels = load_digits(args.seed)
     train = images[TEST_COUNT:], labels[TEST_COUNT:]

@@ -52,7 +52,7 @@ class Communicator:
         self._context = context
         self._allreduce = Allreduce(context)
         self._moves = Moves(context)
-        self._bound: dict[tuple[int, ReduceOp | str, str | None], _Bound] = {}
+        self._bound: dict[int, _Bound] = {}  # by the id of the array
         self._signatures: dict[tuple[object, ...], tuple[Choice, Signature]] = {}
         self._closed = False
         self._failure: BaseException | None = None
@@ -99,17 +99,15 @@ class Communicator:
             ConfigError: no such op or algorithm, or the algorithm cannot run here.
         """
         if out is array:
-            bound = self._bound.get((id(array), op, algorithm))
-            if bound is not None and bound.array() is array and not self.instruments.observers:
-                if bound.still_valid(array):
-                    try:
-                        bound.run(array)
-                    except BaseException as error:
-                        self._failed(error)
-                        raise
-                    return array
-                del self._bound[id(array), op, algorithm]
-        return self._allreduce_unbound(array, ReduceOp.parse(op), out, algorithm, (id(array), op, algorithm))
+            bound = self._bound.get(id(array))
+            if bound is not None and bound.repeats(array, op, algorithm) and not self.instruments.observers:
+                try:
+                    bound.run(array)
+                except BaseException as error:
+                    self._failed(error)
+                    raise
+                return array
+        return self._allreduce_unbound(array, op, out, algorithm)
 
     def reduce_scatter(
         self, array: Any, op: ReduceOp | str = SUM, *, out: Any = None, algorithm: str | None = None
@@ -213,7 +211,12 @@ class Communicator:
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
-        self._exchange_counts([0], None, Collective.ALLGATHER)
+        self._require_open()
+        try:
+            self._context.barrier()
+        except BaseException as error:
+            self._failed(error)
+            raise
 
     # ---- buffers, choices ----
 
@@ -269,21 +272,21 @@ class Communicator:
 
     # ---- inside ----
 
-    def _allreduce_unbound(
-        self, array: Any, op: ReduceOp, out: Any, algorithm: str | None, key: tuple[int, ReduceOp | str, str | None]
-    ) -> Any:
+    def _allreduce_unbound(self, array: Any, op: ReduceOp | str, out: Any, algorithm: str | None) -> Any:
+        kind = ReduceOp.parse(op)
         source = Operand.of(array)
         in_place = out is array
         out, target = self._result(array, source, source.shape, out)
-        choice, signature = self._choose(Collective.ALLREDUCE, source, algorithm, op.value, shape=source.shape)
+        choice, signature = self._choose(Collective.ALLREDUCE, source, algorithm, kind.value, shape=source.shape)
         if np.may_share_memory(source.view, target.view) and not _same(source, target):
             source = Operand(source.view.copy(), source.dtype, 0)
         with self._running(Collective.ALLREDUCE, choice, source.nbytes):
-            self._allreduce.run(source, target, op, choice, signature)
+            self._allreduce.run(source, target, kind, choice, signature)
         if in_place:
-            run = self._fast_path(array, target, op, choice, signature)
+            run = self._fast_path(array, target, kind, choice, signature)
             if run is not None:
-                self._bound[key] = _Bound(array, target, run, lambda _: self._bound.pop(key, None))
+                key = id(array)
+                self._bound[key] = _Bound(array, target, op, algorithm, run, lambda _: self._bound.pop(key, None))
         return out
 
     def _fast_path(
@@ -304,10 +307,18 @@ class Communicator:
             view = target.view
             return lambda _: plan.run(view, view)
         location = self._allreduce.locate(target)
-        if location is None:
-            return None
-        dtype, count = target.dtype, target.count
-        return lambda _: self._allreduce.in_place(dtype, count, location, op, signature)
+        two_shot = self._allreduce.two_shot(target.dtype, target.count, location, op, signature)
+        if location is not None:
+            mine = self._context.arena.view(location, target.dtype.storage, target.count)
+            return lambda _: two_shot.run(mine, mine)
+        if array is target.view and target.contiguous:
+
+            def run(same: npt.NDArray[Any]) -> None:
+                flat = same.reshape(-1)
+                two_shot.run(flat, flat)
+
+            return run
+        return None
 
     def _result(self, array: Any, source: Operand, shape: tuple[int, ...], out: Any) -> tuple[Any, Operand]:
         """Return where the result goes: ``out`` once it is checked, or a new array."""
@@ -352,16 +363,12 @@ class Communicator:
             self._signatures[key] = found
         return found
 
-    def _exchange_counts(
-        self, mine: Sequence[int], source: Operand | None, collective: Collective
-    ) -> npt.NDArray[np.int64]:
+    def _exchange_counts(self, mine: Sequence[int], source: Operand, collective: Collective) -> npt.NDArray[np.int64]:
         """Gather a few numbers of every rank as (size, len(mine)); the signature is that of the call they prepare."""
         self._require_open()
         own = np.array(mine, np.int64)
         gathered = np.empty((self.size, own.size), np.int64)
-        what = "barrier"
-        if source is not None:
-            what = f"{collective.value}(shape {_shape(_any_rows(source))}, {source.dtype.name})"
+        what = f"{collective.value}(shape {_shape(_any_rows(source))}, {source.dtype.name})"
         choice = self.choose(Collective.ALLGATHER, own.nbytes)
         with self._running(Collective.ALLGATHER, choice, own.nbytes):
             self._moves.allgather(own, [own.size] * self.size, gathered.reshape(-1), choice, Signature.of(what))
@@ -401,21 +408,31 @@ class Communicator:
 class _Bound:
     """An in-place call that was looked up once, for as long as its array lives."""
 
-    __slots__ = ("_address", "_shape", "array", "run")
+    __slots__ = ("_address", "_algorithm", "_array", "_op", "_shape", "run")
 
     def __init__(
-        self, array: Any, target: Operand, run: Callable[[Any], object], forget: Callable[[object], object]
+        self,
+        array: Any,
+        target: Operand,
+        op: ReduceOp | str,
+        algorithm: str | None,
+        run: Callable[[Any], object],
+        forget: Callable[[object], object],
     ) -> None:
-        self.array = weakref.ref(array, forget)
+        self._array = weakref.ref(array, forget)
+        self._op = op
+        self._algorithm = algorithm
         self.run = run
-        self._shape = array.shape
-        # A tensor can be given other memory (`set_`, `data =`), an array cannot.
+        # A tensor can be given other memory (`set_`, `data =`, `resize_`), an array cannot.
         self._address = None if isinstance(array, np.ndarray) else target.address
+        self._shape = target.shape
 
-    def still_valid(self, array: Any) -> bool:
-        if array.shape != self._shape:
+    def repeats(self, array: Any, op: ReduceOp | str, algorithm: str | None) -> bool:
+        """Return whether this is the same call on the same memory."""
+        same: bool = self._array() is array
+        if not same or self._op is not op or self._algorithm is not algorithm:
             return False
-        return self._address is None or array.data_ptr() == self._address
+        return self._address is None or (array.data_ptr() == self._address and array.shape == self._shape)
 
 
 def _same(source: Operand, target: Operand) -> bool:

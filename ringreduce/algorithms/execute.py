@@ -98,6 +98,8 @@ class Plan:
         for index, segment in enumerate(segments):
             stream = index % nstreams
             self._streams[stream] += self._bind(index, segment, tag + stream, scratches[stream])
+        # Without messages nothing has to be waited for, and the streams are one list of calls.
+        self._calls = [call for stream in self._streams for each in stream for call in each.before]
 
     def run(self) -> None:
         """Carry the steps out.
@@ -105,6 +107,10 @@ class Plan:
         Raises:
             CollectiveTimeoutError, TransportError: a peer or the transport failed; the buffer's content is undefined.
         """
+        if self._messages is None:
+            for call in self._calls:
+                call()
+            return
         if len(self._streams) > 1:
             self._run_together()
             return

@@ -7,7 +7,8 @@ pieces that are copied in, reduced and copied out while they are in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -86,45 +87,59 @@ class Staged:
         self._kernels = kernels
         self._me = board.index
         room = PIECE_NBYTES // dtype.itemsize
-        self._pieces = list(pieces(0, count, room))
-        areas = [board.stages(number, dtype, (min(room, max(1, count)),)) for number in range(4)]
+        areas = [board.stages(number, dtype, (room,)) for number in range(4)]
         self._incoming, self._results = areas[:2], areas[2:]
+        self._pieces = [_Piece.cut(piece, len(board.members), self._me) for piece in pieces(0, count, room)]
 
     def close(self) -> None:
         """Nothing to give back: the staging areas are the board's."""
 
     def copy_in(self, source: Array, number: int = 0) -> None:
         """Stage what the other ranks own of a piece; the first may be staged before the ranks have met."""
-        if number >= len(self._pieces):
-            return
-        piece, stage = self._pieces[number], self._incoming[number % 2][self._me]
-        for owner, part in enumerate(self._slices(piece)):
-            if owner != self._me:
-                np.copyto(stage[part], source[piece][part])
+        if number < len(self._pieces):
+            stage = self._incoming[number % 2][self._me]
+            for _, part, place in self._pieces[number].theirs:
+                np.copyto(stage[place], source[part])
 
     def run(self, source: Array, target: Array) -> None:
         """Reduce ``source`` into ``target`` (which may be the same) once every rank has staged its first piece."""
-        for number in range(len(self._pieces)):
+        for number, piece in enumerate(self._pieces):
             self._reduce(source, target, number)
             self.copy_in(source, number + 1)
             self._board.barrier(self._signature)
-            self._copy_out(target, number)
+            results = self._results[number % 2]
+            for owner, part, place in piece.theirs:
+                np.copyto(target[part], results[owner][place])
 
     def _reduce(self, source: Array, target: Array, number: int) -> None:
-        piece = self._pieces[number]
-        part = self._slices(piece)[self._me]
-        contributions = [stage[part] for stage in self._incoming[number % 2]]
-        contributions[self._me] = source[piece][part]
-        result = self._results[number % 2][self._me][part]
+        part, place = self._pieces[number].mine
+        result = self._results[number % 2][self._me][place]
         if result.size:
+            contributions = [stage[place] for stage in self._incoming[number % 2]]
+            contributions[self._me] = source[part]
             self._kernels.combine(contributions)(result)
-            np.copyto(target[piece][part], result)
+            np.copyto(target[part], result)
 
-    def _copy_out(self, target: Array, number: int) -> None:
-        piece, results = self._pieces[number], self._results[number % 2]
-        for owner, part in enumerate(self._slices(piece)):
-            if owner != self._me:
-                np.copyto(target[piece][part], results[owner][part])
 
-    def _slices(self, piece: slice) -> Sequence[slice]:
-        return Partition.even(piece.stop - piece.start, len(self._board.members), align=16).segment
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Who reduces what of a piece; each part as a slice of the array and one of the staging area.
+
+    Attributes:
+        mine: what this rank reduces.
+        theirs: (owner, in the array, in the stage) of what the others reduce, where that is not empty.
+    """
+
+    mine: tuple[slice, slice]
+    theirs: tuple[tuple[int, slice, slice], ...]
+
+    @classmethod
+    def cut(cls, piece: slice, size: int, me: int) -> _Piece:
+        places = Partition.even(piece.stop - piece.start, size, align=16).segment
+        parts = [slice(piece.start + place.start, piece.start + place.stop) for place in places]
+        theirs = tuple(
+            (owner, part, place)
+            for owner, (part, place) in enumerate(zip(parts, places, strict=True))
+            if owner != me and part.start < part.stop
+        )
+        return cls((parts[me], places[me]), theirs)

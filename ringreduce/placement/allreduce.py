@@ -30,11 +30,11 @@ from ringreduce.partition import Partition, segments_of_buffer
 from ringreduce.placement.context import Cache, Context, Signature
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.selection import Choice
-from ringreduce.transport.board import MAILBOX_NBYTES
+from ringreduce.transport.board import MAILBOX_NBYTES, NOWHERE
 from ringreduce.transport.messages import Request
 from ringreduce.transport.shared import Location
 
-__all__ = ["Allreduce"]
+__all__ = ["Allreduce", "TwoShot", "peer_views"]
 
 Array = npt.NDArray[Any]
 
@@ -50,8 +50,7 @@ class Allreduce:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._one_shots: Cache[OneShot] = Cache()
-        self._two_shots: Cache[_SharedPlan] = Cache()
-        self._staged: Cache[Staged] = Cache()
+        self._two_shots: Cache[TwoShot] = Cache()
         self._message_plans: Cache[_MessagePlan] = Cache()
 
     def run(self, source: Operand, target: Operand, op: ReduceOp, choice: Choice, signature: Signature) -> None:
@@ -75,7 +74,7 @@ class Allreduce:
             self._over_messages(source, target, op, choice, signature)
 
     def close(self) -> None:
-        for cache in (self._one_shots, self._two_shots, self._staged, self._message_plans):
+        for cache in (self._one_shots, self._two_shots, self._message_plans):
             cache.close()
 
     # ---- one node ----
@@ -96,12 +95,14 @@ class Allreduce:
     def _two_shot(self, source: Operand, target: Operand, op: ReduceOp, signature: Signature) -> None:
         """Reduce in place where every rank's buffer can be reached, else through the staging areas."""
         location = self.locate(target)
-        if location is None:
-            self._stage(source, target, op, signature)
-            return
-        if source.address != target.address:
+        plan = self.two_shot(source.dtype, source.count, location, op, signature)
+        if location is not None and source.address != target.address:
             np.copyto(target.view, source.view)
-        self.in_place(target.dtype, target.count, location, op, signature)
+        flat = source.flat() if location is None else target.flat()
+        result = target.flat() if target.contiguous else np.empty_like(flat)
+        plan.run(flat, result)
+        if not target.contiguous:
+            np.copyto(target.view, result.reshape(target.shape))
 
     def locate(self, operand: Operand) -> Location | None:
         """Return where the operand lies in the arena, None if peers cannot reach it as it is."""
@@ -109,43 +110,14 @@ class Allreduce:
             return None
         return self._context.arena.locate(operand.address, operand.nbytes)
 
-    def in_place(self, dtype: DType, count: int, location: Location, op: ReduceOp, signature: Signature) -> None:
-        """Carry out the two-shot on ``count`` elements of the arena."""
+    def two_shot(
+        self, dtype: DType, count: int, location: Location | None, op: ReduceOp, signature: Signature
+    ) -> TwoShot:
+        """Return the plan for ``count`` elements of the arena, or (``location`` None) of any private memory."""
         context = self._context
-        others = context.meet_at_board(signature, location)
-        if all(segment >= 0 for segment, _ in others):
-            key = signature, location
-            self._two_shots.get(key, lambda: _SharedPlan(context, dtype, count, location, op, signature)).run(others)
-            context.board.barrier(signature.text)
-            return
-        # A peer's buffer is private: this rank stages its own as well.
-        mine = context.arena.view(location, dtype.storage, count)
-        staged = self._staged_plan(dtype, count, op, signature)
-        staged.copy_in(mine)
-        context.board.barrier(signature.text)
-        staged.run(mine, mine)
-
-    def _stage(self, source: Operand, target: Operand, op: ReduceOp, signature: Signature) -> None:
-        context = self._context
-        staged = self._staged_plan(source.dtype, source.count, op, signature)
-        flat = source.flat()
-        result = target.flat() if target.contiguous else np.empty_like(flat)
-        staged.copy_in(flat)
-        others = context.meet_at_board(signature, None)
-        if any(segment >= 0 for segment, _ in others):
-            context.board.barrier(signature.text)  # a rank with a shared buffer could stage only now
-        staged.run(flat, result)
-        if not target.contiguous:
-            np.copyto(target.view, result.reshape(target.shape))
-
-    def _staged_plan(self, dtype: DType, count: int, op: ReduceOp, signature: Signature) -> Staged:
-        context = self._context
-
-        def make() -> Staged:
-            kernels = kernels_for(dtype, op, context.topology.size)
-            return Staged(context.board, signature.text, dtype.storage, count, kernels)
-
-        return self._staged.get(signature, make)
+        return self._two_shots.get(
+            (signature, location), lambda: TwoShot(context, dtype, count, location, op, signature)
+        )
 
     # ---- several nodes, or an algorithm that was asked for ----
 
@@ -184,41 +156,71 @@ class Allreduce:
             plan.close()
 
 
-class _SharedPlan:
-    """A two-shot on one location of the arena; bound again when a peer's buffer lies elsewhere than before."""
+class TwoShot:
+    """The two-shot on one node: in place where all ranks' buffers lie in the arena, else through the staging areas.
+
+    Bound to this rank's location; bound again when a peer's buffer lies elsewhere than in the last call.
+    """
 
     def __init__(
-        self, context: Context, dtype: DType, count: int, location: Location, op: ReduceOp, signature: Signature
+        self,
+        context: Context,
+        dtype: DType,
+        count: int,
+        location: Location | None,
+        op: ReduceOp,
+        signature: Signature,
     ) -> None:
         self._context = context
-        self._storage = dtype.storage
-        self._mine = context.arena.view(location, dtype.storage, count)
+        self._board = context.board
+        self._location = NOWHERE if location is None else location
+        self._text, self._code = signature.text, signature.code
         self._kernels = kernels_for(dtype, op, context.topology.size)
-        self._schedule = context.schedule(Collective.ALLREDUCE, "two_shot")
-        self._signature = signature
+        self._staged = Staged(context.board, signature.text, dtype.storage, count, self._kernels)
+        self._mine = None if location is None else context.arena.view(location, dtype.storage, count)
         self._others: list[tuple[int, int]] | None = None
+        self._someone_located = False
         self._plan: Plan | None = None
 
-    def run(self, others: list[tuple[int, int]]) -> None:
+    def run(self, source: Array, target: Array) -> None:
+        """Reduce ``source`` into ``target``: flat private arrays, or both what lies at the location."""
+        board = self._board
+        private = self._mine is None
+        if private:
+            self._staged.copy_in(source)
+        others = board.locations(board.arrive(self._text, self._code, self._location))
         if others != self._others:
             self._bind(others)
-        assert self._plan is not None
-        self._plan.run()
+        if self._plan is not None:
+            self._plan.run()
+            board.barrier(self._text)
+            return
+        if self._someone_located:
+            # A rank with a shared buffer learns only now that it has to stage, and the others wait for it.
+            if not private:
+                self._staged.copy_in(source)
+            board.barrier(self._text)
+        self._staged.run(source, target)
 
     def _bind(self, others: list[tuple[int, int]]) -> None:
         context, mine = self._context, self._mine
-        align = _LINE_NBYTES // mine.itemsize
+        located = [segment >= 0 for segment, _ in others]
+        self._others = others
+        self._someone_located = any(located) or mine is not None
+        self._plan = None
+        if mine is None or not all(located):
+            return
+        schedule = context.schedule(Collective.ALLREDUCE, "two_shot")
         self._plan = Plan(
             rank=context.rank,
-            schedule=self._schedule,
-            segments=[Partition.even(mine.size, self._schedule.nblocks, align).segment],
+            schedule=schedule,
+            segments=[Partition.even(mine.size, schedule.nblocks, _LINE_NBYTES // mine.itemsize).segment],
             memory=Memory(mine, peer_views(context, others, mine.dtype, mine.size)),
             kernels=self._kernels,
             messages=None,
             waiter=context.waiter,
-            signature=self._signature.text,
+            signature=self._text,
         )
-        self._others = others
 
     def close(self) -> None:
         self._plan = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Generic, Protocol, TypeVar
 
 from ringreduce.algorithms import Collective, Schedule, schedule_for
@@ -29,8 +30,12 @@ class Signature:
     code: int
 
     @classmethod
+    @lru_cache(maxsize=4096)
     def of(cls, text: str) -> Signature:
         return cls(text, signature_hash(text))
+
+
+_BARRIER = Signature.of("barrier")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +106,12 @@ class Context:
             self.agreement.enter(signature.text)
         parity = self.board.arrive(signature.text, signature.code, NOWHERE if location is None else location)
         return self.board.locations(parity)
+
+    def barrier(self) -> None:
+        """Return when all ranks have called this."""
+        self.meet(_BARRIER)
+        if not self.topology.single_node:
+            self.messages.exchange(b"")
 
     def tag(self, signature: Signature) -> int:
         """Return the first of a few tags that stand for a signature, so that messages of two calls never match."""

@@ -24,7 +24,8 @@ def sample(rank: int, shape: int | tuple[int, ...], dtype: str, salt: int = 0) -
     mixed = (index * 7 + rank * 5 + salt * 3 + index // 11) % 8
     row = DTYPES[dtype]
     if row.kind == "bool":
-        return mixed % 3 == 0
+        flags: Array = mixed % 3 == 0
+        return flags
     if row.kind not in ("uint",):
         mixed = mixed - 3
     values = mixed + 1j * ((mixed + rank) % 3) if row.kind == "complex" else mixed

@@ -183,10 +183,10 @@ class Board:
         """Poll a flag for some microseconds, which is how far apart ranks in step are."""
         if self._waiter.crowded:
             return False
-        for _ in range(_SPINS):
-            if line[0] >= number:
-                return True
-        return False
+        spins = 0
+        while line[0] < number and spins < _SPINS:
+            spins += 1
+        return spins < _SPINS
 
     def _wait(self, lines: Sequence[memoryview], number: int, signature: str) -> None:
         def missing() -> str:

@@ -65,9 +65,6 @@ def test_in_place_operations_return_their_tensor() -> None:
 def test_autograd_notices_in_place_operations() -> None:
     """A value that the backward pass needs cannot be overwritten unnoticed."""
     weight = of_rank(0, (3,)).requires_grad_()
-    squared = (weight * 2.0).square()
-    doubled = squared.grad_fn.next_functions[0][0]
-    assert doubled is not None
     values = weight * 1.0
     result = values.square().sum()
     hvd.allreduce_(values)
@@ -156,7 +153,6 @@ def test_no_gradient_through_the_maximum() -> None:
 
 def test_gradients_of_a_loss_over_gathered_outputs() -> None:
     """A loss of all ranks' outputs, averaged by the optimizer, has the gradients of one process."""
-    size, rank = rr.size(), rr.rank()
     inputs = torch.stack(everyone((4, 3)))
 
     def loss(outputs: Any) -> Any:
@@ -165,6 +161,5 @@ def test_gradients_of_a_loss_over_gathered_outputs() -> None:
     alone = of_rank(50, (3, 2)).requires_grad_()
     loss((inputs @ alone).flatten(0, 1)).backward()
     together = of_rank(50, (3, 2)).requires_grad_()
-    loss(hvd.allgather(inputs[rank] @ together)).backward()
+    loss(hvd.allgather(inputs[rr.rank()] @ together)).backward()
     torch.testing.assert_close(hvd.allreduce(together.grad), alone.grad)
-    assert size == len(inputs)

@@ -39,11 +39,16 @@ def _double() -> Any:
 
 
 def mlp() -> Model:
-    return torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+    layers = torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3)
+    return torch.nn.Sequential(*layers)
 
 
 def sgd(parameters: Any) -> Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def plain_sgd(parameters: Any) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def adamw(parameters: Any) -> Optimizer:
@@ -61,7 +66,9 @@ def batch(step: int, shape: tuple[int, ...] = (6,)) -> tuple[Any, Any]:
     return torch.randn(*leading, *shape, generator=generator), torch.randn(*leading, 3, generator=generator)
 
 
-def train_step(model: Model, optimizer: Optimizer, mine: list[int], step: int, loss: Loss = squared_error, **options: Any) -> None:
+def train_step(
+    model: Model, optimizer: Optimizer, mine: list[int], step: int, loss: Loss = squared_error, **options: Any
+) -> None:
     """One step on the data of the ranks ``mine``: the loss is the mean of theirs."""
     inputs, targets = batch(step, options.get("shape", (6,)))
     optimizer.zero_grad(set_to_none=options.get("set_to_none", True))
@@ -200,7 +207,8 @@ class TwoHeads(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.trunk, self.first, self.second, self.idle = (torch.nn.Linear(*io) for io in ((6, 5), (5, 3), (5, 3), (5, 3)))
+        self.trunk = torch.nn.Linear(6, 5)
+        self.first, self.second, self.idle = (torch.nn.Linear(5, 3) for _ in range(3))
 
     def forward(self, inputs: Any, second: bool) -> Any:
         return (self.second if second else self.first)(self.trunk(inputs))
@@ -312,9 +320,8 @@ def test_channels_last_gradients_keep_their_layout() -> None:
     """Convolutions in channels_last train the same, and the optimizer sees gradients with the parameters' strides."""
 
     def convolutions() -> Model:
-        model = torch.nn.Sequential(
-            torch.nn.Conv2d(2, 4, 3), torch.nn.Tanh(), torch.nn.Conv2d(4, 3, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()
-        )
+        layers = torch.nn.Conv2d(2, 4, 3), torch.nn.Tanh(), torch.nn.Conv2d(4, 3, 3)
+        model = torch.nn.Sequential(*layers, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
         return model.to(memory_format=torch.channels_last)
 
     for set_to_none in (True, False):
@@ -369,7 +376,7 @@ class MixedTypes(torch.nn.Module):
 )
 def test_dtypes_may_be_mixed(kinds: tuple[Any, ...], tolerance: float) -> None:
     """Every gradient is reduced in its parameter's dtype, and stays equal on all ranks."""
-    compare(lambda parameters: torch.optim.SGD(parameters, lr=0.05), build=lambda: MixedTypes(kinds), tolerance=tolerance)
+    compare(plain_sgd, build=lambda: MixedTypes(kinds), tolerance=tolerance)
 
 
 def test_complex_parameters() -> None:
@@ -383,14 +390,15 @@ def test_complex_parameters() -> None:
         def forward(self, inputs: Any) -> Any:
             return (inputs.to(torch.complex128) @ self.weight).abs()
 
-    compare(lambda parameters: torch.optim.SGD(parameters, lr=0.1), build=Phase)
+    compare(plain_sgd, build=Phase)
 
 
 def test_tied_parameters_count_once() -> None:
     """A weight that two layers share gets the sum of both gradients, reduced once."""
 
     def tied() -> Model:
-        model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh(), torch.nn.Linear(6, 6), torch.nn.Linear(6, 3))
+        first, second = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+        model = torch.nn.Sequential(first, torch.nn.Tanh(), second, torch.nn.Linear(6, 3))
         model[2].weight = model[0].weight
         return model
 
@@ -460,27 +468,27 @@ def test_an_optimizer_can_be_wrapped_again() -> None:
 # ---- step, closures, clipping ----
 
 
+def closure(model: Model, optimizer: Optimizer, mine: list[int], step: int) -> Callable[[], Any]:
+    """What `step` takes: the mean loss over the data of the ranks ``mine``, and its gradients."""
+    inputs, targets = batch(step)
+
+    def evaluate() -> Any:
+        optimizer.zero_grad()
+        loss = sum(squared_error(model, inputs[rank], targets[rank], rank, step) for rank in mine) / len(mine)
+        loss.backward()
+        return loss
+
+    return evaluate
+
+
 def test_step_with_a_closure_leaves_equal_weights() -> None:
     """The closure's gradients are reduced before the step, and its loss is that of all data."""
     alone, together = pair()
     single, many = sgd(alone.parameters()), distributed(sgd, together)
     for step in range(STEPS):
-        inputs, targets = batch(step)
-
-        def whole() -> Any:
-            single.zero_grad()
-            loss = sum(squared_error(alone, inputs[r], targets[r], r, 0) for r in everyone()) / rr.size()
-            loss.backward()
-            return loss
-
-        def part() -> Any:
-            many.zero_grad()
-            loss = squared_error(together, inputs[rr.rank()], targets[rr.rank()], rr.rank(), 0)
-            loss.backward()
-            return loss
-
-        expected, actual = single.step(whole), many.step(part)
-        torch.testing.assert_close(actual.detach(), expected.detach())
+        expected = single.step(closure(alone, single, everyone(), step)).detach()
+        actual = many.step(closure(together, many, me(), step)).detach()
+        torch.testing.assert_close(actual, expected)
         assert_equal_on_ranks(actual)
     assert_same(alone, together)
 
@@ -488,23 +496,15 @@ def test_step_with_a_closure_leaves_equal_weights() -> None:
 @pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
 def test_lbfgs_calls_the_closure_many_times(line_search: str | None) -> None:
     """A line search makes the same decisions on all ranks, because gradient and loss are those of all data."""
-    alone, together = pair()
 
     def make(parameters: Any) -> Optimizer:
         return torch.optim.LBFGS(parameters, lr=0.5, max_iter=4, line_search_fn=line_search)
 
+    alone, together = pair()
     single, many = make(alone.parameters()), distributed(make, together)
-    inputs, targets = batch(0)
     for _ in range(3):
-
-        def closure(model: Model, optimizer: Optimizer, mine: list[int]) -> Any:
-            optimizer.zero_grad()
-            loss = sum(squared_error(model, inputs[r], targets[r], r, 0) for r in mine) / len(mine)
-            loss.backward()
-            return loss
-
-        single.step(lambda: closure(alone, single, everyone()))
-        many.step(lambda: closure(together, many, me()))
+        single.step(closure(alone, single, everyone(), 0))
+        many.step(closure(together, many, me(), 0))
     assert_same(alone, together, tolerance=1e-7)
 
 

@@ -1,0 +1,133 @@
+"""How gradients are sorted into buckets and laid out in them."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ringreduce as rr
+from ringreduce.testing import run_ranks
+
+torch = pytest.importorskip("torch")
+from ringreduce.torch import buckets  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("items", "expected"),
+    [
+        ([], []),
+        ([("a", 0)], [[0]]),
+        ([("a", 3), ("a", 3), ("a", 3), ("a", 3), ("a", 3)], [[0, 1, 2, 3], [4]]),
+        ([("a", 99), ("a", 1), ("a", 99)], [[0], [1, 2]]),
+        ([("a", 5), ("b", 5), ("a", 5), ("b", 1), ("a", 1)], [[0, 2], [1, 3], [4]]),
+    ],
+)
+def test_plan(items: list[tuple[str, int]], expected: list[list[int]]) -> None:
+    """A bucket takes items of one kind, in order, and is closed by the one that fills it."""
+    assert buckets.plan(items, limit_nbytes=10) == expected
+
+
+def make_bucket(*parameters: Any) -> buckets.Bucket:
+    """A bucket in ordinary memory."""
+
+    class Memory:
+        def empty(self, shape: int, dtype: Any) -> Any:
+            return np.full(shape, 255, dtype)
+
+    return buckets.Bucket.of(parameters, Memory())  # type: ignore[arg-type]
+
+
+def test_places_have_the_layout_of_their_parameters() -> None:
+    """Dense strides are kept, others become contiguous; places begin on cache lines and do not touch."""
+    image = torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    shapes = [torch.zeros(3, 4).t(), torch.zeros(()), torch.zeros(0, 3), image, torch.zeros(1).expand(5)]
+    bucket = make_bucket(*shapes)
+    places = [place for _, place in bucket.slots]
+    assert [place.stride() for place in places[:4]] == [shape.stride() for shape in shapes[:4]]
+    assert places[4].stride() == (1,)
+    starts = [place.storage_offset() * 4 for place in places]
+    assert starts == [0, 64, 128, 128, 128 + 512]
+    assert bucket.flat.numel() * 4 == 128 + 512 + 64
+    assert not bucket.flat.any()
+
+
+def test_collecting_moves_what_can_be_moved() -> None:
+    """Dense gradients go to their places; sparse ones, and those with a graph, stay."""
+    dense, graph, sparse, none = parameters = [torch.zeros(2, requires_grad=True) for _ in range(4)]
+    bucket = make_bucket(*parameters)
+    dense.grad = torch.ones(2)
+    graph.grad = torch.ones(2, requires_grad=True) * 2
+    sparse.grad = torch.ones(2).to_sparse()
+    kept = graph.grad, sparse.grad
+    bucket.collect()
+    assert dense.grad is bucket.slots[0][1]
+    assert dense.grad.tolist() == [1, 1]
+    assert (graph.grad, sparse.grad) == kept
+    assert none.grad is None
+    graph.grad = sparse.grad = None
+
+
+def test_filling_puts_zeros_where_only_others_have_a_gradient() -> None:
+    """Used parameters without a gradient get zeros, unused ones keep None, what is in place is not touched."""
+    used, unused, placed, elsewhere = parameters = [torch.zeros(2, requires_grad=True) for _ in range(4)]
+    bucket = make_bucket(*parameters)
+    bucket.flat.fill_(7)
+    placed.grad = bucket.slots[2][1]
+    elsewhere.grad = torch.ones(2, requires_grad=True) * 2
+    bucket.fill(frozenset(map(id, (used, placed, elsewhere))))
+    assert unused.grad is None
+    assert [used.grad.tolist(), placed.grad.tolist(), elsewhere.grad.tolist()] == [[0, 0], [7, 7], [2, 2]]
+    assert not elsewhere.grad.requires_grad
+
+
+def test_accumulation_continues_in_place() -> None:
+    """Autograd adds to a gradient in the bucket, and each gradient has its own version."""
+    first, second = (torch.ones(2, requires_grad=True) for _ in range(2))
+    bucket = make_bucket(first, second)
+    bucket.fill(frozenset(map(id, (first, second))))
+    version = second.grad._version
+    (first * 3).sum().backward()
+    (first * 4).sum().backward()
+    assert first.grad is bucket.slots[0][1]
+    assert bucket.flat[:2].tolist() == [7, 7]
+    assert second.grad._version == version
+    first.grad.detach_()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128], ids=str)
+def test_ranks_reduce_and_find_late_parameters(dtype: Any) -> None:
+    """A parameter gets a place on all ranks when it first has a gradient on one of them."""
+
+    def train(communicator: rr.Communicator) -> Any:
+        parameters = [torch.zeros(3, dtype=dtype, requires_grad=True) for _ in range(3)]
+        gradients = buckets.GradientBuckets(communicator, rr.AVERAGE, 1 << 20, lambda parameter: "?")
+        gradients.reduce(parameters)
+        assert all(parameter.grad is None for parameter in parameters)
+        parameters[communicator.rank].grad = torch.full((3,), 4, dtype=dtype)
+        gradients.reduce(parameters)
+        return [None if parameter.grad is None else parameter.grad.real.tolist() for parameter in parameters]
+
+    assert run_ranks(2, train) == [[[2, 2, 2], [2, 2, 2], None]] * 2
+
+
+def test_hooks_end_with_their_owner() -> None:
+    """When the buckets' owner is gone, parameters keep no hook, and gradients no bucket, alive."""
+
+    def train(communicator: rr.Communicator) -> None:
+        parameter = torch.zeros(buckets.LARGE_NBYTES // 4, requires_grad=True)
+        gradients = buckets.GradientBuckets(communicator, rr.SUM, 1, lambda parameter: "?")
+        parameter.sum().backward()
+        gradients.reduce([parameter])
+        assert len(parameter._post_accumulate_grad_hooks) == 1
+        place = weakref.ref(parameter.grad)
+        parameter.grad = None
+        del gradients
+        assert not parameter._post_accumulate_grad_hooks
+        gc.collect()
+        assert place() is None
+
+    run_ranks(1, train)

@@ -1,0 +1,194 @@
+"""`DistributedOptimizer` as an optimizer: arguments, delegation, one rank. What several ranks do: tests/parallel."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import ringreduce as rr
+from ringreduce.testing import run_ranks
+
+torch = pytest.importorskip("torch")
+import ringreduce.torch as hvd  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _world() -> Iterator[None]:
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+@pytest.fixture
+def model() -> Any:
+    return torch.nn.Linear(3, 2)
+
+
+def train(model: Any, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+
+
+def test_it_is_an_optimizer_and_shares_everything(model: Any) -> None:
+    """Groups, state, defaults and the wrapped class's own attributes are those of the wrapped optimizer."""
+    inner = torch.optim.LBFGS(model.parameters())
+    optimizer = hvd.DistributedOptimizer(inner)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.wrapped is inner
+    assert optimizer.param_groups is inner.param_groups
+    assert optimizer.state is inner.state
+    assert optimizer.defaults is inner.defaults
+    assert optimizer._numel_cache == inner._numel_cache
+    assert repr(inner) in repr(optimizer)
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = optimizer.no_such_thing
+
+
+def test_what_is_set_on_it_is_set_on_the_wrapped_optimizer(model: Any) -> None:
+    """Replacing groups, state or defaults reaches the optimizer that steps."""
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(inner)
+    optimizer.param_groups, optimizer.state, optimizer.defaults = [], {1: 2}, {"lr": 3}
+    assert (inner.param_groups, inner.state, inner.defaults) == ([], {1: 2}, {"lr": 3})
+
+
+def test_hooks_reach_the_wrapped_optimizer(model: Any) -> None:
+    """Hooks registered on either run once in each step, and around saving and loading."""
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(inner)
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    inner.register_step_post_hook(lambda *_: calls.append("post"))
+    optimizer.register_state_dict_post_hook(lambda *_: calls.append("save"))
+    optimizer.register_load_state_dict_pre_hook(lambda *_: calls.append("load"))
+    train(model, optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert calls == ["pre", "post", "save", "load"]
+
+
+def test_a_scheduler_of_the_wrapped_optimizer_goes_on(model: Any) -> None:
+    """A scheduler that was made before wrapping keeps steering, and does not warn."""
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.5)
+    optimizer = hvd.DistributedOptimizer(inner)
+    train(model, optimizer)
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_one_rank_trains_as_if_not_wrapped(model: Any) -> None:
+    """Alone there are no buckets and no copies: gradients stay where autograd put them."""
+    plain = copy.deepcopy(model)
+    train(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    seen: list[Any] = []
+    model.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad))
+    train(model, optimizer)
+    assert seen[0] is model.weight.grad
+    assert optimizer.communication_s == 0.0
+    torch.testing.assert_close(model.weight, plain.weight, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_means_what_it_means_in_torch(set_to_none: bool) -> None:
+    """None is None, also after the gradient has been in a bucket; zeros are zeros."""
+
+    def run(communicator: rr.Communicator) -> None:
+        model = torch.nn.Linear(3, 2)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), communicator=communicator)
+        for _ in range(2):
+            train(model, optimizer)
+            optimizer.zero_grad(set_to_none=set_to_none)
+            assert all((p.grad is None) if set_to_none else not p.grad.any() for p in model.parameters())
+
+    run_ranks(2, run)
+
+
+def test_grad_scaler_with_synchronize() -> None:
+    """Mixed precision works in Horovod's way: synchronize, unscale, and step within skip_synchronize."""
+
+    def run(communicator: rr.Communicator) -> list[float]:
+        weight = torch.nn.Parameter(torch.ones(2))
+        inner = torch.optim.SGD([weight], lr=1.0, fused=True)
+        optimizer = hvd.DistributedOptimizer(inner, communicator=communicator)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale((weight * (1.0 + 2.0 * communicator.rank)).sum()).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        assert weight.grad.tolist() == [2.0, 2.0]
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+        return weight.tolist()
+
+    assert run_ranks(2, run) == [[-1.0, -1.0]] * 2
+
+
+def test_a_model_can_be_copied_and_saved_while_it_trains() -> None:
+    """Hooks and buckets do not get into copies and pickles of the model."""
+
+    def run(communicator: rr.Communicator) -> None:
+        model = torch.nn.Linear(300, 200)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), communicator=communicator)
+        optimizer.zero_grad()
+        model(torch.ones(1, 300)).sum().backward()
+        optimizer.step()
+        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            torch.testing.assert_close(copied.weight, model.weight, rtol=0, atol=0)
+            assert not copied.weight._post_accumulate_grad_hooks
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_it_cannot_be_copied(duplicate: Any, model: Any) -> None:
+    """A copy would reduce gradients on its own; the error says what to do instead."""
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(TypeError, match="save its state_dict"):
+        duplicate(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        (lambda model: list(model.parameters()), "pairs"),
+        (lambda model: [("w", model.weight), ("w", model.bias)], "more than once: w"),
+        (lambda model: [("w", model.weight)], "leaves 1 of the optimizer's parameters without a name"),
+    ],
+)
+def test_names_are_checked(named: Any, message: str, model: Any) -> None:
+    """Names must be pairs, unique and complete."""
+    with pytest.raises(ValueError, match=message) as caught:
+        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), named(model))
+    assert isinstance(caught.value, rr.ConfigError)
+
+
+def test_arguments_are_checked(model: Any) -> None:
+    """Ops that make no sense for gradients and pass counts below one are refused."""
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(rr.ConfigError, match="average or sum"):
+        hvd.DistributedOptimizer(inner, op=hvd.Max)
+    with pytest.raises(rr.ConfigError, match="at least 1"):
+        hvd.DistributedOptimizer(inner, backward_passes_per_step=0)
+    optimizer = hvd.DistributedOptimizer(inner, backward_passes_per_step=2)
+    optimizer.set_backward_passes_per_step(3)
+    assert optimizer.backward_passes_per_step == 3
+
+
+def test_errors_of_torch_come_through(model: Any) -> None:
+    """A parameter in two groups is refused as torch refuses it."""
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": [model.weight]})
+
+
+def test_it_needs_a_world(model: Any) -> None:
+    """Without init there is nobody to train with, and the error says so."""
+    hvd.shutdown()
+    with pytest.raises(rr.ConfigError, match="init"):
+        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
