@@ -14,16 +14,16 @@ from ringreduce.config import Config
 from ringreduce.errors import ConfigError
 from ringreduce.topology import Topology
 
-__all__ = ["VENDOR", "Choice", "choose", "explain", "names"]
+__all__ = ["VENDOR", "Choice", "choose", "explain", "forced", "names"]
 
 #: The name under which the MPI library's own allreduce is one more algorithm.
 VENDOR = "mpi"
 
 #: Up to this size one barrier with the data beside the flags beats two barriers without a copy.
-ONE_SHOT_NBYTES = 16 << 10
+_ONE_SHOT_NBYTES = 16 << 10
 #: Between nodes, latency decides up to this size, and logarithmic depth up to the next.
-SMALL_NBYTES = 16 << 10
-MIDDLE_NBYTES = 512 << 10
+_SMALL_NBYTES = 16 << 10
+_MIDDLE_NBYTES = 512 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +66,18 @@ def choose(collective: Collective, nbytes: int, topology: Topology, config: Conf
     if collective is not Collective.ALLREDUCE:
         return _choose_other(collective, topology)
     if topology.single_node:
-        if nbytes <= ONE_SHOT_NBYTES:
-            return Choice("one_shot", "shared", f"one node, at most {ONE_SHOT_NBYTES} bytes: one barrier")
-        return Choice("two_shot", "shared", f"one node, over {ONE_SHOT_NBYTES} bytes: the least memory traffic")
-    if nbytes <= SMALL_NBYTES and vendor:
-        return Choice(VENDOR, "messages", f"several nodes, at most {SMALL_NBYTES} bytes: the library's own is quick")
-    if nbytes <= SMALL_NBYTES:
-        return Choice("recursive_doubling", "messages", f"several nodes, at most {SMALL_NBYTES} bytes: fewest rounds")
+        if nbytes <= _ONE_SHOT_NBYTES:
+            return Choice("one_shot", "shared", f"one node, at most {_ONE_SHOT_NBYTES} bytes: one barrier")
+        return Choice("two_shot", "shared", f"one node, over {_ONE_SHOT_NBYTES} bytes: the least memory traffic")
+    if nbytes <= _SMALL_NBYTES and vendor:
+        return Choice(VENDOR, "messages", f"several nodes, at most {_SMALL_NBYTES} bytes: the library's own is quick")
+    if nbytes <= _SMALL_NBYTES:
+        return Choice("recursive_doubling", "messages", f"several nodes, at most {_SMALL_NBYTES} bytes: fewest rounds")
     if max(len(node) for node in topology.nodes) > 1:
         return Choice("hierarchical", "shared+messages", "several nodes with several ranks: one lane per local rank")
-    if nbytes <= MIDDLE_NBYTES:
-        return Choice("halving_doubling", "messages", f"one rank per node, at most {MIDDLE_NBYTES} bytes: few rounds")
-    return Choice("ring", "messages", f"one rank per node, over {MIDDLE_NBYTES} bytes: fills every link")
+    if nbytes <= _MIDDLE_NBYTES:
+        return Choice("halving_doubling", "messages", f"one rank per node, at most {_MIDDLE_NBYTES} bytes: few rounds")
+    return Choice("ring", "messages", f"one rank per node, over {_MIDDLE_NBYTES} bytes: fills every link")
 
 
 def forced(collective: Collective, name: str, topology: Topology, *, vendor: bool) -> Choice:

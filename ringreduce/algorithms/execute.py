@@ -23,14 +23,14 @@ from ringreduce.partition import Segment, pieces
 from ringreduce.transport.messages import Messages, Request
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["Memory", "Plan"]
+__all__ = ["STREAMS", "Memory", "Plan"]
 
 Array = npt.NDArray[Any]
 
 #: Segments in flight at once: with four receives posted a link never idles while a segment is reduced.
 STREAMS = 4
 #: Elements of direct accesses that are combined and copied on at a time: 256 KiB of float32, which stays in L2.
-INNER_COUNT = 1 << 16
+_INNER_COUNT = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +212,7 @@ class Plan:
             loads = [(each, self._remote(index, segment, each)) for each in step.loads if each.blocks == blocks]
             stores = [(each, self._remote(index, segment, each)) for each in step.stores if each.blocks == blocks]
             mine = self._view(segment, blocks)
-            for piece in pieces(0, mine.size, INNER_COUNT):
+            for piece in pieces(0, mine.size, _INNER_COUNT):
                 reducing = [(each.peer, remote[piece]) for each, remote in loads if each.reduce]
                 if reducing:
                     yield self._combine(reducing, mine[piece])

@@ -23,8 +23,8 @@ __all__ = ["Mailbox", "OneShot", "Staged"]
 Array = npt.NDArray[Any]
 
 #: A piece of a private buffer: what others own of it is copied in, so half of it and the result fit into L2 at P = 2.
-PIECE_NBYTES = 512 << 10
-assert PIECE_NBYTES <= STAGE_NBYTES
+_PIECE_NBYTES = 512 << 10
+assert _PIECE_NBYTES <= STAGE_NBYTES
 
 
 class Mailbox:
@@ -86,7 +86,7 @@ class Staged:
         self._signature = signature
         self._kernels = kernels
         self._me = board.index
-        room = PIECE_NBYTES // dtype.itemsize
+        room = _PIECE_NBYTES // dtype.itemsize
         areas = [board.stages(number, dtype, (room,)) for number in range(4)]
         self._incoming, self._results = areas[:2], areas[2:]
         self._pieces = [_Piece.cut(piece, len(board.members), self._me) for piece in pieces(0, count, room)]

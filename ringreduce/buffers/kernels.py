@@ -20,7 +20,7 @@ from ringreduce.reduce_ops import ReduceOp
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Call", "Kernels", "divide", "kernels_for"]
+__all__ = ["Call", "Kernels", "NumpyHalfKernels", "TorchHalfKernels", "UfuncKernels", "divide", "kernels_for"]
 
 Array = npt.NDArray[Any]
 Call = Callable[[], object]

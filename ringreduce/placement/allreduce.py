@@ -39,7 +39,7 @@ __all__ = ["Allreduce", "TwoShot", "peer_views"]
 Array = npt.NDArray[Any]
 
 #: A private array of up to this many bytes is copied into a plan's own buffer, so that the plan can be kept.
-OWN_BUFFER_NBYTES = 1 << 20
+_OWN_BUFFER_NBYTES = 1 << 20
 #: Blocks of the two-shot begin on cache lines: a line that two ranks write would travel between their cores.
 _LINE_NBYTES = 64
 
@@ -137,7 +137,7 @@ class Allreduce:
         # The library's own allreduce is set up by all ranks together, so whether its plan is kept must not depend on
         # where one rank's array lies.
         location = None if choice.algorithm == selection.VENDOR else self.locate(target)
-        keep = location is not None or source.nbytes <= OWN_BUFFER_NBYTES
+        keep = location is not None or source.nbytes <= _OWN_BUFFER_NBYTES
 
         def make() -> _MessagePlan:
             return _MessagePlan(context, choice, source.dtype, source.count, location, op, signature)
