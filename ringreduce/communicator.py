@@ -16,7 +16,14 @@ from ringreduce import selection
 from ringreduce.algorithms import Collective
 from ringreduce.buffers import DType, Operand, like, new
 from ringreduce.config import Config
-from ringreduce.errors import ConfigError, MismatchError, ShutdownError, TransportError, UnsupportedBufferError
+from ringreduce.errors import (
+    ConfigError,
+    MismatchError,
+    RingReduceError,
+    ShutdownError,
+    TransportError,
+    UnsupportedBufferError,
+)
 from ringreduce.instruments import Instruments
 from ringreduce.partition import Partition
 from ringreduce.placement import Allreduce, Context, Moves, Signature
@@ -172,7 +179,7 @@ class Communicator:
             raise ConfigError(f"root must be a rank, 0 to {self.size - 1}, got {root}")
         source = Operand.of(array)
         out, target = self._result(array, source, source.shape, out)
-        if self.rank == root and target.address != source.address:
+        if self.rank == root and not _same(source, target):
             np.copyto(target.view, source.view)
         choice, signature = self._choose(
             Collective.BROADCAST, source, algorithm, f"root {root}", shape=source.shape, root=root
@@ -229,6 +236,8 @@ class Communicator:
         self._require_open()
         row = DType.of(dtype)
         dims = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
+        if any(length < 0 for length in dims):
+            raise ConfigError(f"an array cannot have the shape {dims}")
         memory = self._context.arena.array(prod(dims) * row.itemsize)
         native: np.dtype[Any] = new((0,), row, "numpy").dtype
         return memory.view(native).reshape(dims)
@@ -275,13 +284,20 @@ class Communicator:
     def _allreduce_unbound(self, array: Any, op: ReduceOp | str, out: Any, algorithm: str | None) -> Any:
         kind = ReduceOp.parse(op)
         source = Operand.of(array)
-        in_place = out is array
+        in_place, new = out is array, out is None
         out, target = self._result(array, source, source.shape, out)
         choice, signature = self._choose(Collective.ALLREDUCE, source, algorithm, kind.value, shape=source.shape)
-        if np.may_share_memory(source.view, target.view) and not _same(source, target):
-            source = Operand(source.view.copy(), source.dtype, 0)
-        with self._running(Collective.ALLREDUCE, choice, source.nbytes):
-            self._allreduce.run(source, target, kind, choice, signature)
+        if not (new or in_place) and np.may_share_memory(source.view, target.view) and not _same(source, target):
+            source = Operand(source.view.copy(), source.dtype)
+        if self.instruments.observers:
+            with self._running(Collective.ALLREDUCE, choice, source.nbytes):
+                self._allreduce.run(source, target, kind, choice, signature)
+        else:
+            try:
+                self._allreduce.run(source, target, kind, choice, signature)
+            except BaseException as error:
+                self._failed(error)
+                raise
         if in_place:
             run = self._fast_path(array, target, kind, choice, signature)
             if run is not None:
@@ -348,7 +364,7 @@ class Communicator:
     ) -> tuple[Choice, Signature]:
         """Return the algorithm and the signature of a call; they depend on nothing that may differ between ranks."""
         rows = () if detail is None else detail.tobytes()
-        key = collective, argument, algorithm, shape, source.dtype.name, rows
+        key = collective.name, argument, algorithm, shape, source.dtype.name, rows
         found = self._signatures.get(key)
         if found is None:
             nbytes = source.nbytes if detail is None else int(detail.max()) * source.dtype.itemsize
@@ -370,8 +386,11 @@ class Communicator:
         gathered = np.empty((self.size, own.size), np.int64)
         what = f"{collective.value}(shape {_shape(_any_rows(source))}, {source.dtype.name})"
         choice = self.choose(Collective.ALLGATHER, own.nbytes)
-        with self._running(Collective.ALLGATHER, choice, own.nbytes):
+        try:
             self._moves.allgather(own, [own.size] * self.size, gathered.reshape(-1), choice, Signature.of(what))
+        except BaseException as error:
+            self._failed(error)
+            raise
         return gathered
 
     @contextmanager
@@ -396,7 +415,10 @@ class Communicator:
             self._failure = error
         elif not self.topology.single_node:  # at one board a mismatch is seen before any message
             self._allreduce = Allreduce(self._context)
-            self._context.messages.renew()
+            try:
+                self._context.renew()
+            except RingReduceError as lost:
+                self._failure = lost
 
     def _require_open(self) -> None:
         if self._closed:
@@ -408,7 +430,7 @@ class Communicator:
 class _Bound:
     """An in-place call that was looked up once, for as long as its array lives."""
 
-    __slots__ = ("_address", "_algorithm", "_array", "_op", "_shape", "run")
+    __slots__ = ("_algorithm", "_array", "_layout", "_op", "_torch", "run")
 
     def __init__(
         self,
@@ -423,16 +445,21 @@ class _Bound:
         self._op = op
         self._algorithm = algorithm
         self.run = run
-        # A tensor can be given other memory (`set_`, `data =`, `resize_`), an array cannot.
-        self._address = None if isinstance(array, np.ndarray) else target.address
-        self._shape = target.shape
+        self._torch = not isinstance(array, np.ndarray)
+        self._layout = self._layout_of(array)
 
     def repeats(self, array: Any, op: ReduceOp | str, algorithm: str | None) -> bool:
         """Return whether this is the same call on the same memory."""
         same: bool = self._array() is array
         if not same or self._op is not op or self._algorithm is not algorithm:
             return False
-        return self._address is None or (array.data_ptr() == self._address and array.shape == self._shape)
+        return self._layout_of(array) == self._layout
+
+    def _layout_of(self, array: Any) -> tuple[object, ...]:
+        """Return what can change under an array's feet: tensors get other memory, arrays another shape or dtype."""
+        if self._torch:  # `set_`, `data =`, `resize_`, `t_`
+            return array.data_ptr(), array.shape, array.stride()
+        return array.shape, array.dtype  # `shape =`, `resize`, `dtype =`
 
 
 def _same(source: Operand, target: Operand) -> bool:

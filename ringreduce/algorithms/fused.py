@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.buffers import Kernels
+from ringreduce.buffers import Kernels, quietly
 from ringreduce.partition import Partition, pieces
 from ringreduce.transport.board import STAGE_NBYTES, Board, signature_hash
 
@@ -67,6 +67,7 @@ class OneShot(Mailbox):
             kernels.combine(mailboxes) for mailboxes in self._mailboxes
         )
 
+    @quietly
     def run(self, source: Array, target: Array) -> None:
         board = self._board
         np.copyto(self._mine[board.next_parity], source)

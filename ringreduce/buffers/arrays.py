@@ -26,12 +26,10 @@ class Operand:
     Attributes:
         view: the array's own memory with its own shape and strides, in ``dtype.storage``.
         dtype: the type of its elements.
-        address: where its first element lies.
     """
 
     view: npt.NDArray[Any]
     dtype: DType
-    address: int
 
     @classmethod
     def of(cls, array: Any) -> Operand:
@@ -52,8 +50,7 @@ class Operand:
         if isinstance(array, np.ma.MaskedArray):
             raise UnsupportedBufferError("masked arrays are not supported; pass array.data, or fill them")
         dtype = DType.of(array.dtype)
-        view = array.view(dtype.storage) if array.dtype != dtype.storage else array
-        return cls(view, dtype, array.__array_interface__["data"][0])
+        return cls(array.view(dtype.storage) if array.dtype != dtype.storage else array, dtype)
 
     @classmethod
     def _of_torch(cls, tensor: torch.Tensor) -> Operand:
@@ -64,10 +61,16 @@ class Operand:
         if tensor.device.type != "cpu":
             raise UnsupportedBufferError(f"tensors on {tensor.device} are not supported yet; pass a CPU tensor")
         dtype = DType.of(tensor.dtype)
-        plain = tensor.detach().resolve_conj().resolve_neg()
-        if dtype.name == "bfloat16":
-            plain = plain.view(torch.uint16)
-        return cls(plain.numpy(), dtype, plain.data_ptr())
+        plain = tensor.detach()
+        if plain.is_conj() or plain.is_neg():  # lazy views, which NumPy does not know
+            plain = plain.resolve_conj().resolve_neg()
+        return cls((plain.view(torch.uint16) if dtype.name == "bfloat16" else plain).numpy(), dtype)
+
+    @property
+    def address(self) -> int:
+        """Where the first element lies."""
+        address: int = self.view.__array_interface__["data"][0]
+        return address
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -20,7 +20,16 @@ from ringreduce.reduce_ops import ReduceOp
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Call", "Kernels", "NumpyHalfKernels", "TorchHalfKernels", "UfuncKernels", "divide", "kernels_for"]
+__all__ = [
+    "Call",
+    "Kernels",
+    "NumpyHalfKernels",
+    "TorchHalfKernels",
+    "UfuncKernels",
+    "divide",
+    "kernels_for",
+    "quietly",
+]
 
 Array = npt.NDArray[Any]
 Call = Callable[[], object]
@@ -40,6 +49,11 @@ def divide(target: Array, size: int) -> None:
         np.multiply(target, 1.0 / size, target)
     else:
         np.divide(target, size, target)
+
+
+#: Decorates what reduces: an overflow gives inf, as with MPI, and never a warning. Where warnings are errors, one on one
+#: rank would leave the others waiting in the middle of a collective.
+quietly = np.errstate(all="ignore")
 
 
 class Kernels(Protocol):

@@ -23,6 +23,7 @@ from ringreduce.buffers import (
     divide_toward_zero,
     kernels_for,
     narrow,
+    quietly,
     widen,
     wider,
 )
@@ -53,6 +54,7 @@ class Allreduce:
         self._two_shots: Cache[TwoShot] = Cache()
         self._message_plans: Cache[_MessagePlan] = Cache()
 
+    @quietly
     def run(self, source: Operand, target: Operand, op: ReduceOp, choice: Choice, signature: Signature) -> None:
         """Reduce ``source`` over all ranks into ``target``, which is the same memory or apart from it.
 
@@ -90,7 +92,7 @@ class Allreduce:
             kernels = kernels_for(dtype, op, self._context.topology.size)
             return OneShot(self._context.board, signature.text, dtype.storage, shape, kernels)
 
-        return self._one_shots.get(signature, make)
+        return self._one_shots.get(signature.code, make)
 
     def _two_shot(self, source: Operand, target: Operand, op: ReduceOp, signature: Signature) -> None:
         """Reduce in place where every rank's buffer can be reached, else through the staging areas."""
@@ -116,7 +118,7 @@ class Allreduce:
         """Return the plan for ``count`` elements of the arena, or (``location`` None) of any private memory."""
         context = self._context
         return self._two_shots.get(
-            (signature, location), lambda: TwoShot(context, dtype, count, location, op, signature)
+            (signature.code, location), lambda: TwoShot(context, dtype, count, location, op, signature)
         )
 
     # ---- several nodes, or an algorithm that was asked for ----
@@ -124,7 +126,7 @@ class Allreduce:
     def _widened(self, source: Operand, target: Operand, op: ReduceOp, choice: Choice, signature: Signature) -> None:
         """Reduce in a wider type: exact averages of integers, one rounding of 16-bit floats."""
         wide = widen(source.view, source.dtype)
-        operand = Operand(wide, wider(source.dtype), wide.__array_interface__["data"][0])
+        operand = Operand(wide, wider(source.dtype))
         self.run(operand, operand, op, choice, signature)
         if source.dtype.kind != "float":
             divide_toward_zero(wide, self._context.topology.size)
@@ -144,7 +146,7 @@ class Allreduce:
 
         if choice.algorithm == selection.VENDOR:
             context.meet(signature)  # before the plan is set up together
-        plan = self._message_plans.get((signature, location), make) if keep else make()
+        plan = self._message_plans.get((signature.code, location), make) if keep else make()
         if location is None or source.address != target.address:
             np.copyto(plan.memory.reshape(source.shape), source.view)
         if choice.algorithm != selection.VENDOR and not plan.shared:
@@ -182,6 +184,7 @@ class TwoShot:
         self._someone_located = False
         self._plan: Plan | None = None
 
+    @quietly
     def run(self, source: Array, target: Array) -> None:
         """Reduce ``source`` into ``target``: flat private arrays, or both what lies at the location."""
         board = self._board

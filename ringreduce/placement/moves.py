@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ringreduce.algorithms import Collective
 from ringreduce.algorithms.execute import Memory, Plan
 from ringreduce.algorithms.fused import Mailbox
-from ringreduce.buffers import DType, Kernels, divide, divide_toward_zero, kernels_for, narrow, widen, wider
+from ringreduce.buffers import DType, Kernels, divide, divide_toward_zero, kernels_for, narrow, quietly, widen, wider
 from ringreduce.partition import Partition, Segment, segments_of_blocks, segments_of_buffer
 from ringreduce.placement.allreduce import peer_views
 from ringreduce.placement.context import Cache, Context, Signature
@@ -91,6 +91,7 @@ class Moves:
             segments = segments_of_blocks(partition, self._limit(out))
             self._send(Collective.ALLGATHER, choice, Memory(out), segments, None, signature)
 
+    @quietly
     def reduce_scatter(
         self,
         source: Array,
@@ -197,7 +198,7 @@ class Moves:
 
     def _mailbox(self, signature: Signature, storage: np.dtype[Any], count: int) -> Mailbox:
         board = self._context.board
-        return self._mailboxes.get((signature, count), lambda: Mailbox(board, signature.text, storage, (count,)))
+        return self._mailboxes.get((signature.code, count), lambda: Mailbox(board, signature.text, storage, (count,)))
 
     @contextmanager
     def _published(self, data: Array | None, *, copy: bool = False) -> Iterator[Location | None]:
