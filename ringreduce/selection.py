@@ -62,7 +62,10 @@ def choose(collective: Collective, nbytes: int, topology: Topology, config: Conf
     if topology.size == 1:
         return Choice("one_shot" if collective is Collective.ALLREDUCE else "load", "self", "there is one rank")
     if config.algorithm is not None and collective is Collective.ALLREDUCE:
-        return forced(collective, config.algorithm, topology, vendor=vendor)
+        if config.algorithm in names(collective, topology, vendor=vendor):
+            return forced(collective, config.algorithm, topology, vendor=vendor)
+        if config.algorithm != VENDOR:
+            algorithms.find(collective, config.algorithm)  # it may not run here, but it must exist
     if collective is not Collective.ALLREDUCE:
         return _choose_other(collective, topology)
     if topology.single_node:

@@ -50,7 +50,8 @@ class Operand:
         if isinstance(array, np.ma.MaskedArray):
             raise UnsupportedBufferError("masked arrays are not supported; pass array.data, or fill them")
         dtype = DType.of(array.dtype)
-        return cls(array.view(dtype.storage) if array.dtype != dtype.storage else array, dtype)
+        view = np.asarray(array)  # subclasses (np.matrix) reshape in ways of their own
+        return cls(view.view(dtype.storage) if view.dtype != dtype.storage else view, dtype)
 
     @classmethod
     def _of_torch(cls, tensor: torch.Tensor) -> Operand:
@@ -62,8 +63,10 @@ class Operand:
             raise UnsupportedBufferError(f"tensors on {tensor.device} are not supported yet; pass a CPU tensor")
         dtype = DType.of(tensor.dtype)
         plain = tensor.detach()
-        if plain.is_conj() or plain.is_neg():  # lazy views, which NumPy does not know
-            plain = plain.resolve_conj().resolve_neg()
+        if plain.is_conj() or plain.is_neg():  # lazy views, which NumPy does not know: copy, and let nobody store there
+            view = plain.resolve_conj().resolve_neg().numpy()
+            view.flags.writeable = False
+            return cls(view, dtype)
         return cls((plain.view(torch.uint16) if dtype.name == "bfloat16" else plain).numpy(), dtype)
 
     @property
@@ -101,7 +104,9 @@ class Operand:
             UnsupportedBufferError: the memory is read-only, or several elements share one place.
         """
         if not self.view.flags.writeable:
-            raise UnsupportedBufferError("the array is read-only, so no result can be stored in it; pass a copy")
+            raise UnsupportedBufferError(
+                "the array is read-only (or a lazy conjugate of another), so no result can be stored in it; pass a copy"
+            )
         if _overlaps_itself(self.view):
             raise UnsupportedBufferError(
                 f"elements of the array share memory (shape {self.view.shape}, strides {self.view.strides}), "

@@ -43,7 +43,9 @@ class DType:
         Raises:
             UnsupportedBufferError: collectives cannot take such elements.
         """
-        found = _FOUND.get(dtype) if dtype.__hash__ is not None else None
+        if dtype.__hash__ is None:
+            return _look_up(dtype)
+        found = _FOUND.get(dtype)
         if found is None:
             found = _FOUND[dtype] = _look_up(dtype)
         return found

@@ -101,6 +101,8 @@ class Allreduce:
         if location is not None and source.address != target.address:
             np.copyto(target.view, source.view)
         flat = source.flat() if location is None else target.flat()
+        if source.dtype.half and not flat.flags.writeable:
+            flat = flat.copy()  # torch, which has the fast kernels, knows no read-only memory
         result = target.flat() if target.contiguous else np.empty_like(flat)
         plan.run(flat, result)
         if not target.contiguous:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import Generic, Protocol, TypeVar
 from ringreduce.algorithms import Collective, Schedule, schedule_for
 from ringreduce.algorithms.execute import STREAMS
 from ringreduce.config import Config
+from ringreduce.errors import MismatchError
 from ringreduce.topology import Topology
 from ringreduce.transport.agreement import Agreement
 from ringreduce.transport.board import NOWHERE, Board, signature_hash
@@ -104,14 +106,29 @@ class Context:
         """
         if not self.topology.single_node:
             self.agreement.enter(signature.text)
-        parity = self.board.arrive(signature.text, signature.code, NOWHERE if location is None else location)
+        try:
+            parity = self.board.arrive(signature.text, signature.code, NOWHERE if location is None else location)
+        except MismatchError:
+            if not self.topology.single_node:
+                self.agreement.settle()  # the other nodes must hear of it, and say what they call
+            raise
         return self.board.locations(parity)
 
     def barrier(self) -> None:
         """Return when all ranks have called this."""
-        self.meet(_BARRIER)
-        if not self.topology.single_node:
-            self.messages.exchange(b"")
+        if self.topology.single_node:
+            self.meet(_BARRIER)
+        else:
+            self.agreement.enter(_BARRIER.text, meet=True)
+
+    def renew(self) -> None:
+        """Go on after a mismatch between nodes: leave behind what is under way and count calls alike. Collective."""
+        self.messages.renew()
+        reached = [self.agreement.call, self.board.number, self.board.epoch]
+        everyone = [json.loads(each) for each in self.messages.exchange(json.dumps(reached).encode())]
+        self.agreement.resume(max(call for call, _, _ in everyone))
+        members = [everyone[member] for member in self.board.members]
+        self.board.resume(max(number for _, number, _ in members), max(epoch for _, _, epoch in members))
 
     def tag(self, signature: Signature) -> int:
         """Return the first of a few tags that stand for a signature, so that messages of two calls never match."""

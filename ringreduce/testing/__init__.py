@@ -2,15 +2,17 @@
 
 from ringreduce.testing.conformance import check_collectives, check_messages
 from ringreduce.testing.doubles import FailingMessages, RecordingMessages
-from ringreduce.testing.ranks import run_ranks
+from ringreduce.testing.ranks import caught, run_ranks, run_threads
 from ringreduce.testing.samples import expected, sample
 
 __all__ = [
     "FailingMessages",
     "RecordingMessages",
+    "caught",
     "check_collectives",
     "check_messages",
     "expected",
     "run_ranks",
+    "run_threads",
     "sample",
 ]

@@ -5,17 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ringreduce.communicator import Communicator
 from ringreduce.config import Config
+from ringreduce.errors import RingReduceError
 from ringreduce.placement import Context
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.messages import Messages
 from ringreduce.transport.node import join
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["run_ranks"]
+__all__ = ["caught", "run_ranks", "run_threads"]
 
 T = TypeVar("T")
 
@@ -43,21 +44,42 @@ def run_ranks(
     """
     settings = replace(config or Config(timeout_s=30.0), node_size=node_size or (config.node_size if config else None))
     world = MemoryWorld(size, settings.timeout_s)
+
+    def run(rank: int) -> T:
+        waiter = Waiter(settings.timeout_s, crowded=True)
+        messages = wrap(world.messages(rank))
+        node = join(messages, waiter, settings, "threads", lambda pids: world.segments_of(rank))
+        waiter.crowded = True  # threads of one interpreter run one at a time
+        context = Context(messages, waiter, node, settings)
+        context.agreement.patience = 16  # a false suspicion costs nothing here, a test that waits does
+        communicator = Communicator(context)
+        result = function(communicator)
+        communicator.close()
+        return result
+
+    return run_threads(size, run, on_error=world.meeting.abort)
+
+
+def run_threads(size: int, function: Callable[[int], T], *, on_error: Callable[[], None] = lambda: None) -> list[T]:
+    """Call ``function(rank)`` on ``size`` threads at once and return their results.
+
+    Args:
+        size: the number of threads.
+        function: what each does.
+        on_error: called on a thread that fails, to end the others.
+
+    Raises:
+        Exception: the error of the thread that failed first.
+    """
     results: dict[int, T] = {}
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
         try:
-            waiter = Waiter(settings.timeout_s, crowded=True)
-            messages = wrap(world.messages(rank))
-            node = join(messages, waiter, settings, "threads", lambda pids: world.segments_of(rank))
-            waiter.crowded = True  # threads of one interpreter run one at a time
-            communicator = Communicator(Context(messages, waiter, node, settings))
-            results[rank] = function(communicator)
-            communicator.close()
+            results[rank] = function(rank)
         except BaseException as error:
             errors.append(error)
-            world.meeting.abort()
+            on_error()
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
     for thread in threads:
@@ -67,3 +89,12 @@ def run_ranks(
     if errors:
         raise errors[0]
     return [results[rank] for rank in range(size)]
+
+
+def caught(function: Callable[..., object], *arguments: Any, **options: Any) -> RingReduceError | None:
+    """Return the error that a call raises on this rank, None if it succeeds: for comparing errors between ranks."""
+    try:
+        function(*arguments, **options)
+    except RingReduceError as error:
+        return error
+    return None

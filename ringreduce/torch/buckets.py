@@ -28,7 +28,7 @@ from ringreduce.communicator import Communicator
 from ringreduce.errors import UnsupportedBufferError
 from ringreduce.reduce_ops import MAX, ReduceOp
 
-__all__ = ["BUCKET_NBYTES", "Bucket", "GradientBuckets", "plan"]
+__all__ = ["ALIGNMENT_NBYTES", "BUCKET_NBYTES", "LARGE_NBYTES", "Bucket", "GradientBuckets", "plan"]
 
 #: When a bucket is full, in bytes. On one node, 1 to 100 MiB differ by no more than the measurement does; this is small
 #: enough for gradients that are copied into a bucket to be still in the last-level cache when it is reduced.

@@ -21,16 +21,23 @@ from ringreduce.transport.waiting import Waiter
 __all__ = ["Agreement"]
 
 _REMEMBERED = 4096  # calls; a rank cannot be further ahead of a peer that still asks, but for broadcast roots
-_SUSPICIOUS_CHECKS = 4096  # watcher rounds without data (about half a second) before a rank announces what it waits in
+_PATIENCE = 4096  # watcher rounds without data (about half a second) before a rank announces what it waits in
 
 
 class Agreement:
-    """Compares signatures over a transport's control notes; one for each communicator of several nodes."""
+    """Compares signatures over a transport's control notes; one for each communicator of several nodes.
 
-    def __init__(self, messages: Messages, waiter: Waiter) -> None:
+    Attributes:
+        call: the number of the call that this rank is in, or was in last.
+        patience: how often `watch` is called without data before a rank announces what it waits in.
+    """
+
+    def __init__(self, messages: Messages, waiter: Waiter, patience: int = _PATIENCE) -> None:
         self._messages = messages
         self._waiter = waiter
-        self._call = 0
+        self.patience = patience
+        self.call = 0
+        self._settled_up_to = 0  # notes about calls up to this one are old
         self._known: set[str] = set()
         self._mine: OrderedDict[int, str] = OrderedDict()
         self._heard: dict[int, dict[int, str]] = {}
@@ -38,23 +45,39 @@ class Agreement:
         self._left: dict[int, int] = {}
         self._checks = 0
 
-    def enter(self, signature: str) -> None:
+    def enter(self, signature: str, *, meet: bool = False) -> None:
         """Begin the next call; compare its signature with the other ranks' if it is new.
+
+        Args:
+            signature: what this rank calls.
+            meet: wait for all ranks to enter, known or not: a barrier.
 
         Raises:
             MismatchError: another rank's call has another signature.
             PeerLostError: a rank has left the world.
         """
-        self._call += 1
-        self._mine[self._call] = signature
+        self.call += 1
+        self._mine[self.call] = signature
         self._checks = 0
         if len(self._mine) > _REMEMBERED:
             self._mine.popitem(last=False)
-        if signature in self._known:
-            return
-        self._announce(self._call)
+        if meet or signature not in self._known:
+            self.settle()
+
+    def settle(self) -> None:
+        """Announce the call that this rank is in and wait until all ranks have announced theirs.
+
+        Raises:
+            MismatchError, PeerLostError: as `enter`.
+        """
+        self._announce(self.call)
         self._waiter.until(self._settled, self._missing)
-        self._known.add(signature)
+
+    def resume(self, call: int) -> None:
+        """Count on from ``call``, the furthest that any rank had come to when a mismatch ended it."""
+        self.call = self._settled_up_to = call
+        self._heard.clear()
+        self._announced.clear()
 
     def watch(self) -> None:
         """Look at what peers announce; called again and again by whoever waits for data.
@@ -64,22 +87,22 @@ class Agreement:
         """
         self._listen()
         self._checks += 1
-        if self._checks == _SUSPICIOUS_CHECKS and self._call in self._mine:
-            self._announce(self._call)
+        if self._checks == self.patience and self.call > self._settled_up_to:
+            self._announce(self.call)
 
     def leave(self) -> None:
         """Tell the others that this rank takes part in no further call."""
         for peer in self._peers():
-            self._messages.post(json.dumps({"left_after": self._call}).encode(), peer)
+            self._messages.post(json.dumps({"left_after": self.call}).encode(), peer)
 
     def _settled(self) -> bool:
         self._listen()
-        return len(self._heard.get(self._call, ())) == self._messages.size
+        return len(self._heard.get(self.call, ())) == self._messages.size
 
     def _missing(self) -> str:
-        heard = self._heard.get(self._call, {})
+        heard = self._heard.get(self.call, {})
         missing = [rank for rank in range(self._messages.size) if rank not in heard]
-        return f"ranks {missing} to call a collective; this rank called {self._mine[self._call]}"
+        return f"ranks {missing} to call a collective; this rank called {self._mine[self.call]}"
 
     def _announce(self, call: int) -> None:
         if call in self._announced:
@@ -97,16 +120,16 @@ class Agreement:
             said = json.loads(note)
             if "left_after" in said:
                 self._left[peer] = said["left_after"]
-            else:
+            elif said["call"] > self._settled_up_to:
                 self._hear(said["call"], peer, said["signature"])
-                if said["call"] <= self._call:
+                if said["call"] <= self.call:
                     self._announce(said["call"])
         # A peer may have announced this very call before this rank entered it.
-        if self._call in self._heard:
-            self._announce(self._call)
+        if self.call in self._heard:
+            self._announce(self.call)
         for peer, last in self._left.items():
-            if last < self._call:
-                raise PeerLostError(peer, f"it has shut down; this rank called {self._mine[self._call]}")
+            if self._settled_up_to <= last < self.call:
+                raise PeerLostError(peer, f"it has shut down; this rank called {self._mine[self.call]}")
 
     def _hear(self, call: int, rank: int, signature: str) -> None:
         heard = self._heard.setdefault(call, {})

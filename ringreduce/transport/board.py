@@ -64,6 +64,10 @@ class Board:
         locations: where each member's part lies; see `Board.allocate`.
         rank: this rank.
         waiter: how to wait, and the watchers that may end a wait.
+
+    Attributes:
+        number: the calls that this rank has begun.
+        epoch: the barriers that it has reached.
     """
 
     def __init__(
@@ -86,8 +90,8 @@ class Board:
         # What `arrive` and `barrier` walk through: the peers' lines, by parity.
         self._arrivals = tuple(tuple(line[parity] for _, line in self._others) for parity in (0, 1))
         self._barriers = tuple(line[_BARRIER] for _, line in self._others)
-        self._number = 0
-        self._epoch = 0
+        self.number = 0
+        self.epoch = 0
         self._waiting: tuple[Sequence[memoryview], int, str] | None = None
         self._fence = _fence_for(platform.machine())
         waiter.watchers.append(self._watch)
@@ -102,7 +106,7 @@ class Board:
     @property
     def next_parity(self) -> int:
         """Which of the two mailboxes and lines the next arrival uses."""
-        return (self._number + 1) & 1
+        return (self.number + 1) & 1
 
     def mailboxes(self, parity: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> list[Array]:
         """Return every member's mailbox as an array, in the order of ``members``."""
@@ -132,7 +136,7 @@ class Board:
             MismatchError: on every member, if any called something else.
             CollectiveTimeoutError, PeerLostError: a member did not come.
         """
-        number = self._number = self._number + 1
+        number = self.number = self.number + 1
         parity = number & 1
         line = self._mine[parity]
         line[_SIGNATURE] = code
@@ -163,13 +167,20 @@ class Board:
 
     def barrier(self, signature: str) -> None:
         """Wait until every member has reached its n-th barrier, as this rank reaches its own."""
-        epoch = self._epoch = self._epoch + 1
+        epoch = self.epoch = self.epoch + 1
         self._fence()
         self._mine[_BARRIER][0] = epoch
         for line in self._barriers:
             if line[0] < epoch and not self._spin(line, epoch):
                 self._wait(self._barriers, epoch, signature)
         self._fence()
+
+    def resume(self, number: int, epoch: int) -> None:
+        """Count on from the most calls and barriers that any member has reached, after a call that not all came to.
+
+        No member may be on its way through a call; the same numbers on all.
+        """
+        self.number, self.epoch = number, epoch
 
     def leave(self) -> None:
         """Mark this rank as gone, so that nobody waits for it in vain."""

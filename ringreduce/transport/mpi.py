@@ -65,14 +65,16 @@ class MpiMessages:
         self.max_tag = 32767 if tag_limit is None else int(tag_limit)
         self._waiter = waiter
         self._posted: list[tuple[MPI.Request, bytes]] = []
+        # A request that is under way when its call fails is never freed: MPI may still write to the memory it names.
+        self._described: dict[int, MPI.Prequest] = {}
 
     def send(self, data: Array, peer: int, tag: int) -> Request:
         with _translated():
-            return self._data.Send_init([data.view(np.uint8), MPI.BYTE], peer, tag)
+            return self._keep(self._data.Send_init([data.view(np.uint8), MPI.BYTE], peer, tag))
 
     def recv(self, data: Array, peer: int, tag: int) -> Request:
         with _translated():
-            return self._data.Recv_init([data.view(np.uint8), MPI.BYTE], peer, tag)
+            return self._keep(self._data.Recv_init([data.view(np.uint8), MPI.BYTE], peer, tag))
 
     def start(self, requests: Sequence[Request]) -> None:
         try:
@@ -97,6 +99,7 @@ class MpiMessages:
     def free(self, requests: Sequence[Request]) -> None:
         with _translated():
             for request in cast("Sequence[MPI.Request]", requests):
+                del self._described[id(request)]
                 request.Free()
 
     def allreduce(self, data: Array, dtype: str, op: ReduceOp) -> Request | None:
@@ -105,7 +108,11 @@ class MpiMessages:
         if dtype not in _TYPES or not exact or data.size > np.iinfo(np.int32).max:
             return None
         with _translated():
-            return self._data.Allreduce_init(MPI.IN_PLACE, [data, _TYPES[dtype]], _OPS[op])
+            return self._keep(self._data.Allreduce_init(MPI.IN_PLACE, [data, _TYPES[dtype]], _OPS[op]))
+
+    def _keep(self, request: MPI.Prequest) -> MPI.Prequest:
+        self._described[id(request)] = request
+        return request
 
     def post(self, note: bytes, peer: int) -> None:
         with _translated():

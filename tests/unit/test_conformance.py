@@ -4,31 +4,15 @@ import pytest
 
 from ringreduce.communicator import Communicator
 from ringreduce.config import Config
-from ringreduce.testing import check_collectives, check_messages, run_ranks
+from ringreduce.testing import check_collectives, check_messages, run_ranks, run_threads
 from ringreduce.transport.memory import MemoryWorld
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_memory_messages_conform(size: int) -> None:
     """Threads exchange messages and notes as every transport must."""
-    import threading
-
     world = MemoryWorld(size)
-    errors: list[BaseException] = []
-
-    def run(rank: int) -> None:
-        try:
-            check_messages(world.messages(rank))
-        except BaseException as error:
-            errors.append(error)
-            world.meeting.abort()
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    run_threads(size, lambda rank: check_messages(world.messages(rank)), on_error=world.meeting.abort)
 
 
 @pytest.mark.parametrize(("size", "node_size"), [(1, None), (2, None), (3, None), (2, 1), (3, 1), (4, 2), (5, 2)])

@@ -1,0 +1,112 @@
+"""Settings: every variable, its default, and what is wrong with a bad value."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringreduce.config import Config, parse_nbytes
+from ringreduce.errors import ConfigError
+
+VARIABLES = {
+    "RINGREDUCE_TIMEOUT": "timeout_s",
+    "RINGREDUCE_NODE_SIZE": "node_size",
+    "RINGREDUCE_SHARED_MEMORY": "shared_memory",
+    "RINGREDUCE_ALGORITHM": "algorithm",
+    "RINGREDUCE_SEGMENT": "segment_nbytes",
+    "RINGREDUCE_BUCKET": "bucket_nbytes",
+}
+
+
+def test_an_empty_environment_gives_the_defaults() -> None:
+    """Without variables, and with empty ones, the settings are those of Config()."""
+    assert Config.from_environ({}) == Config()
+    assert Config.from_environ(dict.fromkeys(VARIABLES, "")) == Config()
+
+
+def test_every_setting_has_a_variable_and_says_so() -> None:
+    """Each field but the launcher's is read from a variable that the docstring names."""
+    fields = {field.name for field in dataclasses.fields(Config)}
+    assert set(VARIABLES.values()) == fields - {"launched_size"}
+    assert all(name in Config.__doc__ for name in VARIABLES)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("RINGREDUCE_TIMEOUT", "2.5", 2.5),
+        ("RINGREDUCE_TIMEOUT", "1e3", 1000.0),
+        ("RINGREDUCE_NODE_SIZE", "2", 2),
+        ("RINGREDUCE_SHARED_MEMORY", "0", False),
+        ("RINGREDUCE_SHARED_MEMORY", "Off", False),
+        ("RINGREDUCE_SHARED_MEMORY", "yes", True),
+        ("RINGREDUCE_ALGORITHM", "ring", "ring"),
+        ("RINGREDUCE_SEGMENT", "64K", 65536),
+        ("RINGREDUCE_SEGMENT", "4096", 4096),
+        ("RINGREDUCE_BUCKET", "1m", 1 << 20),
+        ("RINGREDUCE_BUCKET", "2G", 2 << 30),
+    ],
+)
+def test_a_variable_sets_its_field_alone(name: str, text: str, value: object) -> None:
+    """A variable is understood as documented and changes no other setting."""
+    assert Config.from_environ({name: text}) == dataclasses.replace(Config(), **{VARIABLES[name]: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *(("RINGREDUCE_TIMEOUT", text) for text in ("soon", "0", "-1", "nan", "inf", "5s")),
+        *(("RINGREDUCE_NODE_SIZE", text) for text in ("0", "-2", "two", "1.5", " ", "²")),
+        *(("RINGREDUCE_SHARED_MEMORY", text) for text in ("2", "maybe")),
+        *(("RINGREDUCE_SEGMENT", text) for text in ("0", "K", "-4K", "1T", "1.5M", "0K", "4 K")),
+        *(("RINGREDUCE_BUCKET", text) for text in ("many", "M", "-1")),
+    ],
+)
+def test_a_bad_value_is_refused_by_name(name: str, text: str) -> None:
+    """What cannot be understood is a ConfigError that names the variable and quotes its value."""
+    with pytest.raises(ConfigError) as caught:
+        Config.from_environ({name: text})
+    assert name in str(caught.value)
+    assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "OMPI_COMM_WORLD_SIZE",
+        "PMI_SIZE",
+        "MV2_COMM_WORLD_SIZE",
+        "SLURM_STEP_NUM_TASKS",
+        "PALS_NRANKS",
+        "FLUX_JOB_SIZE",
+        "JSM_NAMESPACE_SIZE",
+    ],
+)
+def test_launchers_are_recognised(name: str) -> None:
+    """The number of ranks is read where each launcher leaves it; what is no number says nothing."""
+    assert Config.from_environ({name: "4"}).launched_size == 4
+    assert Config.from_environ({name: "four"}).launched_size is None
+
+
+@given(st.integers(1, 1 << 40), st.sampled_from([("", 1), ("K", 1 << 10), ("M", 1 << 20), ("g", 1 << 30)]))
+def test_sizes_are_read_as_written(number: int, unit: tuple[str, int]) -> None:
+    """A positive whole number with an optional unit is that many 1024-based bytes."""
+    assert parse_nbytes(f"{number}{unit[0]}") == number * unit[1]
+
+
+@given(st.text(max_size=6))
+def test_any_text_is_a_size_or_a_value_error(text: str) -> None:
+    """No text ends in another error than ValueError, and none gives a size below one byte."""
+    try:
+        assert parse_nbytes(text) >= 1
+    except ValueError:
+        pass
+
+
+def test_settings_cannot_be_changed() -> None:
+    """A Config is a value."""
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().timeout_s = 1.0  # type: ignore[misc]
