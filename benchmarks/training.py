@@ -1,9 +1,9 @@
 """Measure a training step with ringreduce's optimizer beside its alternatives, in turn, in one run.
 
     mpirun -np 2 python benchmarks/training.py                # 24 x 1024x1024 linear layers, 25 M parameters
-    mpirun -np 2 python benchmarks/training.py --model cnn    # 162 small tensors
+    mpirun -np 2 python benchmarks/training.py --model cnn    # 80 convolutions, 162 small tensors
 
-Contenders, each with a copy of the same model on the same data, one step of each after the other:
+Contenders, each with a copy of the same model on the same data:
 
     plain       no communication: what the step costs without its peers
     ringreduce  ringreduce.torch.DistributedOptimizer
@@ -11,8 +11,11 @@ Contenders, each with a copy of the same model on the same data, one step of eac
     gloo        torch's DistributedDataParallel over Gloo
 
 A step is zero_grad, forward, backward and optimizer.step; its time is the slowest rank's, the figure the median over
-the steps. At the end the ranks' weights must be bitwise equal, and the contenders' equal within rounding; else the exit
-status is 1.
+the steps. The contenders take short turns. A turn begins with a heap like that of a process of its own: nobody holds
+gradients, and free memory has gone back to the kernel. Otherwise one contender's heap would keep memory at hand for the
+next, and gradients that are allocated anew in every step would cost none of the page faults that they cost in a
+training script. At the end the ranks' weights must be bitwise equal, and the contenders' equal within rounding; else
+the exit status is 1.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import ctypes
 import json
 import os
 import sys
@@ -40,6 +44,10 @@ import ringreduce.torch as hvd
 from ringreduce.cli.peers import gloo_process_group, mpi_library
 
 LEARNING_RATE = 0.001  # the deep CNN diverges from 0.01
+TURN = 5  # steps of a contender that are timed in a row
+LEAD = 2  # steps before them that are not
+
+Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass
@@ -51,22 +59,6 @@ class Contender:
     step: Callable[[torch.Tensor, torch.Tensor], None]
 
 
-class Residual(nn.Module):
-    """A convolution block of four small parameter tensors.
-
-    GroupNorm and not BatchNorm: DistributedDataParallel would also broadcast running statistics in every step.
-    """
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(channels, channels, 3, padding=1), nn.GroupNorm(4, channels), nn.ReLU(inplace=True)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.body(x)
-
-
 def mlp() -> tuple[nn.Module, tuple[int, ...], tuple[int, ...]]:
     """Return 24 layers of 1024 x 1024 and the shapes of a sample and of its target."""
     layers = [layer for _ in range(24) for layer in (nn.Linear(1024, 1024), nn.ReLU(inplace=True))]
@@ -74,9 +66,9 @@ def mlp() -> tuple[nn.Module, tuple[int, ...], tuple[int, ...]]:
 
 
 def cnn() -> tuple[nn.Module, tuple[int, ...], tuple[int, ...]]:
-    """Return 40 residual blocks and a linear layer, 162 tensors, and the shapes of a sample and of its target."""
-    blocks = [Residual(16) for _ in range(40)]
-    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)), (16, 8, 8), (10,)
+    """Return 80 convolutions of 32 channels and a linear layer, 162 tensors; and the shapes of sample and target."""
+    layers = [layer for _ in range(80) for layer in (nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(inplace=True))]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)), (32, 4, 4), (10,)
 
 
 MODELS = {"mlp": mlp, "cnn": cnn}
@@ -136,22 +128,33 @@ def ddp_gloo(model: nn.Module) -> Contender:
     return Contender("gloo", model, lambda x, y: descend(wrapped, optimizer, x, y))
 
 
-def measure(contenders: list[Contender], batches: Iterator[tuple[torch.Tensor, torch.Tensor]], steps: int) -> Any:
-    """Return the slowest rank's time (seconds) of every step of every contender, shape (contenders, steps)."""
+def measure(contenders: list[Contender], batches: Iterator[Batch], steps: int) -> Any:
+    """Return the slowest rank's time (seconds) of ``steps`` steps of every contender, shape (contenders, steps)."""
     times = np.empty((len(contenders), steps))
-    for step in range(steps):
-        x, y = next(batches)
-        for row, contender in enumerate(contenders):
-            ringreduce.barrier()
-            begin = time.perf_counter()
-            contender.step(x, y)
-            times[row, step] = time.perf_counter() - begin
+    for first in range(0, steps, TURN):
+        turn = range(first, min(first + TURN, steps))
+        lead, timed = [next(batches) for _ in range(LEAD)], [next(batches) for _ in turn]
+        for row, contender in zip(times, contenders, strict=True):
+            empty_heap(contenders)
+            for x, y in lead:
+                contender.step(x, y)
+            for step, (x, y) in zip(turn, timed, strict=True):
+                ringreduce.barrier()
+                begin = time.perf_counter()
+                contender.step(x, y)
+                row[step] = time.perf_counter() - begin
     return ringreduce.allreduce(times, "max")
 
 
-def endless_batches(
-    batch: int, sample: tuple[int, ...], target: tuple[int, ...]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def empty_heap(contenders: list[Contender]) -> None:
+    """Let go of all gradients, and give free memory back to the kernel where the C library can."""
+    for each in contenders:
+        each.model.zero_grad()
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def endless_batches(batch: int, sample: tuple[int, ...], target: tuple[int, ...]) -> Iterator[Batch]:
     """Yield batches that differ between ranks and steps."""
     random = torch.Generator().manual_seed(1000 + ringreduce.rank())
     while True:
@@ -203,7 +206,7 @@ def table(found: dict[str, Any]) -> str:
         f"{config['model']}: {config['parameters'] / 1e6:.2f} M parameters in {config['tensors']} tensors, "
         f"batch {config['batch']} per rank, SGD; {config['placement']}, {config['cores']} cores, "
         f"{config['threads']} threads per rank",
-        f"median of {config['steps']} steps, contenders in turn",
+        f"median of {config['steps']} steps, contenders in turns of {TURN}",
         "",
         f"{'contender':<12}{'median (ms)':>12}{'min (ms)':>12}{'ringreduce /':>14}",
     ]
@@ -220,7 +223,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", choices=MODELS, default="mlp")
     parser.add_argument("--batch", type=int, default=16, help="samples per rank and step (16)")
     parser.add_argument("--steps", type=int, default=30, help="timed steps of each contender (30)")
-    parser.add_argument("--warmup", type=int, default=5, help="steps before them (5)")
     parser.add_argument("-J", "--output_file", type=Path, help="write the JSON report there")
     return parser.parse_args()
 
@@ -236,7 +238,6 @@ def main() -> int:
         makers = (plain, distributed_optimizer, flat_mpi, ddp_gloo)
         contenders = [make(copy.deepcopy(model)) for make in makers]
         batches = endless_batches(arguments.batch, sample, target)
-        measure(contenders, batches, arguments.warmup)
         times = measure(contenders, batches, arguments.steps)
         found = report(arguments, contenders, times, weights_agree(contenders))
     if ringreduce.rank() == 0:

@@ -63,7 +63,7 @@ def test_pieces_cover_a_range(start: int, length: int, limit: int) -> None:
 
 @given(COUNTS, BLOCKS, LIMITS)
 def test_segments_of_a_buffer_are_consecutive_ranges(count: int, nblocks: int, limit: int) -> None:
-    """Segments follow one another, each is one range cut into blocks of at most the limit, and there is at least one."""
+    """There is a segment at least; they follow one another, and each is one range of blocks of at most the limit."""
     segments = segments_of_buffer(count, nblocks, limit)
     assert segments
     assert_covers([block for segment in segments for block in segment], 0, count)

@@ -49,13 +49,13 @@ def test_a_topology_describes_itself(hosts: str, words: str) -> None:
     assert Topology.from_hosts(hosts).describe() == words
 
 
-def test_grid_has_consecutive_ranks_on_a_node() -> None:
+def test_uniform_nodes_hold_consecutive_ranks() -> None:
     """A regular topology gives each node so many consecutive ranks; it is homogeneous, and one node is single."""
-    grid = Topology.grid(3, 4)
-    assert grid.nodes == ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11))
-    assert grid.homogeneous
-    assert not grid.single_node
-    assert Topology.grid(1, 4).single_node
+    regular = Topology.uniform(3, 4)
+    assert regular.nodes == ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11))
+    assert regular.homogeneous
+    assert not regular.single_node
+    assert Topology.uniform(1, 4).single_node
     assert not Topology.from_hosts("aab").homogeneous
 
 

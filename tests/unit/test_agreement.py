@@ -1,0 +1,207 @@
+"""Agreement over messages: mismatches at first sight, confusions of known calls, and ranks that left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
+
+from ringreduce.errors import CollectiveTimeoutError, MismatchError, PeerLostError
+from ringreduce.testing import caught, run_threads
+from ringreduce.transport.agreement import Agreement
+from ringreduce.transport.memory import MemoryWorld
+from ringreduce.transport.waiting import Waiter
+
+T = TypeVar("T")
+
+
+class Rank:
+    """An agreement with its waiter, and what a rank does while it waits for data."""
+
+    def __init__(self, world: MemoryWorld, rank: int, timeout_s: float, patience: int) -> None:
+        self.rank = rank
+        self.messages = world.messages(rank)
+        self.waiter = Waiter(timeout_s, crowded=True)
+        self.agreement = Agreement(self.messages, self.waiter, patience)
+        self.waiter.watchers.append(self.agreement.watch)
+
+    def call(self, signature: str) -> Exception | None:
+        return caught(self.agreement.enter, signature)
+
+    def wait_for_data(self) -> Exception | None:
+        """Wait for what never comes."""
+        return caught(self.waiter.until, lambda: False, lambda: "data")
+
+    def notes(self) -> int:
+        """Return how many notes wait to be read here, and drop them."""
+        count = 0
+        while self.messages.poll() is not None:
+            count += 1
+        return count
+
+
+def on_ranks(size: int, function: Callable[[Rank], T], timeout_s: float = 20.0, patience: int = 5) -> list[T]:
+    world = MemoryWorld(size)
+    ranks = [Rank(world, rank, timeout_s, patience) for rank in range(size)]
+
+    def fail() -> None:
+        for rank in ranks:
+            rank.waiter.timeout_s = 0.0
+
+    return run_threads(size, lambda index: function(ranks[index]), on_error=fail)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_ranks_that_call_the_same_agree(size: int) -> None:
+    """Equal calls pass, new ones and known ones in any order."""
+
+    def calls(rank: Rank) -> list[Exception | None]:
+        return [rank.call(signature) for signature in "abacabad"]
+
+    assert on_ranks(size, calls) == [[None] * 8] * size
+
+
+def test_a_known_call_costs_no_note() -> None:
+    """Only the first call with a signature is announced; later ones send nothing at all."""
+    world = MemoryWorld(2)
+    ranks = [Rank(world, index, 20.0, 5) for index in range(2)]
+    run_threads(2, lambda index: ranks[index].call("a"))
+    for rank in ranks:
+        for _ in range(10):
+            assert rank.call("a") is None
+    assert [rank.notes() for rank in ranks] == [0, 0]
+
+
+@pytest.mark.parametrize("calls", ["ab", "aab", "abc", "abab"])
+def test_a_mismatch_at_first_sight_is_the_same_on_all(calls: str) -> None:
+    """Whoever calls what, all ranks raise the same error with every rank's call, and agree again afterwards."""
+
+    def call(rank: Rank) -> tuple[object, ...]:
+        error = rank.call(calls[rank.rank])
+        assert isinstance(error, MismatchError)
+        return error.values, str(error), rank.call("next"), rank.call("next")
+
+    results = on_ranks(len(calls), call)
+    assert results == [(dict(enumerate(calls)), results[0][1], None, None)] * len(calls)
+
+
+def test_a_known_call_meets_a_new_one() -> None:
+    """A rank that knows its call waits for data, and there hears of the rank that calls something new."""
+
+    def call(rank: Rank) -> MismatchError:
+        assert rank.call("known") is None
+        error = rank.call("new" if rank.rank == 1 else "known") or rank.wait_for_data()
+        assert isinstance(error, MismatchError)
+        return error
+
+    errors = on_ranks(3, call, patience=1 << 30)
+    assert [error.values for error in errors] == [{0: "known", 1: "new", 2: "known"}] * 3
+
+
+def test_known_calls_that_are_confused_are_found() -> None:
+    """Ranks that wait for data in different known calls grow suspicious, say what they wait in, and all raise."""
+
+    def call(rank: Rank) -> MismatchError:
+        assert [rank.call("a"), rank.call("b")] == [None, None]
+        error = rank.call("ab"[rank.rank % 2]) or rank.wait_for_data()
+        assert isinstance(error, MismatchError)
+        return error
+
+    errors = on_ranks(3, call)
+    assert [error.values for error in errors] == [{0: "a", 1: "b", 2: "a"}] * 3
+
+
+def test_suspicion_without_reason_is_harmless() -> None:
+    """A rank that waits long for ranks which are merely slow learns that they agree, and goes on waiting."""
+
+    def call(rank: Rank) -> Exception | None:
+        assert rank.call("a") is None
+        assert rank.call("a") is None
+        error = rank.wait_for_data()
+        rank.waiter.timeout_s = 20.0
+        return error or rank.call("next")
+
+    assert all(isinstance(error, CollectiveTimeoutError) for error in on_ranks(3, call, timeout_s=0.1, patience=2))
+
+
+def test_a_call_that_peers_already_finished() -> None:
+    """A rank that announces a call which its peers have left behind hears what they called, and so do they."""
+
+    def call(rank: Rank) -> MismatchError:
+        assert rank.call("a") is None
+        if rank.rank == 0:
+            error = rank.call("new")
+        else:  # known, and no data was missing
+            assert [rank.call("a"), rank.call("a")] == [None, None]
+            error = rank.wait_for_data()
+        assert isinstance(error, MismatchError)
+        return error
+
+    errors = on_ranks(3, call, patience=1 << 30)
+    assert [error.values for error in errors] == [{0: "new", 1: "a", 2: "a"}] * 3
+
+
+def test_a_rank_that_left_is_named() -> None:
+    """Who calls something after a rank has left gets a PeerLostError with its number and the call."""
+
+    def call(rank: Rank) -> Exception | None:
+        assert rank.call("a") is None
+        if rank.rank == 1:
+            return rank.agreement.leave()
+        return rank.call("b")
+
+    errors = on_ranks(3, call)
+    for error in (errors[0], errors[2]):
+        assert isinstance(error, PeerLostError)
+        assert error.rank == 1
+        assert "this rank called b" in str(error)
+
+
+def test_a_rank_that_left_after_the_last_call_is_not_missed() -> None:
+    """A rank that took part and left at once does not fail the others in that call."""
+
+    def call(rank: Rank) -> Exception | None:
+        error = rank.call("last")
+        rank.agreement.leave()
+        return error
+
+    assert on_ranks(3, call) == [None] * 3
+
+
+def test_the_time_limit_names_who_is_missing() -> None:
+    """When ranks do not come to a new call the error names exactly those, and the call."""
+    errors = on_ranks(3, lambda rank: rank.call("allreduce") if rank.rank == 0 else None, timeout_s=0.02)
+    assert isinstance(errors[0], CollectiveTimeoutError)
+    assert "ranks [1, 2]" in str(errors[0])
+    assert "allreduce" in str(errors[0])
+
+
+def test_meeting_is_a_barrier() -> None:
+    """With ``meet`` nobody returns before all have entered, although the call is known."""
+    entered = [0] * 3
+
+    def call(rank: Rank) -> None:
+        for turn in range(1, 20):
+            entered[rank.rank] = turn
+            rank.agreement.enter("barrier", meet=True)
+            assert min(entered) >= turn
+
+    on_ranks(3, call)
+
+
+def test_ranks_resume_at_one_number() -> None:
+    """After a mismatch ranks that are a call apart count on from the furthest, and old notes mean nothing."""
+
+    def call(rank: Rank) -> Exception | None:
+        assert rank.call("a") is None
+        if rank.rank == 0:
+            assert isinstance(rank.call("new"), MismatchError)
+        else:
+            assert rank.call("a") is None
+            assert rank.call("ahead of you" if rank.rank == 2 else "a") or rank.wait_for_data()
+        rank.messages.exchange(b"")
+        rank.agreement.resume(3)
+        return rank.call("together") or rank.call("a") or rank.call("again")
+
+    assert on_ranks(3, call, patience=1 << 30) == [None] * 3

@@ -1,0 +1,224 @@
+"""The board: barriers, mailboxes, and the errors that all members of a node see alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from ringreduce.errors import CollectiveTimeoutError, MismatchError, PeerLostError
+from ringreduce.testing import caught, run_threads
+from ringreduce.transport.board import MAILBOX_NBYTES, NOWHERE, STAGE_NBYTES, Board, signature_hash
+from ringreduce.transport.memory import MemorySegments, MemoryWorld
+from ringreduce.transport.shared import Arena, Location
+from ringreduce.transport.waiting import Waiter
+
+T = TypeVar("T")
+
+#: From another process, on another day: all ranks must compute the same.
+BARRIER_HASH = 7000561993883189029
+
+
+class MortalSegments(MemorySegments):
+    """Segments of ranks whose processes may be said to have ended."""
+
+    dead: frozenset[int] = frozenset()
+
+    def alive(self, rank: int) -> bool:
+        return rank not in self.dead
+
+
+def on_boards(
+    size: int, function: Callable[[Board], T], timeout_s: float = 20.0, dead: frozenset[int] = frozenset()
+) -> list[T]:
+    """Call ``function`` with the board of each rank, on threads; ranks are numbered 10, 11, ... in the process set."""
+    world = MemoryWorld(10 + size)
+    members = [10 + index for index in range(size)]
+    arenas, waiters = [], []
+    for member in members:
+        segments = MortalSegments(world, member)
+        segments.dead = dead
+        arenas.append(Arena(segments))
+        waiters.append(Waiter(timeout_s, crowded=True))
+    locations = [Board.allocate(arena) for arena in arenas]
+    boards = [
+        Board(arena, members, locations, member, waiter)
+        for arena, member, waiter in zip(arenas, members, waiters, strict=True)
+    ]
+
+    def fail() -> None:
+        for waiter in waiters:
+            waiter.timeout_s = 0.0
+
+    return run_threads(size, lambda index: function(boards[index]), on_error=fail)
+
+
+def arrive(board: Board, signature: str, location: Location = NOWHERE) -> int:
+    return board.arrive(signature, signature_hash(signature), location)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_nobody_passes_a_barrier_before_all_have_reached_it(size: int) -> None:
+    """What a rank wrote before a barrier all others see behind it, as often as they meet."""
+    written = np.zeros((50, size), np.int64)
+
+    def meet(board: Board) -> None:
+        for turn in range(50):
+            written[turn, board.index] = 1
+            board.barrier("barrier") if turn % 3 else arrive(board, "call")
+            assert written[turn].all()
+
+    on_boards(size, meet)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_mailboxes_alternate(size: int) -> None:
+    """A rank may fill its mailbox for the next call while others still read: the two calls' boxes are different."""
+
+    def swap(board: Board) -> None:
+        boxes = [board.mailboxes(parity, np.dtype(np.int64), (3,)) for parity in (0, 1)]
+        parities = []
+        for turn in range(40):
+            boxes[board.next_parity][board.index][:] = 100 * turn + board.index
+            parity = arrive(board, "swap")
+            parities.append(parity)
+            assert [box.tolist() for box in boxes[parity]] == [[100 * turn + index] * 3 for index in range(size)]
+        assert parities == [1, 0] * 20
+
+    on_boards(size, swap)
+
+
+def test_areas_of_the_board_do_not_overlap() -> None:
+    """Mailboxes and stages of full size lie apart from each other and from the flags."""
+
+    def fill(board: Board) -> None:
+        areas = [board.mailboxes(parity, np.dtype(np.uint8), (MAILBOX_NBYTES,))[board.index] for parity in (0, 1)]
+        areas += [board.stages(number, np.dtype(np.uint8), (STAGE_NBYTES,))[board.index] for number in range(4)]
+        for number, area in enumerate(areas):
+            area[:] = number + 1
+        arrive(board, "call")
+        assert [(area == number + 1).all() for number, area in enumerate(areas)] == [True] * len(areas)
+
+    on_boards(2, fill)
+
+
+def test_locations_are_those_of_this_call() -> None:
+    """Every rank learns where the others' buffers lie in this call, also when they moved since the last one."""
+
+    def publish(board: Board) -> None:
+        for turn in range(4):
+            parity = arrive(board, "call", Location(board.index + 1, turn * 64))
+            others = [index for index in range(3) if index != board.index]
+            assert board.peers == [10 + index for index in others]
+            assert board.locations(parity) == [(index + 1, turn * 64) for index in others]
+        assert board.locations(arrive(board, "call")) == [(NOWHERE.segment, NOWHERE.offset)] * 2
+
+    on_boards(3, publish)
+
+
+@pytest.mark.parametrize("calls", [("a", "b", "a"), ("a", "b", "c"), ("b", "a", "a")])
+def test_a_mismatch_is_the_same_error_on_all_members(calls: tuple[str, ...]) -> None:
+    """If any member calls something else, all get a MismatchError with every rank's call, and meet again afterwards."""
+
+    def call(board: Board) -> tuple[MismatchError, int]:
+        error = caught(arrive, board, calls[board.index])
+        assert isinstance(error, MismatchError)
+        assert caught(arrive, board, "next") is None
+        assert isinstance(caught(arrive, board, calls[board.index]), MismatchError)
+        return error, arrive(board, "next")
+
+    results = on_boards(3, call)
+    assert [error.values for error, _ in results] == [{10: calls[0], 11: calls[1], 12: calls[2]}] * 3
+    assert len({str(error) for error, _ in results}) == 1
+
+
+def test_a_long_signature_is_cut_not_refused() -> None:
+    """A mismatch of calls with very long texts names what fits."""
+
+    def call(board: Board) -> str:
+        return str(caught(arrive, board, f"rank {board.index} é" + "é" * 5000))
+
+    first, second = on_boards(2, call)
+    assert first == second
+    assert "rank 0" in first
+    assert "rank 1" in first
+
+
+@pytest.mark.parametrize("how", ["arrive", "barrier"])
+def test_a_member_that_left_is_named(how: str) -> None:
+    """Who waits for a rank that has left gets a PeerLostError with its number and the call, not a time-out."""
+
+    def call(board: Board) -> object:
+        if board.index == 1:
+            return board.leave()
+        return caught(arrive, board, "allreduce") if how == "arrive" else caught(board.barrier, "allreduce")
+
+    errors = on_boards(3, call)
+    for error in (errors[0], errors[2]):
+        assert isinstance(error, PeerLostError)
+        assert error.rank == 11
+        assert "allreduce" in str(error)
+
+
+def test_a_member_that_left_after_its_part_is_not_missed() -> None:
+    """A rank that reached a barrier and left at once does not fail those that come to it later."""
+
+    def call(board: Board) -> None:
+        arrive(board, "last")
+        board.leave()
+
+    on_boards(3, call)
+
+
+def test_a_member_whose_process_ended_is_named() -> None:
+    """Who waits for a rank whose process is gone gets a PeerLostError that says so."""
+    errors = on_boards(
+        2, lambda board: caught(arrive, board, "sum") if board.index == 0 else None, dead=frozenset({11})
+    )
+    assert isinstance(errors[0], PeerLostError)
+    assert (errors[0].rank, "process has ended" in str(errors[0])) == (11, True)
+
+
+def test_the_time_limit_names_who_is_missing_and_in_what() -> None:
+    """When members do not come the error names exactly those, and the call."""
+
+    def call(board: Board) -> object:
+        return caught(arrive, board, "allreduce of x") if board.index == 0 else None
+
+    error = on_boards(3, call, timeout_s=0.01)[0]
+    assert isinstance(error, CollectiveTimeoutError)
+    assert "rank 11, 12 in allreduce of x" in str(error)
+
+
+def test_counting_on_together_after_a_call_that_not_all_came_to() -> None:
+    """Members that resume at the furthest count of any meet again, though one of them had gone a call ahead."""
+
+    def call(board: Board) -> bool:
+        if board.index == 0:
+            assert isinstance(caught(arrive, board, "alone"), CollectiveTimeoutError)
+        return board.number == (board.index == 0)
+
+    def again(board: Board) -> None:
+        for _ in range(3):
+            arrive(board, "together")
+            board.barrier("together")
+
+    def both(board: Board) -> None:
+        waiter = board._waiter
+        waiter.timeout_s = 0.01 if board.index == 0 else 20.0
+        assert call(board)
+        waiter.timeout_s = 20.0
+        board.resume(1, 0)
+        again(board)
+
+    on_boards(2, both)
+
+
+def test_signature_hashes_are_stable_numbers() -> None:
+    """A hash is 63 bits, the same in every process, and different for different signatures."""
+    assert signature_hash("barrier") == BARRIER_HASH
+    hashes = {signature_hash(f"allreduce(sum, shape {count}, float32)") for count in range(10_000)}
+    assert len(hashes) == 10_000
+    assert all(0 <= each < 1 << 63 for each in hashes)

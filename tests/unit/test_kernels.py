@@ -1,0 +1,207 @@
+"""The kernels against references that are computed in float64 or in whole numbers, one rank after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import reduce
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from ringreduce.buffers import DTYPES, divide, kernels_for
+from ringreduce.buffers.kernels import NumpyHalfKernels, TorchHalfKernels, UfuncKernels
+from ringreduce.reduce_ops import ReduceOp
+
+COUNT = 257
+HALVES = ["float16", "bfloat16"]
+WHOLE = ("int", "uint", "bool")
+CASES = [
+    (name, op) for name in DTYPES for op in ReduceOp if op is not ReduceOp.AVERAGE or DTYPES[name].kind not in WHOLE
+]
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """Overflows and NaN are values here; whoever calls kernels and casts silences NumPy's warnings, once for all."""
+    with np.errstate(all="ignore"):
+        yield
+
+
+def native(name: str) -> np.dtype:
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+def random(name: str, rng: np.random.Generator) -> np.ndarray:
+    """Return random elements in their native type: integers over their whole range, floats of ordinary size."""
+    kind = DTYPES[name].kind
+    if kind in ("int", "uint"):
+        limits = np.iinfo(name)
+        return rng.integers(limits.min, limits.max, COUNT, dtype=name, endpoint=True)
+    if kind == "bool":
+        return rng.integers(0, 2, COUNT).astype(bool)
+    values = rng.standard_normal(COUNT)
+    return (values + 1j * rng.standard_normal(COUNT) if kind == "complex" else values).astype(native(name))
+
+
+def reference(arrays: list[np.ndarray], op: ReduceOp) -> np.ndarray:
+    """Reduce in float64, or in whole numbers without a limit."""
+    kind = arrays[0].dtype.kind
+    wide = [array.astype(object if kind in "iu" else np.complex128 if kind == "c" else np.float64) for array in arrays]
+    if kind == "b":
+        wide = arrays
+    ufunc = {ReduceOp.PRODUCT: np.multiply, ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum}.get(op, np.add)
+    total = reduce(ufunc, wide)
+    if op is ReduceOp.AVERAGE:
+        total = total / len(arrays)
+    if kind in "iu":
+        bits = 8 * arrays[0].itemsize
+        return (
+            np.array([int(each) % 2**bits for each in total], np.uint64)
+            .astype(f"u{arrays[0].itemsize}")
+            .view(arrays[0].dtype)
+        )
+    return total
+
+
+def assert_agrees(name: str, actual: np.ndarray, wanted: np.ndarray, roundings: int) -> None:
+    """Whole numbers agree exactly, floats to within so many roundings of the largest intermediate value."""
+    if DTYPES[name].kind in WHOLE:
+        np.testing.assert_array_equal(actual, wanted)
+        return
+    bits = {"float16": 11, "bfloat16": 8, "float64": 53, "complex128": 53}.get(name, 24)
+    wide = np.complex128 if DTYPES[name].kind == "complex" else np.float64
+    np.testing.assert_allclose(
+        actual.astype(wide), wanted, rtol=roundings * 2.0**-bits, atol=roundings * 8 * 2.0**-bits
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("name", "op"), CASES)
+def test_combining_equals_the_reference(name: str, op: ReduceOp, size: int, rng: np.random.Generator) -> None:
+    """Any dtype, op and number of sources gives the reference's result, in a new target and in each of the sources."""
+    row = DTYPES[name]
+    arrays = [random(name, rng) for _ in range(size)]
+    wanted = reference(arrays, op)
+    results = []
+    for place in range(size + 1):
+        sources = [array.copy().view(row.storage) for array in arrays]
+        target = np.empty(COUNT, row.storage) if place == size else sources[place]
+        combine = kernels_for(row, op, size).combine(sources)
+        combine(target)
+        assert_agrees(name, target.view(native(name)), wanted, roundings=size)
+        results.append(target.tobytes())
+        for index, source in enumerate(sources):
+            assert index == place or source.tobytes() == arrays[index].tobytes(), "a source was written to"
+    assert len(set(results)) == 1
+
+
+@pytest.mark.parametrize(("name", "op"), [case for case in CASES if case[1] is not ReduceOp.AVERAGE])
+def test_folding_equals_the_reference(name: str, op: ReduceOp, rng: np.random.Generator) -> None:
+    """A fold is a combination of two that ends in the first, and can be called again."""
+    row = DTYPES[name]
+    target, source = random(name, rng), random(name, rng)
+    once = reference([target, source], op)
+    fold = kernels_for(row, op, 2).fold(target.view(row.storage), source.view(row.storage))
+    fold()
+    assert_agrees(name, target, once, roundings=2)
+    twice = reference([target, source], op)
+    fold()
+    assert_agrees(name, target, twice, roundings=2)
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_bound_kernels_see_new_data(name: str) -> None:
+    """A kernel is bound to memory, not to what stood there; 16-bit sums of 1..4 are exact either way."""
+    row = DTYPES[name]
+    sources = [np.zeros(5, native(name)) for _ in range(4)]
+    target = np.empty(5, row.storage)
+    for kernels in (NumpyHalfKernels(row, ReduceOp.SUM, 4), TorchHalfKernels(row, ReduceOp.SUM, 4)):
+        combine = kernels.combine([source.view(row.storage) for source in sources])
+        for turn in (1, 2):
+            for rank, source in enumerate(sources):
+                source[:] = turn * (rank + 1)
+            combine(target)
+            assert target.view(native(name)).tolist() == [10 * turn] * 5
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("op", ReduceOp, ids=lambda op: op.value)
+@pytest.mark.parametrize("name", HALVES)
+def test_half_kernels_agree_with_each_other(name: str, op: ReduceOp, size: int, rng: np.random.Generator) -> None:
+    """With torch and without it results are equal, overflows and subnormals included; NaN payloads may differ."""
+    row = DTYPES[name]
+    arrays = [rng.integers(0, 1 << 16, 4096, dtype=np.uint16).astype(np.uint16) for _ in range(size)]
+    results = []
+    for kernels in (NumpyHalfKernels(row, op, size), TorchHalfKernels(row, op, size)):
+        target = np.empty(4096, row.storage)
+        kernels.combine([array.view(row.storage) for array in arrays])(target)
+        results.append(target.view(native(name)))
+    ours, theirs = results
+    nan = np.isnan(ours)
+    np.testing.assert_array_equal(nan, np.isnan(theirs))
+    np.testing.assert_array_equal(ours[~nan].astype(np.float32), theirs[~nan].astype(np.float32))
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_half_sums_are_rounded_once(name: str) -> None:
+    """Many small terms survive beside a large one, as they do in float32 and would not in 16 bits."""
+    row = DTYPES[name]
+    large, small = (2048.0, 0.75) if name == "float16" else (256.0, 0.75)
+    arrays = [np.full(3, value, native(name)) for value in (large, small, small, small)]
+    wanted = np.full(3, large + 3 * small, np.float32).astype(native(name))
+    assert wanted[0] != large
+    for kernels in (NumpyHalfKernels(row, ReduceOp.SUM, 4), TorchHalfKernels(row, ReduceOp.SUM, 4)):
+        target = np.empty(3, row.storage)
+        kernels.combine([array.view(row.storage) for array in arrays])(target)
+        assert target.view(native(name)).tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("op", ReduceOp, ids=lambda op: op.value)
+@pytest.mark.parametrize("name", [name for name, row in DTYPES.items() if row.kind in ("float", "complex")])
+def test_nan_of_any_rank_wins(name: str, op: ReduceOp, place: int) -> None:
+    """A NaN in one source is a NaN in the result of every op, min and max included, and nowhere else."""
+    row = DTYPES[name]
+    arrays = [np.ones(3, native(name)) for _ in range(3)]
+    arrays[place][1] = np.nan
+    target = np.empty(3, row.storage)
+    kernels_for(row, op, 3).combine([array.view(row.storage) for array in arrays])(target)
+    assert np.isnan(target.view(native(name))).tolist() == [False, True, False]
+
+
+def test_integers_wrap_around() -> None:
+    """A sum or product that is too large wraps around, as NumPy's does."""
+    for name, op, values, wanted in (
+        ("int8", ReduceOp.SUM, (100, 100), -56),
+        ("uint8", ReduceOp.SUM, (200, 100), 44),
+        ("int32", ReduceOp.PRODUCT, (1 << 30, 4), 0),
+        ("uint64", ReduceOp.SUM, (2**64 - 1, 2), 1),
+    ):
+        target = np.empty(1, name)
+        kernels_for(DTYPES[name], op, 2).combine([np.array([value], name) for value in values])(target)
+        assert target.tolist() == [wanted]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 8])
+@pytest.mark.parametrize("name", ["float32", "float64", "complex64", "complex128"])
+def test_division_rounds_once(name: str, size: int, rng: np.random.Generator) -> None:
+    """An average's division is the correctly rounded quotient."""
+    array = random(name, rng)
+    wanted = array / native(name).type(size)
+    divide(array, size)
+    np.testing.assert_array_equal(array, wanted)
+
+
+def test_whole_numbers_are_averaged_elsewhere() -> None:
+    """An average of integers in their own type could overflow: asking for one is a broken invariant."""
+    with pytest.raises(AssertionError, match="wider"):
+        UfuncKernels(DTYPES["int32"], ReduceOp.AVERAGE, 2)
+
+
+def test_empty_views_are_combined() -> None:
+    """A rank may own no element at all."""
+    for name in ("float32", "bfloat16"):
+        row = DTYPES[name]
+        empty = [np.empty(0, row.storage) for _ in range(3)]
+        kernels_for(row, ReduceOp.SUM, 3).combine(empty)(empty[0])

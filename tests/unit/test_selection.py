@@ -1,0 +1,119 @@
+"""The choice of an algorithm: by size and topology, by name, and in words."""
+
+from __future__ import annotations
+
+import pytest
+
+from ringreduce import selection
+from ringreduce.algorithms import ALGORITHMS, Collective
+from ringreduce.config import Config
+from ringreduce.errors import ConfigError
+from ringreduce.selection import MIDDLE_NBYTES, ONE_SHOT_NBYTES, SMALL_NBYTES, VENDOR, Choice
+from ringreduce.topology import Topology
+
+ONE, NODE, FLAT, GRID, UNEVEN = (
+    Topology.uniform(1, 1),
+    Topology.uniform(1, 4),
+    Topology.uniform(4, 1),
+    Topology.uniform(2, 4),
+    Topology.from_hosts("aab"),
+)
+TOPOLOGIES = [ONE, NODE, FLAT, GRID, UNEVEN]
+
+
+def choose(topology: Topology, nbytes: int, collective: Collective = Collective.ALLREDUCE, **settings) -> Choice:
+    vendor = settings.pop("vendor", True)
+    return selection.choose(collective, nbytes, topology, Config(**settings), vendor=vendor)
+
+
+@pytest.mark.parametrize(
+    ("topology", "nbytes", "algorithm", "transport"),
+    [
+        (ONE, 1 << 30, "one_shot", "self"),
+        (NODE, 0, "one_shot", "shared"),
+        (NODE, ONE_SHOT_NBYTES, "one_shot", "shared"),
+        (NODE, ONE_SHOT_NBYTES + 1, "two_shot", "shared"),
+        (FLAT, SMALL_NBYTES, VENDOR, "messages"),
+        (FLAT, SMALL_NBYTES + 1, "halving_doubling", "messages"),
+        (FLAT, MIDDLE_NBYTES, "halving_doubling", "messages"),
+        (FLAT, MIDDLE_NBYTES + 1, "ring", "messages"),
+        (GRID, 8, VENDOR, "messages"),
+        (GRID, 1 << 20, "hierarchical", "shared+messages"),
+        (UNEVEN, 1 << 20, "hierarchical", "shared+messages"),
+    ],
+)
+def test_allreduce_goes_by_size_and_topology(topology: Topology, nbytes: int, algorithm: str, transport: str) -> None:
+    """Each row of the rules holds, at its limits too, and gives a reason."""
+    choice = choose(topology, nbytes)
+    assert (choice.algorithm, choice.transport) == (algorithm, transport)
+    assert choice.reason
+
+
+def test_without_a_library_of_its_own_small_messages_double() -> None:
+    """Where the transport has no allreduce, small ones between nodes take the fewest rounds."""
+    assert choose(FLAT, 8, vendor=False).algorithm == "recursive_doubling"
+
+
+@pytest.mark.parametrize("vendor", [True, False])
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=Topology.describe)
+@pytest.mark.parametrize("collective", Collective, ids=lambda each: each.value)
+def test_what_is_chosen_can_run(collective: Collective, topology: Topology, vendor: bool) -> None:
+    """Whatever the size, the choice is among the names that can run there."""
+    possible = selection.names(collective, topology, vendor=vendor)
+    for nbytes in (0, 1, 10_000, 100_000, 1 << 20, 1 << 32):
+        assert choose(topology, nbytes, collective, vendor=vendor).algorithm in possible
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=Topology.describe)
+@pytest.mark.parametrize("collective", Collective, ids=lambda each: each.value)
+def test_every_possible_name_can_be_forced(collective: Collective, topology: Topology) -> None:
+    """A name that is offered is taken, with a transport that suits the topology."""
+    for name in selection.names(collective, topology, vendor=True):
+        choice = selection.forced(collective, name, topology, vendor=True)
+        assert choice.algorithm == name
+        if name != VENDOR:
+            assert (choice.transport == "self") == (topology.size == 1)
+        assert choice.transport != "shared" or topology.single_node
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=Topology.describe)
+def test_every_other_name_is_refused_with_a_reason(topology: Topology) -> None:
+    """An algorithm that cannot run on a topology is a ConfigError that says why; an unknown one lists the known."""
+    for algorithm in ALGORITHMS:
+        if algorithm.refuses(topology) is not None:
+            with pytest.raises(ConfigError, match=r"cannot run here: .+"):
+                selection.forced(algorithm.collective, algorithm.name, topology, vendor=True)
+    with pytest.raises(ConfigError, match=r"unknown allreduce algorithm 'bogus'; choose one of one_shot, two_shot, .*"):
+        selection.forced(Collective.ALLREDUCE, "bogus", topology, vendor=True)
+
+
+def test_the_librarys_own_takes_a_library() -> None:
+    """The name of the MPI library's allreduce is offered and accepted only where there is one, and for nothing else."""
+    assert VENDOR not in selection.names(Collective.ALLREDUCE, FLAT, vendor=False)
+    assert VENDOR not in selection.names(Collective.BROADCAST, FLAT, vendor=True)
+    with pytest.raises(ConfigError, match="talk over MPI"):
+        selection.forced(Collective.ALLREDUCE, VENDOR, FLAT, vendor=False)
+    with pytest.raises(ConfigError, match="unknown broadcast algorithm 'mpi'"):
+        selection.forced(Collective.BROADCAST, VENDOR, FLAT, vendor=True)
+
+
+def test_the_configured_algorithm_is_used_wherever_it_can_run() -> None:
+    """The setting rules allreduces of all sizes, yields to the rules where it cannot run, and must exist."""
+    assert {choose(FLAT, nbytes, algorithm="double_tree").algorithm for nbytes in (8, 1 << 30)} == {"double_tree"}
+    assert choose(FLAT, 1 << 30, algorithm="two_shot").algorithm == "ring"
+    assert choose(FLAT, 8, algorithm=VENDOR, vendor=False).algorithm == "recursive_doubling"
+    assert choose(FLAT, 8, Collective.BROADCAST, algorithm="double_tree").algorithm == "binomial"
+    for topology in (NODE, FLAT):
+        with pytest.raises(ConfigError, match="'bogus'"):
+            choose(topology, 8, algorithm="bogus")
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=Topology.describe)
+def test_explain_says_what_would_run_and_what_else_could(topology: Topology) -> None:
+    """The text has the collective, bytes, topology, algorithm and reason, and all the other names."""
+    choice = choose(topology, 1 << 20)
+    text = selection.explain(Collective.ALLREDUCE, 1 << 20, topology, Config(), vendor=True)
+    for part in ("allreduce of 1048576 bytes", topology.describe(), choice.algorithm, choice.reason):
+        assert part in text
+    for name in selection.names(Collective.ALLREDUCE, topology, vendor=True):
+        assert name in text

@@ -1,0 +1,196 @@
+"""The arena and its segments: who owns which bytes, when they come back, and who else can see them."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import subprocess
+import sys
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringreduce.errors import TransportError
+from ringreduce.transport.memory import MemoryWorld
+from ringreduce.transport.shared import Arena, Block, Location, MemfdSegments, PrivateSegments
+
+PAGE = 4096
+UINT8 = np.dtype(np.uint8)
+
+
+def address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
+
+
+def span(block: Block) -> tuple[int, int, int]:
+    return block.location.segment, block.location.offset, block.location.offset + block.memory.nbytes
+
+
+class CountingSegments(PrivateSegments):
+    """Counts the segments that were made."""
+
+    made = 0
+
+    def create(self, nbytes: int) -> tuple[int, np.ndarray]:
+        self.made += 1
+        return super().create(nbytes)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.integers(0, 3 << 20), st.booleans()), max_size=30))
+def test_blocks_never_overlap(requests: list[tuple[int, bool]]) -> None:
+    """Whatever is allocated and released in between, blocks in use are apart, page-aligned and large enough."""
+    arena = Arena(PrivateSegments())
+    used: list[Block] = []
+    for nbytes, release in requests:
+        if release and used:
+            arena.release(used.pop(len(used) // 2))
+        block = arena.allocate(nbytes)
+        assert block.memory.nbytes >= max(1, nbytes)
+        assert address(block.memory) % PAGE == 0
+        used.append(block)
+    spans = sorted(map(span, used))
+    for (segment, _, stop), (other, start, _) in pairwise(spans):
+        assert segment != other or stop <= start
+
+
+@given(st.permutations(range(6)))
+def test_holes_merge(order: list[int]) -> None:
+    """Blocks that come back in any order leave one hole, which takes a block of their sizes together."""
+    segments = CountingSegments()
+    arena = Arena(segments)
+    blocks = [arena.allocate(8 << 20) for _ in range(8)]  # all of a segment
+    for index in order:
+        arena.release(blocks[index])
+    assert arena.allocate(48 << 20).location == blocks[0].location
+    assert segments.made == 1
+
+
+def test_a_large_block_gets_a_segment_of_its_size() -> None:
+    """What is larger than a segment is allocated all the same, and found from its first to its last byte."""
+    arena = Arena(PrivateSegments())
+    block = arena.allocate((64 << 20) + 1)
+    assert block.memory.nbytes > 64 << 20
+    assert arena.locate(address(block.memory), block.memory.nbytes) == block.location
+
+
+def test_memory_of_dropped_arrays_comes_back() -> None:
+    """An array that is gone makes room: thousands of buffers, one after the other, need one segment."""
+    segments = CountingSegments()
+    arena = Arena(segments)
+    places = set()
+    for _ in range(200):
+        array = arena.array(4 << 20)
+        places.add(address(array))
+        del array
+    assert len(places) == 1
+    assert segments.made == 1
+
+
+def test_views_keep_the_memory() -> None:
+    """As long as any view of an array lives, of whatever dtype and shape, its bytes are given to nobody else."""
+    arena = Arena(PrivateSegments())
+    view = arena.array(PAGE).view(np.float32).reshape(2, -1)[1:, ::2]
+    view[:] = 7
+    gc.collect()
+    other = arena.array(PAGE)
+    other[:] = 0
+    assert (view == 7).all()
+    first = arena.locate(address(view) - PAGE // 2, 1)
+    del view
+    assert arena.allocate(1).location == first
+
+
+def test_locate_knows_what_is_inside() -> None:
+    """Addresses in the arena are found with their offset; what lies outside or straddles the end is not."""
+    arena = Arena(PrivateSegments())
+    blocks = [arena.allocate(64 << 20), arena.allocate(64 << 20)]
+    for block in blocks:
+        start, nbytes = address(block.memory), block.memory.nbytes
+        segment = block.location.segment
+        assert arena.locate(start, nbytes) == Location(segment, 0)
+        assert arena.locate(start + 12, 5) == Location(segment, 12)
+        assert arena.locate(start + nbytes - 1, 1) == Location(segment, nbytes - 1)
+        assert arena.locate(start, 0) == Location(segment, 0)
+        assert arena.locate(start + nbytes - 1, 2) is None
+    private = np.empty(10)
+    assert arena.locate(address(private), private.nbytes) is None
+    assert arena.locate(0, 1) is None
+    assert Arena(PrivateSegments()).locate(address(private), 1) is None
+
+
+def test_own_views_show_the_blocks_bytes() -> None:
+    """A view by location is the memory itself, and keeps no array that users hold."""
+    arena = Arena(PrivateSegments())
+    block = arena.allocate(64)
+    arena.view(block.location, np.dtype(np.int32), 4)[:] = [1, 2, 3, 4]
+    assert block.memory[:16].view(np.int32).tolist() == [1, 2, 3, 4]
+
+
+def test_a_memfd_segment_is_seen_through_another_mapping() -> None:
+    """What one mapping of a segment stores the other one loads; they are different addresses of the same memory."""
+    arena = Arena(MemfdSegments({0: os.getpid()}))
+    block = arena.allocate(PAGE)
+    mapped = arena.peer_view(0, block.location, UINT8, PAGE)
+    assert address(mapped) != address(block.memory)
+    block.memory[:3] = [1, 2, 3]
+    assert mapped[:3].tolist() == [1, 2, 3]
+    mapped[0] = 9
+    assert block.memory[0] == 9
+    assert address(arena.peer_view(0, block.location, UINT8, PAGE)) == address(mapped)
+    arena.close()
+
+
+def test_fresh_segments_are_zero() -> None:
+    """A segment starts as zeros, whatever makes it: flags must not be random."""
+    for segments in (MemfdSegments({}), PrivateSegments(), MemoryWorld(1).segments_of(0)):
+        _, memory = segments.create(3 * PAGE)
+        assert memory.nbytes == 3 * PAGE
+        assert not memory.any()
+        segments.close()
+
+
+def test_memory_that_cannot_be_reached_is_a_typed_error() -> None:
+    """Where a peer's segment cannot be opened the error names the rank and says why."""
+    segments = MemfdSegments({1: os.getpid()})
+    with pytest.raises(TransportError, match=r"memory of rank 1.*No such file"):
+        segments.open(1, 10**6)
+    with pytest.raises(TransportError, match="rank 1 shares no memory"):
+        PrivateSegments().open(1, 1)
+
+
+def test_closing_leaves_arrays_valid_and_no_descriptor() -> None:
+    """After close the segments' files are closed, arrays that users hold work, and dropping them is harmless."""
+    arena = Arena(MemfdSegments({0: os.getpid()}))
+    array = arena.array(2 * PAGE)
+    location = arena.locate(address(array), 1)
+    assert location is not None
+    assert arena.alive(0)
+    fd = location.segment
+    mapped = arena.peer_view(0, location, UINT8, PAGE)
+    os.fstat(fd)
+    arena.close()
+    arena.close()
+    with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
+        os.fstat(fd)
+    array[:] = 5
+    assert (mapped == 5).all()
+    del array, arena
+    gc.collect()
+    assert (mapped == 5).all()
+
+
+def test_a_process_that_ended_is_not_alive() -> None:
+    """A peer is alive while its process runs, and not once it has ended, seen before or not."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    watching, late = MemfdSegments({1: child.pid}), MemfdSegments({1: child.pid})
+    assert watching.alive(1)
+    child.communicate(b"\n")
+    assert not watching.alive(1)
+    assert not late.alive(1)
+    watching.close()
+    late.close()
