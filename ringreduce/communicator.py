@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ringreduce import selection
 from ringreduce.algorithms import Collective
-from ringreduce.buffers import DType, Operand, like, new
+from ringreduce.buffers import DType, Operand, like, new, quiet_context
 from ringreduce.config import Config
 from ringreduce.errors import (
     ConfigError,
@@ -63,6 +63,7 @@ class Communicator:
         self._signatures: dict[tuple[object, ...], tuple[Choice, Signature]] = {}
         self._closed = False
         self._failure: BaseException | None = None
+        self._quiet = quiet_context()
         self.instruments = Instruments()
 
     # ---- who and where ----
@@ -107,9 +108,16 @@ class Communicator:
         """
         if out is array:
             bound = self._bound.get(id(array))
-            if bound is not None and bound.repeats(array, op, algorithm) and not self.instruments.observers:
+            if (
+                bound is not None
+                and bound.array() is array
+                and bound.op is op
+                and bound.algorithm is algorithm
+                and (bound.address is None or bound.still_there(array))
+                and not self.instruments.observers
+            ):
                 try:
-                    bound.run(array)
+                    self._quiet.run(bound.run, array)
                 except BaseException as error:
                     self._failed(error)
                     raise
@@ -140,7 +148,8 @@ class Communicator:
         counts = [(part.stop - part.start) * row for part in rows]
         choice, signature = self._choose(Collective.REDUCE_SCATTER, source, algorithm, op.value, shape=source.shape)
         with self._running(Collective.REDUCE_SCATTER, choice, source.nbytes), _flat_target(target) as flat:
-            self._moves.reduce_scatter(source.flat(), source.dtype, counts, flat, op, choice, signature)
+            reduce_scatter = self._moves.reduce_scatter
+            self._quiet.run(reduce_scatter, source.flat(), source.dtype, counts, flat, op, choice, signature)
         return out
 
     def allgather(self, array: Any, *, algorithm: str | None = None) -> Any:
@@ -291,10 +300,10 @@ class Communicator:
             source = Operand(source.view.copy(), source.dtype)
         if self.instruments.observers:
             with self._running(Collective.ALLREDUCE, choice, source.nbytes):
-                self._allreduce.run(source, target, kind, choice, signature)
+                self._quiet.run(self._allreduce.run, source, target, kind, choice, signature)
         else:
             try:
-                self._allreduce.run(source, target, kind, choice, signature)
+                self._quiet.run(self._allreduce.run, source, target, kind, choice, signature)
             except BaseException as error:
                 self._failed(error)
                 raise
@@ -325,13 +334,12 @@ class Communicator:
         location = self._allreduce.locate(target)
         two_shot = self._allreduce.two_shot(target.dtype, target.count, location, op, signature)
         if location is not None:
-            mine = self._context.arena.view(location, target.dtype.storage, target.count)
-            return lambda _: two_shot.run(mine, mine)
+            return two_shot.run_located
         if array is target.view and target.contiguous:
 
             def run(same: npt.NDArray[Any]) -> None:
                 flat = same.reshape(-1)
-                two_shot.run(flat, flat)
+                two_shot.run_private(flat, flat)
 
             return run
         return None
@@ -428,9 +436,16 @@ class Communicator:
 
 
 class _Bound:
-    """An in-place call that was looked up once, for as long as its array lives."""
+    """An in-place call that was looked up once, for as long as its array lives.
 
-    __slots__ = ("_algorithm", "_array", "_layout", "_op", "_torch", "run")
+    Attributes:
+        array: a weak reference to it.
+        op, algorithm: the arguments, as they were given.
+        address: where its memory lies; None for NumPy arrays, which cannot be given other memory.
+        run: repeats the call.
+    """
+
+    __slots__ = ("_shape", "address", "algorithm", "array", "op", "run")
 
     def __init__(
         self,
@@ -441,25 +456,16 @@ class _Bound:
         run: Callable[[Any], object],
         forget: Callable[[object], object],
     ) -> None:
-        self._array = weakref.ref(array, forget)
-        self._op = op
-        self._algorithm = algorithm
+        self.array = weakref.ref(array, forget)
+        self.op = op
+        self.algorithm = algorithm
         self.run = run
-        self._torch = not isinstance(array, np.ndarray)
-        self._layout = self._layout_of(array)
+        self.address = None if isinstance(array, np.ndarray) else target.address
+        self._shape = target.shape
 
-    def repeats(self, array: Any, op: ReduceOp | str, algorithm: str | None) -> bool:
-        """Return whether this is the same call on the same memory."""
-        same: bool = self._array() is array
-        if not same or self._op is not op or self._algorithm is not algorithm:
-            return False
-        return self._layout_of(array) == self._layout
-
-    def _layout_of(self, array: Any) -> tuple[object, ...]:
-        """Return what can change under an array's feet: tensors get other memory, arrays another shape or dtype."""
-        if self._torch:  # `set_`, `data =`, `resize_`, `t_`
-            return array.data_ptr(), array.shape, array.stride()
-        return array.shape, array.dtype  # `shape =`, `resize`, `dtype =`
+    def still_there(self, tensor: Any) -> bool:
+        """Return whether a tensor has not been given other memory (by `set_`, `resize_` or ``data =``)."""
+        return bool(tensor.data_ptr() == self.address and tensor.shape == self._shape)
 
 
 def _same(source: Operand, target: Operand) -> bool:

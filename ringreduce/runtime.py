@@ -148,7 +148,7 @@ def empty(shape: int | Sequence[int], dtype: Any = np.float32) -> npt.NDArray[An
 
 def allreduce(array: Any, op: ReduceOp | str = SUM, *, out: Any = None, algorithm: str | None = None) -> Any:
     """Reduce arrays over all ranks; see `Communicator.allreduce`."""
-    return world().allreduce(array, op, out=out, algorithm=algorithm)
+    return (_world or world()).allreduce(array, op, out=out, algorithm=algorithm)
 
 
 def reduce_scatter(array: Any, op: ReduceOp | str = SUM, *, out: Any = None, algorithm: str | None = None) -> Any:

@@ -60,6 +60,9 @@ class _Round:
 class Plan:
     """A schedule bound to memory, to be run any number of times.
 
+    Attributes:
+        calls: without messages nothing has to be waited for, and running the plan is making these calls.
+
     Args:
         rank: this rank.
         schedule: its steps.
@@ -98,8 +101,7 @@ class Plan:
         for index, segment in enumerate(segments):
             stream = index % nstreams
             self._streams[stream] += self._bind(index, segment, tag + stream, scratches[stream])
-        # Without messages nothing has to be waited for, and the streams are one list of calls.
-        self._calls = [call for stream in self._streams for each in stream for call in each.before]
+        self.calls = [call for stream in self._streams for each in stream for call in each.before]
 
     def run(self) -> None:
         """Carry the steps out.
@@ -108,7 +110,7 @@ class Plan:
             CollectiveTimeoutError, TransportError: a peer or the transport failed; the buffer's content is undefined.
         """
         if self._messages is None:
-            for call in self._calls:
+            for call in self.calls:
                 call()
             return
         if len(self._streams) > 1:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.buffers import Kernels, quietly
+from ringreduce.buffers import Kernels
 from ringreduce.partition import Partition, pieces
 from ringreduce.transport.board import STAGE_NBYTES, Board, signature_hash
 
@@ -52,8 +52,10 @@ class Mailbox:
 
         A one-dimensional ``source`` may be shorter than the mailbox; the rest holds old data.
         """
-        np.copyto(self._mine[self._board.next_parity][: len(source)], source)
-        return self._mailboxes[self._board.arrive(self._signature, self._code)]
+        parity = self._board.number + 1 & 1
+        np.copyto(self._mine[parity][: len(source)], source)
+        self._board.arrive(self._signature, self._code)
+        return self._mailboxes[parity]
 
 
 class OneShot(Mailbox):
@@ -67,11 +69,11 @@ class OneShot(Mailbox):
             kernels.combine(mailboxes) for mailboxes in self._mailboxes
         )
 
-    @quietly
     def run(self, source: Array, target: Array) -> None:
-        board = self._board
-        np.copyto(self._mine[board.next_parity], source)
-        self._reduce[board.arrive(self._signature, self._code)](target)
+        parity = self._board.number + 1 & 1
+        np.copyto(self._mine[parity], source)
+        self._board.arrive(self._signature, self._code)
+        self._reduce[parity](target)
 
 
 class Staged:
@@ -86,61 +88,62 @@ class Staged:
         self._board = board
         self._signature = signature
         self._kernels = kernels
-        self._me = board.index
         room = _PIECE_NBYTES // dtype.itemsize
         areas = [board.stages(number, dtype, (room,)) for number in range(4)]
-        self._incoming, self._results = areas[:2], areas[2:]
-        self._pieces = [_Piece.cut(piece, len(board.members), self._me) for piece in pieces(0, count, room)]
-
-    def close(self) -> None:
-        """Nothing to give back: the staging areas are the board's."""
+        self._pieces = [
+            _Piece.of(piece, board.index, incoming=areas[number % 2], results=areas[2 + number % 2])
+            for number, piece in enumerate(pieces(0, count, room))
+        ]
 
     def copy_in(self, source: Array, number: int = 0) -> None:
         """Stage what the other ranks own of a piece; the first may be staged before the ranks have met."""
         if number < len(self._pieces):
-            stage = self._incoming[number % 2][self._me]
-            for _, part, place in self._pieces[number].theirs:
-                np.copyto(stage[place], source[part])
+            for part, stage in self._pieces[number].sent:
+                np.copyto(stage, source[part])
 
     def run(self, source: Array, target: Array) -> None:
         """Reduce ``source`` into ``target`` (which may be the same) once every rank has staged its first piece."""
-        for number, piece in enumerate(self._pieces):
-            self._reduce(source, target, number)
-            self.copy_in(source, number + 1)
-            self._board.barrier(self._signature)
-            results = self._results[number % 2]
-            for owner, part, place in piece.theirs:
-                np.copyto(target[part], results[owner][place])
-
-    def _reduce(self, source: Array, target: Array, number: int) -> None:
-        part, place = self._pieces[number].mine
-        result = self._results[number % 2][self._me][place]
-        if result.size:
-            contributions = [stage[place] for stage in self._incoming[number % 2]]
-            contributions[self._me] = source[part]
-            self._kernels.combine(contributions)(result)
-            np.copyto(target[part], result)
+        board, combine = self._board, self._kernels.combine
+        for number, piece in enumerate(self._pieces, start=1):
+            if piece.result.size:
+                combine([*piece.before, source[piece.mine], *piece.after])(piece.result)
+                np.copyto(target[piece.mine], piece.result)
+            self.copy_in(source, number)
+            board.barrier(self._signature)
+            for part, result in piece.received:
+                np.copyto(target[part], result)
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Who reduces what of a piece; each part as a slice of the array and one of the staging area.
+    """A piece, cut into a slice for each rank; slices are of the array, everything else lies in staging areas.
 
     Attributes:
-        mine: what this rank reduces.
-        theirs: (owner, in the array, in the stage) of what the others reduce, where that is not empty.
+        mine: the slice that this rank reduces.
+        before: what lower ranks have staged of it.
+        after: what higher ranks have staged of it.
+        result: where its result goes, for the others to fetch.
+        sent: (slice, this rank's stage) of what others reduce.
+        received: (slice, its owner's result) of the same.
     """
 
-    mine: tuple[slice, slice]
-    theirs: tuple[tuple[int, slice, slice], ...]
+    mine: slice
+    before: tuple[Array, ...]
+    after: tuple[Array, ...]
+    result: Array
+    sent: tuple[tuple[slice, Array], ...]
+    received: tuple[tuple[slice, Array], ...]
 
     @classmethod
-    def cut(cls, piece: slice, size: int, me: int) -> _Piece:
-        places = Partition.even(piece.stop - piece.start, size, align=16).segment
+    def of(cls, piece: slice, me: int, incoming: list[Array], results: list[Array]) -> _Piece:
+        places = Partition.even(piece.stop - piece.start, len(incoming), align=16).segment
         parts = [slice(piece.start + place.start, piece.start + place.stop) for place in places]
-        theirs = tuple(
-            (owner, part, place)
-            for owner, (part, place) in enumerate(zip(parts, places, strict=True))
-            if owner != me and part.start < part.stop
+        others = [rank for rank, part in enumerate(parts) if rank != me and part.start < part.stop]
+        return cls(
+            mine=parts[me],
+            before=tuple(stage[places[me]] for stage in incoming[:me]),
+            after=tuple(stage[places[me]] for stage in incoming[me + 1 :]),
+            result=results[me][places[me]],
+            sent=tuple((parts[rank], incoming[me][places[rank]]) for rank in others),
+            received=tuple((parts[rank], results[rank][places[rank]]) for rank in others),
         )
-        return cls((parts[me], places[me]), theirs)

@@ -3,7 +3,7 @@
 from ringreduce.buffers.arrays import Operand, like, new
 from ringreduce.buffers.casts import divide_toward_zero, narrow, widen, wider
 from ringreduce.buffers.dtypes import DTYPES, DType
-from ringreduce.buffers.kernels import Call, Kernels, divide, kernels_for, quietly
+from ringreduce.buffers.kernels import Call, Kernels, divide, kernels_for, quiet_context
 
 __all__ = [
     "DTYPES",
@@ -17,7 +17,7 @@ __all__ = [
     "like",
     "narrow",
     "new",
-    "quietly",
+    "quiet_context",
     "widen",
     "wider",
 ]

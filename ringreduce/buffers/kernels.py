@@ -6,6 +6,7 @@ in mailboxes). They come bound: building one may be slow, calling it must not be
 
 from __future__ import annotations
 
+import contextvars
 import importlib.util
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,7 +29,7 @@ __all__ = [
     "UfuncKernels",
     "divide",
     "kernels_for",
-    "quietly",
+    "quiet_context",
 ]
 
 Array = npt.NDArray[Any]
@@ -51,9 +52,14 @@ def divide(target: Array, size: int) -> None:
         np.divide(target, size, target)
 
 
-#: Decorates what reduces: an overflow gives inf, as with MPI, and never a warning. Where warnings are errors, one on one
-#: rank would leave the others waiting in the middle of a collective.
-quietly = np.errstate(all="ignore")
+def quiet_context() -> contextvars.Context:
+    """Return a context to run reductions in: an overflow gives inf there, as with MPI, and no warning.
+
+    Where warnings are errors, one on one rank would leave the others waiting in the middle of a collective.
+    """
+    context = contextvars.copy_context()
+    context.run(partial(np.seterr, all="ignore"))
+    return context
 
 
 class Kernels(Protocol):

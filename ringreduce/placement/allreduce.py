@@ -17,13 +17,13 @@ from ringreduce.algorithms import Collective
 from ringreduce.algorithms.execute import Memory, Plan
 from ringreduce.algorithms.fused import OneShot, Staged
 from ringreduce.buffers import (
+    Call,
     DType,
     Operand,
     divide,
     divide_toward_zero,
     kernels_for,
     narrow,
-    quietly,
     widen,
     wider,
 )
@@ -54,7 +54,6 @@ class Allreduce:
         self._two_shots: Cache[TwoShot] = Cache()
         self._message_plans: Cache[_MessagePlan] = Cache()
 
-    @quietly
     def run(self, source: Operand, target: Operand, op: ReduceOp, choice: Choice, signature: Signature) -> None:
         """Reduce ``source`` over all ranks into ``target``, which is the same memory or apart from it.
 
@@ -98,13 +97,14 @@ class Allreduce:
         """Reduce in place where every rank's buffer can be reached, else through the staging areas."""
         location = self.locate(target)
         plan = self.two_shot(source.dtype, source.count, location, op, signature)
-        if location is not None and source.address != target.address:
-            np.copyto(target.view, source.view)
-        flat = source.flat() if location is None else target.flat()
-        if source.dtype.half and not flat.flags.writeable:
-            flat = flat.copy()  # torch, which has the fast kernels, knows no read-only memory
+        if location is not None:
+            if source.address != target.address:
+                np.copyto(target.view, source.view)
+            plan.run_located()
+            return
+        flat = source.flat()
         result = target.flat() if target.contiguous else np.empty_like(flat)
-        plan.run(flat, result)
+        plan.run_private(flat, result)
         if not target.contiguous:
             np.copyto(target.view, result.reshape(target.shape))
 
@@ -177,46 +177,52 @@ class TwoShot:
     ) -> None:
         self._context = context
         self._board = context.board
-        self._location = NOWHERE if location is None else location
+        self._location = NOWHERE if location is None else location.packed
         self._text, self._code = signature.text, signature.code
         self._kernels = kernels_for(dtype, op, context.topology.size)
         self._staged = Staged(context.board, signature.text, dtype.storage, count, self._kernels)
         self._mine = None if location is None else context.arena.view(location, dtype.storage, count)
-        self._others: list[tuple[int, int]] | None = None
-        self._someone_located = False
-        self._plan: Plan | None = None
+        self._others: list[int] = []
+        self._calls: list[Call] | None = None
 
-    @quietly
-    def run(self, source: Array, target: Array) -> None:
-        """Reduce ``source`` into ``target``: flat private arrays, or both what lies at the location."""
+    def run_located(self, _: object = None) -> None:
+        """Reduce what lies at the location, in place."""
         board = self._board
-        private = self._mine is None
-        if private:
-            self._staged.copy_in(source)
-        others = board.locations(board.arrive(self._text, self._code, self._location))
+        others = board.arrive(self._text, self._code, self._location)
         if others != self._others:
             self._bind(others)
-        if self._plan is not None:
-            self._plan.run()
-            board.barrier(self._text)
+        if self._calls is None:
+            self._run_mixed()
             return
-        if self._someone_located:
-            # A rank with a shared buffer learns only now that it has to stage, and the others wait for it.
-            if not private:
-                self._staged.copy_in(source)
-            board.barrier(self._text)
-        self._staged.run(source, target)
+        for call in self._calls:
+            call()
+        board.barrier(self._text)
 
-    def _bind(self, others: list[tuple[int, int]]) -> None:
+    def run_private(self, source: Array, target: Array) -> None:
+        """Reduce the flat ``source`` into the flat ``target``, which peers cannot reach."""
+        board, staged = self._board, self._staged
+        staged.copy_in(source)
+        others = board.arrive(self._text, self._code)
+        if max(others) != NOWHERE:
+            board.barrier(self._text)  # a rank whose buffer is located stages only now
+        staged.run(source, target)
+
+    def _run_mixed(self) -> None:
+        """Stage what lies at the location, as the peers do whose buffers are private."""
+        assert self._mine is not None
+        self._staged.copy_in(self._mine)
+        self._board.barrier(self._text)
+        self._staged.run(self._mine, self._mine)
+
+    def _bind(self, others: list[int]) -> None:
         context, mine = self._context, self._mine
-        located = [segment >= 0 for segment, _ in others]
+        assert mine is not None
         self._others = others
-        self._someone_located = any(located) or mine is not None
-        self._plan = None
-        if mine is None or not all(located):
+        self._calls = None
+        if min(others) == NOWHERE:
             return
         schedule = context.schedule(Collective.ALLREDUCE, "two_shot")
-        self._plan = Plan(
+        plan = Plan(
             rank=context.rank,
             schedule=schedule,
             segments=[Partition.even(mine.size, schedule.nblocks, _LINE_NBYTES // mine.itemsize).segment],
@@ -226,9 +232,10 @@ class TwoShot:
             waiter=context.waiter,
             signature=self._text,
         )
+        self._calls = plan.calls
 
     def close(self) -> None:
-        self._plan = None
+        self._calls = None
 
 
 class _MessagePlan:
@@ -254,7 +261,7 @@ class _MessagePlan:
         assert self._location is not None
         self.memory = context.arena.view(self._location, dtype.storage, count)
         self.shared = choice.transport == "shared+messages"
-        self._others: list[tuple[int, int]] | None = None
+        self._others: list[int] | None = None
         self._plan: Plan | _Vendor | None = None
 
     def run(self) -> None:
@@ -325,9 +332,9 @@ class _Vendor:
         self.context.messages.free([self.request])
 
 
-def peer_views(context: Context, others: list[tuple[int, int]], storage: np.dtype[Any], count: int) -> dict[int, Array]:
+def peer_views(context: Context, others: list[int], storage: np.dtype[Any], count: int) -> dict[int, Array]:
     """Return the buffers of the other ranks of the node, by rank."""
     return {
-        peer: context.arena.peer_view(peer, Location(*place), storage, count)
+        peer: context.arena.peer_view(peer, Location.unpack(place), storage, count)
         for peer, place in zip(context.board.peers, others, strict=False)
     }

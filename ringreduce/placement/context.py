@@ -94,12 +94,12 @@ class Context:
         else:
             self.agreement.enter(signature.text)
 
-    def meet_at_board(self, signature: Signature, location: Location | None) -> list[tuple[int, int]]:
+    def meet_at_board(self, signature: Signature, location: Location | None) -> list[int]:
         """Meet, and let the others of the node know where this rank's buffer lies.
 
         Returns:
-            Where the buffers of the other ranks of the node lie, in the order of ``board.peers``, segment -1 for one
-            that lies in private memory.
+            Where the buffers of the other ranks of the node lie, packed, in the order of ``board.peers``; `NOWHERE`
+            for one in private memory.
 
         Raises:
             MismatchError: not all ranks call this.
@@ -107,12 +107,11 @@ class Context:
         if not self.topology.single_node:
             self.agreement.enter(signature.text)
         try:
-            parity = self.board.arrive(signature.text, signature.code, NOWHERE if location is None else location)
+            return self.board.arrive(signature.text, signature.code, NOWHERE if location is None else location.packed)
         except MismatchError:
             if not self.topology.single_node:
                 self.agreement.settle()  # the other nodes must hear of it, and say what they call
             raise
-        return self.board.locations(parity)
 
     def barrier(self) -> None:
         """Return when all ranks have called this."""

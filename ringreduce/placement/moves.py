@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ringreduce.algorithms import Collective
 from ringreduce.algorithms.execute import Memory, Plan
 from ringreduce.algorithms.fused import Mailbox
-from ringreduce.buffers import DType, Kernels, divide, divide_toward_zero, kernels_for, narrow, quietly, widen, wider
+from ringreduce.buffers import DType, Kernels, divide, divide_toward_zero, kernels_for, narrow, widen, wider
 from ringreduce.partition import Partition, Segment, segments_of_blocks, segments_of_buffer
 from ringreduce.placement.allreduce import peer_views
 from ringreduce.placement.context import Cache, Context, Signature
@@ -61,9 +61,9 @@ class Moves:
             segments = segments_of_buffer(data.size, schedule.nblocks, self._limit(data))
             self._send(Collective.BROADCAST, choice, Memory(data), segments, None, signature, root)
 
-    def _root_view(self, others: list[tuple[int, int]], root: int, data: Array) -> Array:
+    def _root_view(self, others: list[int], root: int, data: Array) -> Array:
         place = others[self._context.board.peers.index(root)]
-        return self._context.arena.peer_view(root, Location(*place), data.dtype, data.size)
+        return self._context.arena.peer_view(root, Location.unpack(place), data.dtype, data.size)
 
     def allgather(self, mine: Array, counts: Sequence[int], out: Array, choice: Choice, signature: Signature) -> None:
         """Put rank q's ``counts[q]`` elements into ``out`` one after the other; ``mine`` holds this rank's."""
@@ -82,7 +82,7 @@ class Moves:
                 peers: dict[int, Array] = {}
                 places: dict[int, list[Segment]] = {}
                 for peer, place in zip(context.board.peers, others, strict=True):
-                    peers[peer] = context.arena.peer_view(peer, Location(*place), mine.dtype, counts[peer])
+                    peers[peer] = context.arena.peer_view(peer, Location.unpack(place), mine.dtype, counts[peer])
                     places[peer] = [(slice(0, counts[peer]),) * len(counts)]  # a peer publishes its own block alone
                 memory = Memory(out, peers, places)
                 self._load(Collective.ALLGATHER, choice, memory, partition.segment, signature)
@@ -91,7 +91,6 @@ class Moves:
             segments = segments_of_blocks(partition, self._limit(out))
             self._send(Collective.ALLGATHER, choice, Memory(out), segments, None, signature)
 
-    @quietly
     def reduce_scatter(
         self,
         source: Array,
@@ -181,7 +180,7 @@ class Moves:
                 others = context.meet_at_board(signature, location)
                 places = dict(zip(context.board.peers, others, strict=True))
                 peers = {
-                    peer: context.arena.peer_view(peer, Location(*place), source.dtype, int(counts[peer].sum()))
+                    peer: context.arena.peer_view(peer, Location.unpack(place), source.dtype, int(counts[peer].sum()))
                     for peer, place in places.items()
                 }
                 memory = Memory(out, peers, {peer: [sending[peer] + nothing] for peer in places})

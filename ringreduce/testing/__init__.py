@@ -1,6 +1,6 @@
 """Doubles and conformance suites for tests: ranks that are threads, transports that record or fail."""
 
-from ringreduce.testing.conformance import check_collectives, check_messages
+from ringreduce.testing.conformance import assert_close, assert_equal, check_collectives, check_messages
 from ringreduce.testing.doubles import FailingMessages, RecordingMessages
 from ringreduce.testing.ranks import caught, run_ranks, run_threads
 from ringreduce.testing.samples import expected, sample
@@ -8,6 +8,8 @@ from ringreduce.testing.samples import expected, sample
 __all__ = [
     "FailingMessages",
     "RecordingMessages",
+    "assert_close",
+    "assert_equal",
     "caught",
     "check_collectives",
     "check_messages",

@@ -15,7 +15,7 @@ from ringreduce.testing.samples import expected, sample
 from ringreduce.transport.messages import Messages
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["check_collectives", "check_messages"]
+__all__ = ["assert_close", "assert_equal", "check_collectives", "check_messages"]
 
 Array = npt.NDArray[Any]
 
@@ -130,29 +130,29 @@ def _check_allreduce(communicator: Communicator, count: int, algorithm: str | No
     answer = expected(inputs, ReduceOp.SUM)
     mine = inputs[communicator.rank].copy()
     out_of_place = communicator.allreduce(mine, algorithm=algorithm)
-    _assert_equal(out_of_place, answer)
-    _assert_equal(mine, inputs[communicator.rank])
+    assert_equal(out_of_place, answer)
+    assert_equal(mine, inputs[communicator.rank])
     assert communicator.allreduce(mine, out=mine, algorithm=algorithm) is mine
-    _assert_equal(mine, answer)
+    assert_equal(mine, answer)
     shared = communicator.empty(count)
     for _ in range(2):  # the second call finds everything bound
         shared[...] = inputs[communicator.rank]
         communicator.allreduce(shared, out=shared, algorithm=algorithm)
-        _assert_equal(shared, answer)
+        assert_equal(shared, answer)
 
 
 def _check_dtype(communicator: Communicator, dtype: str, op: ReduceOp) -> None:
     # Small ones go through mailboxes, large ones through pieces; an odd shape meets no alignment.
     for shape in ((3, 7), (33, 1021)):
         inputs = _inputs(communicator, shape, dtype, salt=2)
-        _assert_close(communicator.allreduce(inputs[communicator.rank], op), expected(inputs, op))
+        assert_close(communicator.allreduce(inputs[communicator.rank], op), expected(inputs, op))
 
 
 def _check_reduce_scatter(communicator: Communicator, rows: int, algorithm: str | None) -> None:
     inputs = _inputs(communicator, (rows, 3), "int64")
     parts = np.array_split(expected(inputs, ReduceOp.SUM), communicator.size)
     result = communicator.reduce_scatter(inputs[communicator.rank], algorithm=algorithm)
-    _assert_equal(result, parts[communicator.rank])
+    assert_equal(result, parts[communicator.rank])
 
 
 def _check_allgather(communicator: Communicator, rows: int, algorithm: str | None) -> None:
@@ -160,17 +160,17 @@ def _check_allgather(communicator: Communicator, rows: int, algorithm: str | Non
     for lengths in ([rows] * size, [(rows * rank) // 2 for rank in range(size)]):
         inputs = [sample(rank, (length, 2), "float64") for rank, length in enumerate(lengths)]
         gathered = communicator.allgather(inputs[communicator.rank], algorithm=algorithm)
-        _assert_equal(gathered, np.concatenate(inputs))
+        assert_equal(gathered, np.concatenate(inputs))
 
 
 def _check_broadcast(communicator: Communicator, count: int, algorithm: str | None) -> None:
     for root in range(communicator.size):
         inputs = _inputs(communicator, count, "int32")
         mine = inputs[communicator.rank].copy()
-        _assert_equal(communicator.broadcast(mine, root, algorithm=algorithm), inputs[root])
-        _assert_equal(mine, inputs[communicator.rank])
+        assert_equal(communicator.broadcast(mine, root, algorithm=algorithm), inputs[root])
+        assert_equal(mine, inputs[communicator.rank])
         communicator.broadcast(mine, root, out=mine, algorithm=algorithm)
-        _assert_equal(mine, inputs[root])
+        assert_equal(mine, inputs[root])
 
 
 def _check_alltoall(communicator: Communicator, rows: int, algorithm: str | None) -> None:
@@ -180,21 +180,21 @@ def _check_alltoall(communicator: Communicator, rows: int, algorithm: str | None
     parts = [np.split(inputs[sender], np.cumsum(splits[sender])[:-1])[rank] for sender in range(size)]
     received, counts = communicator.alltoall(inputs[rank], splits[rank], algorithm=algorithm)
     assert counts == [splits[sender][rank] for sender in range(size)]
-    _assert_equal(received, np.concatenate(parts))
+    assert_equal(received, np.concatenate(parts))
 
 
-def _assert_equal(actual: Array, wanted: Array) -> None:
+def assert_equal(actual: Array, wanted: Array) -> None:
     """Check shape, dtype and every element."""
     assert (actual.shape, actual.dtype) == (wanted.shape, wanted.dtype)
     wrong = np.flatnonzero(np.asarray(actual != wanted))
     assert not wrong.size, f"{wrong.size} of {wanted.size} elements are wrong, the first at {wrong[0]}"
 
 
-def _assert_close(actual: Array, wanted: Array) -> None:
+def assert_close(actual: Array, wanted: Array) -> None:
     """Check shape and dtype, and that elements agree to within the last place (averages are rounded)."""
     assert (actual.shape, actual.dtype) == (wanted.shape, wanted.dtype)
     if wanted.dtype.kind in "biu":
-        _assert_equal(actual, wanted)
+        assert_equal(actual, wanted)
         return
     wide = np.complex128 if wanted.dtype.kind == "c" else np.float64
     bits = {"bfloat16": 8, "float16": 11, "float64": 53, "complex128": 53}.get(wanted.dtype.name, 24)

@@ -2,7 +2,7 @@
 
 Every rank owns one page of flags that only it writes, and areas that its peers read (or write, between barriers):
 
-    line 0, 1   arrival: call number, signature hash, segment and offset of the buffer, for even and odd calls
+    line 0, 1   arrival: call number, signature hash, location of the buffer, for even and odd calls
     line 2      barrier: how many barriers this rank has reached
     line 3      status: 1 once the rank has left the world
     line 4 ...  the signature as text, written only when a mismatch was seen
@@ -15,6 +15,7 @@ call n + 1 only after they have arrived there, and they do so only after they ar
 
 from __future__ import annotations
 
+import os
 import platform
 import threading
 from collections.abc import Callable, Sequence
@@ -42,12 +43,13 @@ _MAILBOXES = 4096
 _STAGES = _MAILBOXES + 2 * MAILBOX_NBYTES
 _BOARD_NBYTES = _STAGES + 4 * STAGE_NBYTES
 
-_SPINS = 200  # polls, about 5 us
+_POLLS = 100  # about 3 us
+_YIELDS = 200  # about 100 us, or as long as the ranks that share the core take
 
-_NUMBER, _SIGNATURE, _SEGMENT, _OFFSET = range(4)
+_NUMBER, _SIGNATURE, _LOCATION = range(3)
 
-#: The location that a rank publishes whose buffer no peer can reach.
-NOWHERE = Location(-1, 0)
+#: What a rank publishes as its location whose buffer no peer can reach.
+NOWHERE = -1
 
 
 def signature_hash(signature: str) -> int:
@@ -103,11 +105,6 @@ class Board:
         block.memory[:_MAILBOXES] = 0
         return block.location
 
-    @property
-    def next_parity(self) -> int:
-        """Which of the two mailboxes and lines the next arrival uses."""
-        return (self.number + 1) & 1
-
     def mailboxes(self, parity: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> list[Array]:
         """Return every member's mailbox as an array, in the order of ``members``."""
         return self._areas(_MAILBOXES + parity * MAILBOX_NBYTES, MAILBOX_NBYTES, dtype, shape)
@@ -121,16 +118,16 @@ class Board:
         assert nbytes <= limit
         return [part[offset : offset + nbytes].view(dtype).reshape(shape) for part in self._parts]
 
-    def arrive(self, signature: str, code: int, location: Location = NOWHERE) -> int:
+    def arrive(self, signature: str, code: int, location: int = NOWHERE) -> list[int]:
         """Begin a call together with the other members: the barrier before any data is touched.
 
         Args:
             signature: what this rank calls.
             code: `signature_hash` of it, computed once.
-            location: where this rank's buffer lies.
+            location: where this rank's buffer lies, packed.
 
         Returns:
-            The parity of the call, for `locations` and mailboxes.
+            Where the buffers of the other members lie, packed, in the order of `peers`.
 
         Raises:
             MismatchError: on every member, if any called something else.
@@ -140,40 +137,40 @@ class Board:
         parity = number & 1
         line = self._mine[parity]
         line[_SIGNATURE] = code
-        line[_SEGMENT] = location.segment
-        line[_OFFSET] = location.offset
-        self._fence()
+        line[_LOCATION] = location
+        if self._fence is not None:
+            self._fence()
         line[_NUMBER] = number
-        agreed = True
+        agreed, locations = True, []
         lines = self._arrivals[parity]
         for peer in lines:
-            if peer[_NUMBER] < number and not self._spin(peer, number):
+            if peer[_NUMBER] < number and not self._soon(peer, number):
                 self._wait(lines, number, signature)
             if peer[_SIGNATURE] != code:
                 agreed = False
-        self._fence()
+            locations.append(peer[_LOCATION])
+        if self._fence is not None:
+            self._fence()
         if not agreed:
             self._disagree(signature)
-        return parity
-
-    def locations(self, parity: int) -> list[tuple[int, int]]:
-        """Return (segment, offset) of each other member's buffer in the call that has this parity."""
-        return [(line[_SEGMENT], line[_OFFSET]) for line in self._arrivals[parity]]
+        return locations
 
     @property
     def peers(self) -> list[int]:
-        """The other members, in the order of `locations`."""
+        """The other members, ascending."""
         return [member for member, _ in self._others]
 
     def barrier(self, signature: str) -> None:
         """Wait until every member has reached its n-th barrier, as this rank reaches its own."""
         epoch = self.epoch = self.epoch + 1
-        self._fence()
+        if self._fence is not None:
+            self._fence()
         self._mine[_BARRIER][0] = epoch
         for line in self._barriers:
-            if line[0] < epoch and not self._spin(line, epoch):
+            if line[0] < epoch and not self._soon(line, epoch):
                 self._wait(self._barriers, epoch, signature)
-        self._fence()
+        if self._fence is not None:
+            self._fence()
 
     def resume(self, number: int, epoch: int) -> None:
         """Count on from the most calls and barriers that any member has reached, after a call that not all came to.
@@ -190,14 +187,19 @@ class Board:
         """Stop watching; the memory goes with the arena."""
         self._waiter.watchers.remove(self._watch)
 
-    def _spin(self, line: memoryview, number: int) -> bool:
-        """Poll a flag for some microseconds, which is how far apart ranks in step are."""
-        if self._waiter.crowded:
-            return False
-        spins = 0
-        while line[0] < number and spins < _SPINS:
-            spins += 1
-        return spins < _SPINS
+    def _soon(self, line: memoryview, number: int) -> bool:
+        """Poll a flag, then give the core away some times: ranks in step are not further apart than that.
+
+        The long way round, `Waiter`, watches the peers and the clock, and takes longer than most waits.
+        """
+        tries = _POLLS if self._waiter.crowded else 0
+        while line[0] < number:
+            if tries >= _POLLS:
+                if tries == _POLLS + _YIELDS:
+                    return False
+                os.sched_yield()
+            tries += 1
+        return True
 
     def _wait(self, lines: Sequence[memoryview], number: int, signature: str) -> None:
         def missing() -> str:
@@ -242,10 +244,10 @@ class Board:
         raise MismatchError(values)
 
 
-def _fence_for(machine: str) -> Callable[[], object]:
-    """Return what orders data before flags: nothing on x86, whose stores stay in order; a lock's barriers elsewhere."""
+def _fence_for(machine: str) -> Callable[[], object] | None:
+    """Return what orders data before flags: None on x86, whose stores stay in order; a lock's barriers elsewhere."""
     if machine in ("x86_64", "AMD64", "i686"):
-        return _nothing
+        return None
     lock = threading.Lock()
 
     def fence() -> None:
@@ -253,7 +255,3 @@ def _fence_for(machine: str) -> Callable[[], object]:
             pass
 
     return fence
-
-
-def _nothing() -> None:
-    pass

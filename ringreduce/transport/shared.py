@@ -22,6 +22,7 @@ __all__ = ["Arena", "Block", "Location", "MemfdSegments", "PrivateSegments", "Se
 Array = npt.NDArray[Any]
 
 _PAGE = 4096
+_OFFSET_BITS = 44  # 16 TiB; leaves 19 bits for the segment
 _SEGMENT_NBYTES = 64 << 20  # address space, not memory: pages come into being when they are touched
 
 
@@ -31,6 +32,15 @@ class Location:
 
     segment: int
     offset: int
+
+    @property
+    def packed(self) -> int:
+        """The same as one number, for a flag; see `unpack`."""
+        return self.segment << _OFFSET_BITS | self.offset
+
+    @classmethod
+    def unpack(cls, number: int) -> Location:
+        return cls(number >> _OFFSET_BITS, number & (1 << _OFFSET_BITS) - 1)
 
 
 class Segments(ABC):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
 import numpy as np
 import pytest
 
@@ -10,6 +14,7 @@ from ringreduce.config import Config
 from ringreduce.testing import FailingMessages, caught, run_ranks
 from ringreduce.transport.messages import Messages
 
+T = TypeVar("T")
 COUNT = 30_000
 CALLS = {
     "allreduce": lambda communicator: communicator.allreduce(np.ones(COUNT, np.float32)),
@@ -29,6 +34,19 @@ def failing(rank: int, after: int, *, silently: bool = False):
     return wrap
 
 
+def staying(size: int, function: Callable[[rr.Communicator], T]) -> Callable[[rr.Communicator], T]:
+    """Let no rank leave the world before all have done what they do: a rank that left is another fault."""
+    done = threading.Barrier(size)
+
+    def stay(communicator: rr.Communicator) -> T:
+        try:
+            return function(communicator)
+        finally:
+            done.wait(30.0)
+
+    return stay
+
+
 def call_and_go_on(communicator: rr.Communicator, name: str) -> tuple[Exception | None, list[Exception | None]]:
     """Call a collective, then all of them, and a barrier."""
     first = caught(CALLS[name], communicator)
@@ -41,7 +59,7 @@ def test_a_failure_is_typed_and_the_last(name: str, after: int) -> None:
     """The rank whose transport fails gets its TransportError, and so does whoever calls anything after a failure."""
     results = run_ranks(
         3,
-        lambda communicator: call_and_go_on(communicator, name),
+        staying(3, lambda communicator: call_and_go_on(communicator, name)),
         node_size=1,
         config=Config(timeout_s=0.15, segment_nbytes=8192),
         wrap=failing(1, after),
@@ -62,7 +80,7 @@ def test_lost_messages_end_in_a_timeout(node_size: int) -> None:
     """When messages vanish every rank gets a time-out, which names the call and the ranks it waited for."""
     results = run_ranks(
         4,
-        lambda communicator: caught(communicator.allreduce, np.ones(COUNT, np.float32)),
+        staying(4, lambda communicator: caught(communicator.allreduce, np.ones(COUNT, np.float32))),
         node_size=node_size,
         config=Config(timeout_s=0.15, segment_nbytes=8192),
         wrap=failing(1, 0, silently=True),
@@ -84,7 +102,7 @@ def test_an_absent_rank_is_named_on_one_node() -> None:
     def call(communicator: rr.Communicator) -> object:
         return call_and_go_on(communicator, "allreduce") if communicator.rank != 2 else None
 
-    results = run_ranks(3, call, config=Config(timeout_s=0.05))
+    results = run_ranks(3, staying(3, call), config=Config(timeout_s=0.05))
     for first, later in results[:2]:
         assert isinstance(first, rr.CollectiveTimeoutError)
         assert "rank 2 in allreduce(sum, shape 30000, float32)" in str(first)
@@ -120,6 +138,6 @@ def test_an_interrupt_is_the_last_word() -> None:
             communicator.allreduce(np.ones(10))
         return caught(communicator.allreduce, np.ones(10))
 
-    error = run_ranks(2, lambda communicator: call(communicator) if communicator.rank == 0 else None)[0]
+    error = run_ranks(2, staying(2, lambda each: call(each) if each.rank == 0 else None))[0]
     assert isinstance(error, rr.TransportError)
     assert "KeyboardInterrupt" in str(error)

@@ -8,8 +8,11 @@ from ringreduce import selection
 from ringreduce.algorithms import ALGORITHMS, Collective
 from ringreduce.config import Config
 from ringreduce.errors import ConfigError
-from ringreduce.selection import MIDDLE_NBYTES, ONE_SHOT_NBYTES, SMALL_NBYTES, VENDOR, Choice
+from ringreduce.selection import VENDOR, Choice
 from ringreduce.topology import Topology
+
+#: Where the rules change, bytes; docs and claims quote these.
+ONE_SHOT, SMALL, MIDDLE = 16 << 10, 16 << 10, 512 << 10
 
 ONE, NODE, FLAT, GRID, UNEVEN = (
     Topology.uniform(1, 1),
@@ -31,12 +34,12 @@ def choose(topology: Topology, nbytes: int, collective: Collective = Collective.
     [
         (ONE, 1 << 30, "one_shot", "self"),
         (NODE, 0, "one_shot", "shared"),
-        (NODE, ONE_SHOT_NBYTES, "one_shot", "shared"),
-        (NODE, ONE_SHOT_NBYTES + 1, "two_shot", "shared"),
-        (FLAT, SMALL_NBYTES, VENDOR, "messages"),
-        (FLAT, SMALL_NBYTES + 1, "halving_doubling", "messages"),
-        (FLAT, MIDDLE_NBYTES, "halving_doubling", "messages"),
-        (FLAT, MIDDLE_NBYTES + 1, "ring", "messages"),
+        (NODE, ONE_SHOT, "one_shot", "shared"),
+        (NODE, ONE_SHOT + 1, "two_shot", "shared"),
+        (FLAT, SMALL, VENDOR, "messages"),
+        (FLAT, SMALL + 1, "halving_doubling", "messages"),
+        (FLAT, MIDDLE, "halving_doubling", "messages"),
+        (FLAT, MIDDLE + 1, "ring", "messages"),
         (GRID, 8, VENDOR, "messages"),
         (GRID, 1 << 20, "hierarchical", "shared+messages"),
         (UNEVEN, 1 << 20, "hierarchical", "shared+messages"),

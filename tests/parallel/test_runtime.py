@@ -1,0 +1,128 @@
+"""The world of a job: numbers as MPI has them, settings that must agree, ends and new beginnings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import ringreduce as rr
+from ringreduce.testing import caught
+
+PRIVATE = MPI.COMM_WORLD.Dup()
+
+
+@pytest.fixture
+def no_world() -> Iterator[None]:
+    """Take the world away for a test, and give the following tests a new one."""
+    rr.shutdown()
+    yield
+    rr.shutdown()
+    rr.init()
+
+
+def test_numbers_are_those_of_mpi(world: rr.Communicator) -> None:
+    """Rank and size are MPI's; local ones are those of MPI's shared-memory split, cross ones of the split across it."""
+    assert (rr.rank(), rr.size()) == (PRIVATE.rank, PRIVATE.size) == (world.rank, world.size)
+    local = PRIVATE.Split_type(MPI.COMM_TYPE_SHARED, key=PRIVATE.rank)
+    cross = PRIVATE.Split(local.rank, PRIVATE.rank)
+    assert (rr.local_rank(), rr.local_size()) == (local.rank, local.size)
+    assert (rr.cross_rank(), rr.cross_size()) == (cross.rank, cross.size)
+    local.Free()
+    cross.Free()
+
+
+def test_the_launcher_is_seen(world: rr.Communicator) -> None:
+    """The size that the launcher announced is the size of the world."""
+    assert world.config.launched_size == world.size
+
+
+@pytest.mark.parametrize("node_size", [1, 2])
+def test_local_numbers_follow_the_node_size(node_size: int, no_world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With RINGREDUCE_NODE_SIZE every so many consecutive ranks are a node: for topology and numbers alike."""
+    monkeypatch.setenv("RINGREDUCE_NODE_SIZE", str(node_size))
+    rr.init()
+    node, place = divmod(rr.rank(), node_size)
+    assert rr.local_rank() == place
+    assert rr.local_size() == min(node_size, rr.size() - node * node_size)
+    assert rr.cross_rank() == node
+    assert rr.world().topology.node_of(rr.rank())[0] == node * node_size
+    assert rr.allreduce(np.ones(5)).tolist() == [rr.size()] * 5
+
+
+def test_shutdown_and_init_again(no_world: None) -> None:
+    """Worlds follow one another; buffers and results of an old one stay what they are."""
+    kept = []
+    for turn in range(5):
+        assert not rr.is_initialized()
+        rr.init()
+        buffer = rr.empty(30_000)
+        buffer[:] = turn
+        rr.allreduce(buffer, out=buffer)
+        kept.append(buffer)
+        rr.shutdown()
+    assert [buffer[[0, -1]].tolist() for buffer in kept] == [[turn * PRIVATE.size] * 2 for turn in range(5)]
+
+
+def test_a_world_of_some_ranks(no_world: None) -> None:
+    """`init(comm)` makes a world of the ranks of an mpi4py communicator, here of every second one."""
+    half = PRIVATE.Split(PRIVATE.rank % 2, PRIVATE.rank)
+    rr.init(half)
+    assert (rr.rank(), rr.size()) == (half.rank, half.size)
+    total = rr.allreduce(np.array([PRIVATE.rank]))
+    assert total.tolist() == [sum(range(PRIVATE.rank % 2, PRIVATE.size, 2))]
+    rr.shutdown()
+    half.Free()
+
+
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize(
+    ("name", "value"), [("RINGREDUCE_SEGMENT", "64K"), ("RINGREDUCE_ALGORITHM", "ring"), ("RINGREDUCE_TIMEOUT", "19")]
+)
+def test_different_settings_are_a_mismatch(
+    name: str, value: str, no_world: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks with different settings all refuse to start, with the settings of each in the error."""
+    if PRIVATE.rank == PRIVATE.size - 1:
+        monkeypatch.setenv(name, value)
+    error = caught(rr.init)
+    assert isinstance(error, rr.MismatchError)
+    assert PRIVATE.allgather(str(error)) == [str(error)] * PRIVATE.size
+    assert sorted(error.values) == list(range(PRIVATE.size))
+    assert not rr.is_initialized()
+
+
+def test_torch_tensors(world: rr.Communicator) -> None:
+    """Tensors of every supported dtype go through all collectives between processes, in place too."""
+    torch = pytest.importorskip("torch")
+    size = world.size
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.uint8, torch.bool):
+        for rows in (3, 9000):
+            tensor = torch.ones(rows * size, 2, dtype=dtype)
+            total = torch.full_like(tensor, 1 if dtype == torch.bool else size)
+            for result in (rr.allreduce(tensor), rr.reduce_scatter(tensor), rr.allgather(tensor), rr.alltoall(tensor)):
+                assert isinstance(result, torch.Tensor)
+                assert result.dtype == dtype
+            assert torch.equal(rr.allreduce(tensor), total)
+            assert torch.equal(rr.reduce_scatter(tensor), total[:rows])
+            assert torch.equal(rr.alltoall(tensor), tensor)
+            assert torch.equal(rr.allgather(tensor[: rr.rank() + 1]), tensor.new_ones(size * (size + 1) // 2, 2))
+            columns = tensor.t()
+            assert rr.allreduce(columns, out=columns) is columns
+            assert torch.equal(tensor, total)
+
+
+def test_a_tensor_on_a_communication_buffer(world: rr.Communicator) -> None:
+    """A tensor made from `empty` is reduced where it lies, as bfloat16 too."""
+    torch = pytest.importorskip("torch")
+    for tensor in (
+        torch.from_numpy(world.empty(50_000)),
+        torch.from_numpy(world.empty(50_000, np.uint16)).view(torch.bfloat16),
+    ):
+        tensor.fill_(1)
+        for _ in range(2):
+            tensor.fill_(1)
+            rr.allreduce(tensor, "sum", out=tensor)
+            assert (tensor == world.size).all()

@@ -1,0 +1,666 @@
+"""The collectives as users call them: kinds of arrays, ``out=``, buffers and their lifetime, and what is refused."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import ringreduce as rr
+from ringreduce.config import Config
+from ringreduce.testing import assert_equal, caught, expected, run_ranks, sample
+
+WORLDS = pytest.mark.parametrize(("size", "node_size"), [(1, None), (2, None), (3, None), (3, 1), (3, 2)])
+COUNTS = (5, 40_000)  # through mailboxes and through pieces
+
+
+def in_world(size: int, node_size: int | None, function: Callable[[rr.Communicator], object]) -> list[object]:
+    return run_ranks(size, function, node_size=node_size, config=Config(timeout_s=20.0, segment_nbytes=32 << 10))
+
+
+def inputs(communicator: rr.Communicator, shape: int | tuple[int, ...], dtype: str = "float32") -> list[np.ndarray]:
+    return [sample(rank, shape, dtype) for rank in range(communicator.size)]
+
+
+def as_torch(array: np.ndarray) -> torch.Tensor:
+    """Copy a NumPy array, bfloat16 too, into a tensor."""
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.uint16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(array.copy())
+
+
+def as_numpy(array: np.ndarray | torch.Tensor) -> np.ndarray:
+    if isinstance(array, np.ndarray):
+        return array
+    if array.dtype == torch.bfloat16:
+        return array.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+    return array.numpy()
+
+
+# ---- kinds of results ----
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int64", "complex64", "bool"])
+@WORLDS
+def test_results_have_the_kind_of_the_input(size: int, node_size: int | None, dtype: str) -> None:
+    """NumPy in, NumPy out; torch in, torch out; the dtype stays, and the input is as it was."""
+
+    def check(communicator: rr.Communicator) -> None:
+        parts = inputs(communicator, (6, 2), dtype)
+        total, own = expected(parts, rr.SUM), parts[communicator.rank]
+        answers = {
+            "allreduce": total,
+            "reduce_scatter": np.array_split(total, communicator.size)[communicator.rank],
+            "allgather": np.concatenate(parts),
+            "broadcast": parts[0],
+            "alltoall": np.concatenate([np.split(part, communicator.size)[communicator.rank] for part in parts]),
+        }
+        for convert in (np.copy, as_torch):
+            array = convert(own)
+            for name, answer in answers.items():
+                result = getattr(communicator, name)(array)
+                assert type(result) is type(array)
+                assert result.dtype == array.dtype
+                assert_equal(as_numpy(result), answer)
+            assert_equal(as_numpy(array), own)
+
+    in_world(size, node_size, check)
+
+
+@pytest.mark.parametrize("op", ["sum", rr.SUM, "AVG", rr.MAX, "min", "prod"])
+def test_operations_by_name_and_by_constant(op: object) -> None:
+    """Every way to say an operation gives its result."""
+
+    def check(communicator: rr.Communicator) -> None:
+        parts = inputs(communicator, 7, "float64")
+        assert_equal(communicator.allreduce(parts[communicator.rank], op), expected(parts, rr.ReduceOp.parse(op)))
+
+    in_world(2, None, check)
+
+
+def test_libraries_may_differ_between_ranks() -> None:
+    """A rank with a tensor and a rank with an array reduce together, each getting its own kind."""
+
+    def check(communicator: rr.Communicator) -> str:
+        array = torch.ones(3) if communicator.rank else np.ones(3, np.float32)
+        result = communicator.allreduce(array)
+        assert as_numpy(result).tolist() == [2, 2, 2]
+        return type(result).__name__
+
+    assert in_world(2, None, check) == ["ndarray", "Tensor"]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_overflow_is_infinite_and_silent(dtype: str) -> None:
+    """A sum that is too large is infinite on all ranks, and no warning is raised in the middle of a collective."""
+
+    def check(communicator: rr.Communicator) -> None:
+        for count in COUNTS:
+            array = np.full(count, np.finfo(dtype).max, dtype)
+            for algorithm in (None, "ring"):
+                assert np.isposinf(communicator.allreduce(array, algorithm=algorithm)).all()
+            assert np.isposinf(communicator.reduce_scatter(array)).all()
+
+    for node_size in (None, 1):
+        in_world(2, node_size, check)
+
+
+# ---- out= ----
+
+
+@pytest.mark.parametrize("convert", [np.copy, as_torch], ids=["numpy", "torch"])
+@WORLDS
+def test_out_takes_the_result(size: int, node_size: int | None, convert: Callable) -> None:
+    """``out`` is filled and returned: a fresh array, the input itself, and a communication buffer."""
+
+    def check(communicator: rr.Communicator) -> None:
+        for count in COUNTS:
+            parts = inputs(communicator, count)
+            own, total = parts[communicator.rank], expected(parts, rr.SUM)
+            for make in (lambda: convert(np.zeros(count, np.float32)), lambda: communicator.empty(count)):  # noqa: B023
+                array, out = convert(own), make()
+                assert communicator.allreduce(array, out=out) is out
+                assert_equal(as_numpy(out), total)
+                assert_equal(as_numpy(array), own)
+                out = make()
+                assert communicator.broadcast(array, size - 1, out=out) is out
+                assert_equal(as_numpy(out), parts[-1])
+            array = convert(own)
+            for turn in range(2):
+                assert communicator.allreduce(array, out=array) is array
+                assert_equal(as_numpy(array), total * size**turn)
+            array = convert(own)
+            communicator.broadcast(array, size - 1, out=array)
+            assert_equal(as_numpy(array), parts[-1])
+            part = np.array_split(total, size)[communicator.rank]
+            out = convert(np.zeros_like(part))
+            assert communicator.reduce_scatter(convert(own), out=out) is out
+            assert_equal(as_numpy(out), part)
+
+    in_world(size, node_size, check)
+
+
+@WORLDS
+def test_out_may_overlap_the_input(size: int, node_size: int | None) -> None:
+    """A result that partly covers the input, shifted or transposed, is that of the input as it was before the call."""
+
+    def check(communicator: rr.Communicator) -> None:
+        for count in COUNTS:
+            parts = inputs(communicator, count)
+            memory = np.empty(count + 3, np.float32)
+            for source, target in ((memory[3:], memory[:-3]), (memory[:-3], memory[3:]), (memory[:-3], memory[-4::-1])):
+                source[:] = parts[communicator.rank]
+                communicator.allreduce(source, out=target)
+                assert_equal(target, expected(parts, rr.SUM))
+                source[:] = parts[communicator.rank]
+                communicator.broadcast(source, size - 1, out=target)
+                assert_equal(target, parts[-1])
+                source[:] = parts[communicator.rank]
+                place = np.array_split(np.arange(count), size)[communicator.rank]
+                communicator.reduce_scatter(source, out=target[: len(place)])
+                assert_equal(target[: len(place)], expected(parts, rr.SUM)[place])
+        squares = inputs(communicator, (150, 150))
+        for name, answer in (("allreduce", expected(squares, rr.SUM)), ("broadcast", squares[0])):
+            square = squares[communicator.rank].copy()
+            getattr(communicator, name)(square, out=square.T)
+            assert_equal(square.T, answer)
+
+    in_world(size, node_size, check)
+
+
+def views(shape: tuple[int, int]) -> dict[str, Callable[[], np.ndarray]]:
+    """Return ways to make arrays of a shape whose elements do not lie one after the other."""
+    rows, columns = shape
+    return {
+        "transposed": lambda: np.zeros((columns, rows), np.float32).T,
+        "strided": lambda: np.zeros((2 * rows, 3 * columns), np.float32)[::2, 1::3],
+        "reversed": lambda: np.zeros(shape, np.float32)[::-1, ::-1],
+        "torch": lambda: torch.zeros(columns, rows).t(),
+        "torch slice": lambda: torch.zeros(2 * rows, columns + 2)[::2, 1:-1],
+    }
+
+
+@pytest.mark.parametrize("kind", views((1, 1)))
+@WORLDS
+def test_non_contiguous_arrays_work_everywhere(size: int, node_size: int | None, kind: str) -> None:
+    """Inputs and outputs of any strides give the results of contiguous ones, and nothing beside them is touched."""
+
+    def check(communicator: rr.Communicator) -> None:
+        for shape in ((6, 3), (180, 130)):
+            make = views(shape)[kind]
+            parts = inputs(communicator, shape)
+            own, total = parts[communicator.rank], expected(parts, rr.SUM)
+
+            def filled() -> object:
+                view = make()  # noqa: B023
+                as_numpy(view)[...] = own  # noqa: B023
+                return view
+
+            def outside(view: object) -> float:
+                """Return the sum of what lies around a view."""
+                whole = as_numpy(view).base if isinstance(view, np.ndarray) else as_numpy(view._base)
+                return float(whole.sum() - as_numpy(view).sum())
+
+            assert_equal(as_numpy(communicator.allreduce(filled())), total)
+            assert_equal(as_numpy(communicator.allgather(filled())), np.concatenate(parts))
+            assert_equal(as_numpy(communicator.broadcast(filled())), parts[0])
+            part = np.array_split(total, size)[communicator.rank]
+            assert_equal(as_numpy(communicator.reduce_scatter(filled())), part)
+            pieces = [np.split(each, size)[communicator.rank] for each in parts]
+            assert_equal(as_numpy(communicator.alltoall(filled())), np.concatenate(pieces))
+            for out in (make(), filled()):
+                communicator.allreduce(filled(), out=out)
+                assert_equal(as_numpy(out), total)
+                assert outside(out) == 0
+            array = filled()
+            for turn in range(3):
+                communicator.allreduce(array, out=array)
+                assert_equal(as_numpy(array), total * size**turn)
+            assert outside(array) == 0
+            out = make()
+            communicator.broadcast(filled(), out=out)
+            assert_equal(as_numpy(out), parts[0])
+            out = make()[: len(part)]
+            communicator.reduce_scatter(filled(), out=out)
+            assert_equal(as_numpy(out), part)
+
+    in_world(size, node_size, check)
+
+
+@pytest.mark.parametrize("name", ["allreduce", "broadcast", "reduce_scatter"])
+def test_a_wrong_out_is_refused(name: str) -> None:
+    """Shape, dtype, kind and writability of ``out`` are checked before anything moves: the next collective works."""
+
+    def check(communicator: rr.Communicator) -> None:
+        array = np.ones(6, np.float32)
+        length = 3 if name == "reduce_scatter" else 6
+        frozen = np.zeros(length, np.float32)
+        frozen.flags.writeable = False
+        for out, words in (
+            (np.zeros(length + 1, np.float32), r"out has shape \(\d,\)"),
+            (np.zeros((length, 1), np.float32), "out has shape"),
+            (np.zeros(length), "dtype float64"),
+            (frozen, "read-only"),
+            (np.lib.stride_tricks.as_strided(np.zeros(1, np.float32), (length,), (0,)), "share memory"),
+            (torch.zeros(1).expand(length), "share memory"),
+            ([0.0] * length, "got list"),
+        ):
+            with pytest.raises(rr.UnsupportedBufferError, match=words):
+                getattr(communicator, name)(array, out=out)
+        assert communicator.allreduce(array).tolist() == [2.0] * 6
+
+    in_world(2, None, check)
+
+
+def test_read_only_input_is_fine() -> None:
+    """What is only read may be read-only, of any size and dtype."""
+
+    def check(communicator: rr.Communicator) -> None:
+        for count in COUNTS:
+            for dtype in ("float32", "float16", "bfloat16", "int32"):
+                parts = inputs(communicator, count, dtype)
+                array = parts[communicator.rank].copy()
+                array.flags.writeable = False
+                assert_equal(communicator.allreduce(array), expected(parts, rr.SUM))
+                communicator.reduce_scatter(array)
+                communicator.allgather(array)
+                communicator.broadcast(array)
+
+    for node_size in (None, 1):
+        in_world(2, node_size, check)
+
+
+# ---- buffers ----
+
+
+def test_communication_buffers_are_aligned_and_of_any_dtype() -> None:
+    """A buffer has the shape and dtype that were asked for, also no elements at all, and starts on a cache line."""
+
+    def check(communicator: rr.Communicator) -> None:
+        for shape in (0, 1, 7, (2, 3), (0, 4), (), np.int64(5), [2, 2]):
+            for dtype in (np.float32, "float64", "bfloat16", np.dtype("int8"), torch.float16, bool):
+                buffer = communicator.empty(shape, dtype)
+                assert isinstance(buffer, np.ndarray)
+                assert buffer.shape == np.empty(shape).shape
+                assert buffer.ctypes.data % 64 == 0
+                assert buffer.flags.c_contiguous
+                assert buffer.flags.writeable
+                buffer[...] = 1
+        assert communicator.empty(3).dtype == np.float32
+        assert communicator.empty(3, "bfloat16").dtype == ml_dtypes.bfloat16
+        for shape in (-1, (3, -1)):
+            with pytest.raises(rr.ConfigError, match="shape"):
+                communicator.empty(shape)
+        with pytest.raises(rr.UnsupportedBufferError, match=r"float128|longdouble"):
+            communicator.empty(3, np.longdouble)
+
+    in_world(1, None, check)
+
+
+def test_a_shared_buffer_is_reduced_where_it_lies() -> None:
+    """In place on communication buffers nothing is copied: no staging area is touched, views and tensors included."""
+
+    def check(communicator: rr.Communicator) -> None:
+        count = 50_000
+        stages = [communicator._context.board.stages(number, np.dtype(np.uint8), (1 << 20,)) for number in range(4)]
+        for areas in stages:
+            areas[communicator._context.board.index][:] = 0
+        communicator.barrier()
+        parts = inputs(communicator, count)
+        buffer = communicator.empty(count + 16)
+        for array in (buffer[:count], buffer[16:], torch.from_numpy(buffer)[5 : 5 + count]):
+            as_numpy(array)[...] = parts[communicator.rank]
+            communicator.barrier()
+            communicator.allreduce(array, out=array)
+            assert_equal(as_numpy(array), expected(parts, rr.SUM))
+        communicator.barrier()
+        assert not any(area.any() for areas in stages for area in areas)
+
+    in_world(3, None, check)
+
+
+def test_buffers_live_as_long_as_their_views() -> None:
+    """Memory of a dropped buffer is used again, that of a view that is kept is not; after close it stays valid."""
+
+    def check(communicator: rr.Communicator) -> None:
+        buffer = communicator.empty(100_000)
+        address = buffer.ctypes.data
+        view = torch.from_numpy(buffer)[50_000:]
+        communicator.allreduce(buffer, out=buffer)
+        view.fill_(3)
+        del buffer
+        gc.collect()
+        other = communicator.empty(100_000)
+        other[:] = 0
+        assert other.ctypes.data != address
+        assert (view == 3).all()
+        del view
+        gc.collect()
+        again = communicator.empty(100_000)
+        assert again.ctypes.data == address
+        communicator.barrier()
+        communicator.close()
+        again[:] = 5
+        assert (again == 5).all()
+
+    in_world(2, None, check)
+
+
+@pytest.mark.parametrize("make", [lambda count: np.ones(count, np.float32), torch.ones], ids=["numpy", "torch"])
+@pytest.mark.parametrize("node_size", [None, 1, 2])
+def test_no_plan_keeps_an_array_alive(node_size: int | None, make: Callable) -> None:
+    """However often an array was reduced, in place or not, it is freed when its owner drops it."""
+
+    def check(communicator: rr.Communicator) -> None:
+        for count in (*COUNTS, 300_000):
+            array, out = make(count), make(count)
+            for algorithm in (None, "ring"):
+                for _ in range(3):
+                    communicator.allreduce(array, out=array, algorithm=algorithm)
+                    communicator.allreduce(array, out=out, algorithm=algorithm)
+            communicator.reduce_scatter(array)
+            communicator.allgather(array)
+            communicator.broadcast(array, out=out)
+            communicator.alltoall(array[: count // 3 * 3])
+            watched = [weakref.ref(array), weakref.ref(out)]
+            del array, out
+            assert [each() for each in watched] == [None, None]
+        assert communicator._bound == {}
+
+    in_world(3, node_size, check)
+
+
+# ---- repeated in-place calls, which are bound ----
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_repeats_follow_a_tensor_to_other_memory(count: int) -> None:
+    """A tensor that is resized, given other memory or transposed is reduced as it is now."""
+
+    def check(communicator: rr.Communicator) -> None:
+        tensor = torch.ones(count)
+
+        def reduce() -> torch.Tensor:
+            tensor.fill_(communicator.rank + 1)
+            for factor in (3, 6, 12):
+                communicator.allreduce(tensor, out=tensor)
+                assert (tensor == factor).all()
+            return tensor
+
+        reduce()
+        tensor.resize_(count - 2)  # growing is refused by torch itself, once NumPy has seen the memory
+        reduce()
+        other = torch.zeros(count)
+        tensor.set_(other)
+        reduce()
+        assert (other == 12).all()
+        tensor.data = torch.zeros(count, 2)
+        reduce()
+        tensor.data = torch.zeros(count, dtype=torch.float64)
+        assert reduce().dtype == torch.float64
+        tensor.resize_(count // 5, 5)
+        reduce()
+        tensor.set_(tensor.untyped_storage(), 1, (count - 1,))
+        reduce()
+
+    in_world(2, None, check)
+
+
+def test_a_tensor_transposed_in_place_on_one_rank() -> None:
+    """Elements are matched by their indices, also where the strides changed since the call was bound."""
+
+    def check(communicator: rr.Communicator) -> None:
+        for side in (3, 200):
+            tensor = torch.arange(side * side, dtype=torch.float32).reshape(side, side)
+            wanted = tensor * 2
+            own = tensor.clone()
+            communicator.allreduce(own, out=own)
+            if communicator.rank == 1:
+                own.t_()
+            own.copy_(tensor)
+            communicator.allreduce(own, out=own)
+            assert torch.equal(own, wanted)
+
+    in_world(2, None, check)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_repeats_follow_an_array_to_another_shape_and_dtype(count: int) -> None:
+    """An array that is given another shape or dtype in place is reduced as it is now."""
+
+    def check(communicator: rr.Communicator) -> None:
+        array = np.ones(count, np.float32)
+        communicator.allreduce(array, out=array)
+        array.shape = (count // 5, 5)
+        communicator.allreduce(array, out=array)
+        assert (array == 4).all()
+        array.dtype = np.int32
+        array[:] = 1 << 24 | 1  # no float32
+        for factor in (2, 4):
+            communicator.allreduce(array, out=array)
+            assert (array == factor * (1 << 24 | 1)).all()
+
+    in_world(2, None, check)
+
+
+@pytest.mark.parametrize("make", [lambda each, n: np.ones(n), lambda each, n: torch.ones(n), rr.Communicator.empty])
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("node_size", [None, 1])
+def test_operations_and_algorithms_alternate_on_one_array(node_size: int | None, count: int, make: Callable) -> None:
+    """What was bound for one op or algorithm is not used for another, in whatever order they come."""
+
+    def check(communicator: rr.Communicator) -> None:
+        array = make(communicator, count)
+        for op, algorithm, answer in (
+            ("sum", None, 3),
+            ("max", None, 2),
+            ("sum", "ring", 3),
+            ("sum", None, 3),
+            ("product", None, 2),
+            (rr.AVERAGE, None, 1.5),
+            (rr.SUM, "auto", 3),
+            ("sum", None, 3),
+            ("min", "recursive_doubling", 1),
+        ):
+            for _ in range(2):
+                array[:] = communicator.rank + 1
+                communicator.allreduce(array, op, out=array, algorithm=algorithm)
+                assert (array == answer).all(), (op, algorithm)
+
+    in_world(2, node_size, check)
+
+
+def test_arrays_at_a_reused_id_are_not_confused() -> None:
+    """Arrays come and go, often at the same address and id, with other shapes and dtypes."""
+
+    def check(communicator: rr.Communicator) -> None:
+        for turn in range(60):
+            dtype = ("float32", "int64", "float16")[turn % 3]
+            array = np.full(3 + turn % 4, communicator.rank + turn, dtype)
+            for _ in range(2):
+                array[:] = communicator.rank + turn
+                communicator.allreduce(array, out=array)
+            assert array.tolist() == [2 * turn + 1] * (3 + turn % 4)
+        assert len(communicator._bound) <= 1
+
+    in_world(2, None, check)
+
+
+# ---- splits, roots, names ----
+
+
+def test_alltoall_reports_what_came() -> None:
+    """With splits the rows per sender are returned; splits may be any sequence of whole numbers, zeros included."""
+
+    def check(communicator: rr.Communicator) -> None:
+        rank = communicator.rank
+        for splits in ([rank, 2], (rank, 2), np.array([rank, 2]), torch.tensor([rank, 2])):
+            rows = np.full((rank + 2, 3), rank)
+            received, counts = communicator.alltoall(rows, splits)
+            assert counts == ([0, 1] if rank == 0 else [2, 2])
+            assert received[:, 0].tolist() == [0] * counts[0] + [1] * counts[1]
+
+    in_world(2, None, check)
+
+
+@pytest.mark.parametrize("splits", [[4], [1, 1, 2], [5, -1], [2, 1], [], [4, 4]])
+def test_wrong_splits_are_refused(splits: list[int]) -> None:
+    """Splits of the wrong number, sign or sum are a ConfigError that shows them."""
+
+    def check(communicator: rr.Communicator) -> None:
+        with pytest.raises(rr.ConfigError, match=r"splits must be 2 numbers .* the 4 rows, got \["):
+            communicator.alltoall(np.ones((4, 2)), splits)
+
+    in_world(2, None, check)
+
+
+def test_rows_that_do_not_divide_take_splits() -> None:
+    """Without splits the rows must divide equally; the error says what to do."""
+
+    def check(communicator: rr.Communicator) -> None:
+        with pytest.raises(rr.ConfigError, match="3 rows do not divide into 2 equal parts; give splits"):
+            communicator.alltoall(np.ones(3))
+
+    in_world(2, None, check)
+
+
+def test_scalars_have_no_rows() -> None:
+    """What is cut along the first dimension needs one; allreduce and broadcast take scalars too."""
+
+    def check(communicator: rr.Communicator) -> None:
+        scalar = np.array(2.0)
+        for name in ("reduce_scatter", "allgather", "alltoall"):
+            with pytest.raises(rr.UnsupportedBufferError, match=f"{name} needs an array with at least one dimension"):
+                getattr(communicator, name)(scalar)
+        for node_scalar in (scalar, torch.tensor(2.0, dtype=torch.float64)):
+            result = communicator.allreduce(node_scalar)
+            assert (float(result), tuple(result.shape)) == (4.0, ())
+            assert float(communicator.broadcast(node_scalar)) == 2.0
+        communicator.allreduce(scalar, out=scalar)
+        assert float(scalar) == 4.0
+
+    in_world(2, None, check)
+    in_world(2, 1, check)
+
+
+@pytest.mark.parametrize("root", [-1, 2, 10])
+def test_a_root_must_be_a_rank(root: int) -> None:
+    """A root outside the world is a ConfigError that names the range."""
+    error = in_world(2, None, lambda each: caught(each.broadcast, np.ones(2), root))[0]
+    assert isinstance(error, rr.ConfigError)
+    assert f"0 to 1, got {root}" in str(error)
+
+
+def test_unknown_names_are_refused() -> None:
+    """Algorithms, operations and collectives that do not exist are ConfigErrors that list the ones that do."""
+
+    def check(communicator: rr.Communicator) -> None:
+        array = np.ones(4)
+        for call, words in (
+            (lambda: communicator.allreduce(array, algorithm="bogus"), "allreduce algorithm 'bogus'; choose one of"),
+            (lambda: communicator.allreduce(array, algorithm="mpi"), "talk over MPI"),
+            (lambda: communicator.broadcast(array, algorithm="ring"), "broadcast algorithm 'ring'; choose one of"),
+            (lambda: communicator.alltoall(array, algorithm="x"), "alltoall algorithm 'x'"),
+            (lambda: communicator.allgather(array, algorithm="x"), "allgather algorithm 'x'"),
+            (lambda: communicator.reduce_scatter(array, algorithm="x"), "reduce_scatter algorithm 'x'"),
+            (lambda: communicator.allreduce(array, "mean"), "unknown reduce operation 'mean'"),
+            (lambda: communicator.explain(8, collective="reduce"), "unknown collective 'reduce'; choose one of"),
+            (lambda: communicator.algorithms("gossip"), "unknown collective"),
+        ):
+            with pytest.raises(rr.ConfigError, match=words):
+                call()
+        assert communicator.allreduce(array).tolist() == [2.0] * 4
+
+    in_world(2, None, check)
+
+
+def test_an_algorithm_that_cannot_run_here_says_why() -> None:
+    """What takes shared memory is refused between nodes, with the topology in the message."""
+    error = in_world(2, 1, lambda each: caught(each.allreduce, np.ones(4), algorithm="two_shot"))[0]
+    assert isinstance(error, rr.ConfigError)
+    assert "2 nodes x 1" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("node_size", "algorithm", "transport"),
+    [
+        (None, "two_shot", "shared"),
+        (None, "ring", "memory"),
+        (1, "ring", "memory"),
+        (2, "hierarchical", "shared+memory"),
+    ],
+)
+def test_transports_are_named(node_size: int | None, algorithm: str, transport: str) -> None:
+    """`transport_name` says what moves the bytes of an algorithm, and `explain` what would run."""
+
+    def check(communicator: rr.Communicator) -> None:
+        assert communicator.transport_name(algorithm) == transport
+        text = communicator.explain(1 << 20, "float32")
+        assert communicator.choose("allreduce", 1 << 20).algorithm in text
+
+    in_world(4, node_size, check)
+
+
+# ---- the end ----
+
+
+def test_a_closed_communicator_refuses() -> None:
+    """After close every collective and `empty` is a ShutdownError with the remedy; closing again does nothing."""
+
+    def check(communicator: rr.Communicator) -> None:
+        array = np.ones(4)
+        communicator.allreduce(array, out=array)
+        communicator.barrier()
+        communicator.close()
+        communicator.close()
+        for call in (
+            lambda: communicator.allreduce(array),
+            lambda: communicator.allreduce(array, out=array),
+            lambda: communicator.reduce_scatter(array),
+            lambda: communicator.allgather(array),
+            lambda: communicator.broadcast(array),
+            lambda: communicator.alltoall(array),
+            lambda: communicator.barrier(),
+            lambda: communicator.empty(3),
+        ):
+            with pytest.raises(rr.ShutdownError, match=r"ringreduce\.init"):
+                call()
+
+    for size, node_size in ((1, None), (2, None), (2, 1)):
+        in_world(size, node_size, check)
+
+
+@pytest.mark.parametrize("node_size", [None, 1, 2])
+def test_known_calls_that_are_confused_are_one_mismatch(node_size: int | None) -> None:
+    """Ranks that mix up calls they all know get one MismatchError with every rank's call, and the next call works."""
+
+    def check(communicator: rr.Communicator) -> list[tuple[dict[int, str], str]]:
+        small, large = np.ones(40_000, np.float32), np.ones(40_001, np.float32)
+        calls = [
+            lambda: communicator.allreduce(small),
+            lambda: communicator.allreduce(large),
+            lambda: communicator.allreduce(small, algorithm="ring"),
+            lambda: communicator.allreduce(small, "max"),
+            communicator.barrier,
+        ]
+        for call in calls:
+            call()
+        errors = []
+        for one, other in ((0, 1), (0, 2), (3, 0), (2, 4), (4, 0)):
+            error = caught(calls[one] if communicator.rank == 1 else calls[other])
+            assert isinstance(error, rr.MismatchError), (one, other, error)
+            errors.append((error.values, str(error)))
+            assert communicator.allreduce(small)[0] == 3
+            assert communicator.allreduce(np.ones(7 + one))[0] == 3
+        return errors
+
+    results = in_world(3, node_size, check)
+    assert results[0] == results[1] == results[2]
+    assert all(sorted(values) == [0, 1, 2] for values, _ in results[0])
+    assert all(values[0] == values[2] != values[1] for values, _ in results[0])
