@@ -113,7 +113,7 @@ class Communicator:
                 and bound.array() is array
                 and bound.op is op
                 and bound.algorithm is algorithm
-                and (bound.address is None or bound.still_there(array))
+                and bound.still_there(array)
                 and not self.instruments.observers
             ):
                 try:
@@ -441,11 +441,11 @@ class _Bound:
     Attributes:
         array: a weak reference to it.
         op, algorithm: the arguments, as they were given.
-        address: where its memory lies; None for NumPy arrays, which cannot be given other memory.
+        still_there: returns whether an array, known to be that one, has the memory and layout that it had.
         run: repeats the call.
     """
 
-    __slots__ = ("_shape", "address", "algorithm", "array", "op", "run")
+    __slots__ = ("algorithm", "array", "op", "run", "still_there")
 
     def __init__(
         self,
@@ -460,12 +460,15 @@ class _Bound:
         self.op = op
         self.algorithm = algorithm
         self.run = run
-        self.address = None if isinstance(array, np.ndarray) else target.address
-        self._shape = target.shape
-
-    def still_there(self, tensor: Any) -> bool:
-        """Return whether a tensor has not been given other memory (by `set_`, `resize_` or ``data =``)."""
-        return bool(tensor.data_ptr() == self.address and tensor.shape == self._shape)
+        self.still_there: Callable[[Any], bool]
+        if isinstance(array, np.ndarray):  # it can be given another shape and dtype; a weak reference forbids `resize`
+            shape, dtype = array.shape, array.dtype
+            self.still_there = lambda same: same.shape == shape and same.dtype is dtype
+        else:  # `set_`, `resize_`, ``data =`` and `t_` change a tensor
+            address, shape, strides = target.address, target.shape, array.stride()
+            self.still_there = lambda same: (
+                same.data_ptr() == address and same.shape == shape and same.stride() == strides
+            )
 
 
 def _same(source: Operand, target: Operand) -> bool:

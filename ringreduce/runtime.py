@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from ringreduce.algorithms import Collective, names
 from ringreduce.communicator import Communicator
 from ringreduce.config import Config
 from ringreduce.errors import ConfigError, MismatchError
 from ringreduce.placement import Context
 from ringreduce.reduce_ops import SUM, ReduceOp
+from ringreduce.selection import VENDOR
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.messages import Messages
 from ringreduce.transport.node import host_name, join
@@ -74,6 +76,9 @@ def init(comm: MPI.Intracomm | None = None) -> None:
     waiter = Waiter(settings.timeout_s)
     messages = _connect(comm, settings, waiter)
     _check_settings(messages, settings)
+    if settings.algorithm is not None and settings.algorithm not in (*names(Collective.ALLREDUCE), VENDOR):
+        known = ", ".join(names(Collective.ALLREDUCE))
+        raise ConfigError(f"RINGREDUCE_ALGORITHM={settings.algorithm!r} in the environment: expected one of {known}")
     node = join(messages, waiter, settings, host_name(), MemfdSegments)
     _world = Communicator(Context(messages, waiter, node, settings))
     if _world.size > 1:

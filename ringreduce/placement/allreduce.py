@@ -103,6 +103,8 @@ class Allreduce:
             plan.run_located()
             return
         flat = source.flat()
+        if source.dtype.half and not flat.flags.writeable:
+            flat = flat.copy()  # torch, which has the fast kernels, knows no read-only memory
         result = target.flat() if target.contiguous else np.empty_like(flat)
         plan.run_private(flat, result)
         if not target.contiguous:

@@ -315,4 +315,4 @@ def test_an_absent_rank_is_named_within_the_time_limit(node_size: int | None) ->
     errors = run_ranks(3, check, node_size=node_size, config=Config(timeout_s=0.1))
     for error in errors[:2]:
         assert isinstance(error, rr.CollectiveTimeoutError)
-        assert re.search(r"waited 0\.1 s for ranks? \[?2\]?\b.*allreduce\(sum, shape 4, float64\)", str(error))
+        assert re.search(r"waited 0\.1 s for ranks? .*\b2\b.*allreduce\(sum, shape 4, float64\)", str(error))

@@ -55,7 +55,7 @@ def on_boards(
     return run_threads(size, lambda index: function(boards[index]), on_error=fail)
 
 
-def arrive(board: Board, signature: str, location: Location = NOWHERE) -> int:
+def arrive(board: Board, signature: str, location: int = NOWHERE) -> list[int]:
     return board.arrive(signature, signature_hash(signature), location)
 
 
@@ -81,8 +81,9 @@ def test_mailboxes_alternate(size: int) -> None:
         boxes = [board.mailboxes(parity, np.dtype(np.int64), (3,)) for parity in (0, 1)]
         parities = []
         for turn in range(40):
-            boxes[board.next_parity][board.index][:] = 100 * turn + board.index
-            parity = arrive(board, "swap")
+            boxes[(board.number + 1) & 1][board.index][:] = 100 * turn + board.index
+            arrive(board, "swap")
+            parity = board.number & 1
             parities.append(parity)
             assert [box.tolist() for box in boxes[parity]] == [[100 * turn + index] * 3 for index in range(size)]
         assert parities == [1, 0] * 20
@@ -109,11 +110,11 @@ def test_locations_are_those_of_this_call() -> None:
 
     def publish(board: Board) -> None:
         for turn in range(4):
-            parity = arrive(board, "call", Location(board.index + 1, turn * 64))
+            places = arrive(board, "call", Location(board.index + 1, turn * 64).packed)
             others = [index for index in range(3) if index != board.index]
             assert board.peers == [10 + index for index in others]
-            assert board.locations(parity) == [(index + 1, turn * 64) for index in others]
-        assert board.locations(arrive(board, "call")) == [(NOWHERE.segment, NOWHERE.offset)] * 2
+            assert [Location.unpack(place) for place in places] == [Location(index + 1, turn * 64) for index in others]
+        assert arrive(board, "call") == [NOWHERE] * 2
 
     on_boards(3, publish)
 
@@ -122,7 +123,7 @@ def test_locations_are_those_of_this_call() -> None:
 def test_a_mismatch_is_the_same_error_on_all_members(calls: tuple[str, ...]) -> None:
     """If any member calls something else, all get a MismatchError with every rank's call, and meet again afterwards."""
 
-    def call(board: Board) -> tuple[MismatchError, int]:
+    def call(board: Board) -> tuple[MismatchError, list[int]]:
         error = caught(arrive, board, calls[board.index])
         assert isinstance(error, MismatchError)
         assert caught(arrive, board, "next") is None

@@ -123,6 +123,14 @@ def test_locate_knows_what_is_inside() -> None:
     assert Arena(PrivateSegments()).locate(address(private), 1) is None
 
 
+@given(st.integers(0, (1 << 19) - 1), st.integers(0, (1 << 44) - 1))
+def test_a_location_fits_into_a_flag(segment: int, offset: int) -> None:
+    """A location is one number that is not negative and fits into 63 bits, and comes back from it."""
+    location = Location(segment, offset)
+    assert 0 <= location.packed < 1 << 63
+    assert Location.unpack(location.packed) == location
+
+
 def test_own_views_show_the_blocks_bytes() -> None:
     """A view by location is the memory itself, and keeps no array that users hold."""
     arena = Arena(PrivateSegments())
