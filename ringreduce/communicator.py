@@ -6,8 +6,9 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from math import prod
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,23 @@ from ringreduce.topology import Topology
 __all__ = ["Communicator"]
 
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _counting_refusals(method: _Method) -> _Method:
+    """Take note of calls that this rank refuses before it meets the others; see `Board.refused`."""
+
+    @wraps(method)
+    def counting(self: Communicator, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except (ConfigError, UnsupportedBufferError):
+            self._context.board.refused += 1
+            raise
+
+    return cast("_Method", counting)
+
+
 class Communicator:
     """The collectives of one process set.
 
@@ -46,7 +64,9 @@ class Communicator:
     All methods raise, besides what they list:
 
     * `UnsupportedBufferError`: an array cannot be used. Raised on the rank that has it, before anything moves.
-    * `MismatchError`: the ranks' calls disagree. Raised on all ranks, before any of the user's data moves.
+    * `MismatchError`: the ranks' calls disagree. Raised on all ranks, before any of the user's data moves; only between
+      nodes, where two calls that were both made before are confused, may an array that is reduced in place be partly
+      reduced, and a rank that needed nothing from the others learn of it in its next call.
     * `CollectiveTimeoutError`, `PeerLostError`, `TransportError`: a peer did not take part. The contents of results
       are undefined then.
     * `ShutdownError`: the world was shut down.
@@ -124,6 +144,7 @@ class Communicator:
                 return array
         return self._allreduce_unbound(array, op, out, algorithm)
 
+    @_counting_refusals
     def reduce_scatter(
         self, array: Any, op: ReduceOp | str = SUM, *, out: Any = None, algorithm: str | None = None
     ) -> Any:
@@ -152,6 +173,7 @@ class Communicator:
             self._quiet.run(reduce_scatter, source.flat(), source.dtype, counts, flat, op, choice, signature)
         return out
 
+    @_counting_refusals
     def allgather(self, array: Any, *, algorithm: str | None = None) -> Any:
         """Concatenate the ranks' arrays along the first dimension, in rank order; every rank gets all of it.
 
@@ -167,11 +189,12 @@ class Communicator:
         target = Operand.of(out)
         row = prod(source.shape[1:])
         counts = [int(each) * row for each in rows]
-        choice, signature = self._choose(Collective.ALLGATHER, source, algorithm, shape=_any_rows(source), detail=rows)
+        choice, signature = self._choose(Collective.ALLGATHER, source, algorithm, shape=_any_rows(source))
         with self._running(Collective.ALLGATHER, choice, target.nbytes):
             self._moves.allgather(source.flat(), counts, target.flat(), choice, signature)
         return out
 
+    @_counting_refusals
     def broadcast(self, array: Any, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> Any:
         """Give every rank the root's array.
 
@@ -190,13 +213,12 @@ class Communicator:
         out, target = self._result(array, source, source.shape, out)
         if self.rank == root and not _same(source, target):
             np.copyto(target.view, source.view)
-        choice, signature = self._choose(
-            Collective.BROADCAST, source, algorithm, f"root {root}", shape=source.shape, root=root
-        )
+        choice, signature = self._choose(Collective.BROADCAST, source, algorithm, f"root {root}", shape=source.shape)
         with self._running(Collective.BROADCAST, choice, source.nbytes), _flat_target(target) as flat:
             self._moves.broadcast(flat, root, choice, signature)
         return out
 
+    @_counting_refusals
     def alltoall(self, array: Any, splits: Sequence[int] | None = None, *, algorithm: str | None = None) -> Any:
         """Send a part of one's array to every rank; get one's part of theirs.
 
@@ -219,7 +241,7 @@ class Communicator:
         received = rows[:, self.rank]
         out = like(array, (int(received.sum()), *source.shape[1:]))
         target = Operand.of(out)
-        choice, signature = self._choose(Collective.ALLTOALL, source, algorithm, shape=_any_rows(source), detail=rows)
+        choice, signature = self._choose(Collective.ALLTOALL, source, algorithm, shape=_any_rows(source))
         with self._running(Collective.ALLTOALL, choice, source.nbytes):
             row = prod(source.shape[1:])
             self._moves.alltoall(source.flat(), rows * row, target.flat(), choice, signature)
@@ -262,7 +284,7 @@ class Communicator:
         kind, vendor = _collective(collective), self._context.messages.has_allreduce
         DType.of(dtype)
         if algorithm is not None and algorithm != "auto":
-            return selection.forced(kind, algorithm, self.topology, vendor=vendor)
+            return selection.forced(kind, algorithm, nbytes, self.topology, vendor=vendor)
         return selection.choose(kind, nbytes, self.topology, self.config, vendor=vendor)
 
     def transport_name(self, algorithm: str, collective: Collective | str = Collective.ALLREDUCE) -> str:
@@ -290,6 +312,7 @@ class Communicator:
 
     # ---- inside ----
 
+    @_counting_refusals
     def _allreduce_unbound(self, array: Any, op: ReduceOp | str, out: Any, algorithm: str | None) -> Any:
         kind = ReduceOp.parse(op)
         source = Operand.of(array)
@@ -323,7 +346,7 @@ class Communicator:
         """
         if choice.transport != "shared" or (op is ReduceOp.AVERAGE and target.dtype.kind in ("int", "uint", "bool")):
             return None
-        if self._allreduce.goes_through_mailbox(choice, target.nbytes):
+        if self._allreduce.goes_through_mailbox(choice):
             plan = self._allreduce.one_shot(target.dtype, target.shape, op, signature)
             if array is target.view:
                 return lambda same: plan.run(same, same)
@@ -367,32 +390,28 @@ class Communicator:
         argument: str = "",
         *,
         shape: tuple[object, ...],
-        root: int = 0,
-        detail: npt.NDArray[Any] | None = None,
     ) -> tuple[Choice, Signature]:
         """Return the algorithm and the signature of a call; they depend on nothing that may differ between ranks."""
-        rows = () if detail is None else detail.tobytes()
-        key = collective.name, argument, algorithm, shape, source.dtype.name, rows
+        key = collective.name, argument, algorithm, shape, source.dtype.name
         found = self._signatures.get(key)
         if found is None:
-            nbytes = source.nbytes if detail is None else int(detail.max()) * source.dtype.itemsize
+            nbytes = source.nbytes if collective is Collective.ALLREDUCE else 0  # the others' choice has no use for it
             choice = self.choose(collective, nbytes, source.dtype.name, algorithm)
             arguments = [argument, f"shape {_shape(shape)}", source.dtype.name]
             if algorithm is not None:
                 arguments.append(f"algorithm {algorithm}")
             text = f"{collective.value}({', '.join(filter(None, arguments))})"
-            found = choice, Signature.of(text if detail is None else f"{text} of rows {detail.tolist()}")
             if len(self._signatures) > 4096:
                 self._signatures.clear()
-            self._signatures[key] = found
+            found = self._signatures[key] = choice, Signature.of(text)
         return found
 
     def _exchange_counts(self, mine: Sequence[int], source: Operand, collective: Collective) -> npt.NDArray[np.int64]:
-        """Gather a few numbers of every rank as (size, len(mine)); the signature is that of the call they prepare."""
+        """Gather a few numbers of every rank, as (size, len(mine)), that say how many rows will come from whom."""
         self._require_open()
         own = np.array(mine, np.int64)
         gathered = np.empty((self.size, own.size), np.int64)
-        what = f"{collective.value}(shape {_shape(_any_rows(source))}, {source.dtype.name})"
+        what = f"{collective.value}(rows of shape {_shape(_any_rows(source))}, {source.dtype.name})"
         choice = self.choose(Collective.ALLGATHER, own.nbytes)
         try:
             self._moves.allgather(own, [own.size] * self.size, gathered.reshape(-1), choice, Signature.of(what))

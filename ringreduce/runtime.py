@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -53,26 +54,29 @@ __all__ = [
 ]
 
 _world: Communicator | None = None
+_process = 0  # the one that called init; a process that it forks inherits the world and has no part in it
 
 
 def init(comm: MPI.Intracomm | None = None) -> None:
     """Start the world: find the other ranks and set up what connects them. Collective; does nothing the second time.
 
-    Under a launcher (mpirun, mpiexec, srun) the ranks are those of the job. Without one the world is this process
-    alone, and neither MPI nor mpi4py is needed. From then on an uncaught exception on one rank ends the whole job,
-    with that rank's traceback.
+    Under a launcher (mpirun, mpiexec, srun) the ranks are those of the job. Without one, or where it started one
+    process, the world is this process alone, and neither MPI nor mpi4py is needed. From then on an uncaught exception
+    on one rank ends the whole job, with that rank's traceback.
 
     Args:
         comm: an mpi4py communicator to use instead of all ranks of the job.
 
     Raises:
         ConfigError: a setting in the environment is wrong, or the job was started by a launcher and mpi4py is missing.
+        CollectiveTimeoutError: a rank did not call this within the time limit.
         MismatchError: the ranks have different settings.
     """
-    global _world
+    global _world, _process
     if _world is not None:
         return
     settings = Config.from_environ()
+    _process = os.getpid()
     waiter = Waiter(settings.timeout_s)
     messages = _connect(comm, settings, waiter)
     _check_settings(messages, settings)
@@ -81,16 +85,17 @@ def init(comm: MPI.Intracomm | None = None) -> None:
         raise ConfigError(f"RINGREDUCE_ALGORITHM={settings.algorithm!r} in the environment: expected one of {known}")
     node = join(messages, waiter, settings, host_name(), MemfdSegments)
     _world = Communicator(Context(messages, waiter, node, settings))
-    if _world.size > 1:
-        _end_job_on_exceptions()
     atexit.register(shutdown)
 
 
 def shutdown() -> None:
-    """End the world. Collective; does nothing if there is none. ``init`` may be called again afterwards."""
-    global _world
-    if _world is not None:
-        ending, _world = _world, None
+    """End the world. Collective; does nothing if there is none. ``init`` may be called again afterwards.
+
+    In a process that was forked it does nothing: that one is no rank.
+    """
+    global _world, _process
+    if _world is not None and os.getpid() == _process:
+        ending, _world, _process = _world, None, 0
         ending.close()
         atexit.unregister(shutdown)
 
@@ -187,9 +192,9 @@ def explain(nbytes: int, dtype: Any = np.float32, collective: str = "allreduce")
 
 
 def _connect(comm: MPI.Intracomm | None, settings: Config, waiter: Waiter) -> Messages:
-    """Return the message transport of the world: MPI where there is a launcher, none that is needed otherwise."""
+    """Return the message transport of the world: MPI where a launcher started several ranks, none otherwise."""
     launched = settings.launched_size
-    if comm is None and launched is None:
+    if comm is None and launched in (None, 1):
         return MemoryWorld(1).messages(0)
     if importlib.util.find_spec("mpi4py") is None:
         raise ConfigError(
@@ -198,15 +203,17 @@ def _connect(comm: MPI.Intracomm | None, settings: Config, waiter: Waiter) -> Me
         )
     from ringreduce.transport import mpi
 
-    messages = mpi.MpiMessages(mpi.world() if comm is None else comm, waiter)
-    if comm is None and messages.size == 1 and launched is not None and launched > 1:
+    ranks = mpi.world() if comm is None else comm
+    if ranks.size > 1:
+        _end_job_on_exceptions()  # from here on: what fails on one rank in init must not leave the others there
+    elif comm is None:
         warnings.warn(
             f"the launcher started {launched} ranks, but {mpi.library()} sees one: every process trains alone. "
             "mpi4py uses another MPI library than this mpirun; use the mpirun that belongs to it",
             RuntimeWarning,
             stacklevel=3,
         )
-    return messages
+    return mpi.MpiMessages(ranks, waiter)
 
 
 def _check_settings(messages: Messages, settings: Config) -> None:
@@ -224,12 +231,13 @@ def _end_job_on_exceptions() -> None:
     previous = sys.excepthook
 
     def end_job(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if _world is not None:
-            sys.stderr.write(f"ringreduce: rank {_world.rank} of {_world.size} failed; ending the job\n")
+        is_rank = os.getpid() == _process
+        if is_rank:
+            sys.stderr.write(f"ringreduce: rank {mpi.world().rank} of {mpi.world().size} failed; ending the job\n")
         previous(kind, error, traceback)
         sys.stdout.flush()
         sys.stderr.flush()
-        if _world is not None:
+        if is_rank:
             mpi.abort(1)
 
     end_job.ringreduce = True  # type: ignore[attr-defined]  # installed once, however often init is called

@@ -13,6 +13,7 @@ from ringreduce.algorithms import Collective
 from ringreduce.config import Config
 from ringreduce.errors import ConfigError
 from ringreduce.topology import Topology
+from ringreduce.transport.board import MAILBOX_NBYTES
 
 __all__ = ["VENDOR", "Choice", "choose", "explain", "forced", "names"]
 
@@ -63,7 +64,7 @@ def choose(collective: Collective, nbytes: int, topology: Topology, config: Conf
         return Choice("one_shot" if collective is Collective.ALLREDUCE else "load", "self", "there is one rank")
     if config.algorithm is not None and collective is Collective.ALLREDUCE:
         if config.algorithm in names(collective, topology, vendor=vendor):
-            return forced(collective, config.algorithm, topology, vendor=vendor)
+            return forced(collective, config.algorithm, nbytes, topology, vendor=vendor)
         if config.algorithm != VENDOR:
             algorithms.find(collective, config.algorithm)  # it may not run here, but it must exist
     if collective is not Collective.ALLREDUCE:
@@ -83,8 +84,8 @@ def choose(collective: Collective, nbytes: int, topology: Topology, config: Conf
     return Choice("ring", "messages", f"one rank per node, over {_MIDDLE_NBYTES} bytes: fills every link")
 
 
-def forced(collective: Collective, name: str, topology: Topology, *, vendor: bool) -> Choice:
-    """Return the choice of an algorithm by name.
+def forced(collective: Collective, name: str, nbytes: int, topology: Topology, *, vendor: bool) -> Choice:
+    """Return the choice of an algorithm by name, for a buffer of ``nbytes`` bytes.
 
     Raises:
         ConfigError: it does not exist, or cannot run on this topology.
@@ -99,8 +100,8 @@ def forced(collective: Collective, name: str, topology: Topology, *, vendor: boo
     transport = "messages"
     if topology.size == 1:
         transport = "self"
-    elif topology.single_node and name == "one_shot":
-        transport = "shared"  # through mailboxes
+    elif name == "one_shot" and topology.single_node and nbytes <= MAILBOX_NBYTES:
+        transport = "shared"
     elif algorithm.cost(topology).touched:
         transport = "shared" if topology.single_node else "shared+messages"
     return Choice(name, transport, "asked for by name")

@@ -7,6 +7,7 @@ private array of moderate size travels through a buffer of the plan; a large one
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from ringreduce.partition import Partition, segments_of_buffer
 from ringreduce.placement.context import Cache, Context, Signature
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.selection import Choice
-from ringreduce.transport.board import MAILBOX_NBYTES, NOWHERE
+from ringreduce.transport.board import NOWHERE
 from ringreduce.transport.messages import Request
 from ringreduce.transport.shared import Location
 
@@ -53,6 +54,8 @@ class Allreduce:
         self._one_shots: Cache[OneShot] = Cache()
         self._two_shots: Cache[TwoShot] = Cache()
         self._message_plans: Cache[_MessagePlan] = Cache()
+        # The library's own are set up by all ranks together, so what is kept of them must not depend on anything local.
+        self._vendor_plans: Cache[_MessagePlan] = Cache()
 
     def run(self, source: Operand, target: Operand, op: ReduceOp, choice: Choice, signature: Signature) -> None:
         """Reduce ``source`` over all ranks into ``target``, which is the same memory or apart from it.
@@ -65,7 +68,7 @@ class Allreduce:
             np.copyto(target.view, source.view)
         elif op is ReduceOp.AVERAGE and dtype.kind in ("int", "uint", "bool"):
             self._widened(source, target, ReduceOp.SUM, choice, signature)
-        elif self.goes_through_mailbox(choice, source.nbytes):
+        elif self.goes_through_mailbox(choice):
             self.one_shot(dtype, source.shape, op, signature).run(source.view, target.view)
         elif choice.transport == "shared":
             self._two_shot(source, target, op, signature)
@@ -75,14 +78,14 @@ class Allreduce:
             self._over_messages(source, target, op, choice, signature)
 
     def close(self) -> None:
-        for cache in (self._one_shots, self._two_shots, self._message_plans):
-            cache.close()
+        for plans in (self._one_shots, self._two_shots, self._message_plans, self._vendor_plans):
+            plans.close()
 
     # ---- one node ----
 
-    def goes_through_mailbox(self, choice: Choice, nbytes: int) -> bool:
+    def goes_through_mailbox(self, choice: Choice) -> bool:
         """Return whether this is an allreduce for `one_shot`."""
-        return choice.algorithm == "one_shot" and choice.transport == "shared" and nbytes <= MAILBOX_NBYTES
+        return choice.algorithm == "one_shot" and choice.transport == "shared"
 
     def one_shot(self, dtype: DType, shape: tuple[int, ...], op: ReduceOp, signature: Signature) -> OneShot:
         """Return the plan for small arrays of this signature; it takes the arrays when it runs."""
@@ -140,20 +143,20 @@ class Allreduce:
         self, source: Operand, target: Operand, op: ReduceOp, choice: Choice, signature: Signature
     ) -> None:
         context = self._context
-        # The library's own allreduce is set up by all ranks together, so whether its plan is kept must not depend on
-        # where one rank's array lies.
-        location = None if choice.algorithm == selection.VENDOR else self.locate(target)
+        vendor = choice.algorithm == selection.VENDOR
+        plans = self._vendor_plans if vendor else self._message_plans
+        location = None if vendor else self.locate(target)
         keep = location is not None or source.nbytes <= _OWN_BUFFER_NBYTES
 
         def make() -> _MessagePlan:
             return _MessagePlan(context, choice, source.dtype, source.count, location, op, signature)
 
-        if choice.algorithm == selection.VENDOR:
+        if vendor:
             context.meet(signature)  # before the plan is set up together
-        plan = self._message_plans.get((signature.code, location), make) if keep else make()
+        plan = plans.get((signature.code, location), make) if keep else make()
         if location is None or source.address != target.address:
             np.copyto(plan.memory.reshape(source.shape), source.view)
-        if choice.algorithm != selection.VENDOR and not plan.shared:
+        if not vendor and not plan.shared:
             context.meet(signature)
         plan.run()
         if location is None:
@@ -182,7 +185,7 @@ class TwoShot:
         self._location = NOWHERE if location is None else location.packed
         self._text, self._code = signature.text, signature.code
         self._kernels = kernels_for(dtype, op, context.topology.size)
-        self._staged = Staged(context.board, signature.text, dtype.storage, count, self._kernels)
+        self._staged = cache(lambda: Staged(context.board, signature.text, dtype.storage, count, self._kernels))
         self._mine = None if location is None else context.arena.view(location, dtype.storage, count)
         self._others: list[int] = []
         self._calls: list[Call] | None = None
@@ -202,7 +205,7 @@ class TwoShot:
 
     def run_private(self, source: Array, target: Array) -> None:
         """Reduce the flat ``source`` into the flat ``target``, which peers cannot reach."""
-        board, staged = self._board, self._staged
+        board, staged = self._board, self._staged()
         staged.copy_in(source)
         others = board.arrive(self._text, self._code)
         if max(others) != NOWHERE:
@@ -212,9 +215,10 @@ class TwoShot:
     def _run_mixed(self) -> None:
         """Stage what lies at the location, as the peers do whose buffers are private."""
         assert self._mine is not None
-        self._staged.copy_in(self._mine)
+        staged = self._staged()
+        staged.copy_in(self._mine)
         self._board.barrier(self._text)
-        self._staged.run(self._mine, self._mine)
+        staged.run(self._mine, self._mine)
 
     def _bind(self, others: list[int]) -> None:
         context, mine = self._context, self._mine
@@ -237,7 +241,8 @@ class TwoShot:
         self._calls = plan.calls
 
     def close(self) -> None:
-        self._calls = None
+        """Forget the views; a caller who still holds the plan makes it bind again."""
+        self._calls, self._others = None, []
 
 
 class _MessagePlan:

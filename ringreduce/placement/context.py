@@ -15,7 +15,7 @@ from ringreduce.config import Config
 from ringreduce.errors import MismatchError
 from ringreduce.topology import Topology
 from ringreduce.transport.agreement import Agreement
-from ringreduce.transport.board import NOWHERE, Board, signature_hash
+from ringreduce.transport.board import NOWHERE, Board, after_refusals, signature_hash
 from ringreduce.transport.messages import Messages
 from ringreduce.transport.node import Node
 from ringreduce.transport.shared import Arena, Location
@@ -92,7 +92,10 @@ class Context:
         if self.topology.single_node:
             self.board.arrive(signature.text, signature.code)
         else:
-            self.agreement.enter(signature.text)
+            self._agree(signature)
+
+    def _agree(self, signature: Signature) -> None:
+        self.agreement.enter(after_refusals(signature.text, self.board.refused))
 
     def meet_at_board(self, signature: Signature, location: Location | None) -> list[int]:
         """Meet, and let the others of the node know where this rank's buffer lies.
@@ -105,7 +108,7 @@ class Context:
             MismatchError: not all ranks call this.
         """
         if not self.topology.single_node:
-            self.agreement.enter(signature.text)
+            self._agree(signature)
         try:
             return self.board.arrive(signature.text, signature.code, NOWHERE if location is None else location.packed)
         except MismatchError:

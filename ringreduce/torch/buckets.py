@@ -5,6 +5,10 @@ says all that there is to say about what was computed since `zero_grad`. A bucke
 makes a fresh tensor wherever ``p.grad`` was None, so before a bucket is reduced its gradients are collected: copied
 to their places in the bucket, which then become ``p.grad`` and stay it for as long as nobody sets it to None.
 
+Places are lent: after `zero_grad` somebody may still hold the tensor that was ``p.grad``, or a view of it, as code does
+that compares the gradients of several tasks. A place that is kept is not written to. Until it is free again, its bucket
+is reduced in spare memory, and gradients come back from there as tensors of their own, as torch would make them.
+
 Everything is reduced when the caller says so, never during the backward pass. Reducing a bucket as soon as it was
 complete took as long, as far as could be measured (25 M parameters, 2 ranks on one node), and ranks that go through
 different parts of the graph, or that look at gradients on one rank only, would find themselves in the middle of a
@@ -13,9 +17,10 @@ collective that the others do not call.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from time import perf_counter
 from typing import Any
 
@@ -28,11 +33,7 @@ from ringreduce.communicator import Communicator
 from ringreduce.errors import UnsupportedBufferError
 from ringreduce.reduce_ops import MAX, ReduceOp
 
-__all__ = ["ALIGNMENT_NBYTES", "BUCKET_NBYTES", "LARGE_NBYTES", "Bucket", "GradientBuckets", "plan"]
-
-#: When a bucket is full, in bytes. On one node, 1 to 100 MiB differ by no more than the measurement does; this is small
-#: enough for gradients that are copied into a bucket to be still in the last-level cache when it is reduced.
-BUCKET_NBYTES = 4 << 20
+__all__ = ["ALIGNMENT_NBYTES", "LARGE_NBYTES", "Bucket", "GradientBuckets", "Slot", "plan"]
 
 #: From this size on (bytes), gradients are collected as soon as they are there. It is where glibc's malloc begins to
 #: hand freed memory back to the kernel: gradients that live until the next `zero_grad` cost a page fault per 4 KiB.
@@ -50,7 +51,7 @@ def plan(items: Sequence[tuple[Hashable, int]], limit_nbytes: int) -> list[list[
 
     Args:
         items: kind (dtype) and size (bytes) of each.
-        limit_nbytes: a bucket that holds as much takes no further item.
+        limit_nbytes: a bucket that holds so many bytes is closed.
 
     Returns:
         The indices of the items in each bucket; buckets in order of their first item.
@@ -67,47 +68,90 @@ def plan(items: Sequence[tuple[Hashable, int]], limit_nbytes: int) -> list[list[
     return buckets
 
 
-@dataclass(frozen=True, slots=True)
+class Slot:
+    """A parameter, and the place of its gradient.
+
+    Args:
+        parameter: of any strides.
+        memory: room for the gradient, as bytes.
+
+    Attributes:
+        place: a tensor with the parameter's shape and, if those are dense, its strides, so that optimizers see
+            gradients laid out like their parameters.
+    """
+
+    __slots__ = ("_address", "_unshared", "parameter", "place")
+
+    def __init__(self, parameter: torch.Tensor, memory: npt.NDArray[np.uint8]) -> None:
+        self.parameter = parameter
+        # Not a view in autograd's sense: it could not be detached in place, and all would share a version counter. Its
+        # storage is its own, so that uses of it can be told from uses of the bucket's other places.
+        self.place = torch.empty(0, dtype=parameter.dtype)
+        strides = torch.empty_like(parameter, device="meta").stride()
+        self.place.set_(torch.from_numpy(memory).untyped_storage(), 0, parameter.shape, strides)
+        self._address = self.place.data_ptr()
+        self._unshared = self._references()
+
+    def is_filled(self) -> bool:
+        """Whether the gradient is in its place; after ``p.grad.data = ...`` the tensor is, but not its memory."""
+        return self.parameter.grad is self.place and self.place.data_ptr() == self._address
+
+    def is_kept(self) -> bool:
+        """Whether the place, while it is not ``p.grad``, still is something to somebody; takes about 0.3 us."""
+        return self._references() > self._unshared or self.place.data_ptr() != self._address
+
+    def _references(self) -> int:
+        # Whoever holds the tensor itself counts in the first, whoever holds a view of any kind (`detach`, `numpy`) in
+        # the second.
+        storage = self.place.untyped_storage()
+        return sys.getrefcount(self.place) + torch._C._storage_Use_Count(storage._cdata)
+
+
 class Bucket:
     """Some gradients in one piece of communication memory.
 
+    Args:
+        parameters: whose gradients, all of one dtype.
+        communicator: makes the memory.
+
     Attributes:
         flat: all of it, one-dimensional.
-        slots: each parameter, and the place of its gradient: a tensor with the parameter's shape and, if those are
-            dense, its strides, so that optimizers see gradients laid out like their parameters.
+        slots: the parameters, in order, and their places.
     """
 
-    flat: torch.Tensor
-    slots: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    __slots__ = ("_spare", "flat", "slots")
 
-    @classmethod
-    def of(cls, parameters: Sequence[torch.Tensor], communicator: Communicator) -> Bucket:
-        """Make room for the gradients of parameters of one dtype."""
-        dtype = parameters[0].dtype
-        starts, end = [], 0
-        for parameter in parameters:
-            starts.append(end)
-            end += _padded_nbytes(parameter)
-        flat = torch.from_numpy(communicator.empty(end, np.uint8)).zero_().view(dtype)
-        slots = []
-        for parameter, start in zip(parameters, starts, strict=True):
-            strides = torch.empty_like(parameter, device="meta").stride()
-            # Not a view in autograd's sense: it could not be detached in place, and all would share a version counter.
-            place = torch.empty(0, dtype=dtype)
-            place.set_(flat.untyped_storage(), start // flat.element_size(), parameter.shape, strides)
-            slots.append((parameter, place))
-        return cls(flat, tuple(slots))
+    def __init__(self, parameters: Sequence[torch.Tensor], communicator: Communicator) -> None:
+        ends = list(accumulate(map(_padded_nbytes, parameters), initial=0))
+        memory = communicator.empty(ends[-1], np.uint8)
+        self.flat = torch.from_numpy(memory).zero_().view(parameters[0].dtype)
+        self.slots = tuple(
+            Slot(parameter, memory[start:end])
+            for parameter, (start, end) in zip(parameters, pairwise(ends), strict=True)
+        )
+        self._spare: Bucket | None = None
+
+    def spare(self, communicator: Communicator) -> Bucket:
+        """Return a bucket for the same gradients in memory of its own, which nobody is lent."""
+        if self._spare is None:
+            self._spare = Bucket([slot.parameter for slot in self.slots], communicator)
+        return self._spare
+
+    def is_kept(self) -> bool:
+        """Whether somebody holds, from earlier, what reducing this bucket would overwrite."""
+        return any(not slot.is_filled() and slot.is_kept() for slot in self.slots)
 
     def collect(self) -> None:
-        """Move the gradients that are there to their places, but for those that autograd still needs as they are."""
+        """Move the gradients that are there to places that are free, but for those that autograd needs as they are."""
         self._move(
             [
-                (parameter, place, grad)
-                for parameter, place in self.slots
-                if (grad := parameter.grad) is not None
-                and grad is not place
+                (slot, grad)
+                for slot in self.slots
+                if (grad := slot.parameter.grad) is not None
+                and grad is not slot.place
                 and not grad.requires_grad
                 and grad.layout is torch.strided
+                and not slot.is_kept()
             ]
         )
 
@@ -118,26 +162,26 @@ class Bucket:
             used: ids of the parameters that have a gradient on some rank.
         """
         elsewhere, missing = [], []
-        for parameter, place in self.slots:
-            grad = parameter.grad
-            if grad is place:
+        for slot in self.slots:
+            grad = slot.parameter.grad
+            if grad is slot.place:
                 continue
             if grad is not None:
-                elsewhere.append((parameter, place, grad))
-            elif id(parameter) in used:
-                missing.append(place)
-                parameter.grad = place
+                elsewhere.append((slot, grad))
+            elif id(slot.parameter) in used:
+                missing.append(slot.place)
+                slot.parameter.grad = slot.place
         self._move(elsewhere)
         if missing:
             torch._foreach_zero_(missing)
 
-    def _move(self, moves: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> None:
+    def _move(self, moves: Sequence[tuple[Slot, torch.Tensor]]) -> None:
         if not moves:
             return
         with torch.no_grad():
-            torch._foreach_copy_([place for _, place, _ in moves], [grad for _, _, grad in moves])
-        for parameter, place, _ in moves:
-            parameter.grad = place
+            torch._foreach_copy_([slot.place for slot, _ in moves], [grad for _, grad in moves])
+        for slot, _ in moves:
+            slot.parameter.grad = slot.place
 
 
 class GradientBuckets:
@@ -150,7 +194,7 @@ class GradientBuckets:
     Args:
         communicator: the ranks that reduce together.
         op: `AVERAGE` or `SUM`.
-        bucket_nbytes: when a bucket is full; must agree on all ranks.
+        bucket_nbytes: a bucket that holds so many bytes is closed; must agree on all ranks.
         name_of: says what errors call a parameter.
 
     Attributes:
@@ -187,7 +231,11 @@ class GradientBuckets:
         self._place([parameter for parameter in used if id(parameter) not in self._placed])
         ids = frozenset(map(id, used))
         for bucket in self._buckets:
-            if any(id(parameter) in ids for parameter, _ in bucket.slots):
+            if not any(id(slot.parameter) in ids for slot in bucket.slots):
+                continue
+            if bucket.is_kept():
+                self._reduce_apart(bucket, ids)
+            else:
                 bucket.fill(ids)
                 self.allreduce(bucket.flat, self._op)
 
@@ -196,6 +244,19 @@ class GradientBuckets:
         started = perf_counter()
         self._communicator.allreduce(array, op, out=array)
         self.communication_s += perf_counter() - started
+
+    def _reduce_apart(self, bucket: Bucket, used: frozenset[int]) -> None:
+        """Reduce a bucket that is kept without writing to it, but for the gradients that still are ``p.grad``."""
+        placed = [slot for slot in bucket.slots if slot.parameter.grad is slot.place]
+        spare = bucket.spare(self._communicator)
+        spare.fill(used)
+        self.allreduce(spare.flat, self._op)
+        for slot in spare.slots:
+            if slot.parameter.grad is slot.place:
+                slot.parameter.grad = slot.place.clone()
+        for slot in placed:
+            reduced, slot.parameter.grad = slot.parameter.grad, slot.place
+            slot.place.copy_(reduced)
 
     def _used_anywhere(self, parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         found = self._exchange(bytes(map(_state, parameters)))
@@ -222,11 +283,12 @@ class GradientBuckets:
         unique = list({id(parameter): parameter for parameter in reversed(parameters)}.values())
         items = [(parameter.dtype, _padded_nbytes(parameter)) for parameter in unique]
         for members in plan(items, self._bucket_nbytes):
-            bucket = Bucket.of([unique[index] for index in members], self._communicator)
+            bucket = Bucket([unique[index] for index in members], self._communicator)
             self._buckets.append(bucket)
-            for parameter, place in bucket.slots:
+            for slot in bucket.slots:
+                parameter = slot.parameter
                 self._placed.add(id(parameter))
-                if place.nbytes >= LARGE_NBYTES and parameter.is_leaf and parameter.requires_grad:
+                if slot.place.nbytes >= LARGE_NBYTES and parameter.is_leaf and parameter.requires_grad:
                     self._hooks.append(_collect_early(parameter, bucket))
 
 

@@ -2,19 +2,24 @@
 
 Unpickling runs what the sender wrote: use these only among the processes of one job that you trust. Tensors inside
 an object are not pickled but broadcast as they are, so that the state of a large optimizer travels at full speed.
+
+Every rank goes through the same collectives whatever becomes of its object: a rank that cannot pack one sends the reason
+in its place, and objects are unpacked after the last collective.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
 from ringreduce.buffers import DTYPES
 from ringreduce.communicator import Communicator
+from ringreduce.errors import ConfigError
 from ringreduce.runtime import world
 
 __all__ = ["allgather_object", "broadcast_object", "gather"]
@@ -30,16 +35,21 @@ def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = Non
 
     Returns:
         ``obj`` itself on the root, a copy of it elsewhere. Tensors in the copy are on the CPU.
+
+    Raises:
+        ConfigError: the object does not pickle. Raised on all ranks.
     """
     communicator = world()
+    tensors: list[torch.Tensor] = []
     if communicator.rank == root_rank:
-        skeleton, tensors = _take_apart(obj)
-        _broadcast_bytes(communicator, skeleton, root_rank)
+        data, failure = _packed(lambda: pickle.dumps(_take_apart(obj, tensors), pickle.HIGHEST_PROTOCOL))
+        _broadcast_bytes(communicator, data, failure, root_rank)
     else:
-        obj, tensors = _put_together(_broadcast_bytes(communicator, None, root_rank))
+        skeleton, looks = pickle.loads(_broadcast_bytes(communicator, None, None, root_rank))
+        tensors = [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in looks]
     for tensor in tensors:
         communicator.broadcast(tensor, root_rank, out=tensor)
-    return obj
+    return obj if communicator.rank == root_rank else _Unpickler(io.BytesIO(skeleton), tensors).load()
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
@@ -51,28 +61,50 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
 
     Returns:
         Copies of the objects, in rank order.
+
+    Raises:
+        ConfigError: some rank's object does not pickle. Raised on all ranks.
     """
     return gather(world(), obj)
 
 
 def gather(communicator: Communicator, obj: Any) -> list[Any]:
     """Do what `allgather_object` says, on any communicator."""
-    mine = np.frombuffer(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL), np.uint8)
-    sizes = communicator.allgather(np.array([mine.size], np.int64))
-    everyone = communicator.allgather(mine)
-    return [pickle.loads(part.tobytes()) for part in np.split(everyone, np.cumsum(sizes)[:-1])]
+    data, failure = _packed(lambda: pickle.dumps(obj, pickle.HIGHEST_PROTOCOL))
+    headers = communicator.allgather(np.array([[len(data), failure is not None]], np.int64))
+    everyone = communicator.allgather(np.frombuffer(data, np.uint8))
+    parts = [part.tobytes() for part in np.split(everyone, np.cumsum(headers[:-1, 0]))]
+    for rank, (part, (_, failed)) in enumerate(zip(parts, headers, strict=True)):
+        if failed:
+            _refuse(rank, part, failure if rank == communicator.rank else None)
+    return [pickle.loads(part) for part in parts]
 
 
-def _broadcast_bytes(communicator: Communicator, data: bytes | None, root: int) -> bytes:
-    """Give every rank the root's bytes; the others pass None."""
-    nbytes = communicator.broadcast(np.array([len(data or b"")], np.int64), root)
-    room = np.empty(nbytes[0], np.uint8) if data is None else np.frombuffer(data, np.uint8)
+def _packed(pack: Callable[[], bytes]) -> tuple[bytes, Exception | None]:
+    """Return what ``pack`` does, or the reason why it failed, as text, and the error."""
+    try:
+        return pack(), None
+    except Exception as error:  # whatever an object's own methods raise
+        return f"{type(error).__name__}: {error}".encode(errors="replace"), error
+
+
+def _refuse(rank: int, reason: bytes, cause: Exception | None) -> NoReturn:
+    raise ConfigError(f"the object of rank {rank} cannot be sent: {reason.decode()}") from cause
+
+
+def _broadcast_bytes(communicator: Communicator, data: bytes | None, failure: Exception | None, root: int) -> bytes:
+    """Give every rank the root's bytes; the others pass None. If the root could not make any, raise why, everywhere."""
+    header = np.array([len(data or b""), failure is not None], np.int64)
+    nbytes, failed = communicator.broadcast(header, root).tolist()
+    room = np.empty(nbytes, np.uint8) if data is None else np.frombuffer(data, np.uint8)
     received: bytes = communicator.broadcast(room, root).tobytes()
+    if failed:
+        _refuse(root, received, failure)
     return received
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves plain tensors out of the pickle, and writes in their place how to make room for them."""
+    """Leaves plain tensors out of the pickle, and writes their numbers in their place."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
@@ -82,21 +114,18 @@ class _Pickler(pickle.Pickler):
         if not _travels_by_itself(obj):
             return None
         self.tensors.append(obj)
-        # The strides of a dense tensor are kept (channels_last), those of a view of something larger are not.
-        return tuple(obj.shape), torch.empty_like(obj, device="meta").stride(), obj.dtype
+        return len(self.tensors) - 1
 
 
 class _Unpickler(pickle.Unpickler):
-    """Puts empty tensors where `_Pickler` left some out."""
+    """Puts tensors where `_Pickler` left some out."""
 
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__(file)
-        self.tensors: list[torch.Tensor] = []
+        self._tensors = tensors
 
     def persistent_load(self, pid: Any) -> torch.Tensor:
-        shape, stride, dtype = pid
-        self.tensors.append(torch.empty_strided(shape, stride, dtype=dtype))
-        return self.tensors[-1]
+        return self._tensors[pid]
 
 
 def _travels_by_itself(obj: Any) -> bool:
@@ -108,14 +137,16 @@ def _travels_by_itself(obj: Any) -> bool:
     )
 
 
-def _take_apart(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
+def _take_apart(obj: Any, tensors: list[torch.Tensor]) -> tuple[bytes, list[Any]]:
+    """Return an object without its tensors, and their shapes, strides and dtypes; append them, ready to be sent."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(obj)
+    # The strides of a dense tensor are kept (channels_last), those of a view of something larger are not.
+    looks = [
+        (tuple(tensor.shape), torch.empty_like(tensor, device="meta").stride(), tensor.dtype)
+        for tensor in pickler.tensors
+    ]
     # Contiguous, because broadcasting in place refuses tensors whose elements share memory (after expand).
-    return file.getvalue(), [tensor.cpu().contiguous() for tensor in pickler.tensors]
-
-
-def _put_together(skeleton: bytes) -> tuple[Any, list[torch.Tensor]]:
-    unpickler = _Unpickler(io.BytesIO(skeleton))
-    return unpickler.load(), unpickler.tensors
+    tensors += [tensor.cpu().resolve_conj().resolve_neg().contiguous() for tensor in pickler.tensors]
+    return file.getvalue(), looks

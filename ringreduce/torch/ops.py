@@ -54,7 +54,8 @@ def allreduce(
         name: ignored.
         op: `Average`, `Sum`, `Min`, `Max` or `Product`; must agree. Gradients flow through the first two.
         prescale_factor: multiplies what goes in.
-        postscale_factor: multiplies what comes out. Integers are truncated toward zero after each factor.
+        postscale_factor: multiplies what comes out. Integers are multiplied in float64, so those up to 2^53 are taken
+            exactly, and truncated toward zero after each factor.
     """
     reduced = _apply(_Allreduce, _scaled(tensor, prescale_factor), world(), ReduceOp.parse(op))
     return _scaled(reduced, postscale_factor)
@@ -69,12 +70,10 @@ def allreduce_(
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
     """Reduce like `allreduce`, but in place and out of autograd's sight; returns ``tensor``. Collective."""
-    values = tensor.detach()
-    if prescale_factor != 1.0:
-        values.copy_(_scaled(values, prescale_factor))
+    values = _without_graph(tensor)
+    _scale(values, prescale_factor)
     world().allreduce(values, op, out=values)
-    if postscale_factor != 1.0:
-        values.copy_(_scaled(values, postscale_factor))
+    _scale(values, postscale_factor)
     _changed(tensor)
     return tensor
 
@@ -103,7 +102,7 @@ def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> 
 
 def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
     """Overwrite a tensor with the root's, out of autograd's sight; returns ``tensor``. Collective."""
-    values = tensor.detach()
+    values = _without_graph(tensor)
     world().broadcast(values, root_rank, out=values)
     _changed(tensor)
     return tensor
@@ -226,7 +225,22 @@ def _require_linear(op: ReduceOp, collective: str) -> None:
 
 
 def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    return tensor if factor == 1.0 else (tensor * factor).to(tensor.dtype)
+    if factor == 1.0:
+        return tensor
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor * factor
+    return (tensor.to(torch.float64) * factor).to(tensor.dtype)
+
+
+def _scale(tensor: torch.Tensor, factor: float) -> None:
+    """Scale in place a tensor that requires no gradient."""
+    if factor != 1.0:
+        tensor.copy_(_scaled(tensor, factor))
+
+
+def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor itself if it can be, because calls that are repeated with the same object are fastest."""
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _changed(tensor: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ from ringreduce.errors import ConfigError
 from ringreduce.reduce_ops import AVERAGE, SUM, ReduceOp
 from ringreduce.runtime import world
 from ringreduce.torch.agreement import require_same_tensors
-from ringreduce.torch.buckets import BUCKET_NBYTES, GradientBuckets
+from ringreduce.torch.buckets import GradientBuckets
 
 __all__ = ["DistributedOptimizer"]
 
@@ -34,6 +34,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     passes add up locally until `step` reduces them, once. With op `Average`, gradients that were reduced already and
     got more added reduce to the right thing again; with `Sum` they must be zeroed after every reduction.
 
+    A reduction writes into ``p.grad``, whoever else holds it. After ``zero_grad()`` a gradient that was kept, or a view of
+    it, keeps its values, as in torch; steps are a little slower while it is. What neither Python nor torch counts, such
+    as a bare ``p.grad.data_ptr()``, keeps nothing.
+
     Construction and `add_param_group` are collective, and so are `step` and `synchronize`: they must be called on all
     ranks in the same order. With `torch.amp.GradScaler`, call `synchronize` before ``scaler.unscale_(optimizer)`` and
     ``scaler.step(optimizer)`` within `skip_synchronize`.
@@ -46,7 +50,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         backward_passes_per_step: how many backward passes come before each step. Right whatever it says, because
             gradients are reduced in `step`; taken for Horovod's sake.
         op: `Average` or `Sum`; must agree on all ranks.
-        bucket_nbytes: gradients travel in pieces of at least so many bytes; must agree on all ranks.
+        bucket_nbytes: gradients travel together in buckets; a bucket that holds so many bytes is closed. Must agree on
+            all ranks. None: the communicator's `Config.bucket_nbytes`.
         communicator: the ranks that train together; None: the world.
 
     Raises:
@@ -65,7 +70,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         *,
         backward_passes_per_step: int = 1,
         op: ReduceOp = AVERAGE,
-        bucket_nbytes: int = BUCKET_NBYTES,
+        bucket_nbytes: int | None = None,
         communicator: Communicator | None = None,
     ) -> None:
         # Optimizer.__init__ is not called: it would make parameter groups, state and hooks of its own. Whatever it
@@ -76,6 +81,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._communicator = world() if communicator is None else communicator
         self._op = ReduceOp.parse(op)
         self._names = _checked_names(optimizer, named_parameters)
+        if bucket_nbytes is None:
+            bucket_nbytes = self._communicator.config.bucket_nbytes
         self._buckets = GradientBuckets(self._communicator, self._op, bucket_nbytes, self._name_of)
         self._synchronized = False
         self._skipping = False

@@ -6,7 +6,8 @@ program meet it in the same call. A rank that already knows the signature of its
 and answers there when it hears the announcement: so a mismatch is seen by all at once, and not at the time limit.
 
 Two known signatures can be confused too. Their messages do not match (the signature is part of the tag), so both
-ranks wait; one that waits for long announces what it waits in, and the mismatch comes out.
+ranks wait; one that waits for long announces what it waits in, and the mismatch comes out. By then ranks that did
+agree may have exchanged data.
 """
 
 from __future__ import annotations
@@ -105,10 +106,10 @@ class Agreement:
         return f"ranks {missing} to call a collective; this rank called {self._mine[self.call]}"
 
     def _announce(self, call: int) -> None:
-        if call in self._announced:
+        if call in self._announced or call not in self._mine:  # what ended so long ago did not end in a mismatch
             return
         self._announced.add(call)
-        signature = self._mine.get(call, "a collective that ended long ago")
+        signature = self._mine[call]
         note = json.dumps({"call": call, "signature": signature}).encode()
         for peer in self._peers():
             self._messages.post(note, peer)

@@ -29,7 +29,7 @@ from ringreduce.errors import MismatchError, PeerLostError
 from ringreduce.transport.shared import Arena, Location
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["MAILBOX_NBYTES", "NOWHERE", "STAGE_NBYTES", "Board", "signature_hash"]
+__all__ = ["MAILBOX_NBYTES", "NOWHERE", "STAGE_NBYTES", "Board", "after_refusals", "signature_hash"]
 
 Array = npt.NDArray[Any]
 
@@ -70,6 +70,8 @@ class Board:
     Attributes:
         number: the calls that this rank has begun.
         epoch: the barriers that it has reached.
+        refused: the calls that this rank refused, for their arguments, since the ranks last disagreed. Part of every
+            signature: where only one rank has refused a call, its next one must not pass for the one that it missed.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Board:
         self._barriers = tuple(line[_BARRIER] for _, line in self._others)
         self.number = 0
         self.epoch = 0
+        self.refused = 0
         self._waiting: tuple[Sequence[memoryview], int, str] | None = None
         self._fence = _fence_for(platform.machine())
         waiter.watchers.append(self._watch)
@@ -135,22 +138,24 @@ class Board:
         """
         number = self.number = self.number + 1
         parity = number & 1
+        code ^= self.refused
         line = self._mine[parity]
         line[_SIGNATURE] = code
         line[_LOCATION] = location
         if self._fence is not None:
             self._fence()
         line[_NUMBER] = number
-        agreed, locations = True, []
         lines = self._arrivals[parity]
         for peer in lines:
             if peer[_NUMBER] < number and not self._soon(peer, number):
                 self._wait(lines, number, signature)
+        if self._fence is not None:
+            self._fence()
+        agreed, locations = True, []
+        for peer in lines:
             if peer[_SIGNATURE] != code:
                 agreed = False
             locations.append(peer[_LOCATION])
-        if self._fence is not None:
-            self._fence()
         if not agreed:
             self._disagree(signature)
         return locations
@@ -177,7 +182,7 @@ class Board:
 
         No member may be on its way through a call; the same numbers on all.
         """
-        self.number, self.epoch = number, epoch
+        self.number, self.epoch, self.refused = number, epoch, 0
 
     def leave(self) -> None:
         """Mark this rank as gone, so that nobody waits for it in vain."""
@@ -230,7 +235,7 @@ class Board:
 
     def _disagree(self, signature: str) -> None:
         """Tell the others what was called, learn what they called, and raise."""
-        text = signature.encode()[: _TEXT_NBYTES - 8]
+        text = after_refusals(signature, self.refused).encode()[: _TEXT_NBYTES - 8]
         area = self._parts[self.index][_TEXT * _LINE :]
         area[8 : 8 + len(text)] = np.frombuffer(text, np.uint8)
         area[:8].view(np.int64)[0] = len(text)
@@ -241,17 +246,27 @@ class Board:
             length = int(area[:8].view(np.int64)[0])
             values[member] = area[8 : 8 + length].tobytes().decode(errors="replace")
         self.barrier(signature)
+        self.refused = 0
         raise MismatchError(values)
 
 
+def after_refusals(signature: str, refused: int) -> str:
+    """Return what a rank calls, and how many calls it did not get to make since the ranks last disagreed."""
+    return f"{signature} after {refused} that it refused" if refused else signature
+
+
 def _fence_for(machine: str) -> Callable[[], object] | None:
-    """Return what orders data before flags: None on x86, whose stores stay in order; a lock's barriers elsewhere."""
+    """Return what orders data and flags: None on x86, where they stay in order; a lock's barriers elsewhere.
+
+    Releasing orders what was done before, acquiring what comes after: in this order, on one lock, a full fence.
+    """
     if machine in ("x86_64", "AMD64", "i686"):
         return None
     lock = threading.Lock()
+    lock.acquire()
 
     def fence() -> None:
-        with lock:
-            pass
+        lock.release()
+        lock.acquire()
 
     return fence

@@ -144,6 +144,9 @@ class MemorySegments(Segments):
         self._world.segments[self._rank, self._made] = segment
         return self._made, segment
 
+    def discard(self, segment_id: int, offset: int, nbytes: int) -> None:
+        self._world.segments[self._rank, segment_id][offset : offset + nbytes] = 0
+
     def open(self, rank: int, segment_id: int) -> Array:
         return self._world.segments[rank, segment_id]
 

@@ -16,7 +16,7 @@ from ringreduce.reduce_ops import ReduceOp
 from ringreduce.transport.messages import Request
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["MpiMessages", "abort", "library", "world"]
+__all__ = ["MpiMessages", "abort", "library", "offers_allreduce", "world"]
 
 Array = npt.NDArray[Any]
 
@@ -41,32 +41,38 @@ _OPS = {
 }
 _NOTE_TAG = 0
 
+#: Transports that were not closed, or had transfers under way then: MPI may still use the memory which these name, so
+#: it must stay, and the transport with it.
+_open: set[MpiMessages] = set()
+
 
 class MpiMessages:
     """Messages on communicators of our own, so that nothing the user sends can meet them.
 
     Args:
         comm: the ranks; duplicated, collectively.
-        waiter: how the collective calls made here wait.
+        waiter: how the collective calls made here wait, those of the constructor too.
+
+    Raises:
+        CollectiveTimeoutError: not all ranks of ``comm`` made one of these.
     """
 
     name = "mpi"
-    has_allreduce = True
 
     def __init__(self, comm: MPI.Intracomm, waiter: Waiter) -> None:
-        with _translated():
-            self._data = comm.Dup()
-            self._control = comm.Dup()
-            self._data.Set_errhandler(MPI.ERRORS_RETURN)
-            self._control.Set_errhandler(MPI.ERRORS_RETURN)
+        self._waiter = waiter
+        self._posted: list[tuple[MPI.Request, bytes]] = []
+        self._unfinished: list[tuple[object, ...]] = []  # collective requests that were given up, and their memory
+        # A request that is under way when its call fails is never freed: MPI may still write to the memory it names.
+        self._described: dict[int, MPI.Prequest] = {}
+        _open.add(self)
+        self._data = self._duplicate(comm)
+        self._control = self._duplicate(comm)
         self.rank = self._data.rank
         self.size = self._data.size
         tag_limit = self._data.Get_attr(MPI.TAG_UB)
         self.max_tag = 32767 if tag_limit is None else int(tag_limit)
-        self._waiter = waiter
-        self._posted: list[tuple[MPI.Request, bytes]] = []
-        # A request that is under way when its call fails is never freed: MPI may still write to the memory it names.
-        self._described: dict[int, MPI.Prequest] = {}
+        self.has_allreduce = offers_allreduce(MPI.COMM_SELF)
 
     def send(self, data: Array, peer: int, tag: int) -> Request:
         with _translated():
@@ -133,32 +139,40 @@ class MpiMessages:
         sizes = np.zeros(self.size, np.int64)
         with _translated():
             own = np.array([len(payload)], np.int64)
-            self._finish(self._control.Iallgather(own, sizes))
+            self._finish(self._control.Iallgather(own, sizes), own, sizes)
             gathered = bytearray(int(sizes.sum()))
             counts = sizes.tolist()
-            self._finish(self._control.Iallgatherv([payload, MPI.BYTE], [gathered, (counts, None), MPI.BYTE]))
+            request = self._control.Iallgatherv([payload, MPI.BYTE], [gathered, (counts, None), MPI.BYTE])
+            self._finish(request, payload, gathered)
         bounds = np.concatenate([[0], np.cumsum(sizes)]).tolist()
         return [bytes(gathered[low:high]) for low, high in pairwise(bounds)]
 
-    def _finish(self, request: MPI.Request) -> None:
-        self._waiter.until(request.Test, lambda: "all ranks to join an exchange over MPI")
-
     def renew(self) -> None:
+        # The old communicator is not freed: requests that can no longer complete hold on to it.
+        self._data = self._duplicate(self._control)
+
+    def _duplicate(self, comm: MPI.Intracomm) -> MPI.Intracomm:
         with _translated():
-            # The old communicator is not freed: requests that can no longer complete hold on to it.
-            self._data, request = self._control.Idup()
-            self._finish(request)
-            self._data.Set_errhandler(MPI.ERRORS_RETURN)
+            copy, request = comm.Idup()  # not Dup, which waits without limit for a rank that does not come
+            self._finish(request, copy)
+            copy.Set_errhandler(MPI.ERRORS_RETURN)
+        return copy
+
+    def _finish(self, request: MPI.Request, *memory: object) -> None:
+        """Wait for a collective request; if that fails, ``memory`` stays, since the others may yet complete it."""
+        self._unfinished.append((request, *memory))
+        self._waiter.until(request.Test, lambda: "all ranks to start ringreduce, or to join an exchange over MPI")
+        self._unfinished.pop()
 
     def close(self) -> None:
         if self._data == MPI.COMM_NULL or MPI.Is_finalized():
             return
         with _translated():
-            for request, _ in self._posted:
-                request.Free()
-            self._posted.clear()
+            self._posted = [each for each in self._posted if not each[0].Test()]
             self._data.Free()
             self._control.Free()
+        if not (self._posted or self._unfinished or self._described):
+            _open.discard(self)
 
 
 def world() -> MPI.Intracomm:
@@ -170,6 +184,22 @@ def library() -> str:
     """Return the name and version of the MPI library, e.g. ``Open MPI 5.0.11``."""
     text = MPI.Get_library_version().splitlines()[0]
     return text.split(",")[0].removesuffix("\x00").strip()
+
+
+def offers_allreduce(comm: MPI.Intracomm) -> bool:
+    """Return whether the library has the persistent allreduce of MPI-4, which older ones such as Open MPI 4 lack.
+
+    It is tried, not read from the version: Open MPI 5 has it and calls itself MPI 3.1.
+
+    Args:
+        comm: of this rank alone.
+    """
+    data = np.zeros(1, np.float32)
+    try:
+        comm.Allreduce_init(MPI.IN_PLACE, [data, MPI.FLOAT], MPI.SUM).Free()
+    except (NotImplementedError, MPI.Exception):
+        return False
+    return True
 
 
 def abort(code: int) -> None:

@@ -5,22 +5,30 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import socket
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
 
 from ringreduce.config import Config
 from ringreduce.errors import TransportError
 from ringreduce.topology import Topology
 from ringreduce.transport.board import Board
 from ringreduce.transport.messages import Messages
-from ringreduce.transport.shared import Arena, Location, PrivateSegments, Segments
+from ringreduce.transport.shared import Arena, Block, Location, PrivateSegments, Segments
 from ringreduce.transport.waiting import Waiter
 
 __all__ = ["Node", "host_name", "join"]
 
+T = TypeVar("T")
+
 _log = logging.getLogger(__name__)
+
+_SECRET_NBYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +66,8 @@ def join(
 ) -> Node:
     """Find out who shares memory and set it up. Collective over ``messages``.
 
-    Where ranks of one machine cannot map each other's memory (separate pid namespaces, say), every rank becomes a node
-    of its own and all bytes go as messages.
+    Where any rank cannot make shared memory or map that of another rank of its machine (separate pid namespaces, say),
+    every rank becomes a node of its own and all bytes go as messages.
 
     Args:
         messages: the ranks.
@@ -69,28 +77,40 @@ def join(
         make_segments: makes this rank's segments, given the processes (rank -> pid) of its node.
     """
     cores = sorted(os.sched_getaffinity(0))
-    introduction = json.dumps({"host": host, "pid": os.getpid(), "cores": cores})
-    everyone = [json.loads(each) for each in messages.exchange(introduction.encode())]
-    hosts = _group([each["host"] for each in everyone], config)
+    introduction = {"host": host, "pid": os.getpid(), "namespace": _pid_namespace(), "cores": cores}
+    everyone = _exchange(messages, introduction)
+    hosts = topology = _group([each["host"] for each in everyone], config)
     members = hosts.node_of(messages.rank)
     waiter.crowded = len(members) > len({core for member in members for core in everyone[member]["cores"]})
     arena = Arena(make_segments({member: everyone[member]["pid"] for member in members}))
-    locations = _exchange_boards(messages, arena)
-    problem = _try_to_map(arena, messages.rank, members, locations) if config.shared_memory else "it is switched off"
-    problems = [each.decode() for each in messages.exchange(problem.encode())]
-    topology = hosts
-    if any(problems):
+    try:
+        if not config.shared_memory:
+            raise _NotSharedError("it is switched off")
+        namespaces = {everyone[member]["namespace"] for member in members}
+        locations = _share(messages, arena, members, namespaces)
+    except _NotSharedError as reason:
         if messages.rank == 0 and messages.size > 1:
-            reason = next(filter(None, problems))
             _log.warning("no shared memory between ranks, all bytes go over %s: %s", messages.name, reason)
         arena.close()
         topology = Topology.from_hosts(range(messages.size))
         members = (messages.rank,)
         arena = Arena(PrivateSegments())
-        locations = _exchange_boards(messages, arena)
-    board = Board(arena, members, [locations[member] for member in members], messages.rank, waiter)
+        locations = [Board.allocate(arena)]
+    board = Board(arena, members, locations, messages.rank, waiter)
     messages.exchange(b"")  # nobody may flag before everyone looks
     return Node(topology, hosts, arena, board)
+
+
+class _NotSharedError(Exception):
+    """Some rank cannot share memory; raised on all ranks at once."""
+
+
+def _pid_namespace() -> str:
+    """Return what is equal for two processes of a machine if and only if a pid means the same to both."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
 
 
 def _group(hosts: list[str], config: Config) -> Topology:
@@ -98,18 +118,59 @@ def _group(hosts: list[str], config: Config) -> Topology:
     return Topology.from_hosts((host, rank // node_size) for rank, host in enumerate(hosts))
 
 
-def _exchange_boards(messages: Messages, arena: Arena) -> list[Location]:
-    mine = Board.allocate(arena)
-    payloads = messages.exchange(f"{mine.segment} {mine.offset}".encode())
-    return [Location(*map(int, payload.split())) for payload in payloads]
+def _share(messages: Messages, arena: Arena, members: Sequence[int], namespaces: Collection[str]) -> list[Location]:
+    """Make every rank's part of its board and make sure that each member of a node reaches those of the others.
 
+    Pids and descriptors are small numbers. Where they mean something else than their sender thinks, a rank maps other
+    memory, or its own, without an error. So every rank writes a secret into its memory and tells the others what they
+    have to find there.
 
-def _try_to_map(arena: Arena, rank: int, members: tuple[int, ...], locations: list[Location]) -> str:
-    """Return why a member's memory cannot be mapped, "" if all of it can."""
-    try:
+    Returns:
+        Where the boards of the members lie.
+
+    Raises:
+        _NotSharedError: on all ranks, if any rank of any node has a problem.
+    """
+    secret = secrets.token_hex(_SECRET_NBYTES // 2)
+
+    def make() -> tuple[Location, Block]:
+        if len(namespaces) > 1:
+            raise TransportError("ranks of one machine run in separate pid namespaces")
+        board, block = Board.allocate(arena), arena.allocate(_SECRET_NBYTES)
+        block.memory[:_SECRET_NBYTES] = np.frombuffer(secret.encode(), np.uint8)
+        return board, block
+
+    def look() -> None:
         for member in members:
-            if member != rank:
-                arena.open(member, locations[member])
-    except TransportError as error:
-        return str(error)
-    return ""
+            if member != messages.rank:
+                place = Location(*everyone[member]["place"])
+                found = arena.peer_view(member, place, np.dtype(np.uint8), _SECRET_NBYTES)
+                if found.tobytes() != everyone[member]["secret"].encode():
+                    raise TransportError(f"rank {messages.rank} finds other memory in place of that of rank {member}")
+
+    board, block = _on_all_ranks(messages, make)
+    everyone = _exchange(messages, {"board": astuple(board), "place": astuple(block.location), "secret": secret})
+    _on_all_ranks(messages, look)
+    arena.release(block)
+    return [Location(*everyone[member]["board"]) for member in members]
+
+
+def _on_all_ranks(messages: Messages, step: Callable[[], T]) -> T:
+    """Return what ``step`` gives on this rank if it succeeds on all.
+
+    Raises:
+        _NotSharedError: on all ranks, with the reason of the first rank on which it failed.
+    """
+    problem = ""
+    try:
+        result = step()
+    except (TransportError, OSError, ValueError) as error:  # what was opened may be anything, and fail in any way
+        problem = str(error) or repr(error)
+    for each in _exchange(messages, problem):
+        if each:
+            raise _NotSharedError(each)
+    return result
+
+
+def _exchange(messages: Messages, said: Any) -> list[Any]:
+    return [json.loads(each) for each in messages.exchange(json.dumps(said).encode())]

@@ -8,6 +8,7 @@ import os
 import select
 import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +49,15 @@ class Segments(ABC):
 
     @abstractmethod
     def create(self, nbytes: int) -> tuple[int, Array]:
-        """Return a new page-aligned segment of zeros and the positive id by which peers may open it."""
+        """Return a new page-aligned segment of zeros and the positive id by which peers may open it.
+
+        Raises:
+            TransportError: there is no memory to share.
+        """
+
+    @abstractmethod
+    def discard(self, segment_id: int, offset: int, nbytes: int) -> None:
+        """Give the pages of a part of one's own segment back to the system; it reads as zeros afterwards."""
 
     @abstractmethod
     def open(self, rank: int, segment_id: int) -> Array:
@@ -79,14 +88,22 @@ class MemfdSegments(Segments):
     def __init__(self, pids: Mapping[int, int]) -> None:
         self._pids = dict(pids)
         self._fds: list[int] = []
+        self._own: dict[int, mmap.mmap] = {}
         self._opened: dict[tuple[int, int], Array] = {}
         self._watched: dict[int, select.poll] = {}
 
     def create(self, nbytes: int) -> tuple[int, Array]:
-        fd = os.memfd_create("ringreduce", os.MFD_CLOEXEC)
-        self._fds.append(fd)
-        os.ftruncate(fd, nbytes)
-        return fd, np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
+        try:
+            fd = os.memfd_create("ringreduce", os.MFD_CLOEXEC)
+            self._fds.append(fd)
+            os.ftruncate(fd, nbytes)
+            mapped = self._own[fd] = mmap.mmap(fd, nbytes)
+        except (OSError, AttributeError) as error:
+            raise TransportError(f"cannot make {nbytes} bytes of memory to share: {error}") from error
+        return fd, np.frombuffer(mapped, np.uint8)
+
+    def discard(self, segment_id: int, offset: int, nbytes: int) -> None:
+        self._own[segment_id].madvise(mmap.MADV_REMOVE, offset, nbytes)
 
     def open(self, rank: int, segment_id: int) -> Array:
         key = rank, segment_id
@@ -123,6 +140,7 @@ class MemfdSegments(Segments):
         for fd in self._fds:
             os.close(fd)
         self._fds.clear()
+        self._own.clear()
         self._opened.clear()
         self._watched.clear()
 
@@ -131,11 +149,15 @@ class PrivateSegments(Segments):
     """Ordinary memory of this process, for ranks that share with nobody."""
 
     def __init__(self) -> None:
-        self._made = 0
+        self._own: list[mmap.mmap] = []
 
     def create(self, nbytes: int) -> tuple[int, Array]:
-        self._made += 1
-        return self._made, np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+        self._own.append(mmap.mmap(-1, nbytes))
+        return len(self._own), np.frombuffer(self._own[-1], np.uint8)
+
+    def discard(self, segment_id: int, offset: int, nbytes: int) -> None:
+        # MADV_REMOVE: Python's anonymous mappings are shared ones, whose pages MADV_DONTNEED would keep.
+        self._own[segment_id - 1].madvise(mmap.MADV_REMOVE, offset, nbytes)
 
     def open(self, rank: int, segment_id: int) -> Array:
         raise TransportError(f"rank {rank} shares no memory with this one")
@@ -156,16 +178,23 @@ class Block:
 
 
 class Arena:
-    """Hands out blocks of this rank's segments, first fit; makes segments as they are needed. Local, not collective."""
+    """Hands out blocks of this rank's segments, first fit; makes segments as they are needed. Local, not collective.
+
+    Memory that is free stays with the arena, to be used again without page faults. Its pages go back to the system when
+    nothing of it is large enough and a new segment has to be made.
+    """
 
     def __init__(self, segments: Segments) -> None:
         self._segments = segments
+        self._returned: deque[Block] = deque()
         self._memory: dict[int, Array] = {}
         self._free: dict[int, list[tuple[int, int]]] = {}  # segment -> (offset, nbytes) of holes, ascending
         self._bases: list[tuple[int, int, int]] = []  # (address, nbytes, segment) of all segments, ascending
 
     def allocate(self, nbytes: int) -> Block:
         """Return a page-aligned block of at least one byte; its content is undefined."""
+        while self._returned:
+            self.release(self._returned.popleft())
         nbytes = max(1, -(-nbytes // _PAGE)) * _PAGE
         segment, offset = self._take(nbytes)
         return Block(self._memory[segment][offset : offset + nbytes], Location(segment, offset))
@@ -187,7 +216,8 @@ class Arena:
         block = self.allocate(nbytes)
         # Going through a memoryview makes `owner` the base of every view that is taken of it.
         owner = np.frombuffer(block.memory.data, np.uint8)
-        weakref.finalize(owner, self.release, block).atexit = False
+        # The collector may run this in the middle of `release`, or on another thread: appending is all that is safe.
+        weakref.finalize(owner, self._returned.append, block).atexit = False
         return owner[:nbytes]
 
     def locate(self, address: int, nbytes: int) -> Location | None:
@@ -229,6 +259,9 @@ class Arena:
                 if size >= nbytes:
                     holes[index : index + 1] = [(offset + nbytes, size - nbytes)] if size > nbytes else []
                     return segment, offset
+        for segment, holes in self._free.items():
+            for offset, size in holes:
+                self._segments.discard(segment, offset, size)
         segment, memory = self._segments.create(max(nbytes, _SEGMENT_NBYTES))
         self._memory[segment] = memory
         self._free[segment] = [(nbytes, memory.nbytes - nbytes)] if memory.nbytes > nbytes else []

@@ -72,7 +72,7 @@ def test_what_is_chosen_can_run(collective: Collective, topology: Topology, vend
 def test_every_possible_name_can_be_forced(collective: Collective, topology: Topology) -> None:
     """A name that is offered is taken, with a transport that suits the topology."""
     for name in selection.names(collective, topology, vendor=True):
-        choice = selection.forced(collective, name, topology, vendor=True)
+        choice = selection.forced(collective, name, 1000, topology, vendor=True)
         assert choice.algorithm == name
         if name != VENDOR:
             assert (choice.transport == "self") == (topology.size == 1)
@@ -85,9 +85,9 @@ def test_every_other_name_is_refused_with_a_reason(topology: Topology) -> None:
     for algorithm in ALGORITHMS:
         if algorithm.refuses(topology) is not None:
             with pytest.raises(ConfigError, match=r"cannot run here: .+"):
-                selection.forced(algorithm.collective, algorithm.name, topology, vendor=True)
+                selection.forced(algorithm.collective, algorithm.name, 1000, topology, vendor=True)
     with pytest.raises(ConfigError, match=r"unknown allreduce algorithm 'bogus'; choose one of one_shot, two_shot, .*"):
-        selection.forced(Collective.ALLREDUCE, "bogus", topology, vendor=True)
+        selection.forced(Collective.ALLREDUCE, "bogus", 1000, topology, vendor=True)
 
 
 def test_the_librarys_own_takes_a_library() -> None:
@@ -95,9 +95,9 @@ def test_the_librarys_own_takes_a_library() -> None:
     assert VENDOR not in selection.names(Collective.ALLREDUCE, FLAT, vendor=False)
     assert VENDOR not in selection.names(Collective.BROADCAST, FLAT, vendor=True)
     with pytest.raises(ConfigError, match="talk over MPI"):
-        selection.forced(Collective.ALLREDUCE, VENDOR, FLAT, vendor=False)
+        selection.forced(Collective.ALLREDUCE, VENDOR, 1000, FLAT, vendor=False)
     with pytest.raises(ConfigError, match="unknown broadcast algorithm 'mpi'"):
-        selection.forced(Collective.BROADCAST, VENDOR, FLAT, vendor=True)
+        selection.forced(Collective.BROADCAST, VENDOR, 1000, FLAT, vendor=True)
 
 
 def test_the_configured_algorithm_is_used_wherever_it_can_run() -> None:

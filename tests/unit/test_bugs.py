@@ -1,0 +1,191 @@
+"""Bugs that were found, each told as a story; what they broke must hold for ever."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ringreduce as rr
+from ringreduce.config import Config
+from ringreduce.testing import run_ranks
+from ringreduce.transport.agreement import Agreement
+from ringreduce.transport.memory import MemoryWorld
+from ringreduce.transport.shared import Arena, Block, MemfdSegments, PrivateSegments
+from ringreduce.transport.waiting import Waiter
+
+
+def test_a_bound_call_outlives_its_plan() -> None:
+    """One rank keeps so many buffers that its plan for the first is dropped; the call on it is the same as before.
+
+    The call was bound to the plan, which went on with its views gone, in step with nobody.
+    """
+
+    def body(communicator: rr.Communicator) -> float:
+        first = communicator.empty(5000)
+        kept = []
+        for _ in range(300):
+            first[:] = communicator.rank + 1
+            communicator.allreduce(first, out=first)
+            other = communicator.empty(5000)
+            other[:] = communicator.rank + 1
+            communicator.allreduce(other, out=other)
+            if communicator.rank == 1:
+                kept.append(other)
+        return float(first.min() + first.max())
+
+    assert run_ranks(2, body) == [6.0, 6.0]
+
+
+def test_library_plans_do_not_depend_on_other_plans() -> None:
+    """With one rank's plans for located buffers dropped, the ranks still agree on what is set up together."""
+
+    def body(communicator: rr.Communicator) -> bool:
+        allreduce = communicator._allreduce
+        return allreduce._vendor_plans is not allreduce._message_plans
+
+    assert run_ranks(2, body, node_size=1) == [True, True]
+
+
+def test_arena_survives_arrays_that_die_at_any_time() -> None:
+    """Arrays dropped by the collector or by another thread never make two live arrays share memory.
+
+    The finalizer changed the list of holes while `allocate` was reading it.
+    """
+    arena = Arena(PrivateSegments())
+    stop = threading.Event()
+    handed_over: list[object] = []
+
+    def drop() -> None:
+        while not stop.is_set():
+            if handed_over:
+                handed_over.pop()
+
+    thread = threading.Thread(target=drop)
+    thread.start()
+    live: list[np.ndarray] = []
+    rng = np.random.default_rng(1)
+    try:
+        for turn in range(300):
+            array = arena.array(int(rng.integers(1, 20_000)))
+            array[:] = turn % 251
+            cycle = [arena.array(100)]
+            cycle.append(cycle)
+            del cycle
+            live.append(array)
+            if len(live) > 20:
+                handed_over.append(live.pop(int(rng.integers(len(live)))))
+            if turn % 50 == 0:
+                gc.collect()
+            for each in live:
+                assert (each == each[0]).all()
+            spans = sorted((each.__array_interface__["data"][0], each.nbytes) for each in live)
+            assert all(start + nbytes <= after for (start, nbytes), (after, _) in pairwise(spans))
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_arena_gives_free_memory_back_when_it_grows(shared: bool) -> None:
+    """Ten arrays of growing size, one alive at a time, do not add up."""
+    arena = Arena(MemfdSegments({0: 0}) if shared else PrivateSegments())
+    resident = 0
+    for number in range(10):
+        array = arena.array((70 + number) << 20)
+        array[::4096] = 1
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096 if number == 0 else resident
+        del array
+    assert int(Path("/proc/self/statm").read_text().split()[1]) * 4096 < resident + (200 << 20)
+    arena.close()
+
+
+def test_a_late_answer_is_no_mismatch() -> None:
+    """A rank that hears only after thousands of calls that a peer was once worried says nothing about that old call."""
+    world = MemoryWorld(2)
+    slow, other = (Agreement(world.messages(rank), Waiter(1.0)) for rank in (0, 1))
+    slow._known.add("call")
+    other._known.add("call")
+    other.enter("call")
+    for _ in range(other.patience):
+        other.watch()
+    for _ in range(5000):
+        slow.enter("call")
+    slow.watch()
+    other.watch()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_results_go_into_views_of_any_stride(dtype: str) -> None:
+    """Reversed views are reduced in place, for 16-bit floats too, whose kernels take no negative strides."""
+
+    def body(communicator: rr.Communicator) -> list[float]:
+        array = np.arange(5).astype(dtype)
+        communicator.allreduce(array[::-1], out=array[::-1])
+        return array.tolist()
+
+    assert run_ranks(2, body) == [[0.0, 2.0, 4.0, 6.0, 8.0]] * 2
+
+
+@pytest.mark.parametrize("node_size", [None, 1])
+def test_a_call_that_one_rank_refused_is_not_confused_with_the_next(node_size: int | None) -> None:
+    """A rank that catches its refusal and goes on meets the others one call late: they hear of it, then go on."""
+
+    def body(communicator: rr.Communicator) -> object:
+        array = np.full(3, communicator.rank + 1.0)
+        readonly = np.empty(3)
+        readonly.flags.writeable = False
+        communicator.allreduce(array)  # the signature is known
+        if communicator.rank == 0:
+            with pytest.raises(rr.UnsupportedBufferError):
+                communicator.allreduce(array, out=readonly)
+        with pytest.raises(rr.MismatchError, match="after 1 that it refused"):
+            communicator.allreduce(array)
+        return communicator.allreduce(array).tolist()
+
+    assert run_ranks(2, body, node_size=node_size, config=Config(timeout_s=10.0)) == [[3.0] * 3] * 2
+
+
+def test_all_ranks_may_refuse_alike() -> None:
+    """A call that every rank refuses leaves them in step."""
+
+    def body(communicator: rr.Communicator) -> float:
+        with pytest.raises(rr.UnsupportedBufferError):
+            communicator.allreduce([1, 2, 3])
+        return float(communicator.allreduce(np.ones(1))[0])
+
+    assert run_ranks(3, body) == [3.0] * 3
+
+
+def test_rows_of_ragged_calls_leave_nothing_behind() -> None:
+    """An allgather with other rows each time is one signature, not ever more of them."""
+
+    def body(communicator: rr.Communicator) -> int:
+        for rows in range(20):
+            communicator.allgather(np.ones((rows + communicator.rank, 2)))
+        return len(communicator._signatures)
+
+    assert run_ranks(2, body) == [1, 1]
+
+
+def test_blocks_can_be_released_by_hand() -> None:
+    """Releasing a block makes its place free at once."""
+    arena = Arena(PrivateSegments())
+    block: Block = arena.allocate(5000)
+    place = block.location
+    arena.release(block)
+    assert arena.allocate(5000).location == place
+
+
+def test_a_dropped_array_is_not_kept_by_the_arena() -> None:
+    """Memory that comes back is only a block: the array itself is gone."""
+    arena = Arena(PrivateSegments())
+    array = arena.array(100)
+    gone = weakref.ref(array.base)
+    del array
+    assert gone() is None
