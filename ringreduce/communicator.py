@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -27,7 +26,7 @@ from ringreduce.errors import (
 )
 from ringreduce.instruments import Instruments
 from ringreduce.partition import Partition
-from ringreduce.placement import Allreduce, Context, Moves, Signature
+from ringreduce.placement import Allreduce, BoundCall, Context, Moves, Signature
 from ringreduce.reduce_ops import SUM, ReduceOp
 from ringreduce.selection import Choice
 from ringreduce.topology import Topology
@@ -79,7 +78,7 @@ class Communicator:
         self._context = context
         self._allreduce = Allreduce(context)
         self._moves = Moves(context)
-        self._bound: dict[int, _Bound] = {}  # by the id of the array
+        self._bound: dict[int, BoundCall] = {}  # by the id of the array
         self._signatures: dict[tuple[object, ...], tuple[Choice, Signature]] = {}
         self._closed = False
         self._failure: BaseException | None = None
@@ -331,41 +330,11 @@ class Communicator:
                 self._failed(error)
                 raise
         if in_place:
-            run = self._fast_path(array, target, kind, choice, signature)
+            run = self._allreduce.repetition(array, target, kind, choice, signature)
             if run is not None:
                 key = id(array)
-                self._bound[key] = _Bound(array, target, op, algorithm, run, lambda _: self._bound.pop(key, None))
+                self._bound[key] = BoundCall(array, target, op, algorithm, run, lambda _: self._bound.pop(key, None))
         return out
-
-    def _fast_path(
-        self, array: Any, target: Operand, op: ReduceOp, choice: Choice, signature: Signature
-    ) -> Callable[[Any], object] | None:
-        """Return what repeats this in-place call with everything looked up, None if that is not worth it.
-
-        It must not hold on to the array, or the array would never be freed.
-        """
-        if choice.transport != "shared" or (op is ReduceOp.AVERAGE and target.dtype.kind in ("int", "uint", "bool")):
-            return None
-        if self._allreduce.goes_through_mailbox(choice):
-            plan = self._allreduce.one_shot(target.dtype, target.shape, op, signature)
-            if array is target.view:
-                return lambda same: plan.run(same, same)
-            if isinstance(array, np.ndarray):  # bfloat16: a view of it that is kept would keep the array
-                return None
-            view = target.view
-            return lambda _: plan.run(view, view)
-        location = self._allreduce.locate(target)
-        two_shot = self._allreduce.two_shot(target.dtype, target.count, location, op, signature)
-        if location is not None:
-            return two_shot.run_located
-        if array is target.view and target.contiguous:
-
-            def run(same: npt.NDArray[Any]) -> None:
-                flat = same.reshape(-1)
-                two_shot.run_private(flat, flat)
-
-            return run
-        return None
 
     def _result(self, array: Any, source: Operand, shape: tuple[int, ...], out: Any) -> tuple[Any, Operand]:
         """Return where the result goes: ``out`` once it is checked, or a new array."""
@@ -452,42 +421,6 @@ class Communicator:
             raise ShutdownError("this communicator was closed; call ringreduce.init() to start a new world")
         if self._failure is not None:
             raise TransportError(f"an earlier collective failed, so the ranks are out of step: {self._failure!r}")
-
-
-class _Bound:
-    """An in-place call that was looked up once, for as long as its array lives.
-
-    Attributes:
-        array: a weak reference to it.
-        op, algorithm: the arguments, as they were given.
-        still_there: returns whether an array, known to be that one, has the memory and layout that it had.
-        run: repeats the call.
-    """
-
-    __slots__ = ("algorithm", "array", "op", "run", "still_there")
-
-    def __init__(
-        self,
-        array: Any,
-        target: Operand,
-        op: ReduceOp | str,
-        algorithm: str | None,
-        run: Callable[[Any], object],
-        forget: Callable[[object], object],
-    ) -> None:
-        self.array = weakref.ref(array, forget)
-        self.op = op
-        self.algorithm = algorithm
-        self.run = run
-        self.still_there: Callable[[Any], bool]
-        if isinstance(array, np.ndarray):  # it can be given another shape and dtype; a weak reference forbids `resize`
-            shape, dtype = array.shape, array.dtype
-            self.still_there = lambda same: same.shape == shape and same.dtype is dtype
-        else:  # `set_`, `resize_`, ``data =`` and `t_` change a tensor
-            address, shape, strides = target.address, target.shape, array.stride()
-            self.still_there = lambda same: (
-                same.data_ptr() == address and same.shape == shape and same.stride() == strides
-            )
 
 
 def _same(source: Operand, target: Operand) -> bool:

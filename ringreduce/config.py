@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from ringreduce.errors import ConfigError
 
-__all__ = ["Config", "parse_nbytes"]
+__all__ = ["Config", "launched_rank", "parse_nbytes"]
 
 _T = TypeVar("_T")
 
@@ -22,6 +22,16 @@ _LAUNCHER_SIZES = (
     "PALS_NRANKS",
     "FLUX_JOB_SIZE",
     "JSM_NAMESPACE_SIZE",
+)
+#: Where the same launchers say which of them this process is.
+_LAUNCHER_RANKS = (
+    "OMPI_COMM_WORLD_RANK",
+    "PMI_RANK",
+    "MV2_COMM_WORLD_RANK",
+    "SLURM_PROCID",
+    "PALS_RANKID",
+    "FLUX_TASK_RANK",
+    "JSM_NAMESPACE_RANK",
 )
 
 
@@ -68,6 +78,11 @@ class Config:
             bucket_nbytes=_read(environ, "RINGREDUCE_BUCKET", parse_nbytes, standard.bucket_nbytes),
             launched_size=sizes[0] if sizes else None,
         )
+
+
+def launched_rank(environ: Mapping[str, str] = os.environ) -> int:
+    """Return which of its processes the launcher says this is, 0 without a launcher: for who speaks before ``init``."""
+    return next((int(environ[name]) for name in _LAUNCHER_RANKS if environ.get(name, "").isdigit()), 0)
 
 
 def parse_nbytes(text: str) -> int:

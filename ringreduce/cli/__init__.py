@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
 from typing import Any, NoReturn
 
 import click
 
 import ringreduce
 from ringreduce.cli import commands
+from ringreduce.config import launched_rank
 from ringreduce.errors import ConfigError, RingReduceError, UnsupportedBufferError
 
 __all__ = ["main"]
@@ -32,7 +34,8 @@ class _WorldGroup(click.Group):
         if not standalone_mode:
             return super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
         try:
-            status = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
+            with redirect_stdout(None) if launched_rank() else nullcontext():  # or every rank would print the help
+                status = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
         except click.UsageError as error:
             hint = f" ({error.ctx.command_path} --help says more)" if error.ctx else ""
             return _leave(2, f"{error.format_message()}{hint}")

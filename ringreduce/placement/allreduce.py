@@ -6,6 +6,7 @@ private array of moderate size travels through a buffer of the plan; a large one
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -76,6 +77,36 @@ class Allreduce:
             self._widened(source, target, op, choice, signature)
         else:
             self._over_messages(source, target, op, choice, signature)
+
+    def repetition(
+        self, array: Any, target: Operand, op: ReduceOp, choice: Choice, signature: Signature
+    ) -> Callable[[Any], object] | None:
+        """Return what repeats this in-place call with everything looked up, None if that is not worth it.
+
+        It must not hold on to the array, or the array would never be freed.
+        """
+        if choice.transport != "shared" or (op is ReduceOp.AVERAGE and target.dtype.kind in ("int", "uint", "bool")):
+            return None
+        if self.goes_through_mailbox(choice):
+            plan = self.one_shot(target.dtype, target.shape, op, signature)
+            if array is target.view:
+                return lambda same: plan.run(same, same)
+            if isinstance(array, np.ndarray):  # bfloat16: a view of it that is kept would keep the array
+                return None
+            view = target.view
+            return lambda _: plan.run(view, view)
+        location = self.locate(target)
+        two_shot = self.two_shot(target.dtype, target.count, location, op, signature)
+        if location is not None:
+            return two_shot.run_located
+        if array is target.view and target.contiguous:
+
+            def run(same: npt.NDArray[Any]) -> None:
+                flat = same.reshape(-1)
+                two_shot.run_private(flat, flat)
+
+            return run
+        return None
 
     def close(self) -> None:
         for plans in (self._one_shots, self._two_shots, self._message_plans, self._vendor_plans):

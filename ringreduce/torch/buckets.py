@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate, pairwise
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -255,8 +255,8 @@ class GradientBuckets:
             if slot.parameter.grad is slot.place:
                 slot.parameter.grad = slot.place.clone()
         for slot in placed:
-            reduced, slot.parameter.grad = slot.parameter.grad, slot.place
-            slot.place.copy_(reduced)
+            slot.place.copy_(cast(torch.Tensor, slot.parameter.grad))
+            slot.parameter.grad = slot.place
 
     def _used_anywhere(self, parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         found = self._exchange(bytes(map(_state, parameters)))

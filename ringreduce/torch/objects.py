@@ -3,8 +3,8 @@
 Unpickling runs what the sender wrote: use these only among the processes of one job that you trust. Tensors inside
 an object are not pickled but broadcast as they are, so that the state of a large optimizer travels at full speed.
 
-Every rank goes through the same collectives whatever becomes of its object: a rank that cannot pack one sends the reason
-in its place, and objects are unpacked after the last collective.
+Every rank goes through the same collectives whatever becomes of its object: a rank that cannot pack one sends the
+reason in its place, and objects are unpacked after the last collective.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(file)
         self._tensors = tensors
 
-    def persistent_load(self, pid: Any) -> torch.Tensor:
+    def persistent_load(self, pid: Any) -> Any:
         return self._tensors[pid]
 
 

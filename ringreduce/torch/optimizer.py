@@ -34,9 +34,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     passes add up locally until `step` reduces them, once. With op `Average`, gradients that were reduced already and
     got more added reduce to the right thing again; with `Sum` they must be zeroed after every reduction.
 
-    A reduction writes into ``p.grad``, whoever else holds it. After ``zero_grad()`` a gradient that was kept, or a view of
-    it, keeps its values, as in torch; steps are a little slower while it is. What neither Python nor torch counts, such
-    as a bare ``p.grad.data_ptr()``, keeps nothing.
+    A reduction writes into ``p.grad``, whoever else holds it. After ``zero_grad()`` a gradient that was kept, or a view
+    of it, keeps its values, as in torch; steps are a little slower while it is. Memory that is held as a bare
+    ``p.grad.data_ptr()`` or ``untyped_storage()`` is not kept.
 
     Construction and `add_param_group` are collective, and so are `step` and `synchronize`: they must be called on all
     ranks in the same order. With `torch.amp.GradScaler`, call `synchronize` before ``scaler.unscale_(optimizer)`` and

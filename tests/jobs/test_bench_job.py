@@ -107,3 +107,10 @@ def test_explain_speaks_once():
     done = mpirun(2, "explain", "-b", "1M", "-e", "1M")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("1 MiB") == 1
+
+
+def test_help_is_printed_once():
+    """Rank 0 speaks for all, also when it only explains the options."""
+    done = mpirun(2, "bench", "--help")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Usage:") == 1

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+
+import pytest
 
 #: A job that ends at once takes about two seconds; one that hangs is stopped by RINGREDUCE_TIMEOUT, 300 s by default.
 PROMPT_S = 20
@@ -46,6 +49,150 @@ def test_an_exception_before_init_ends_the_job(run_job):
     assert job.returncode != 0
     assert job.seconds < PROMPT_S
     assert "ValueError: the reason" in job.stderr
+
+
+def test_a_rank_that_never_calls_init_is_not_waited_for_without_limit(run_job):
+    """The time limit holds for init too, and its error ends the job."""
+    job = run_job(
+        2,
+        source="""
+        import signal
+        from mpi4py import MPI
+        import ringreduce as rr
+        if MPI.COMM_WORLD.rank == 1:
+            signal.pause()
+        rr.init()
+        """,
+        RINGREDUCE_TIMEOUT="1",
+    )
+    assert job.returncode != 0
+    assert job.seconds < PROMPT_S
+    assert "CollectiveTimeoutError: waited 1 s for all ranks to start ringreduce" in job.stderr
+
+
+def test_an_exception_in_init_ends_the_job(run_job):
+    """A rank that fails half-way through init does not leave the others there."""
+    job = run_job(
+        2,
+        source="""
+        from mpi4py import MPI
+        from ringreduce import runtime
+        def broken(*arguments):
+            raise ValueError("the reason")
+        if MPI.COMM_WORLD.rank == 1:
+            runtime.join = broken
+        runtime.init()
+        """,
+    )
+    assert job.returncode != 0
+    assert job.seconds < PROMPT_S
+    assert "ValueError: the reason" in job.stderr
+    assert "rank 1 of 2" in job.stderr
+
+
+def test_a_forked_process_does_not_end_the_job(run_job):
+    """What a child does at its end, well or with an exception, is nothing to the ranks: data loaders fork."""
+    job = run_job(
+        2,
+        source="""
+        import os, sys
+        import numpy as np
+        import ringreduce as rr
+        rr.init()
+        child = os.fork()
+        if child == 0:
+            rr.shutdown()
+            error = ValueError("in the child")
+            sys.excepthook(ValueError, error, None)
+            os._exit(0)
+        os.waitpid(child, 0)
+        rr.barrier()
+        assert rr.allreduce(np.ones(4)).tolist() == [2] * 4
+        """,
+    )
+    assert job.returncode == 0, job.stderr
+    assert "ending the job" not in job.stderr
+
+
+def test_a_rank_without_shared_memory_does_not_end_the_job(run_job):
+    """When the system refuses shared memory to one rank, all use messages, and one line says so."""
+    job = run_job(
+        2,
+        source="""
+        import os
+        from mpi4py import MPI
+        import numpy as np
+        import ringreduce as rr
+        def refused(*arguments):
+            raise OSError("the reason")
+        if MPI.COMM_WORLD.rank == 1:
+            os.memfd_create = refused
+        rr.init()
+        assert rr.local_size() == 2
+        assert len(rr.world().topology.nodes) == 2
+        assert rr.allreduce(np.ones(4)).tolist() == [2] * 4
+        """,
+    )
+    assert job.returncode == 0, job.stderr
+    assert re.fullmatch("no shared memory between ranks, all bytes go over mpi: .*the reason\n", job.stderr)
+
+
+def test_ranks_in_pid_namespaces_of_their_own_do_not_share_memory(run_job):
+    """With a container for each rank, pids and descriptors can be equal; no rank may take its own memory for a peer's."""
+    namespace = ["unshare", "--pid", "--fork", "--mount-proc"]
+    if shutil.which("unshare") is None or subprocess.run([*namespace, "true"], capture_output=True).returncode:
+        pytest.skip("pid namespaces cannot be made here")
+    program = """if True:
+        import numpy as np
+        import ringreduce as rr
+        rr.init()
+        assert rr.allreduce(np.full(4, 1 + rr.rank())).tolist() == [3] * 4
+        assert len(rr.world().topology.nodes) == 2
+        rr.shutdown()
+    """
+    job = run_job(
+        2,
+        source=f"""
+        import os, sys
+        command = {namespace!r} + [sys.executable, "-c", {program!r}]
+        os.execvp(command[0], command)
+        """,
+        OMPI_MCA_btl="self,tcp",  # the library's own shared memory does not survive this either
+    )
+    assert job.returncode == 0, job.stderr
+    assert "ranks of one machine run in separate pid namespaces" in job.stderr
+
+
+def test_a_late_exchange_writes_to_no_memory_of_others(run_job):
+    """What arrives after an exchange timed out goes where it was meant to go, though nobody waits for it any more."""
+    job = run_job(
+        2,
+        source="""
+        import numpy as np
+        from mpi4py import MPI
+        import ringreduce as rr
+        from ringreduce.testing import caught
+        from ringreduce.transport.mpi import MpiMessages
+        from ringreduce.transport.waiting import Waiter
+        messages = MpiMessages(MPI.COMM_WORLD, Waiter(5.0))
+        messages._waiter.timeout_s = 0.2
+        if messages.rank == 0:
+            assert isinstance(caught(messages.exchange, b"x" * 50), rr.CollectiveTimeoutError)
+            others = [np.full(2, 7, np.int64) for _ in range(2000)]
+        MPI.COMM_WORLD.Barrier()
+        if messages.rank == 1:
+            caught(messages.exchange, b"y" * 50)
+        MPI.COMM_WORLD.Barrier()
+        if messages.rank == 0:
+            for _ in range(20000):
+                messages.poll()
+            assert all((each == 7).all() for each in others)
+        print("done", flush=True)
+        MPI.COMM_WORLD.Barrier()
+        MPI.COMM_WORLD.Abort(0)  # the exchange is never completed, so MPI could not be finalised
+        """,
+    )
+    assert job.stdout.count("done") == 2, job.stderr
 
 
 def test_interrupt_ends_the_job(run_job):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,6 +12,8 @@ from mpi4py import MPI
 
 import ringreduce as rr
 from ringreduce.testing import caught
+from ringreduce.transport import mpi
+from ringreduce.transport.waiting import Waiter
 
 PRIVATE = MPI.COMM_WORLD.Dup()
 
@@ -126,3 +130,58 @@ def test_a_tensor_on_a_communication_buffer(world: rr.Communicator) -> None:
             tensor.fill_(1)
             rr.allreduce(tensor, "sum", out=tensor)
             assert (tensor == world.size).all()
+
+
+class Mpi3:
+    """Stands for a communicator of an MPI-3 library: mpi4py raises this for functions that the library lacks."""
+
+    def Allreduce_init(self, *arguments: object) -> None:
+        raise NotImplementedError
+
+
+def test_a_library_without_persistent_allreduce_is_recognised() -> None:
+    """Whether the library has the persistent allreduce is found by trying it, whatever version it says it is."""
+    assert not mpi.offers_allreduce(Mpi3())
+    assert mpi.offers_allreduce(MPI.COMM_SELF) in (True, MPI.Get_version() < (4, 0))
+
+
+def test_a_library_without_persistent_allreduce_is_not_asked_for_one(
+    no_world: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over an MPI-3 library our own algorithms do what the library's would have done."""
+    monkeypatch.setattr(mpi, "offers_allreduce", lambda comm: False)
+    monkeypatch.setenv("RINGREDUCE_NODE_SIZE", "1")
+    rr.init()
+    assert "mpi" not in rr.world().algorithms()
+    assert rr.allreduce(np.ones(5)).tolist() == [rr.size()] * 5
+
+
+def test_a_closed_transport_is_let_go() -> None:
+    """A transport that was closed with nothing under way does not outlive its user."""
+    messages = mpi.MpiMessages(PRIVATE, Waiter(20.0))
+    assert messages.exchange(b"x" * messages.rank) == [b"x" * rank for rank in range(messages.size)]
+    messages.close()
+    watched = weakref.ref(messages)
+    del messages
+    gc.collect()
+    assert watched() is None
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_a_transport_whose_exchange_failed_stays() -> None:
+    """After a time-out MPI may still write to the memory of an exchange: nothing of it is freed, not even at close."""
+    messages = mpi.MpiMessages(PRIVATE, Waiter(20.0))
+    late = messages.rank == messages.size - 1
+    if not late:
+        messages._waiter = Waiter(0.05)
+        assert isinstance(caught(messages.exchange, b"early"), rr.CollectiveTimeoutError)
+    PRIVATE.Barrier()
+    if late:
+        messages._waiter = Waiter(0.05)
+        caught(messages.exchange, b"late")
+    PRIVATE.Barrier()
+    watched = weakref.ref(messages)
+    messages.close()
+    del messages
+    gc.collect()
+    assert watched() is not None or late

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringreduce.config import Config, parse_nbytes
+from ringreduce.config import Config, launched_rank, parse_nbytes
 from ringreduce.errors import ConfigError
 
 VARIABLES = {
@@ -90,6 +90,12 @@ def test_launchers_are_recognised(name: str) -> None:
     """The number of ranks is read where each launcher leaves it; what is no number says nothing."""
     assert Config.from_environ({name: "4"}).launched_size == 4
     assert Config.from_environ({name: "four"}).launched_size is None
+
+
+def test_the_launcher_says_which_rank_this_is() -> None:
+    """The rank is read where launchers leave it; a process without a launcher is rank 0."""
+    assert launched_rank({}) == 0
+    assert launched_rank({"PMI_RANK": "3"}) == launched_rank({"SLURM_PROCID": "3", "PMI_RANK": ""}) == 3
 
 
 @given(st.integers(1, 1 << 40), st.sampled_from([("", 1), ("K", 1 << 10), ("M", 1 << 20), ("g", 1 << 30)]))

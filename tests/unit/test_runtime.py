@@ -190,3 +190,37 @@ assert not rr.is_initialized()
 """,
         **{variable: "4"},
     )
+
+
+@pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_a_launcher_of_one_process_needs_no_mpi4py(variable: str) -> None:
+    """One process is one process, under ``mpirun -np 1`` or in a shell of ``srun --pty`` as anywhere."""
+    run(
+        WITHOUT_MPI4PY
+        + """
+import ringreduce as rr
+rr.init()
+assert (rr.rank(), rr.size(), rr.config().launched_size) == (0, 1, 1)
+""",
+        **{variable: "1"},
+    )
+
+
+def test_a_forked_process_does_not_end_the_world() -> None:
+    """Shutdown, called or at exit, does nothing in a child: only the process that called init may end the world."""
+    run(
+        """
+        import os, sys
+        import ringreduce as rr
+        rr.init()
+        child = os.fork()
+        if child == 0:
+            rr.shutdown()
+            assert rr.is_initialized()
+            sys.exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        rr.barrier()
+        rr.shutdown()
+        assert not rr.is_initialized()
+        """
+    )

@@ -84,6 +84,59 @@ def test_filling_puts_zeros_where_only_others_have_a_gradient() -> None:
     assert not elsewhere.grad.requires_grad
 
 
+KEEPERS = {
+    "itself": lambda gradient: gradient,
+    "view": lambda gradient: gradient.view(-1),
+    "row": lambda gradient: gradient[0],
+    "detached": lambda gradient: gradient.detach(),
+    "numpy": lambda gradient: gradient.numpy(),
+    "elsewhere": lambda gradient: setattr(other := torch.zeros_like(gradient), "grad", gradient) or other,
+    "saved": lambda gradient: (gradient * torch.ones(2, 2, requires_grad=True)).sum(),
+}
+
+
+@pytest.mark.parametrize("keep", KEEPERS.values(), ids=KEEPERS)
+def test_a_kept_place_is_noticed(keep: Any) -> None:
+    """A place counts as kept while anybody holds it in any form, and not for being ``p.grad``."""
+    parameter = torch.zeros(2, 2, requires_grad=True)
+    bucket = make_bucket(parameter)
+    parameter.grad = torch.ones(2, 2)
+    bucket.collect()
+    kept = keep(parameter.grad)
+    assert not bucket.is_kept()
+    parameter.grad = None
+    assert bucket.is_kept()
+    del kept
+    assert not bucket.is_kept()
+
+
+def test_kept_gradients_are_not_collected_into() -> None:
+    """A new gradient stays where autograd put it while its place is kept; others move."""
+    kept, free = parameters = [torch.zeros(2, requires_grad=True) for _ in range(2)]
+    bucket = make_bucket(*parameters)
+    kept.grad = torch.ones(2)
+    bucket.collect()
+    before = kept.grad
+    kept.grad, free.grad = torch.ones(2) * 2, torch.ones(2) * 3
+    bucket.collect()
+    assert before.tolist() == [1, 1]
+    assert kept.grad.tolist() == [2, 2]
+    assert kept.grad is not bucket.slots[0].place
+    assert free.grad is bucket.slots[1].place
+
+
+def test_a_place_that_lost_its_memory_is_not_filled() -> None:
+    """``p.grad.data = ...`` leaves the tensor in place and takes its values elsewhere."""
+    parameter = torch.zeros(2, requires_grad=True)
+    bucket = make_bucket(parameter)
+    parameter.grad = torch.ones(2)
+    bucket.collect()
+    assert bucket.slots[0].is_filled()
+    parameter.grad.data = torch.ones(2) * 2
+    assert not bucket.slots[0].is_filled()
+    assert bucket.is_kept()
+
+
 def test_accumulation_continues_in_place() -> None:
     """Autograd adds to a gradient in the bucket, and each gradient has its own version."""
     first, second = (torch.ones(2, requires_grad=True) for _ in range(2))
@@ -131,3 +184,71 @@ def test_hooks_end_with_their_owner() -> None:
         assert place() is None
 
     run_ranks(1, train)
+
+
+LARGE = (buckets.LARGE_NBYTES // 4, 1)
+
+
+@pytest.mark.parametrize("keeping_ranks", [{0}, {0, 1}], ids=["rank-0", "all"])
+@pytest.mark.parametrize("keep", [KEEPERS["itself"], KEEPERS["detached"]], ids=["itself", "view"])
+def test_kept_gradients_keep_their_values(keep: Any, keeping_ranks: set[int]) -> None:
+    """What was ``p.grad`` before `zero_grad` is not overwritten by later backward passes and reductions."""
+
+    def train(communicator: rr.Communicator) -> None:
+        parameters = [torch.zeros(shape, requires_grad=True) for shape in (LARGE, (3, 1), (3, 1))]
+        gradients = buckets.GradientBuckets(communicator, rr.SUM, 4 << 20, lambda parameter: "?")
+        history = []
+        for step in range(1, 6):
+            for parameter in parameters:
+                parameter.grad = None
+            # The last one has no gradient in every other step, but its place is reduced with the others.
+            (sum(parameter.sum() for parameter in parameters[: 2 + step % 2]) * step).backward()
+            gradients.reduce(parameters)
+            for parameter in parameters[: 2 + step % 2]:
+                assert (parameter.grad == 2 * step).all()
+                if communicator.rank in keeping_ranks and step < 4:
+                    history.append((keep(parameter.grad), 2 * step))
+        assert all((kept == value).all() for kept, value in history)
+        history.clear()
+        held = parameters[0].grad  # in place again, and reduced there
+        parameters[1].grad = None
+        gradients.reduce(parameters)
+        assert parameters[0].grad is held
+
+    run_ranks(2, train)
+
+
+def test_gradients_in_place_stay_in_place_beside_a_kept_one() -> None:
+    """Reducing apart does not take the tensors away that are ``p.grad``, nor views of them."""
+
+    def train(communicator: rr.Communicator) -> None:
+        parameters = [torch.zeros(2, requires_grad=True) for _ in range(2)]
+        gradients = buckets.GradientBuckets(communicator, rr.SUM, 4 << 20, lambda parameter: "?")
+        for parameter in parameters:
+            parameter.grad = torch.ones(2)
+        gradients.reduce(parameters)
+        kept, stays = (parameter.grad for parameter in parameters)
+        view = stays.view(-1)
+        parameters[0].grad = torch.ones(2)
+        gradients.reduce(parameters)
+        assert kept.tolist() == parameters[0].grad.tolist() == [2, 2]
+        assert parameters[1].grad is stays
+        assert view.tolist() == [4, 4]
+
+    run_ranks(2, train)
+
+
+def test_gradients_whose_data_was_replaced_are_reduced() -> None:
+    """``p.grad.data = ...`` between the backward pass and the reduction counts, in every step."""
+
+    def train(communicator: rr.Communicator) -> None:
+        parameter = torch.zeros(LARGE, requires_grad=True)
+        gradients = buckets.GradientBuckets(communicator, rr.SUM, 4 << 20, lambda parameter: "?")
+        for step in range(1, 4):
+            parameter.grad = None
+            parameter.sum().backward()
+            parameter.grad.data = parameter.grad.data * 10 * step
+            gradients.reduce([parameter])
+            assert (parameter.grad == 20 * step).all()
+
+    run_ranks(2, train)

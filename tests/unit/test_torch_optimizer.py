@@ -129,6 +129,22 @@ def test_grad_scaler_with_synchronize() -> None:
     assert run_ranks(2, run) == [[-1.0, -1.0]] * 2
 
 
+@pytest.mark.parametrize(("configured", "given", "expected"), [(1, None, 4), (1 << 20, None, 1), (1, 1 << 20, 1)])
+def test_the_bucket_size_comes_from_the_settings(configured: int, given: int | None, expected: int) -> None:
+    """``bucket_nbytes`` of the configuration says how many reductions a step makes, unless the argument does."""
+
+    def run(communicator: rr.Communicator) -> int:
+        model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), bucket_nbytes=given, communicator=communicator
+        )
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.synchronize()
+        return len({parameter.grad.numpy().base is not None for parameter in model.parameters()})
+
+    assert run_ranks(2, run, config=rr.Config(bucket_nbytes=configured, timeout_s=30.0)) == [expected] * 2
+
+
 def test_a_model_can_be_copied_and_saved_while_it_trains() -> None:
     """Hooks and buckets do not get into copies and pickles of the model."""
 
