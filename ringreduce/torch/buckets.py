@@ -46,6 +46,10 @@ ALIGNMENT_NBYTES = 64
 _NONE, _DENSE, _UNSUPPORTED = 0, 1, 2
 
 
+#: How many tensors hold a storage. Private to torch; without it only the holders of the gradient itself are noticed.
+_storage_uses: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
+
+
 def plan(items: Sequence[tuple[Hashable, int]], limit_nbytes: int) -> list[list[int]]:
     """Sort items into buckets: one kind each, in order, closed by the item that fills it to the limit.
 
@@ -104,7 +108,7 @@ class Slot:
         # Whoever holds the tensor itself counts in the first, whoever holds a view of any kind (`detach`, `numpy`) in
         # the second.
         storage = self.place.untyped_storage()
-        return sys.getrefcount(self.place) + torch._C._storage_Use_Count(storage._cdata)
+        return sys.getrefcount(self.place) + _storage_uses(storage._cdata)
 
 
 class Bucket:

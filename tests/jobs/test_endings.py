@@ -138,7 +138,7 @@ def test_a_rank_without_shared_memory_does_not_end_the_job(run_job):
 
 
 def test_ranks_in_pid_namespaces_of_their_own_do_not_share_memory(run_job):
-    """With a container for each rank, pids and descriptors can be equal; no rank may take its own memory for a peer's."""
+    """With a container for each rank, pids and descriptors can be equal: no rank takes its own memory for a peer's."""
     namespace = ["unshare", "--pid", "--fork", "--mount-proc"]
     if shutil.which("unshare") is None or subprocess.run([*namespace, "true"], capture_output=True).returncode:
         pytest.skip("pid namespaces cannot be made here")

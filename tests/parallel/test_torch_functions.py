@@ -155,3 +155,48 @@ def test_objects_travel() -> None:
     assert [each["rank"] for each in gathered] == list(range(size))
     assert [len(each["text"]) for each in gathered] == [1000 * peer for peer in range(size)]
     assert hvd.allgather_object(None) == [None] * size
+
+
+def test_lazy_tensors_travel() -> None:
+    """Tensors that torch has marked as conjugated or negated, and not computed yet, arrive with their values."""
+    values = torch.tensor([[1 + 2j, 3 - 4j], [5j, 6]])
+    sent = {"conjugated": values.conj(), "negated": values.conj().imag, "transposed": values.mH}
+    received = hvd.broadcast_object(sent if rr.rank() == last() else None, root_rank=last())
+    for name, tensor in sent.items():
+        assert received[name].equal(tensor)
+
+
+class Stubborn:
+    """Fails, on purpose, when it is packed or when it is unpacked."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def __getstate__(self) -> Any:
+        if self.where == "packed":
+            raise OSError("not to be packed")
+        return vars(self)
+
+    def __setstate__(self, state: Any) -> None:
+        raise OSError("not to be unpacked")
+
+
+def test_what_cannot_be_packed_is_refused_on_all_ranks() -> None:
+    """No rank waits for an object that another could not pack: all learn whose it is and why, and go on."""
+    mine = Stubborn("packed") if rr.rank() == last() else torch.ones(2)
+    for collective in (lambda: hvd.broadcast_object(mine, last()), lambda: hvd.allgather_object(mine)):
+        with pytest.raises(rr.ConfigError, match=f"object of rank {last()} cannot be sent: OSError: not to") as caught:
+            collective()
+        assert isinstance(caught.value.__cause__, OSError) == (rr.rank() == last())
+    assert hvd.broadcast_object(rr.rank(), last()) == last()
+
+
+def test_what_cannot_be_unpacked_keeps_nobody_waiting() -> None:
+    """The rank where unpacking fails raises, after it has taken part to the end; the others have their object."""
+    sent = [Stubborn("unpacked"), torch.ones(2)]
+    if rr.rank() == 0:
+        assert hvd.broadcast_object(sent, 0) is sent
+    else:
+        with pytest.raises(OSError, match="not to be unpacked"):
+            hvd.broadcast_object(None, 0)
+    assert hvd.broadcast_object(rr.rank(), last()) == last()

@@ -653,6 +653,23 @@ def test_ranks_with_different_parameters_are_told_at_once() -> None:
         hvd.DistributedOptimizer(sgd(mlp().parameters() if rr.rank() else mlp()[:3].parameters()))
 
 
+def test_gradients_of_several_tasks_can_be_kept() -> None:
+    """A rank that keeps the gradients of each task trains like any other, and finds them as they were."""
+    alone, together = pair()
+    single, many = sgd(alone.parameters()), distributed(sgd, together)
+    for step in range(STEPS):
+        kept = []
+        for task in range(3 if rr.rank() == 0 else 0):
+            many.zero_grad()
+            sum((task + 1) * parameter.sum() for parameter in together.parameters()).backward()
+            kept.append([parameter.grad for parameter in together.parameters()])
+        train_step(alone, single, everyone(), step)
+        train_step(together, many, me(), step)
+        for task, gradients in enumerate(kept):
+            assert all((gradient == task + 1).all() for gradient in gradients)
+    assert_same(alone, together)
+
+
 def test_communication_time_is_counted(world: rr.Communicator) -> None:
     """The clock starts at zero and runs in collectives only."""
     model = mlp()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -18,6 +19,7 @@ from ringreduce.transport.shared import Array
 from ringreduce.transport.waiting import Waiter
 
 SIZE = 3
+CONFIG = Config(timeout_s=20.0)
 
 
 class Broken(MemorySegments):
@@ -49,7 +51,7 @@ class Short(MemorySegments):
 
 
 def join_all(
-    special: Callable[[MemoryWorld, int], MemorySegments] = MemorySegments, config: Config = Config(timeout_s=20.0)
+    special: Callable[[MemoryWorld, int], MemorySegments] = MemorySegments, config: Config = CONFIG
 ) -> list[Node]:
     """Let three ranks of one machine join; rank 1 has ``special`` segments."""
     world = MemoryWorld(SIZE, config.timeout_s)
@@ -102,5 +104,5 @@ def test_ranks_in_other_pid_namespaces_share_nothing(
 
 def test_switched_off_makes_no_memory(caplog: pytest.LogCaptureFixture) -> None:
     """Without shared memory nobody tries to make any, so nothing of it can fail."""
-    nodes = join_all(Broken, Config(timeout_s=20.0, shared_memory=False))
+    nodes = join_all(Broken, replace(CONFIG, shared_memory=False))
     assert "it is switched off" in reason_not_to_share(nodes, caplog)
