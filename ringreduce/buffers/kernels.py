@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Call",
+    "Combine",
     "Kernels",
     "NumpyHalfKernels",
     "TorchHalfKernels",
@@ -34,6 +35,8 @@ __all__ = [
 
 Array = npt.NDArray[Any]
 Call = Callable[[], object]
+#: A bound reduction; takes one argument, ``out=``. A ufunc with its inputs is one, and a quick one.
+Combine = Callable[..., object]
 
 _UFUNCS = {
     ReduceOp.SUM: np.add,
@@ -65,10 +68,10 @@ def quiet_context() -> contextvars.Context:
 class Kernels(Protocol):
     """The kernels of one dtype and reduce op over ``size`` ranks."""
 
-    def combine(self, sources: Sequence[Array]) -> Callable[[Array], object]:
+    def combine(self, sources: Sequence[Array]) -> Combine:
         """Bind the reduction of equal views, one of each rank in rank order.
 
-        The bound call stores into the view it is given, which may be one of the sources and nothing that overlaps one.
+        The bound call stores into ``out=``, which may be one of the sources and nothing else that overlaps one.
         All of the op is done: an average comes out divided, a 16-bit float rounded once.
         """
         ...
@@ -108,13 +111,12 @@ class UfuncKernels:
         self._size = size if op is ReduceOp.AVERAGE and size > 1 else None
         self._scratch = _Scratch(dtype.storage)
 
-    def combine(self, sources: Sequence[Array]) -> Callable[[Array], object]:
+    def combine(self, sources: Sequence[Array]) -> Combine:
         if len(sources) == 1:
             return partial(_copy_into, sources[0])
         ufunc, size, last = self._ufunc, self._size, sources[-1]
         if len(sources) == 2 and size is None:
-            first = sources[0]
-            return lambda target: ufunc(first, last, out=target)
+            return partial(ufunc, sources[0], last)
         # All but the last step write into scratch, for the target may be a source that is still to come.
         left, steps = sources[0], []
         for right in sources[1:-1]:
@@ -122,12 +124,12 @@ class UfuncKernels:
             steps.append(partial(ufunc, left, right, out=scratch))
             left = scratch
 
-        def combine(target: Array) -> None:
+        def combine(out: Array) -> None:
             for step in steps:
                 step()
-            ufunc(left, last, out=target)
+            ufunc(left, last, out=out)
             if size is not None:
-                divide(target, size)
+                divide(out, size)
 
         return combine
 
@@ -143,23 +145,23 @@ class NumpyHalfKernels:
         self._native = np.dtype(np.float16) if dtype.name == "float16" else ml_bfloat16()
         self._scratches = [_Scratch(np.float32) for _ in range(size + 1)]
 
-    def combine(self, sources: Sequence[Array]) -> Callable[[Array], object]:
+    def combine(self, sources: Sequence[Array]) -> Combine:
         natives = [source.view(self._native) for source in sources]
         total, *wides = (
             scratch.like(sources[0]) for scratch, _ in zip(self._scratches, [None, *sources], strict=False)
         )
         reduce = self._wide.combine(wides)
 
-        def combine(target: Array) -> None:
+        def combine(out: Array) -> None:
             for wide, native in zip(wides, natives, strict=True):
                 np.copyto(wide, native)
-            reduce(total)
-            np.copyto(target.view(self._native), total, casting="unsafe")
+            reduce(out=total)
+            np.copyto(out.view(self._native), total, casting="unsafe")
 
         return combine
 
     def fold(self, target: Array, source: Array) -> Call:
-        return partial(self.combine([target, source]), target)
+        return partial(self.combine([target, source]), out=target)
 
 
 class TorchHalfKernels:
@@ -178,7 +180,7 @@ class TorchHalfKernels:
 
         return torch.from_numpy(array.view(np.int16)).view(self._dtype)
 
-    def combine(self, sources: Sequence[Array]) -> Callable[[Array], object]:
+    def combine(self, sources: Sequence[Array]) -> Combine:
         import torch
 
         if len(sources) == 1:
@@ -186,17 +188,17 @@ class TorchHalfKernels:
         tensors = [self._tensor(source) for source in sources]
         if len(tensors) == 2 and self._op is ReduceOp.SUM:
             # One pass: torch computes a 16-bit sum in float32 and rounds it once.
-            return lambda target: torch.add(tensors[0], tensors[1], out=self._tensor(target))
+            return lambda out: torch.add(tensors[0], tensors[1], out=self._tensor(out))
         scratch = torch.from_numpy(self._scratch.like(sources[0]))
         fold = self._fold_into(scratch)
 
-        def combine(target: Array) -> None:
+        def combine(out: Array) -> None:
             scratch.copy_(tensors[0])
             for tensor in tensors[1:]:
                 fold(tensor)
             if self._op is ReduceOp.AVERAGE:
                 scratch.div_(self._size)
-            self._tensor(target).copy_(scratch)
+            self._tensor(out).copy_(scratch)
 
         return combine
 
@@ -211,9 +213,9 @@ class TorchHalfKernels:
         return scratch.add_
 
     def fold(self, target: Array, source: Array) -> Call:
-        return partial(self.combine([target, source]), target)
+        return partial(self.combine([target, source]), out=target)
 
 
-def _copy_into(source: Array, target: Array) -> None:
-    if target is not source:
-        np.copyto(target, source)
+def _copy_into(source: Array, out: Array) -> None:
+    if out is not source:
+        np.copyto(out, source)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -212,9 +212,11 @@ class TwoShot:
         signature: Signature,
     ) -> None:
         self._context = context
-        self._board = context.board
-        self._location = NOWHERE if location is None else location.packed
-        self._text, self._code = signature.text, signature.code
+        # Bound, for the microseconds of middle sizes are made of calls and look-ups.
+        place = NOWHERE if location is None else location.packed
+        self._arrive = partial(context.board.arrive, signature.text, signature.code, place)
+        self._barrier = partial(context.board.barrier, signature.text)
+        self._text = signature.text
         self._kernels = kernels_for(dtype, op, context.topology.size)
         self._staged = cache(lambda: Staged(context.board, signature.text, dtype.storage, count, self._kernels))
         self._mine = None if location is None else context.arena.view(location, dtype.storage, count)
@@ -223,8 +225,7 @@ class TwoShot:
 
     def run_located(self, _: object = None) -> None:
         """Reduce what lies at the location, in place."""
-        board = self._board
-        others = board.arrive(self._text, self._code, self._location)
+        others = self._arrive()
         if others != self._others:
             self._bind(others)
         if self._calls is None:
@@ -232,15 +233,14 @@ class TwoShot:
             return
         for call in self._calls:
             call()
-        board.barrier(self._text)
+        self._barrier()
 
     def run_private(self, source: Array, target: Array) -> None:
         """Reduce the flat ``source`` into the flat ``target``, which peers cannot reach."""
-        board, staged = self._board, self._staged()
+        staged = self._staged()
         staged.copy_in(source)
-        others = board.arrive(self._text, self._code)
-        if max(others) != NOWHERE:
-            board.barrier(self._text)  # a rank whose buffer is located stages only now
+        if max(self._arrive()) != NOWHERE:
+            self._barrier()  # a rank whose buffer is located stages only now
         staged.run(source, target)
 
     def _run_mixed(self) -> None:
@@ -248,7 +248,7 @@ class TwoShot:
         assert self._mine is not None
         staged = self._staged()
         staged.copy_in(self._mine)
-        self._board.barrier(self._text)
+        self._barrier()
         staged.run(self._mine, self._mine)
 
     def _bind(self, others: list[int]) -> None:
