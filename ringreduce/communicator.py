@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import wraps
 from math import prod
 from typing import Any, TypeVar, cast
 
@@ -136,7 +136,7 @@ class Communicator:
                 and not self.instruments.observers
             ):
                 try:
-                    bound.run(array)
+                    self._quiet.run(bound.run, array)
                 except BaseException as error:
                     self._failed(error)
                     raise
@@ -333,8 +333,6 @@ class Communicator:
             run = self._allreduce.repetition(array, target, kind, choice, signature)
             if run is not None:
                 key = id(array)
-                quietly: Callable[..., object] = self._quiet.run
-                run = partial(quietly, run)
                 self._bound[key] = BoundCall(array, target, op, algorithm, run, lambda _: self._bound.pop(key, None))
         return out
 

@@ -228,7 +228,7 @@ class Plan:
         """Bind a reduction of ``target`` and the peers' views, in rank order whoever carries it out."""
         assert self._kernels is not None
         ordered = sorted([*contributions, (self._rank, target)], key=lambda each: each[0])
-        return partial(self._kernels.combine([view for _, view in ordered]), out=target)
+        return partial(self._kernels.combine([view for _, view in ordered]), target)
 
     def _view(self, segment: Segment, blocks: range) -> Array:
         return self._memory.mine[_span(segment, blocks)]

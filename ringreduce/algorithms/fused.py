@@ -7,13 +7,14 @@ pieces that are copied in, reduced and copied out while they are in the cache.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.buffers import Combine, Kernels
+from ringreduce.buffers import Kernels
 from ringreduce.partition import Partition, pieces
 from ringreduce.transport.board import STAGE_NBYTES, Board, signature_hash
 
@@ -64,17 +65,19 @@ class OneShot(Mailbox):
         self, board: Board, signature: str, dtype: np.dtype[Any], shape: tuple[int, ...], kernels: Kernels
     ) -> None:
         super().__init__(board, signature, dtype, shape)
-        self._reduce: tuple[Combine, ...] = tuple(kernels.combine(mailboxes) for mailboxes in self._mailboxes)
+        self._reduce: tuple[Callable[[Array], object], ...] = tuple(
+            kernels.combine(mailboxes) for mailboxes in self._mailboxes
+        )
 
     def run(self, source: Array, target: Array) -> None:
         parity = self._board.number + 1 & 1
         np.copyto(self._mine[parity], source)
         self._board.arrive(self._signature, self._code)
         if target.flags.c_contiguous:
-            self._reduce[parity](out=target)
+            self._reduce[parity](target)
         else:  # 16-bit kernels take no odd strides, and NumPy's differ in which of two NaNs they keep
             result = np.empty(target.shape, target.dtype)
-            self._reduce[parity](out=result)
+            self._reduce[parity](result)
             np.copyto(target, result)
 
 
@@ -108,7 +111,7 @@ class Staged:
         board, combine = self._board, self._kernels.combine
         for number, piece in enumerate(self._pieces, start=1):
             if piece.result.size:
-                combine([*piece.before, source[piece.mine], *piece.after])(out=piece.result)
+                combine([*piece.before, source[piece.mine], *piece.after])(piece.result)
                 np.copyto(target[piece.mine], piece.result)
             self.copy_in(source, number)
             board.barrier(self._signature)

@@ -3,12 +3,11 @@
 from ringreduce.buffers.arrays import Operand, like, new
 from ringreduce.buffers.casts import divide_toward_zero, narrow, widen, wider
 from ringreduce.buffers.dtypes import DTYPES, DType
-from ringreduce.buffers.kernels import Call, Combine, Kernels, divide, kernels_for, quiet_context
+from ringreduce.buffers.kernels import Call, Kernels, divide, kernels_for, quiet_context
 
 __all__ = [
     "DTYPES",
     "Call",
-    "Combine",
     "DType",
     "Kernels",
     "Operand",

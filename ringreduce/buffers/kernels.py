@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Call",
-    "Combine",
     "Kernels",
     "NumpyHalfKernels",
     "TorchHalfKernels",
@@ -35,8 +34,6 @@ __all__ = [
 
 Array = npt.NDArray[Any]
 Call = Callable[[], object]
-#: A bound reduction; takes one argument, ``out=``. A ufunc with its inputs is one, and a quick one.
-Combine = Callable[..., object]
 
 _UFUNCS = {
     ReduceOp.SUM: np.add,
@@ -68,10 +65,10 @@ def quiet_context() -> contextvars.Context:
 class Kernels(Protocol):
     """The kernels of one dtype and reduce op over ``size`` ranks."""
 
-    def combine(self, sources: Sequence[Array]) -> Combine:
+    def combine(self, sources: Sequence[Array]) -> Callable[[Array], object]:
         """Bind the reduction of equal views, one of each rank in rank order.
 
-        The bound call stores into ``out=``, which may be one of the sources and nothing else that overlaps one.
+        The bound call stores into the view it is given, which may be one of the sources and nothing that overlaps one.
         All of the op is done: an average comes out divided, a 16-bit float rounded once.
         """
         ...
@@ -111,12 +108,13 @@ class UfuncKernels:
         self._size = size if op is ReduceOp.AVERAGE and size > 1 else None
         self._scratch = _Scratch(dtype.storage)
 
-    def combine(self, sources: Sequence[Array]) -> Combine:
+    def combine(self, sources: Sequence[Array]) -> Callable[[Array], object]:
         if len(sources) == 1:
             return partial(_copy_into, sources[0])
         ufunc, size, last = self._ufunc, self._size, sources[-1]
         if len(sources) == 2 and size is None:
-            return partial(ufunc, sources[0], last)
+            first = sources[0]
+            return lambda target: ufunc(first, last, out=target)
         # All but the last step write into scratch, for the target may be a source that is still to come.
         left, steps = sources[0], []
         for right in sources[1:-1]:
@@ -124,12 +122,12 @@ class UfuncKernels:
             steps.append(partial(ufunc, left, right, out=scratch))
             left = scratch
 
-        def combine(out: Array) -> None:
+        def combine(target: Array) -> None:
             for step in steps:
                 step()
-            ufunc(left, last, out=out)
+            ufunc(left, last, out=target)
             if size is not None:
-                divide(out, size)
+                divide(target, size)
 
         return combine
 
@@ -145,23 +143,23 @@ class NumpyHalfKernels:
         self._native = np.dtype(np.float16) if dtype.name == "float16" else ml_bfloat16()
         self._scratches = [_Scratch(np.float32) for _ in range(size + 1)]
 
-    def combine(self, sources: Sequence[Array]) -> Combine:
+    def combine(self, sources: Sequence[Array]) -> Callable[[Array], object]:
         natives = [source.view(self._native) for source in sources]
         total, *wides = (
             scratch.like(sources[0]) for scratch, _ in zip(self._scratches, [None, *sources], strict=False)
         )
         reduce = self._wide.combine(wides)
 
-        def combine(out: Array) -> None:
+        def combine(target: Array) -> None:
             for wide, native in zip(wides, natives, strict=True):
                 np.copyto(wide, native)
-            reduce(out=total)
-            np.copyto(out.view(self._native), total, casting="unsafe")
+            reduce(total)
+            np.copyto(target.view(self._native), total, casting="unsafe")
 
         return combine
 
     def fold(self, target: Array, source: Array) -> Call:
-        return partial(self.combine([target, source]), out=target)
+        return partial(self.combine([target, source]), target)
 
 
 class TorchHalfKernels:
@@ -180,7 +178,7 @@ class TorchHalfKernels:
 
         return torch.from_numpy(array.view(np.int16)).view(self._dtype)
 
-    def combine(self, sources: Sequence[Array]) -> Combine:
+    def combine(self, sources: Sequence[Array]) -> Callable[[Array], object]:
         import torch
 
         if len(sources) == 1:
@@ -188,17 +186,17 @@ class TorchHalfKernels:
         tensors = [self._tensor(source) for source in sources]
         if len(tensors) == 2 and self._op is ReduceOp.SUM:
             # One pass: torch computes a 16-bit sum in float32 and rounds it once.
-            return lambda out: torch.add(tensors[0], tensors[1], out=self._tensor(out))
+            return lambda target: torch.add(tensors[0], tensors[1], out=self._tensor(target))
         scratch = torch.from_numpy(self._scratch.like(sources[0]))
         fold = self._fold_into(scratch)
 
-        def combine(out: Array) -> None:
+        def combine(target: Array) -> None:
             scratch.copy_(tensors[0])
             for tensor in tensors[1:]:
                 fold(tensor)
             if self._op is ReduceOp.AVERAGE:
                 scratch.div_(self._size)
-            self._tensor(out).copy_(scratch)
+            self._tensor(target).copy_(scratch)
 
         return combine
 
@@ -213,9 +211,9 @@ class TorchHalfKernels:
         return scratch.add_
 
     def fold(self, target: Array, source: Array) -> Call:
-        return partial(self.combine([target, source]), out=target)
+        return partial(self.combine([target, source]), target)
 
 
-def _copy_into(source: Array, out: Array) -> None:
-    if out is not source:
-        np.copyto(out, source)
+def _copy_into(source: Array, target: Array) -> None:
+    if target is not source:
+        np.copyto(target, source)

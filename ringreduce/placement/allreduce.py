@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -212,11 +212,9 @@ class TwoShot:
         signature: Signature,
     ) -> None:
         self._context = context
-        # Bound, for the microseconds of middle sizes are made of calls and look-ups.
-        place = NOWHERE if location is None else location.packed
-        self._arrive = partial(context.board.arrive, signature.text, signature.code, place)
-        self._barrier = partial(context.board.barrier, signature.text)
-        self._text = signature.text
+        self._board = context.board
+        self._location = NOWHERE if location is None else location.packed
+        self._text, self._code = signature.text, signature.code
         self._kernels = kernels_for(dtype, op, context.topology.size)
         self._staged = cache(lambda: Staged(context.board, signature.text, dtype.storage, count, self._kernels))
         self._mine = None if location is None else context.arena.view(location, dtype.storage, count)
@@ -225,7 +223,8 @@ class TwoShot:
 
     def run_located(self, _: object = None) -> None:
         """Reduce what lies at the location, in place."""
-        others = self._arrive()
+        board = self._board
+        others = board.arrive(self._text, self._code, self._location)
         if others != self._others:
             self._bind(others)
         if self._calls is None:
@@ -233,14 +232,15 @@ class TwoShot:
             return
         for call in self._calls:
             call()
-        self._barrier()
+        board.barrier(self._text)
 
     def run_private(self, source: Array, target: Array) -> None:
         """Reduce the flat ``source`` into the flat ``target``, which peers cannot reach."""
-        staged = self._staged()
+        board, staged = self._board, self._staged()
         staged.copy_in(source)
-        if max(self._arrive()) != NOWHERE:
-            self._barrier()  # a rank whose buffer is located stages only now
+        others = board.arrive(self._text, self._code)
+        if max(others) != NOWHERE:
+            board.barrier(self._text)  # a rank whose buffer is located stages only now
         staged.run(source, target)
 
     def _run_mixed(self) -> None:
@@ -248,7 +248,7 @@ class TwoShot:
         assert self._mine is not None
         staged = self._staged()
         staged.copy_in(self._mine)
-        self._barrier()
+        self._board.barrier(self._text)
         staged.run(self._mine, self._mine)
 
     def _bind(self, others: list[int]) -> None:

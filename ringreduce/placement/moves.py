@@ -119,7 +119,7 @@ class Moves:
             own = partition.segment[context.rank]
             if choice.transport == "shared" and source.nbytes <= MAILBOX_NBYTES:
                 boxes = self._mailbox(signature, source.dtype, source.size).swap(source)
-                kernels_for(dtype, op, size).combine([box[own] for box in boxes])(out=out)
+                kernels_for(dtype, op, size).combine([box[own] for box in boxes])(out)
             elif choice.transport == "shared":
                 self._reduce_scatter_by_loads(source, dtype, partition, out, op, choice, signature)
             else:

@@ -142,17 +142,17 @@ class Board:
         line = self._mine[parity]
         line[_SIGNATURE] = code
         line[_LOCATION] = location
-        fence = self._fence
-        if fence is not None:
-            fence()
+        if self._fence is not None:
+            self._fence()
         line[_NUMBER] = number
-        agreed, locations = True, []
         lines = self._arrivals[parity]
         for peer in lines:
             if peer[_NUMBER] < number and not self._soon(peer, number):
                 self._wait(lines, number, signature)
-            if fence is not None:
-                fence()
+        if self._fence is not None:
+            self._fence()
+        agreed, locations = True, []
+        for peer in lines:
             if peer[_SIGNATURE] != code:
                 agreed = False
             locations.append(peer[_LOCATION])
@@ -197,15 +197,14 @@ class Board:
 
         The long way round, `Waiter`, watches the peers and the clock, and takes longer than most waits.
         """
-        if not self._waiter.crowded:
-            for _ in range(_POLLS):  # a loop of this form polls most often
-                if line[0] >= number:
-                    return True
-        for _ in range(_YIELDS):
-            os.sched_yield()
-            if line[0] >= number:
-                return True
-        return False
+        tries = _POLLS if self._waiter.crowded else 0
+        while line[0] < number:
+            if tries >= _POLLS:
+                if tries == _POLLS + _YIELDS:
+                    return False
+                os.sched_yield()
+            tries += 1
+        return True
 
     def _wait(self, lines: Sequence[memoryview], number: int, signature: str) -> None:
         def missing() -> str:

@@ -88,7 +88,7 @@ def test_combining_equals_the_reference(name: str, op: ReduceOp, size: int, rng:
         sources = [array.copy().view(row.storage) for array in arrays]
         target = np.empty(COUNT, row.storage) if place == size else sources[place]
         combine = kernels_for(row, op, size).combine(sources)
-        combine(out=target)
+        combine(target)
         assert_agrees(name, target.view(native(name)), wanted, roundings=size)
         results.append(target.tobytes())
         for index, source in enumerate(sources):
@@ -121,7 +121,7 @@ def test_bound_kernels_see_new_data(name: str) -> None:
         for turn in (1, 2):
             for rank, source in enumerate(sources):
                 source[:] = turn * (rank + 1)
-            combine(out=target)
+            combine(target)
             assert target.view(native(name)).tolist() == [10 * turn] * 5
 
 
@@ -135,7 +135,7 @@ def test_half_kernels_agree_with_each_other(name: str, op: ReduceOp, size: int, 
     results = []
     for kernels in (NumpyHalfKernels(row, op, size), TorchHalfKernels(row, op, size)):
         target = np.empty(4096, row.storage)
-        kernels.combine([array.view(row.storage) for array in arrays])(out=target)
+        kernels.combine([array.view(row.storage) for array in arrays])(target)
         results.append(target.view(native(name)))
     ours, theirs = results
     nan = np.isnan(ours)
@@ -153,7 +153,7 @@ def test_half_sums_are_rounded_once(name: str) -> None:
     assert wanted[0] != large
     for kernels in (NumpyHalfKernels(row, ReduceOp.SUM, 4), TorchHalfKernels(row, ReduceOp.SUM, 4)):
         target = np.empty(3, row.storage)
-        kernels.combine([array.view(row.storage) for array in arrays])(out=target)
+        kernels.combine([array.view(row.storage) for array in arrays])(target)
         assert target.view(native(name)).tolist() == wanted.tolist()
 
 
@@ -166,7 +166,7 @@ def test_nan_of_any_rank_wins(name: str, op: ReduceOp, place: int) -> None:
     arrays = [np.ones(3, native(name)) for _ in range(3)]
     arrays[place][1] = np.nan
     target = np.empty(3, row.storage)
-    kernels_for(row, op, 3).combine([array.view(row.storage) for array in arrays])(out=target)
+    kernels_for(row, op, 3).combine([array.view(row.storage) for array in arrays])(target)
     assert np.isnan(target.view(native(name))).tolist() == [False, True, False]
 
 
@@ -179,7 +179,7 @@ def test_integers_wrap_around() -> None:
         ("uint64", ReduceOp.SUM, (2**64 - 1, 2), 1),
     ):
         target = np.empty(1, name)
-        kernels_for(DTYPES[name], op, 2).combine([np.array([value], name) for value in values])(out=target)
+        kernels_for(DTYPES[name], op, 2).combine([np.array([value], name) for value in values])(target)
         assert target.tolist() == [wanted]
 
 
@@ -204,4 +204,4 @@ def test_empty_views_are_combined() -> None:
     for name in ("float32", "bfloat16"):
         row = DTYPES[name]
         empty = [np.empty(0, row.storage) for _ in range(3)]
-        kernels_for(row, ReduceOp.SUM, 3).combine(empty)(out=empty[0])
+        kernels_for(row, ReduceOp.SUM, 3).combine(empty)(empty[0])
