@@ -29,8 +29,8 @@ Array = npt.NDArray[Any]
 
 #: Segments in flight at once: with four receives posted a link never idles while a segment is reduced.
 STREAMS = 4
-#: Elements of direct accesses that are combined and copied on at a time: 256 KiB of float32, which stays in L2.
-_INNER_COUNT = 1 << 16
+#: Bytes of direct accesses that are combined and copied on at a time: few enough to stay in L2.
+_INNER_NBYTES = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,7 @@ class Plan:
             loads = [(each, self._remote(index, segment, each)) for each in step.loads if each.blocks == blocks]
             stores = [(each, self._remote(index, segment, each)) for each in step.stores if each.blocks == blocks]
             mine = self._view(segment, blocks)
-            for piece in pieces(0, mine.size, _INNER_COUNT):
+            for piece in pieces(0, mine.size, _INNER_NBYTES // mine.itemsize):
                 reducing = [(each.peer, remote[piece]) for each, remote in loads if each.reduce]
                 if reducing:
                     yield self._combine(reducing, mine[piece])
