@@ -1,4 +1,4 @@
-"""``init`` and ``shutdown``, and the one world of this process: the only module-level state of the package."""
+"""``init`` and ``shutdown``, and the one world of this process: the only state that outlives a communicator."""
 
 from __future__ import annotations
 
