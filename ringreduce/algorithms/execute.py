@@ -216,6 +216,9 @@ class Plan:
             mine = self._view(segment, blocks)
             for piece in pieces(0, mine.size, _INNER_NBYTES // mine.itemsize):
                 reducing = [(each.peer, remote[piece]) for each, remote in loads if each.reduce]
+                if len(reducing) > 1 and {each.peer for each, _ in stores} == {peer for peer, _ in reducing}:
+                    yield from self._combine_in_all(reducing, mine[piece])
+                    continue
                 if reducing:
                     yield self._combine(reducing, mine[piece])
                 for each, remote in loads:
@@ -229,6 +232,17 @@ class Plan:
         assert self._kernels is not None
         ordered = sorted([*contributions, (self._rank, target)], key=lambda each: each[0])
         return partial(self._kernels.combine([view for _, view in ordered]), target)
+
+    def _combine_in_all(self, contributions: list[tuple[int, Array]], mine: Array) -> Iterator[Call]:
+        """Reduce into the lowest rank's view, where the sum begins, and copy to all others, mine among them.
+
+        The result goes to all of them anyway, and a sum that grows in a source takes no scratch from the cache.
+        """
+        assert self._kernels is not None
+        ordered = [view for _, view in sorted([*contributions, (self._rank, mine)], key=lambda each: each[0])]
+        yield partial(self._kernels.combine(ordered), ordered[0])
+        for view in ordered[1:]:
+            yield partial(np.copyto, view, ordered[0])
 
     def _view(self, segment: Segment, blocks: range) -> Array:
         return self._memory.mine[_span(segment, blocks)]

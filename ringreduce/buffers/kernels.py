@@ -112,22 +112,31 @@ class UfuncKernels:
         if len(sources) == 1:
             return partial(_copy_into, sources[0])
         ufunc, size, last = self._ufunc, self._size, sources[-1]
-        if len(sources) == 2 and size is None:
-            first = sources[0]
-            return lambda target: ufunc(first, last, out=target)
-        # All but the last step write into scratch, for the target may be a source that is still to come.
-        left, steps = sources[0], []
-        for right in sources[1:-1]:
-            scratch = self._scratch.like(right)
-            steps.append(partial(ufunc, left, right, out=scratch))
-            left = scratch
+        if len(sources) == 2:
+            return self._combine_pair(*sources)
+        first, second, *middle = sources[:-1]
+        scratch = self._scratch.like(first)
 
         def combine(target: Array) -> None:
-            for step in steps:
-                step()
-            ufunc(left, last, out=target)
+            # Sums go to scratch as long as the target may be a source that is still to come.
+            total = target if target is first or target is second else scratch
+            ufunc(first, second, out=total)
+            for source in middle:
+                ufunc(total, source, out=total)
+            ufunc(total, last, out=target)
             if size is not None:
                 divide(target, size)
+
+        return combine
+
+    def _combine_pair(self, left: Array, right: Array) -> Callable[[Array], object]:
+        ufunc, size = self._ufunc, self._size
+        if size is None:
+            return lambda target: ufunc(left, right, out=target)
+
+        def combine(target: Array) -> None:
+            ufunc(left, right, out=target)
+            divide(target, size)
 
         return combine
 
