@@ -123,11 +123,9 @@ class Agreement:
                 self._left[peer] = said["left_after"]
             elif said["call"] > self._settled_up_to:
                 self._hear(said["call"], peer, said["signature"])
-                if said["call"] <= self.call:
-                    self._announce(said["call"])
-        # A peer may have announced this very call before this rank entered it.
-        if self.call in self._heard:
-            self._announce(self.call)
+        # Peers may have announced calls before this rank entered them, and it may have left some behind since.
+        for call in [each for each in self._heard if each <= self.call and each not in self._announced]:
+            self._announce(call)
         for peer, last in self._left.items():
             if self._settled_up_to <= last < self.call:
                 raise PeerLostError(peer, f"it has shut down; this rank called {self._mine[self.call]}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -48,6 +49,7 @@ def on_ranks(size: int, function: Callable[[Rank], T], timeout_s: float = 20.0, 
     def fail() -> None:
         for rank in ranks:
             rank.waiter.timeout_s = 0.0
+        world.meeting.abort()
 
     return run_threads(size, lambda index: function(ranks[index]), on_error=fail)
 
@@ -141,6 +143,19 @@ def test_a_call_that_peers_already_finished() -> None:
 
     errors = on_ranks(3, call, patience=1 << 30)
     assert [error.values for error in errors] == [{0: "new", 1: "a", 2: "a"}] * 3
+
+
+def test_a_call_announced_early_and_left_behind_is_answered() -> None:
+    """A rank that hears of a call before it enters it, and then passes it without a wait, answers all the same."""
+    world = MemoryWorld(2)
+    early = world.messages(0)
+    for call, signature in [(1, "a"), (2, "new")]:
+        early.post(json.dumps({"call": call, "signature": signature}).encode(), 1)
+    rank = Rank(world, 1, timeout_s=20.0, patience=1 << 30)
+    assert [rank.call("a"), rank.call("a"), rank.call("a")] == [None, None, None]
+    error = rank.wait_for_data()
+    assert isinstance(error, MismatchError)
+    assert error.values == {0: "new", 1: "a"}
 
 
 def test_a_rank_that_left_is_named() -> None:
