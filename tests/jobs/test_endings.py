@@ -33,24 +33,6 @@ def test_an_exception_on_one_rank_ends_the_job(run_job):
     assert "rank 1 of 3" in job.stderr
 
 
-def test_an_exception_before_init_ends_the_job(run_job):
-    """A rank that fails before the world exists does not leave the others waiting for it in init."""
-    job = run_job(
-        2,
-        source="""
-        import os
-        if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
-            raise ValueError("the reason")
-        import ringreduce as rr
-        rr.init()
-        rr.barrier()
-        """,
-    )
-    assert job.returncode != 0
-    assert job.seconds < PROMPT_S
-    assert "ValueError: the reason" in job.stderr
-
-
 def test_a_rank_that_never_calls_init_is_not_waited_for_without_limit(run_job):
     """The time limit holds for init too, and its error ends the job."""
     job = run_job(
