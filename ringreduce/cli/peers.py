@@ -218,6 +218,8 @@ def gloo_process_group(world: Communicator) -> Iterator[None]:
             yield
         finally:
             dist.destroy_process_group()
+            del store  # it writes to its file once more, and would try for ever if that were gone
+            world.barrier()
     finally:
         if world.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
