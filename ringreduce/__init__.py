@@ -13,6 +13,7 @@ PyTorch users start at `ringreduce.torch`. Importing this package starts nothing
 from ringreduce.communicator import Communicator
 from ringreduce.config import Config
 from ringreduce.errors import (
+    CollectiveError,
     CollectiveTimeoutError,
     ConfigError,
     MismatchError,
@@ -23,8 +24,10 @@ from ringreduce.errors import (
     UnsupportedBufferError,
 )
 from ringreduce.instruments import Instrument
+from ringreduce.process_sets import ProcessSet
 from ringreduce.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
 from ringreduce.runtime import (
+    add_process_set,
     allgather,
     allreduce,
     alltoall,
@@ -35,12 +38,14 @@ from ringreduce.runtime import (
     cross_size,
     empty,
     explain,
+    global_process_set,
     init,
     is_initialized,
     local_rank,
     local_size,
     rank,
     reduce_scatter,
+    remove_process_set,
     shutdown,
     size,
     world,
@@ -57,6 +62,7 @@ __all__ = [
     "PRODUCT",
     "SUM",
     "Choice",
+    "CollectiveError",
     "CollectiveTimeoutError",
     "Communicator",
     "Config",
@@ -64,12 +70,14 @@ __all__ = [
     "Instrument",
     "MismatchError",
     "PeerLostError",
+    "ProcessSet",
     "ReduceOp",
     "RingReduceError",
     "ShutdownError",
     "Topology",
     "TransportError",
     "UnsupportedBufferError",
+    "add_process_set",
     "allgather",
     "allreduce",
     "alltoall",
@@ -80,12 +88,14 @@ __all__ = [
     "cross_size",
     "empty",
     "explain",
+    "global_process_set",
     "init",
     "is_initialized",
     "local_rank",
     "local_size",
     "rank",
     "reduce_scatter",
+    "remove_process_set",
     "shutdown",
     "size",
     "world",

@@ -108,6 +108,11 @@ class Communicator:
     def config(self) -> Config:
         return self._context.config
 
+    def alive(self, rank: int) -> bool:
+        """Return False if a rank's process is known to be gone; those of other nodes are always taken to be there."""
+        topology = self.topology
+        return rank not in topology.node_of(self.rank) or rank == self.rank or self._context.arena.alive(rank)
+
     # ---- collectives ----
 
     def allreduce(self, array: Any, op: ReduceOp | str = SUM, *, out: Any = None, algorithm: str | None = None) -> Any:

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from ringreduce.errors import ConfigError
 
-__all__ = ["Config", "launched_rank", "parse_nbytes"]
+__all__ = ["HOROVOD", "Config", "ignored_horovod_variables", "launched_rank", "parse_nbytes"]
 
 _T = TypeVar("_T")
 
@@ -35,6 +35,18 @@ _LAUNCHER_RANKS = (
 )
 
 
+#: Variables of Horovod that are honoured, and ours of the same meaning.
+HOROVOD = {
+    "HOROVOD_FUSION_THRESHOLD": "RINGREDUCE_FUSION",
+    "HOROVOD_LOG_LEVEL": "RINGREDUCE_LOG_LEVEL",
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": "RINGREDUCE_STALL_WARNING",
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "RINGREDUCE_TIMEOUT",
+}
+#: Variables of Horovod that say what holds here anyway, or that other parts of a Horovod launch leave behind.
+_HOROVOD_UNDERSTOOD = {"HOROVOD_DYNAMIC_PROCESS_SETS", "HOROVOD_STALL_CHECK_DISABLE"}
+_LOG_LEVELS = {"TRACE": "DEBUG", "FATAL": "CRITICAL"}
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """Settings of a world; they must be equal on all ranks, and ``init`` checks that they are.
@@ -45,6 +57,11 @@ class Config:
         shared_memory: whether ranks of a node may share memory. ``RINGREDUCE_SHARED_MEMORY``
         algorithm: the allreduce algorithm to use wherever it can run. ``RINGREDUCE_ALGORITHM``
         segment_nbytes: the most bytes of a block that travel at once, so that transfers overlap. ``RINGREDUCE_SEGMENT``
+        fusion_nbytes: small asynchronous allreduces travel together; a group that holds so many bytes is closed.
+            ``RINGREDUCE_FUSION``
+        stall_warning_s: warn about an operation that some rank has not submitted for so long (seconds); None: never.
+            ``RINGREDUCE_STALL_WARNING``, 0 for never
+        log_level: of the logger ``ringreduce``, which ``init`` sets; None: as it is. ``RINGREDUCE_LOG_LEVEL``
         bucket_nbytes: gradients travel together in buckets; a bucket that holds so many bytes is closed.
             ``RINGREDUCE_BUCKET``
         launched_size: how many ranks the launcher says it started, None when there was no launcher.
@@ -58,16 +75,22 @@ class Config:
     # On one node, 1 to 100 MiB differ by no more than the measurement does; this is small enough for gradients that are
     # copied into a bucket to be still in the last-level cache when it is reduced.
     bucket_nbytes: int = 4 << 20
+    fusion_nbytes: int = 1 << 20
+    stall_warning_s: float | None = 60.0
+    log_level: str | None = None
     launched_size: int | None = None
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Config:
         """Read the settings; a variable that is unset or empty keeps its default.
 
+        Where Horovod has a variable of the same meaning, it is read if ours is not set; see `HOROVOD`.
+
         Raises:
             ConfigError: a variable holds something that cannot be understood.
         """
         standard = cls()
+        environ = _with_horovod(environ)
         sizes = [int(environ[name]) for name in _LAUNCHER_SIZES if environ.get(name, "").isdigit()]
         return cls(
             timeout_s=_read(environ, "RINGREDUCE_TIMEOUT", _positive_float, standard.timeout_s),
@@ -76,8 +99,17 @@ class Config:
             algorithm=_read(environ, "RINGREDUCE_ALGORITHM", str, standard.algorithm),
             segment_nbytes=_read(environ, "RINGREDUCE_SEGMENT", parse_nbytes, standard.segment_nbytes),
             bucket_nbytes=_read(environ, "RINGREDUCE_BUCKET", parse_nbytes, standard.bucket_nbytes),
+            fusion_nbytes=_read(environ, "RINGREDUCE_FUSION", parse_nbytes, standard.fusion_nbytes),
+            stall_warning_s=_read(environ, "RINGREDUCE_STALL_WARNING", _seconds_or_never, standard.stall_warning_s),
+            log_level=_read(environ, "RINGREDUCE_LOG_LEVEL", _log_level, standard.log_level),
             launched_size=sizes[0] if sizes else None,
         )
+
+
+def ignored_horovod_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the names of Horovod's variables that are set and mean nothing here."""
+    known = HOROVOD.keys() | _HOROVOD_UNDERSTOOD
+    return sorted(name for name in environ if name.startswith("HOROVOD_") and name not in known)
 
 
 def launched_rank(environ: Mapping[str, str] = os.environ) -> int:
@@ -89,6 +121,19 @@ def parse_nbytes(text: str) -> int:
     """Read a size such as ``8``, ``64K``, ``1M`` or ``2G`` (1024-based) as bytes."""
     scale = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:].upper(), 1)
     return _positive_int(text if scale == 1 else text[:-1]) * scale
+
+
+def _with_horovod(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the environment with our variables set where only Horovod's are."""
+    merged = dict(environ)
+    for theirs, ours in HOROVOD.items():
+        value = environ.get(theirs, "")
+        # Horovod's 0 stands for no limit, which there is not here, and for no fusion.
+        if value and not environ.get(ours) and (theirs, value) != ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0"):
+            merged[ours] = "1" if (theirs, value) == ("HOROVOD_FUSION_THRESHOLD", "0") else value
+    if environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0") and not environ.get("RINGREDUCE_STALL_WARNING"):
+        merged["RINGREDUCE_STALL_WARNING"] = "0"
+    return merged
 
 
 def _read(environ: Mapping[str, str], name: str, parse: Callable[[str], _T], default: _T) -> _T:
@@ -115,6 +160,17 @@ def _positive_float(text: str) -> float:
     if not 0 < value < float("inf"):
         raise ValueError("expected a positive number of seconds")
     return value
+
+
+def _seconds_or_never(text: str) -> float | None:
+    return None if text == "0" else _positive_float(text)
+
+
+def _log_level(text: str) -> str:
+    level = _LOG_LEVELS.get(text.upper(), text.upper())
+    if level not in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"):
+        raise ValueError("expected one of debug, info, warning, error, critical")
+    return level
 
 
 def _switch(text: str) -> bool:

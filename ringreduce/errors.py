@@ -3,11 +3,12 @@
     RingReduceError
     ├── ConfigError (ValueError)               a setting, an argument or the launch itself is wrong
     ├── UnsupportedBufferError (TypeError)     an array that no collective can take
-    ├── MismatchError (ValueError)             the ranks called different things
-    ├── CollectiveTimeoutError (TimeoutError)  a peer did not arrive within the time limit
-    ├── TransportError                         bytes could not be moved
-    │   └── PeerLostError                      ... because a peer is gone
-    └── ShutdownError                          the world was shut down under the call
+    └── CollectiveError (RuntimeError)         something that the ranks do together failed
+        ├── MismatchError (ValueError)             the ranks called different things
+        ├── CollectiveTimeoutError (TimeoutError)  a peer did not arrive within the time limit
+        ├── TransportError                         bytes could not be moved
+        │   └── PeerLostError                      ... because a peer is gone
+        └── ShutdownError                          the world was shut down under the call
 
 Each also inherits the builtin it specialises, so ``except ValueError`` keeps working. A broken invariant of
 ringreduce itself is an ``AssertionError`` and never one of these.
@@ -18,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 __all__ = [
+    "CollectiveError",
     "CollectiveTimeoutError",
     "ConfigError",
     "MismatchError",
@@ -41,7 +43,11 @@ class UnsupportedBufferError(RingReduceError, TypeError):
     """An array cannot take part: its dtype, device, writability or memory layout is not supported."""
 
 
-class MismatchError(RingReduceError, ValueError):
+class CollectiveError(RingReduceError, RuntimeError):
+    """What the ranks do together failed, through no fault of this rank's arguments alone."""
+
+
+class MismatchError(CollectiveError, ValueError):
     """The ranks of one collective call disagree about what is to be done.
 
     Raised on every rank, before any user data has moved.
@@ -62,11 +68,11 @@ class MismatchError(RingReduceError, ValueError):
         return type(self), (self.values,)
 
 
-class CollectiveTimeoutError(RingReduceError, TimeoutError):
+class CollectiveTimeoutError(CollectiveError, TimeoutError):
     """A peer did not do its part within the time limit; the message names it and what was waited for."""
 
 
-class TransportError(RingReduceError):
+class TransportError(CollectiveError):
     """Bytes could not be moved between ranks; the state of the transport is unknown afterwards."""
 
 
@@ -86,7 +92,7 @@ class PeerLostError(TransportError):
         return type(self), (self.rank, self.reason)
 
 
-class ShutdownError(RingReduceError):
+class ShutdownError(CollectiveError):
     """ringreduce was shut down while, or before, the operation ran."""
 
 

@@ -4,34 +4,34 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
+import logging
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from ringreduce.algorithms import Collective, names
 from ringreduce.communicator import Communicator
-from ringreduce.config import Config
+from ringreduce.config import Config, ignored_horovod_variables
 from ringreduce.errors import ConfigError, MismatchError
-from ringreduce.placement import Context
+from ringreduce.process_sets import Parts, ProcessSet, connect
 from ringreduce.reduce_ops import SUM, ReduceOp
 from ringreduce.selection import VENDOR
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.messages import Messages
-from ringreduce.transport.node import host_name, join
-from ringreduce.transport.shared import MemfdSegments
 from ringreduce.transport.waiting import Waiter
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = [
+    "add_process_set",
     "allgather",
     "allreduce",
     "alltoall",
@@ -42,22 +42,36 @@ __all__ = [
     "cross_size",
     "empty",
     "explain",
+    "global_process_set",
     "init",
+    "is_homogeneous",
     "is_initialized",
     "local_rank",
     "local_size",
+    "process_set_ids",
     "rank",
     "reduce_scatter",
+    "remove_process_set",
     "shutdown",
     "size",
     "world",
 ]
 
-_world: Communicator | None = None
+_log = logging.getLogger(__name__)
+
+#: All ranks.
+global_process_set = ProcessSet.of_world()
+
+_world: Communicator | None = None  # of the global process set; here because every call looks for it
+_messages: Messages | None = None  # between all ranks, for what concerns them all
+_sets: dict[int, ProcessSet] = {}
+_last_set = 0
 _process = 0  # the one that called init; a process that it forks inherits the world and has no part in it
 
 
-def init(comm: MPI.Intracomm | None = None) -> None:
+def init(
+    comm: MPI.Intracomm | Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None
+) -> None:
     """Start the world: find the other ranks and set up what connects them. Collective; does nothing the second time.
 
     Under a launcher (mpirun, mpiexec, srun) the ranks are those of the job. Without one, or where it started one
@@ -65,39 +79,121 @@ def init(comm: MPI.Intracomm | None = None) -> None:
     on one rank ends the whole job, with that rank's traceback.
 
     Args:
-        comm: an mpi4py communicator to use instead of all ranks of the job.
+        comm: an mpi4py communicator, or a list of ranks of the job, to use instead of all of them; the ranks that are
+            left out may make worlds of their own.
+        process_sets: sets to register at once, the same on all ranks. ``"dynamic"`` is understood and needless: sets
+            can always be added later.
 
     Raises:
         ConfigError: a setting in the environment is wrong, or the job was started by a launcher and mpi4py is missing.
         CollectiveTimeoutError: a rank did not call this within the time limit.
         MismatchError: the ranks have different settings.
     """
-    global _world, _process
+    global _world, _messages, _process
     if _world is not None:
         return
     settings = Config.from_environ()
+    if settings.log_level is not None:
+        logging.getLogger("ringreduce").setLevel(settings.log_level)
     _process = os.getpid()
-    waiter = Waiter(settings.timeout_s)
-    messages = _connect(comm, settings, waiter)
+    make = _connector(comm, settings)
+    messages = make(Waiter(settings.timeout_s))
     _check_settings(messages, settings)
     if settings.algorithm is not None and settings.algorithm not in (*names(Collective.ALLREDUCE), VENDOR):
         known = ", ".join(names(Collective.ALLREDUCE))
         raise ConfigError(f"RINGREDUCE_ALGORITHM={settings.algorithm!r} in the environment: expected one of {known}")
-    node = join(messages, waiter, settings, host_name(), MemfdSegments)
-    _world = Communicator(Context(messages, waiter, node, settings))
+    ignored = ignored_horovod_variables()
+    if ignored and messages.rank == 0:
+        _log.warning("these variables of Horovod have no meaning here: %s", ", ".join(ignored))
+    parts = connect(make, settings)
+    _messages, _world = messages, parts.communicator
+    _register(global_process_set, 0, list(range(messages.size)), parts)
     atexit.register(shutdown)
+    for each in () if process_sets is None or isinstance(process_sets, str) else process_sets:
+        add_process_set(each)
 
 
 def shutdown() -> None:
     """End the world. Collective; does nothing if there is none. ``init`` may be called again afterwards.
 
-    In a process that was forked it does nothing: that one is no rank.
+    Asynchronous operations that are under way end in a `ShutdownError`. In a process that was forked this does nothing:
+    that one is no rank.
     """
-    global _world, _process
-    if _world is not None and os.getpid() == _process:
-        ending, _world, _process = _world, None, 0
-        ending.close()
-        atexit.unregister(shutdown)
+    global _world, _messages, _process
+    if _world is None or os.getpid() != _process:
+        return
+    ending, messages = dict(_sets), _messages
+    _world, _messages, _process = None, None, 0
+    _sets.clear()
+    for _, each in sorted(ending.items(), reverse=True):
+        parts = each.unregister()
+        if parts is not None:
+            parts.close()
+    if messages is not None:
+        messages.close()
+    atexit.unregister(shutdown)
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Register a process set; returns it. Collective over all ranks of the world, members or not.
+
+    Args:
+        process_set: a set, or its ranks; the same on all ranks.
+
+    Raises:
+        ConfigError: a set of these ranks is registered already, or there is no such rank.
+        MismatchError: the ranks named different sets.
+    """
+    global _last_set
+    everyone = _all_ranks()
+    made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    ranks = made.ranks or list(range(everyone.size))
+    said = [each.decode() for each in everyone.exchange(f"add_process_set({ranks})".encode())]
+    if len(set(said)) > 1:
+        raise MismatchError(dict(enumerate(said)))
+    if ranks[-1] >= everyone.size:
+        raise ConfigError(f"there is no rank {ranks[-1]}; the world has ranks 0 to {everyone.size - 1}")
+    for each in _sets.values():
+        if each.ranks == ranks:
+            raise ConfigError(f"a process set of ranks {ranks} is registered already: {each}")
+    settings = config()
+    # Every rank of the world takes part in each subset, members or not.
+    channels = [everyone.subset(ranks, Waiter(settings.timeout_s)) for _ in range(3)]
+    parts = None
+    if everyone.rank in ranks:
+        ready = iter(channels)
+        parts = connect(lambda waiter: _present(next(ready)), settings)
+    everyone.exchange(b"")  # nobody may use it, or remove it, before all have it
+    _last_set += 1
+    _register(made, _last_set, ranks, parts)
+    return made
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Give a process set back. Collective over all ranks of the world.
+
+    Returns:
+        Whether it was registered. The set of all ranks cannot be removed.
+
+    Raises:
+        MismatchError: the ranks named different sets.
+    """
+    everyone = _all_ranks()
+    said = [each.decode() for each in everyone.exchange(f"remove_process_set({process_set.ranks})".encode())]
+    if len(set(said)) > 1:
+        raise MismatchError(dict(enumerate(said)))
+    number = process_set.process_set_id
+    if number is None or number == 0 or number not in _sets:
+        return False
+    parts = _sets.pop(number).unregister()
+    if parts is not None:
+        parts.close()
+    return True
+
+
+def process_set_ids() -> list[int]:
+    """Return the numbers of the process sets that are registered."""
+    return sorted(_sets)
 
 
 def is_initialized() -> bool:
@@ -151,6 +247,11 @@ def cross_size() -> int:
     return len(world().hosts.cross_group(rank()))
 
 
+def is_homogeneous() -> bool:
+    """Return whether every machine has the same number of ranks."""
+    return world().hosts.homogeneous
+
+
 def empty(shape: int | Sequence[int], dtype: Any = np.float32) -> npt.NDArray[Any]:
     """Return a communication buffer; see `Communicator.empty`."""
     return world().empty(shape, dtype)
@@ -191,11 +292,27 @@ def explain(nbytes: int, dtype: Any = np.float32, collective: str = "allreduce")
     return world().explain(nbytes, dtype, collective)
 
 
-def _connect(comm: MPI.Intracomm | None, settings: Config, waiter: Waiter) -> Messages:
-    """Return the message transport of the world: MPI where a launcher started several ranks, none otherwise."""
+def _register(process_set: ProcessSet, number: int, ranks: list[int], parts: Parts | None) -> None:
+    process_set.register(number, ranks, _all_ranks().rank, parts)
+    _sets[number] = process_set
+
+
+def _all_ranks() -> Messages:
+    world()
+    assert _messages is not None
+    return _messages
+
+
+def _present(messages: Messages | None) -> Messages:
+    assert messages is not None, "a member gets a transport"
+    return messages
+
+
+def _connector(comm: MPI.Intracomm | Sequence[int] | None, settings: Config) -> Callable[[Waiter], Messages]:
+    """Return what makes transports between the ranks of the world: MPI where a launcher started several."""
     launched = settings.launched_size
-    if comm is None and launched in (None, 1):
-        return MemoryWorld(1).messages(0)
+    if launched in (None, 1) and (comm is None or isinstance(comm, (list, tuple))):
+        return lambda waiter: MemoryWorld(1).messages(0)
     if importlib.util.find_spec("mpi4py") is None:
         raise ConfigError(
             f"a launcher started {launched} ranks, but mpi4py is missing: pip install 'ringreduce[mpi]', "
@@ -203,7 +320,10 @@ def _connect(comm: MPI.Intracomm | None, settings: Config, waiter: Waiter) -> Me
         )
     from ringreduce.transport import mpi
 
-    ranks = mpi.world() if comm is None else comm
+    if comm is None:
+        ranks = mpi.world()
+    else:
+        ranks = mpi.subworld(comm) if isinstance(comm, (list, tuple)) else cast("MPI.Intracomm", comm)
     if ranks.size > 1:
         _end_job_on_exceptions()  # from here on: what fails on one rank in init must not leave the others there
     elif comm is None:
@@ -213,12 +333,12 @@ def _connect(comm: MPI.Intracomm | None, settings: Config, waiter: Waiter) -> Me
             RuntimeWarning,
             stacklevel=3,
         )
-    return mpi.MpiMessages(ranks, waiter)
+    return lambda waiter: mpi.MpiMessages(ranks, waiter)
 
 
 def _check_settings(messages: Messages, settings: Config) -> None:
     """Settings steer algorithms, so ranks with different ones would wait for each other in vain."""
-    common = repr(replace(settings, launched_size=None))
+    common = repr(replace(settings, launched_size=None, log_level=None))
     everyone = [each.decode() for each in messages.exchange(common.encode())]
     if len(set(everyone)) > 1:
         raise MismatchError(dict(enumerate(everyone)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from ringreduce.errors import UnsupportedBufferError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Operand", "like", "new"]
+__all__ = ["Operand", "like", "new", "typed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,17 @@ def new(shape: Sequence[int], dtype: DType, library: str) -> Any:
 
         return torch.empty(tuple(shape), dtype=getattr(torch, dtype.name))
     return np.empty(shape, ml_bfloat16() if dtype.name == "bfloat16" else dtype.storage)
+
+
+def typed(memory: npt.NDArray[np.uint8], dtype: DType) -> Any:
+    """View bytes as a one-dimensional array of ``dtype``: NumPy's, or torch's where NumPy has no such type."""
+    if dtype.name != "bfloat16":
+        return memory.view(dtype.storage)
+    if importlib.util.find_spec("ml_dtypes") is not None:
+        return memory.view(ml_bfloat16())
+    import torch
+
+    return torch.from_numpy(memory).view(torch.bfloat16)
 
 
 def like(array: Any, shape: Sequence[int] | None = None) -> Any:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from ringreduce.errors import TransportError
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.transport.messages import Messages, Request
+from ringreduce.transport.waiting import Waiter
 
 __all__ = ["FailingMessages", "RecordingMessages"]
 
@@ -26,6 +27,7 @@ class _Wrapper:
         self.size = inner.size
         self.max_tag = inner.max_tag
         self.has_allreduce = inner.has_allreduce
+        self.concurrent = inner.concurrent
 
     def send(self, data: Array, peer: int, tag: int) -> Request:
         return self._inner.send(data, peer, tag)
@@ -56,6 +58,9 @@ class _Wrapper:
 
     def exchange(self, payload: bytes) -> list[bytes]:
         return self._inner.exchange(payload)
+
+    def subset(self, ranks: Sequence[int], waiter: Waiter) -> Messages | None:
+        return self._inner.subset(ranks, waiter)
 
     def renew(self) -> None:
         self._inner.renew()

@@ -9,14 +9,16 @@ from typing import Any, TypeVar
 
 from ringreduce.communicator import Communicator
 from ringreduce.config import Config
+from ringreduce.engine import Engine
 from ringreduce.errors import RingReduceError
 from ringreduce.placement import Context
+from ringreduce.process_sets import Parts, ProcessSet
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.messages import Messages
 from ringreduce.transport.node import join
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["caught", "run_ranks", "run_threads"]
+__all__ = ["caught", "run_engines", "run_process_sets", "run_ranks", "run_threads"]
 
 T = TypeVar("T")
 
@@ -46,18 +48,61 @@ def run_ranks(
     world = MemoryWorld(size, settings.timeout_s)
 
     def run(rank: int) -> T:
-        waiter = Waiter(settings.timeout_s, crowded=True)
-        messages = wrap(world.messages(rank))
-        node = join(messages, waiter, settings, "threads", lambda pids: world.segments_of(rank))
-        waiter.crowded = True  # threads of one interpreter run one at a time
-        context = Context(messages, waiter, node, settings)
-        context.agreement.patience = 16  # a false suspicion costs nothing here, a test that waits does
-        communicator = Communicator(context)
+        communicator = _communicator(world, rank, settings, wrap)
         result = function(communicator)
         communicator.close()
         return result
 
     return run_threads(size, run, on_error=world.meeting.abort)
+
+
+def _communicator(
+    world: MemoryWorld,
+    rank: int,
+    settings: Config,
+    wrap: Callable[[Messages], Messages] = lambda messages: messages,
+) -> Communicator:
+    waiter = Waiter(settings.timeout_s, crowded=True)
+    messages = wrap(world.messages(rank))
+    node = join(messages, waiter, settings, "threads", lambda pids: world.segments_of(rank))
+    waiter.crowded = True  # threads of one interpreter run one at a time
+    context = Context(messages, waiter, node, settings)
+    context.agreement.patience = 16  # a false suspicion costs nothing here, a test that waits does
+    return Communicator(context)
+
+
+def run_engines(
+    size: int, function: Callable[[Engine], T], *, node_size: int | None = None, config: Config | None = None
+) -> list[T]:
+    """Call ``function(engine)`` on ``size`` ranks, each a thread of this process; otherwise as `run_ranks`."""
+    notes = MemoryWorld(size)
+
+    def run(communicator: Communicator) -> T:
+        engine = Engine(communicator, notes.messages(communicator.rank))
+        try:
+            return function(engine)
+        finally:
+            engine.close()
+
+    return run_ranks(size, run, node_size=node_size, config=config)
+
+
+def run_process_sets(
+    size: int, function: Callable[[ProcessSet], T], *, node_size: int | None = None, config: Config | None = None
+) -> list[T]:
+    """Call ``function(process_set)`` on ``size`` ranks, each a thread of this process; otherwise as `run_ranks`.
+
+    The process set has all ranks.
+    """
+    blocking = MemoryWorld(size)
+
+    def run(engine: Engine) -> T:
+        rank, settings = engine.communicator.rank, engine.communicator.config
+        process_set = ProcessSet(range(size))
+        process_set.register(1, list(range(size)), rank, Parts(_communicator(blocking, rank, settings), engine))
+        return function(process_set)
+
+    return run_engines(size, run, node_size=node_size, config=config)
 
 
 def run_threads(size: int, function: Callable[[int], T], *, on_error: Callable[[], None] = lambda: None) -> list[T]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from time import perf_counter
 from typing import Any, cast
@@ -30,10 +30,12 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ringreduce.communicator import Communicator
+from ringreduce.engine.fusion import plan
 from ringreduce.errors import UnsupportedBufferError
-from ringreduce.reduce_ops import MAX, ReduceOp
+from ringreduce.reduce_ops import AVERAGE, MAX, SUM, ReduceOp
+from ringreduce.torch.compression import Compression, Compressor
 
-__all__ = ["ALIGNMENT_NBYTES", "LARGE_NBYTES", "Bucket", "GradientBuckets", "Slot", "plan"]
+__all__ = ["ALIGNMENT_NBYTES", "LARGE_NBYTES", "Bucket", "GradientBuckets", "Slot"]
 
 #: From this size on (bytes), gradients are collected as soon as they are there. It is where glibc's malloc begins to
 #: hand freed memory back to the kernel: gradients that live until the next `zero_grad` cost a page fault per 4 KiB.
@@ -42,34 +44,13 @@ LARGE_NBYTES = 128 << 10
 #: Gradients begin on cache lines.
 ALIGNMENT_NBYTES = 64
 
-# What a rank found in ``p.grad``; the maximum over the ranks is what they do about it.
-_NONE, _DENSE, _UNSUPPORTED = 0, 1, 2
+# What a rank found in ``p.grad``; the maximum over the ranks is what they do about it. A sparse one says how many of
+# its dimensions are.
+_NONE, _DENSE, _SPARSE, _UNSUPPORTED = 0, 1, 2, 255
 
 
 #: How many tensors hold a storage. Private to torch; without it only the holders of the gradient itself are noticed.
 _storage_uses: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
-
-
-def plan(items: Sequence[tuple[Hashable, int]], limit_nbytes: int) -> list[list[int]]:
-    """Sort items into buckets: one kind each, in order, closed by the item that fills it to the limit.
-
-    Args:
-        items: kind (dtype) and size (bytes) of each.
-        limit_nbytes: a bucket that holds so many bytes is closed.
-
-    Returns:
-        The indices of the items in each bucket; buckets in order of their first item.
-    """
-    buckets: list[list[int]] = []
-    open_buckets: dict[Hashable, tuple[list[int], int]] = {}
-    for index, (kind, nbytes) in enumerate(items):
-        members, filled = open_buckets.pop(kind, ([], 0))
-        if not members:
-            buckets.append(members)
-        members.append(index)
-        if filled + nbytes < limit_nbytes:
-            open_buckets[kind] = members, filled + nbytes
-    return buckets
 
 
 class Slot:
@@ -200,19 +181,38 @@ class GradientBuckets:
         op: `AVERAGE` or `SUM`.
         bucket_nbytes: a bucket that holds so many bytes is closed; must agree on all ranks.
         name_of: says what errors call a parameter.
+        compression: what travels in place of a bucket.
+        predivide_factor: of an average, what gradients are divided by before they are summed; the rest comes after.
+        groups: the number of its group for each parameter, by id, that travels in a bucket with its group.
+        skip_unused: whether trainable parameters that no rank used keep None instead of zeros.
 
     Attributes:
         communication_s: seconds spent in collectives so far.
+        local_s: seconds spent on everything else here.
     """
 
     def __init__(
-        self, communicator: Communicator, op: ReduceOp, bucket_nbytes: int, name_of: Callable[[torch.Tensor], str]
+        self,
+        communicator: Communicator,
+        op: ReduceOp,
+        bucket_nbytes: int,
+        name_of: Callable[[torch.Tensor], str],
+        *,
+        compression: type[Compressor] = Compression.none,
+        predivide_factor: float = 1.0,
+        groups: Mapping[int, int] | None = None,
+        skip_unused: bool = True,
     ) -> None:
         self.communication_s = 0.0
+        self.local_s = 0.0
         self._communicator = communicator
         self._op = op
         self._bucket_nbytes = bucket_nbytes
         self._name_of = name_of
+        self._compression = compression
+        self._predivide_factor = predivide_factor
+        self._groups = groups or {}
+        self._skip_unused = skip_unused
         self._buckets: list[Bucket] = []
         self._placed: set[int] = set()
         self._found = np.empty(0, np.uint8)
@@ -220,28 +220,35 @@ class GradientBuckets:
         self._hooks = hooks
         weakref.finalize(self, _remove, hooks).atexit = False
 
-    def reduce(self, parameters: Sequence[torch.Tensor]) -> None:
+    def reduce(
+        self, parameters: Sequence[torch.Tensor], active: int | None = None, *, contributing: bool = True
+    ) -> None:
         """Replace the gradients by their average or sum over the ranks. Collective.
 
-        Gradients that some ranks lack count as zeros there; parameters without a gradient on any rank keep None.
+        Gradients that some ranks lack count as zeros there.
 
         Args:
             parameters: all of the optimizer's, in registration order, equal on all ranks.
+            active: how many ranks contribute, and are averaged over; None: all.
+            contributing: whether this rank does. If not, its gradients stay as they are.
 
         Raises:
-            UnsupportedBufferError: on all ranks, if some rank has a sparse gradient or one that is not on the CPU.
+            UnsupportedBufferError: on all ranks, if some rank has a gradient that is not on the CPU, or of a layout
+                that is neither strided nor sparse COO.
         """
-        used = self._used_anywhere(parameters)
-        self._place([parameter for parameter in used if id(parameter) not in self._placed])
-        ids = frozenset(map(id, used))
+        started, communicated = perf_counter(), self.communication_s
+        active = self._communicator.size if active is None else active
+        found = self._find(parameters, contributing)
+        dense = [parameter for parameter, state in zip(parameters, found, strict=True) if state == _DENSE]
+        self._place([parameter for parameter in dense if id(parameter) not in self._placed])
+        ids = frozenset(map(id, dense))
         for bucket in self._buckets:
-            if not any(id(slot.parameter) in ids for slot in bucket.slots):
-                continue
-            if bucket.is_kept():
-                self._reduce_apart(bucket, ids)
-            else:
-                bucket.fill(ids)
-                self.allreduce(bucket.flat, self._op)
+            if any(id(slot.parameter) in ids for slot in bucket.slots):
+                self._reduce_bucket(bucket, ids, active, contributing)
+        for parameter, state in zip(parameters, found, strict=True):
+            if state >= _SPARSE:
+                self._reduce_sparse(parameter, state - _SPARSE, active, contributing)
+        self.local_s += perf_counter() - started - (self.communication_s - communicated)
 
     def allreduce(self, array: Any, op: ReduceOp) -> None:
         """Reduce any array in place, on the clock of ``communication_s``. Collective."""
@@ -249,12 +256,21 @@ class GradientBuckets:
         self._communicator.allreduce(array, op, out=array)
         self.communication_s += perf_counter() - started
 
-    def _reduce_apart(self, bucket: Bucket, used: frozenset[int]) -> None:
+    def _reduce_bucket(self, bucket: Bucket, used: frozenset[int], active: int, contributing: bool) -> None:
+        if not contributing:
+            self._combine(bucket.spare(self._communicator).flat.zero_(), active)
+        elif bucket.is_kept():
+            self._reduce_apart(bucket, used, active)
+        else:
+            bucket.fill(used)
+            self._combine(bucket.flat, active)
+
+    def _reduce_apart(self, bucket: Bucket, used: frozenset[int], active: int) -> None:
         """Reduce a bucket that is kept without writing to it, but for the gradients that still are ``p.grad``."""
         placed = [slot for slot in bucket.slots if slot.parameter.grad is slot.place]
         spare = bucket.spare(self._communicator)
         spare.fill(used)
-        self.allreduce(spare.flat, self._op)
+        self._combine(spare.flat, active)
         for slot in spare.slots:
             if slot.parameter.grad is slot.place:
                 slot.parameter.grad = slot.place.clone()
@@ -262,17 +278,53 @@ class GradientBuckets:
             slot.place.copy_(cast(torch.Tensor, slot.parameter.grad))
             slot.parameter.grad = slot.place
 
-    def _used_anywhere(self, parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        found = self._exchange(bytes(map(_state, parameters)))
-        if (found == _DENSE).all():
-            return parameters
+    def _combine(self, flat: torch.Tensor, active: int) -> None:
+        """Reduce a bucket's memory in place."""
+        averages = self._op is AVERAGE
+        plain = self._predivide_factor == 1.0 and active == self._communicator.size
+        if self._predivide_factor != 1.0:
+            flat.mul_(1.0 / self._predivide_factor)
+        sent, context = self._compression.compress(flat)
+        self.allreduce(sent, self._op if plain else SUM)
+        if sent is not flat:
+            flat.copy_(self._compression.decompress(sent, context))
+        if averages and not plain:
+            flat.mul_(self._predivide_factor / active)
+
+    def _reduce_sparse(self, parameter: torch.Tensor, sparse_dim: int, active: int, contributing: bool) -> None:
+        """Sum or average a gradient that is sparse on some rank: gather what the ranks have, make nothing dense."""
+        grad = parameter.grad if contributing else None
+        if grad is None:
+            indices = torch.empty(sparse_dim, 0, dtype=torch.int64)
+            values = parameter.new_empty(0, *parameter.shape[sparse_dim:])
+            mine = _sparse(indices, values, parameter.shape)
+        elif grad.is_sparse and grad.sparse_dim() == sparse_dim:
+            mine = grad.detach().coalesce()
+        else:
+            mine = grad.detach().to_dense().to_sparse(sparse_dim).coalesce()
+        started = perf_counter()
+        places = self._communicator.allgather(mine.indices().t().contiguous())
+        numbers = self._communicator.allgather(mine.values().contiguous())
+        self.communication_s += perf_counter() - started
+        if not contributing:
+            return
+        total = _sparse(places.t(), numbers, parameter.shape)
+        parameter.grad = total / active if self._op is AVERAGE else total
+
+    def _find(self, parameters: Sequence[torch.Tensor], contributing: bool) -> list[int]:
+        """Return for each parameter what the ranks found in its ``grad``."""
+        if contributing:
+            mine = bytes(_state(parameter, self._skip_unused) for parameter in parameters)
+        else:
+            mine = bytes(len(parameters))
+        found = self._exchange(mine)
         if (found == _UNSUPPORTED).any():
             name = self._name_of(parameters[int((found == _UNSUPPORTED).argmax())])
             raise UnsupportedBufferError(
-                f"the gradient of {name} is sparse, or not on the CPU, on some rank; only dense gradients on the CPU "
-                "are supported (for embeddings: sparse=False)"
+                f"the gradient of {name} is not on the CPU, or of a layout that is neither strided nor sparse COO, "
+                "on some rank"
             )
-        return [parameter for parameter, state in zip(parameters, found.tolist(), strict=True) if state]
+        return cast("list[int]", found.tolist())
 
     def _exchange(self, mine: bytes) -> npt.NDArray[np.uint8]:
         """Return the maximum over the ranks, element by element."""
@@ -285,7 +337,11 @@ class GradientBuckets:
     def _place(self, parameters: Sequence[torch.Tensor]) -> None:
         """Make buckets for parameters that have none, last registered first: in the order of the backward pass."""
         unique = list({id(parameter): parameter for parameter in reversed(parameters)}.values())
-        items = [(parameter.dtype, _padded_nbytes(parameter)) for parameter in unique]
+        items: list[tuple[Hashable, int]] = []
+        for parameter in unique:
+            group = self._groups.get(id(parameter))
+            # A group's bucket is never full.
+            items.append(((parameter.dtype, group), _padded_nbytes(parameter) if group is None else 0))
         for members in plan(items, self._bucket_nbytes):
             bucket = Bucket([unique[index] for index in members], self._communicator)
             self._buckets.append(bucket)
@@ -296,11 +352,20 @@ class GradientBuckets:
                     self._hooks.append(_collect_early(parameter, bucket))
 
 
-def _state(parameter: torch.Tensor) -> int:
+def _state(parameter: torch.Tensor, skip_unused: bool) -> int:
     grad = parameter.grad
     if grad is None:
-        return _NONE
-    return _DENSE if grad.layout is torch.strided and grad.is_cpu else _UNSUPPORTED
+        return _NONE if skip_unused or not parameter.requires_grad else _DENSE
+    if not grad.is_cpu:
+        return _UNSUPPORTED
+    if grad.is_sparse:
+        return _SPARSE + grad.sparse_dim()
+    return _DENSE if grad.layout is torch.strided else _UNSUPPORTED
+
+
+def _sparse(indices: torch.Tensor, values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    made = torch.sparse_coo_tensor(indices, values.detach(), tuple(shape), check_invariants=False)
+    return made.coalesce()
 
 
 def _collect_early(parameter: torch.Tensor, bucket: Bucket) -> RemovableHandle:

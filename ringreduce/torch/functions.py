@@ -7,35 +7,47 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from ringreduce.errors import ConfigError
-from ringreduce.runtime import world
+from ringreduce.process_sets import ProcessSet
+from ringreduce.runtime import global_process_set
 from ringreduce.torch.agreement import require_same_tensors
 from ringreduce.torch.objects import broadcast_object
-from ringreduce.torch.ops import broadcast_
+from ringreduce.torch.ops import changed
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
 
 
 def broadcast_parameters(
-    params: Mapping[str, torch.Tensor] | Iterable[torch.Tensor | tuple[str, torch.Tensor]], root_rank: int = 0
+    params: Mapping[str, torch.Tensor] | Iterable[torch.Tensor | tuple[str, torch.Tensor]],
+    root_rank: int = 0,
+    process_set: ProcessSet = global_process_set,
 ) -> None:
     """Overwrite tensors with the root's. Collective.
 
     Args:
         params: a ``state_dict``, or tensors, or (name, tensor) pairs such as ``model.named_parameters()``; the same
             names, shapes and dtypes on all ranks, in the same order. Entries that are None are skipped.
-        root_rank: whose values count; must agree.
+        root_rank: whose values count, as a rank of the world; must agree.
+        process_set: the ranks that take part.
 
     Raises:
         ConfigError: something in ``params`` is not a tensor.
         MismatchError: the tensors differ between ranks in more than their values; nothing was overwritten then.
     """
     tensors = _named(params)
-    require_same_tensors(world(), "broadcast_parameters", tensors)
+    communicator, root = process_set.communicator, process_set.rank_of(root_rank)
+    require_same_tensors(communicator, "broadcast_parameters", tensors)
     for _, tensor in tensors:
-        broadcast_(tensor, root_rank)
+        values = tensor.detach()
+        communicator.broadcast(values, root, out=values)
+        changed(tensor)
 
 
-def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0) -> None:
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    root_rank: int = 0,
+    model: torch.nn.Module | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> None:
     """Make an optimizer equal to the root's: hyper-parameters and state, whatever each rank had before. Collective.
 
     The root's optimizer is only read. A fresh optimizer stays fresh: no step is made to create state. The state goes by
@@ -43,13 +55,15 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
 
     Args:
         optimizer: one of torch's or a `DistributedOptimizer`, over the same parameter groups on all ranks.
-        root_rank: whose state counts; must agree.
+        root_rank: whose state counts, as a rank of the world; must agree.
+        model: without meaning here, taken for Horovod's sake.
+        process_set: the ranks that take part.
 
     Raises:
         ValueError: the parameter groups of this rank differ from the root's in number or length.
     """
-    is_root = world().rank == root_rank
-    state = broadcast_object(optimizer.state_dict() if is_root else None, root_rank)
+    is_root = process_set.rank() == process_set.rank_of(root_rank)
+    state = broadcast_object(optimizer.state_dict() if is_root else None, root_rank, process_set=process_set)
     if not is_root:
         optimizer.load_state_dict(state)
 

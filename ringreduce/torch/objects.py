@@ -20,18 +20,22 @@ import torch
 from ringreduce.buffers import DTYPES
 from ringreduce.communicator import Communicator
 from ringreduce.errors import ConfigError
-from ringreduce.runtime import world
+from ringreduce.process_sets import ProcessSet
+from ringreduce.runtime import global_process_set
 
 __all__ = ["allgather_object", "broadcast_object", "gather"]
 
 
-def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
+def broadcast_object(
+    obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
     """Give every rank the root's object. Collective; for trusted jobs only, as it unpickles.
 
     Args:
         obj: what to send, anything that pickles; looked at on the root only.
-        root_rank: the sender; must agree on all ranks.
+        root_rank: the sender, as a rank of the world; must agree on all ranks.
         name: a label without meaning here, taken for Horovod's sake.
+        process_set: the ranks that take part.
 
     Returns:
         ``obj`` itself on the root, a copy of it elsewhere. Tensors in the copy are on the CPU.
@@ -39,25 +43,26 @@ def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = Non
     Raises:
         ConfigError: the object does not pickle. Raised on all ranks.
     """
-    communicator = world()
+    communicator, root = process_set.communicator, process_set.rank_of(root_rank)
     tensors: list[torch.Tensor] = []
-    if communicator.rank == root_rank:
+    if communicator.rank == root:
         data, failure = _packed(lambda: pickle.dumps(_take_apart(obj, tensors), pickle.HIGHEST_PROTOCOL))
-        _broadcast_bytes(communicator, data, failure, root_rank)
+        _broadcast_bytes(communicator, data, failure, root)
     else:
-        skeleton, looks = pickle.loads(_broadcast_bytes(communicator, None, None, root_rank))
+        skeleton, looks = pickle.loads(_broadcast_bytes(communicator, None, None, root))
         tensors = [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in looks]
     for tensor in tensors:
-        communicator.broadcast(tensor, root_rank, out=tensor)
-    return obj if communicator.rank == root_rank else _Unpickler(io.BytesIO(skeleton), tensors).load()
+        communicator.broadcast(tensor, root, out=tensor)
+    return obj if communicator.rank == root else _Unpickler(io.BytesIO(skeleton), tensors).load()
 
 
-def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Give every rank the objects of all ranks. Collective; for trusted jobs only, as it unpickles.
 
     Args:
         obj: what this rank contributes, anything that pickles.
         name: a label without meaning here, taken for Horovod's sake.
+        process_set: the ranks that take part.
 
     Returns:
         Copies of the objects, in rank order.
@@ -65,7 +70,7 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     Raises:
         ConfigError: some rank's object does not pickle. Raised on all ranks.
     """
-    return gather(world(), obj)
+    return gather(process_set.communicator, obj)
 
 
 def gather(communicator: Communicator, obj: Any) -> list[Any]:

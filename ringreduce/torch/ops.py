@@ -1,118 +1,460 @@
-"""Collectives on tensors, by Horovod's names, that gradients flow through.
+"""Collectives on tensors, by Horovod's names: asynchronous or blocking, named, and open to autograd.
 
-The gradients are those of the sum of all ranks' losses, as the chain rule gives them; `DistributedOptimizer`, which
-averages over the ranks, makes of them the gradient of the mean loss. (Horovod divides those of `allgather` and
-`broadcast` by the number of ranks, which is off by that factor.) Backward passes are collective too: a tensor must
-require gradients on all ranks or on none.
+Every operation has a name; operations with one name meet, whatever order the ranks submit them in and from which
+thread. Those without a name meet in the order in which they are submitted, each kind by itself. A name may come again
+once its operation is done. What must agree between the ranks is said for each function; if it does not, all ranks that
+submitted the operation get the same `MismatchError`, with the name and what each rank submitted, and later operations
+work.
 
-All of these block until this rank's result is there, and must be called in the same order on all ranks. ``name`` is
-a label without meaning here.
+``*_async`` functions return a `Handle`; `synchronize` returns the result. Until then the tensors belong to the
+operation. Functions whose name ends in ``_`` work in place and out of autograd's sight, and so do the asynchronous
+ones; gradients flow through the others. They are those of the sum of all ranks' losses, as the chain rule gives them;
+`DistributedOptimizer`, which averages over the ranks, makes of them the gradient of the mean loss. (Horovod divides
+those of `allgather` and `broadcast` by the number of ranks, which is off by that factor.) Backward passes are
+collective too: a tensor must require gradients on all ranks or on none.
+
+All functions raise, besides what they list:
+
+* `UnsupportedBufferError`: a tensor cannot be used. At the call, and other operations are not affected.
+* `ConfigError`: the name is under way, or an argument makes no sense. Likewise.
+* `CollectiveTimeoutError`, `PeerLostError`, `ShutdownError`: a rank does not submit the operation in time, or never.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 
+from ringreduce.adasum import adasum
+from ringreduce.buffers import Operand
 from ringreduce.communicator import Communicator
-from ringreduce.errors import ConfigError
+from ringreduce.engine import Call, Operation, Reduction
+from ringreduce.errors import ConfigError, UnsupportedBufferError
+from ringreduce.process_sets import ProcessSet
 from ringreduce.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
-from ringreduce.runtime import world
+from ringreduce.runtime import global_process_set
+from ringreduce.torch.compression import Compression, Compressor
 
 __all__ = [
+    "Adasum",
     "Average",
+    "Handle",
     "Max",
     "Min",
     "Product",
     "Sum",
     "allgather",
+    "allgather_async",
     "allreduce",
     "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
     "alltoall",
+    "alltoall_async",
+    "barrier",
     "broadcast",
     "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "changed",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "join",
+    "poll",
     "reducescatter",
+    "reducescatter_async",
+    "sparse_allreduce_async",
+    "synchronize",
 ]
 
 Average, Sum, Min, Max, Product = AVERAGE, SUM, MIN, MAX, PRODUCT
 
+#: Adaptive summation, see `ringreduce.adasum`.
+Adasum = "adasum"
+
+Tensors = Sequence[torch.Tensor]
+Op = ReduceOp | str
+
+_numbers = itertools.count(1)
+_backward_numbers = itertools.count(1)  # for operations without a name, counted alike on all ranks
+
+
+class Handle(int):
+    """An operation on its way, to be given to `poll` and `synchronize`; a number, as in Horovod."""
+
+    operation: Operation
+    process_set: ProcessSet
+
+    @classmethod
+    def of(cls, operation: Operation, process_set: ProcessSet) -> Handle:
+        made = cls(next(_numbers))
+        made.operation, made.process_set = operation, process_set
+        return made
+
+
+# ---- handles ----
+
+
+def poll(handle: Handle | Callable[[], Any]) -> bool:
+    """Return whether an operation is done, so that `synchronize` will not wait."""
+    if callable(handle):
+        return all(poll(each) for each in getattr(handle, "handles", ()))
+    return _checked(handle).process_set.engine.poll(handle.operation) if not handle.operation.done else True
+
+
+def synchronize(handle: Handle | Callable[[], Any]) -> Any:
+    """Wait for an operation; return its result. It may be called again, and returns the same.
+
+    Raises:
+        MismatchError, CollectiveTimeoutError, PeerLostError, ShutdownError: the operation failed.
+        ConfigError: this is no handle.
+    """
+    if callable(handle):
+        return handle()
+    operation = _checked(handle).operation
+    if operation.done:
+        if operation.error is not None:
+            raise operation.error
+        return operation.result
+    return handle.process_set.engine.wait(operation)
+
+
+def join(device: int = -1) -> int:
+    """Say that this rank has no more data, and wait until all ranks have. Collective over all ranks.
+
+    Allreduces of the others go on without this rank: it counts for nothing in sums, products, minima and maxima, and
+    averages are over the ranks that are left. Other operations raise a `MismatchError` on the ranks that submit them.
+
+    Args:
+        device: without meaning here, taken for Horovod's sake.
+
+    Returns:
+        The rank that joined last: it has seen all steps.
+    """
+    engine = global_process_set.engine
+    return cast(int, engine.wait(engine.join()))
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Return when all ranks of the set have called it. Collective."""
+    synchronize(_call("barrier", None, "barrier", lambda communicator: None, process_set))
+
+
+# ---- allreduce ----
+
 
 def allreduce(
     tensor: torch.Tensor,
+    average: bool | None = None,
     name: str | None = None,
-    *,
-    op: ReduceOp = Average,
+    compression: type[Compressor] = Compression.none,
+    op: Op | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Reduce tensors over all ranks, element by element, into a new tensor. Collective.
 
     Args:
         tensor: any shape and strides; shape and dtype must agree on all ranks.
-        name: ignored.
-        op: `Average`, `Sum`, `Min`, `Max` or `Product`; must agree. Gradients flow through the first two.
-        prescale_factor: multiplies what goes in.
-        postscale_factor: multiplies what comes out. Integers are multiplied in float64, so those up to 2^53 are taken
-            exactly, and truncated toward zero after each factor.
+        average: deprecated; use ``op``.
+        name: see the module; must agree.
+        compression: what travels; see `Compression`. Must agree.
+        op: `Average` (also if None), `Sum`, `Min`, `Max`, `Product` or `Adasum`; must agree. Integers are averaged
+            toward zero. Gradients flow through `Average` and `Sum`.
+        prescale_factor: multiplies what goes in; must agree.
+        postscale_factor: multiplies what comes out; must agree. Integers are multiplied in float64, so those up to 2^53
+            are taken exactly, and truncated toward zero after each factor.
+        process_set: the ranks that take part.
     """
-    reduced = _apply(_Allreduce, _scaled(tensor, prescale_factor), world(), ReduceOp.parse(op))
-    return _scaled(reduced, postscale_factor)
+    (reduced,) = grouped_allreduce(
+        [tensor], average, name, compression, op, prescale_factor, postscale_factor, process_set
+    )
+    return reduced
+
+
+def allreduce_async(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start what `allreduce` does; its result is a new tensor."""
+    outputs = [torch.empty_like(tensor, requires_grad=False)]
+    how = _op(op, average), prescale_factor, postscale_factor
+    return _start_allreduce([tensor.detach()], outputs, name, *how, process_set, lambda: outputs[0])
 
 
 def allreduce_(
     tensor: torch.Tensor,
+    average: bool | None = None,
     name: str | None = None,
-    *,
-    op: ReduceOp = Average,
+    op: Op | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Reduce like `allreduce`, but in place and out of autograd's sight; returns ``tensor``. Collective."""
-    values = _without_graph(tensor)
-    _scale(values, prescale_factor)
-    world().allreduce(values, op, out=values)
-    _scale(values, postscale_factor)
-    _changed(tensor)
-    return tensor
+    """Reduce like `allreduce`, but in place; returns ``tensor``. Collective."""
+    handle = allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
+    return cast(torch.Tensor, synchronize(handle))
 
 
-def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
+def allreduce_async_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start what `allreduce_` does."""
+    values = [_without_graph(tensor)]
+    how = _op(op, average), prescale_factor, postscale_factor
+    return _start_allreduce(values, values, name, *how, process_set, lambda: changed(tensor))
+
+
+def grouped_allreduce(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """Reduce several tensors as one operation: all of them or, after an error, none. Collective.
+
+    Args:
+        tensors: as for `allreduce` each; dtypes may be mixed.
+
+    The other arguments are those of `allreduce`.
+    """
+    sent, contexts = zip(*map(compression.compress, tensors), strict=True) if tensors else ((), ())
+    how = _op(op, average), prescale_factor, postscale_factor
+    reduced = _apply(_Allreduce, process_set, _backward_name(name, sent), name, *how, *sent)
+    return [compression.decompress(each, context) for each, context in zip(reduced, contexts, strict=True)]
+
+
+def grouped_allreduce_async(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start what `grouped_allreduce` does; its result is a list of new tensors."""
+    outputs = [torch.empty_like(each, requires_grad=False) for each in tensors]
+    how = _op(op, average), prescale_factor, postscale_factor
+    return _start_allreduce([each.detach() for each in tensors], outputs, name, *how, process_set, lambda: outputs)
+
+
+def grouped_allreduce_(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """Reduce like `grouped_allreduce`, but in place; returns ``tensors``. Collective."""
+    handle = grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
+    return cast("list[torch.Tensor]", synchronize(handle))
+
+
+def grouped_allreduce_async_(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start what `grouped_allreduce_` does."""
+    values = [_without_graph(each) for each in tensors]
+    how = _op(op, average), prescale_factor, postscale_factor
+    return _start_allreduce(values, values, name, *how, process_set, lambda: [changed(each) for each in tensors])
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor, name: str | None = None, op: Op = Average, process_set: ProcessSet = global_process_set
+) -> Callable[[], torch.Tensor]:
+    """Start to sum or average sparse COO tensors; what each rank has is gathered, nothing made dense.
+
+    Args:
+        tensor: sparse; its shape and dtype must agree, how much it holds may differ.
+        name: see the module; must agree.
+        op: `Average` or `Sum`; must agree.
+        process_set: the ranks that take part.
+
+    Returns:
+        A function that waits and returns the coalesced tensor, which `synchronize` takes as well.
+    """
+    if not tensor.is_sparse:
+        raise UnsupportedBufferError("sparse_allreduce_async takes sparse COO tensors; use allreduce for dense ones")
+    op = ReduceOp.parse(op)
+    _require_linear(op, "sparse_allreduce")
+    mine = tensor.detach().coalesce()
+    indices, values, shape = mine.indices().t().contiguous(), mine.values().contiguous(), tensor.shape
+
+    def run(communicator: Communicator) -> torch.Tensor:
+        places, numbers = communicator.allgather(indices), communicator.allgather(values)
+        total = torch.sparse_coo_tensor(places.t(), numbers, shape, check_invariants=False).coalesce()
+        return total / communicator.size if op is AVERAGE else total
+
+    text = f"sparse_allreduce({op.value}, {_looks(tensor)})"
+    handle = _call("sparse_allreduce", name, text, run, process_set)
+
+    def wait() -> torch.Tensor:
+        return cast(torch.Tensor, synchronize(handle))
+
+    wait.handles = (handle,)  # type: ignore[attr-defined]
+    return wait
+
+
+# ---- allgather ----
+
+
+def allgather(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
     """Concatenate the ranks' tensors along the first dimension, in rank order. Collective.
 
     Args:
         tensor: at least one dimension. The first may differ between ranks, and be 0; the others and the dtype must
             agree.
-        name: ignored.
+        name: see the module; must agree.
+        process_set: the ranks that take part.
     """
-    return cast(torch.Tensor, _apply(_Allgather, tensor, world()))
+    (gathered,) = grouped_allgather([tensor], name, process_set)
+    return gathered
 
 
-def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
+def allgather_async(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """Start what `allgather` does."""
+    return _start_allgather([tensor.detach()], name, process_set, lambda gathered: gathered[0])
+
+
+def grouped_allgather(
+    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[torch.Tensor]:
+    """Gather several tensors as one operation; see `allgather`. Collective."""
+    return list(_apply(_Allgather, process_set, _backward_name(name, tensors), name, *tensors))
+
+
+def grouped_allgather_async(
+    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """Start what `grouped_allgather` does."""
+    return _start_allgather([each.detach() for each in tensors], name, process_set, lambda gathered: gathered)
+
+
+# ---- broadcast ----
+
+
+def broadcast(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
     """Return the root's tensor, as a new one. Collective.
 
     Args:
         tensor: any shape; shape and dtype must agree on all ranks, values count at the root only.
-        root_rank: the sender; must agree.
-        name: ignored.
+        root_rank: the sender, as a rank of the world; must agree.
+        name: see the module; must agree.
+        process_set: the ranks that take part.
     """
-    return cast(torch.Tensor, _apply(_Broadcast, tensor, world(), root_rank))
+    return cast(
+        torch.Tensor,
+        _apply(_Broadcast, tensor, process_set.rank_of(root_rank), process_set, _backward_name(name, [tensor]), name),
+    )
 
 
-def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
-    """Overwrite a tensor with the root's, out of autograd's sight; returns ``tensor``. Collective."""
-    values = _without_graph(tensor)
-    world().broadcast(values, root_rank, out=values)
-    _changed(tensor)
-    return tensor
+def broadcast_async(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """Start what `broadcast` does."""
+    return _start_broadcast(tensor.detach(), None, process_set.rank_of(root_rank), name, process_set)
+
+
+def broadcast_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """Overwrite a tensor with the root's; returns ``tensor``. Collective."""
+    return cast(torch.Tensor, synchronize(broadcast_async_(tensor, root_rank, name, process_set)))
+
+
+def broadcast_async_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """Start what `broadcast_` does."""
+    return _start_broadcast(_without_graph(tensor), tensor, process_set.rank_of(root_rank), name, process_set)
+
+
+# ---- alltoall ----
+
+
+def alltoall(
+    tensor: torch.Tensor,
+    splits: Sequence[int] | torch.Tensor | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Send a part of one's tensor to every rank, and get one's part of theirs. Collective.
+
+    Args:
+        tensor: at least one dimension; all but the first must agree on all ranks, and the dtype.
+        splits: rows for rank 0, 1, ... of the set; may differ between ranks. None: equal parts.
+        name: see the module; must agree.
+        process_set: the ranks that take part.
+
+    Returns:
+        What the ranks sent here, in rank order; with ``splits`` also how many rows came from each (int32).
+    """
+    rows = _splits(tensor, splits, process_set)
+    result, received = _apply(_Alltoall, tensor, rows, process_set, _backward_name(name, [tensor]), name)
+    return cast(torch.Tensor, result) if splits is None else (result, received)
+
+
+def alltoall_async(
+    tensor: torch.Tensor,
+    splits: Sequence[int] | torch.Tensor | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start what `alltoall` does."""
+    rows = _splits(tensor, splits, process_set)
+    return _start_alltoall(tensor.detach(), rows, name, process_set, alone=splits is None)
+
+
+# ---- reducescatter ----
 
 
 def reducescatter(
     tensor: torch.Tensor,
     name: str | None = None,
-    *,
-    op: ReduceOp = Average,
+    compression: type[Compressor] = Compression.none,
+    op: Op = Average,
+    process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
@@ -120,108 +462,361 @@ def reducescatter(
 
     Args:
         tensor: at least one dimension, cut along the first as `torch.tensor_split` does; shape and dtype must agree.
-        name: ignored.
-        op: as for `allreduce`.
-        prescale_factor: as for `allreduce`.
-        postscale_factor: as for `allreduce`.
+
+    The other arguments are those of `allreduce`; there is no `Adasum` here.
     """
-    part = _apply(_ReduceScatter, _scaled(tensor, prescale_factor), world(), ReduceOp.parse(op))
-    return _scaled(part, postscale_factor)
+    (part,) = grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)
+    return part
 
 
-def alltoall(
-    tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None = None, name: str | None = None
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Send a part of one's tensor to every rank, and get one's part of theirs. Collective.
+def reducescatter_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: Op = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """Start what `reducescatter` does."""
+    how = op, prescale_factor, postscale_factor
+    return _start_reducescatter([tensor.detach()], name, *how, process_set, lambda parts: parts[0])
 
-    Args:
-        tensor: at least one dimension; all but the first must agree on all ranks, and the dtype.
-        splits: rows for rank 0, 1, ...; may differ between ranks. None: equal parts.
-        name: ignored.
 
-    Returns:
-        What the ranks sent here, in rank order; with ``splits`` also how many rows came from each (int32).
-    """
-    communicator = world()
-    if splits is None:
-        rows, extra = divmod(tensor.shape[0] if tensor.dim() else 0, communicator.size)
-        if extra:
-            raise ConfigError(f"{tensor.shape[0]} rows do not divide among {communicator.size} ranks; give splits")
-        return cast(torch.Tensor, _apply(_Alltoall, tensor, communicator, [rows] * communicator.size)[0])
-    result, received = _apply(_Alltoall, tensor, communicator, [int(rows) for rows in splits])
-    return result, torch.tensor(received, dtype=torch.int32)
+def grouped_reducescatter(
+    tensors: Tensors,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: Op = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[torch.Tensor]:
+    """Reduce and scatter several tensors as one operation; see `reducescatter`. Collective."""
+    sent, contexts = zip(*map(compression.compress, tensors), strict=True) if tensors else ((), ())
+    how = op, prescale_factor, postscale_factor
+    parts = _apply(_ReduceScatter, process_set, _backward_name(name, sent), name, *how, *sent)
+    return [compression.decompress(each, context) for each, context in zip(parts, contexts, strict=True)]
+
+
+def grouped_reducescatter_async(
+    tensors: Tensors,
+    name: str | None = None,
+    op: Op = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """Start what `grouped_reducescatter` does."""
+    how = op, prescale_factor, postscale_factor
+    return _start_reducescatter([each.detach() for each in tensors], name, *how, process_set, lambda parts: parts)
+
+
+# ---- starting: tensors here have no graph ----
+
+
+def _start_allreduce(
+    sources: Tensors,
+    targets: Tensors,
+    name: str | None,
+    op: Op,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+    result: Callable[[], Any],
+) -> Handle:
+    _check(sources, targets)
+    kind = "allreduce" if len(sources) == 1 else "grouped allreduce"
+    scales = f", scaled by {prescale} and {postscale}" if (prescale, postscale) != (1.0, 1.0) else ""
+    word = op if isinstance(op, str) else op.value
+    text = f"{kind}({word}, {_looks(*sources)}{scales})"
+
+    def before() -> None:
+        for source, target in zip(sources, targets, strict=True):
+            _scale(source, prescale, target)
+
+    def after() -> Any:
+        for target in targets:
+            _scale(target, postscale, target)
+        return result()
+
+    if op == Adasum:
+
+        def combine(communicator: Communicator) -> Any:
+            before()
+            adasum(communicator, targets)
+            return after()
+
+        return _call("allreduce", name, text, combine, process_set)
+    reduction = Reduction(
+        _key("allreduce", name),
+        text,
+        ReduceOp.parse(op),
+        sources if prescale == 1.0 else targets,
+        targets,
+        before=None if prescale == 1.0 else before,
+        after=result if postscale == 1.0 else after,
+    )
+    process_set.engine.submit(reduction, unique=name is not None)
+    return Handle.of(reduction, process_set)
+
+
+def _start_allgather(
+    tensors: Tensors, name: str | None, process_set: ProcessSet, result: Callable[[list[torch.Tensor]], Any]
+) -> Handle:
+    _check(tensors)
+    _require_rows(tensors, "allgather")
+    text = f"allgather({_looks(*tensors, any_rows=True)})"
+
+    def run(communicator: Communicator) -> Any:
+        return result([communicator.allgather(each) for each in tensors])
+
+    return _call("allgather", name, text, run, process_set)
+
+
+def _start_broadcast(
+    values: torch.Tensor, in_place: torch.Tensor | None, root: int, name: str | None, process_set: ProcessSet
+) -> Handle:
+    _check([values], [values] if in_place is not None else [])
+    text = f"broadcast(root {root}, {_looks(values)})"
+
+    def run(communicator: Communicator) -> torch.Tensor:
+        if in_place is None:
+            return cast(torch.Tensor, communicator.broadcast(values, root))
+        communicator.broadcast(values, root, out=values)
+        return changed(in_place)
+
+    return _call("broadcast", name, text, run, process_set)
+
+
+def _start_alltoall(
+    tensor: torch.Tensor, rows: list[int], name: str | None, process_set: ProcessSet, *, alone: bool
+) -> Handle:
+    _check([tensor])
+    text = f"alltoall({_looks(tensor, any_rows=True)})"
+
+    def run(communicator: Communicator) -> Any:
+        result, received = communicator.alltoall(tensor, rows)
+        return result if alone else (result, torch.tensor(received, dtype=torch.int32))
+
+    return _call("alltoall", name, text, run, process_set)
+
+
+def _start_reducescatter(
+    tensors: Tensors,
+    name: str | None,
+    op: Op,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+    result: Callable[[list[torch.Tensor]], Any],
+) -> Handle:
+    if op == Adasum:
+        raise ConfigError("there is no reducescatter with Adasum, which looks at whole tensors; use allreduce")
+    kind = ReduceOp.parse(op)
+    _check(tensors)
+    _require_rows(tensors, "reducescatter")
+    text = f"reducescatter({kind.value}, {_looks(*tensors)}, scaled by {prescale} and {postscale})"
+
+    def run(communicator: Communicator) -> Any:
+        parts = []
+        for each in tensors:
+            part = communicator.reduce_scatter(_scaled(each, prescale), kind)
+            parts.append(_scaled(part, postscale))
+        return result(parts)
+
+    return _call("reducescatter", name, text, run, process_set)
+
+
+def _call(
+    kind: str, name: str | None, text: str, run: Callable[[Communicator], Any], process_set: ProcessSet
+) -> Handle:
+    call = Call(_key(kind, name), text, run)
+    process_set.engine.submit(call, unique=name is not None)
+    return Handle.of(call, process_set)
+
+
+def _key(kind: str, name: str | None) -> str:
+    return f"{kind} without a name" if name is None else name
+
+
+# ---- autograd ----
 
 
 class _Allreduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, communicator: Communicator, op: ReduceOp) -> Any:
-        ctx.communicator, ctx.op = communicator, op
-        return communicator.allreduce(tensor, op)
+    def forward(ctx: Any, process_set: ProcessSet, backward: str, name: str | None, op: Op, *rest: Any) -> Any:
+        prescale, postscale, *tensors = rest
+        ctx.process_set, ctx.backward_name, ctx.how = process_set, backward, (op, prescale, postscale)
+        outputs = [torch.empty_like(each) for each in tensors]
+        sources = [each.detach() for each in tensors]
+        handle = _start_allreduce(sources, outputs, name, op, prescale, postscale, process_set, lambda: outputs)
+        return tuple(synchronize(handle))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        _require_linear(ctx.op, "allreduce")
-        return _apply(_Allreduce, grads[0], ctx.communicator, ctx.op), None, None
+        _require_linear(ctx.how[0], "allreduce")
+        name = ctx.backward_name
+        return (
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+            *_apply(_Allreduce, ctx.process_set, f"{name}'", name, *ctx.how, *grads),
+        )
 
 
 class _Allgather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, communicator: Communicator) -> Any:
-        ctx.communicator, ctx.rows = communicator, tensor.shape[0] if tensor.dim() else 0
-        return communicator.allgather(tensor)
+    def forward(ctx: Any, process_set: ProcessSet, backward: str, name: str | None, *tensors: torch.Tensor) -> Any:
+        ctx.process_set, ctx.backward_name = process_set, backward
+        ctx.rows = [each.shape[0] if each.dim() else 0 for each in tensors]
+        sources = [each.detach() for each in tensors]
+        return tuple(synchronize(_start_allgather(sources, name, process_set, lambda gathered: gathered)))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        rows = ctx.communicator.allgather(torch.tensor([ctx.rows]))
-        start = int(rows[: ctx.communicator.rank].sum())
-        total = _apply(_Allreduce, grads[0], ctx.communicator, SUM)
-        return total.narrow(0, start, ctx.rows), None
+        rows = torch.tensor([ctx.rows])
+        everyone = synchronize(
+            _start_allgather([rows], f"{ctx.backward_name} rows", ctx.process_set, lambda gathered: gathered[0])
+        )
+        starts = everyone[: ctx.process_set.rank()].sum(0).tolist()
+        name = ctx.backward_name
+        totals = _apply(_Allreduce, ctx.process_set, f"{name}'", name, SUM, 1.0, 1.0, *grads)
+        mine = [total.narrow(0, start, own) for total, start, own in zip(totals, starts, ctx.rows, strict=True)]
+        return None, None, None, *mine
 
 
 class _Broadcast(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, communicator: Communicator, root: int) -> Any:
-        ctx.communicator, ctx.root = communicator, root
-        return communicator.broadcast(tensor, root)
+    def forward(
+        ctx: Any, tensor: torch.Tensor, root: int, process_set: ProcessSet, backward: str, name: str | None
+    ) -> Any:
+        ctx.process_set, ctx.backward_name, ctx.root = process_set, backward, root
+        return synchronize(_start_broadcast(tensor.detach(), None, root, name, process_set))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        total = _apply(_Allreduce, grads[0], ctx.communicator, SUM)
-        return total if ctx.communicator.rank == ctx.root else torch.zeros_like(total), None, None
+        name = ctx.backward_name
+        (total,) = _apply(_Allreduce, ctx.process_set, f"{name}'", name, SUM, 1.0, 1.0, grads[0])
+        mine = total if ctx.process_set.rank() == ctx.root else torch.zeros_like(total)
+        return mine, None, None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, communicator: Communicator, op: ReduceOp) -> Any:
-        ctx.communicator, ctx.op = communicator, op
-        return communicator.reduce_scatter(tensor, op)
+    def forward(ctx: Any, process_set: ProcessSet, backward: str, name: str | None, op: Op, *rest: Any) -> Any:
+        prescale, postscale, *tensors = rest
+        ctx.process_set, ctx.backward_name = process_set, backward
+        ctx.op, ctx.factor = op, prescale * postscale
+        sources = [each.detach() for each in tensors]
+        handle = _start_reducescatter(sources, name, op, prescale, postscale, process_set, lambda parts: parts)
+        return tuple(synchronize(handle))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         _require_linear(ctx.op, "reducescatter")
-        whole = _apply(_Allgather, grads[0], ctx.communicator)
-        return whole / ctx.communicator.size if ctx.op is AVERAGE else whole, None, None
+        name = ctx.backward_name
+        wholes = _apply(_Allgather, ctx.process_set, f"{name}'", name, *grads)
+        factor = ctx.factor / ctx.process_set.size() if ReduceOp.parse(ctx.op) is AVERAGE else ctx.factor
+        return None, None, None, None, None, None, *[_scaled(whole, factor) for whole in wholes]
 
 
 class _Alltoall(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, communicator: Communicator, splits: list[int]) -> Any:
-        result, received = communicator.alltoall(tensor, splits)
-        ctx.communicator, ctx.received = communicator, received
+    def forward(
+        ctx: Any, tensor: torch.Tensor, rows: list[int], process_set: ProcessSet, backward: str, name: str | None
+    ) -> Any:
+        handle = _start_alltoall(tensor.detach(), rows, name, process_set, alone=False)
+        result, received = synchronize(handle)
+        ctx.process_set, ctx.backward_name, ctx.received = process_set, backward, received.tolist()
+        ctx.mark_non_differentiable(received)
         return result, received
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return _apply(_Alltoall, grads[0], ctx.communicator, ctx.received)[0], None, None
+        name = ctx.backward_name
+        back = _apply(_Alltoall, grads[0], ctx.received, ctx.process_set, f"{name}'", name)[0]
+        return back, None, None, None, None
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     return function.apply(*arguments)  # type: ignore[no-untyped-call]
 
 
-def _require_linear(op: ReduceOp, collective: str) -> None:
-    if op not in (AVERAGE, SUM):
-        raise ConfigError(f"no gradient flows through {collective} with op {op.value}; use average or sum, or detach")
+def _backward_name(name: str | None, tensors: Tensors) -> str:
+    """Return what the backward pass calls its operation: the passes of several operations may come in any order."""
+    if name is not None:
+        return f"gradient of {name}"
+    if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+        return f"gradient {next(_backward_numbers)}"
+    return "gradient"
+
+
+# ---- arguments ----
+
+
+def _checked(handle: Handle) -> Handle:
+    if not isinstance(handle, Handle):
+        raise ConfigError(f"expected a handle, as the *_async functions return it; got {handle!r}")
+    return handle
+
+
+def _op(op: Op | None, average: bool | None) -> Op:
+    """Return the reduce op from it and from the argument by which it was said before there were several."""
+    if average is not None:
+        if op is not None:
+            raise ConfigError("give op or average, not both")
+        warnings.warn("average= is deprecated; say op=Average or op=Sum", DeprecationWarning, stacklevel=3)
+        return Average if average else Sum
+    if op is None:
+        return Average
+    return op if op == Adasum else ReduceOp.parse(op)
+
+
+def _check(sources: Tensors, targets: Tensors = ()) -> None:
+    """Refuse on this rank, at the call, what could not be carried out later."""
+    if not sources:
+        raise ConfigError("a group must have at least one tensor")
+    for source in sources:
+        Operand.of(source)
+    for target in targets:
+        Operand.of(target).require_writable()
+
+
+def _require_rows(tensors: Tensors, what: str) -> None:
+    if any(each.dim() == 0 for each in tensors):
+        raise UnsupportedBufferError(f"{what} needs tensors with at least one dimension, got a scalar")
+
+
+def _splits(tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None, process_set: ProcessSet) -> list[int]:
+    _require_rows([tensor], "alltoall")
+    size, rows = process_set.size(), tensor.shape[0]
+    if splits is None:
+        if rows % size:
+            raise ConfigError(f"{rows} rows do not divide among {size} ranks; give splits")
+        return [rows // size] * size
+    listed = [int(each) for each in splits]
+    if len(listed) != size or min(listed) < 0 or sum(listed) != rows:
+        raise ConfigError(f"splits must be {size} numbers >= 0 that add up to the {rows} rows, got {listed}")
+    return listed
+
+
+def _require_linear(op: Op, collective: str) -> None:
+    if op not in (AVERAGE, SUM, "average", "sum"):
+        word = op.value if isinstance(op, ReduceOp) else op
+        raise ConfigError(f"no gradient flows through {collective} with op {word}; use average or sum, or detach")
+
+
+def _looks(*tensors: torch.Tensor, any_rows: bool = False) -> str:
+    """Say the shapes and dtypes of tensors; with a star for rows that may differ between ranks."""
+    words = []
+    for tensor in tensors:
+        dims = ["*", *tensor.shape[1:]] if any_rows else tensor.shape
+        shape = "x".join(map(str, dims)) if dims else "scalar"
+        words.append(f"{shape} {str(tensor.dtype)[6:]}")
+    return ", ".join(words)
 
 
 def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
@@ -232,10 +827,15 @@ def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     return (tensor.to(torch.float64) * factor).to(tensor.dtype)
 
 
-def _scale(tensor: torch.Tensor, factor: float) -> None:
-    """Scale in place a tensor that requires no gradient."""
-    if factor != 1.0:
-        tensor.copy_(_scaled(tensor, factor))
+def _scale(source: torch.Tensor, factor: float, target: torch.Tensor) -> None:
+    """Store the scaled tensor in ``target``, which may be the source itself."""
+    if factor == 1.0:
+        if target is not source:
+            target.copy_(source)
+    elif source.is_floating_point() or source.is_complex():
+        torch.mul(source, factor, out=target)
+    else:
+        target.copy_(_scaled(source, factor))
 
 
 def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
@@ -243,7 +843,8 @@ def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach() if tensor.requires_grad else tensor
 
 
-def _changed(tensor: torch.Tensor) -> None:
+def changed(tensor: torch.Tensor) -> torch.Tensor:
     """Tell autograd that a collective wrote into a tensor, so that it refuses to use a saved value that is gone."""
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
+    return tensor

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from time import perf_counter
 from typing import Any, NoReturn
 
 import torch
 
+from ringreduce.adasum import adasum
 from ringreduce.communicator import Communicator
+from ringreduce.engine import Call, Procedure, Reduction
 from ringreduce.errors import ConfigError
+from ringreduce.process_sets import ProcessSet
 from ringreduce.reduce_ops import AVERAGE, SUM, ReduceOp
-from ringreduce.runtime import world
+from ringreduce.runtime import global_process_set
 from ringreduce.torch.agreement import require_same_tensors
 from ringreduce.torch.buckets import GradientBuckets
+from ringreduce.torch.compression import Compression, Compressor
+from ringreduce.torch.ops import Adasum
 
 __all__ = ["DistributedOptimizer"]
+
+#: Where a GradScaler looks at an optimizer's gradients; private to torch. Without it, call `synchronize` by hand.
+_UNSCALING = getattr(getattr(torch.amp.GradScaler, "_unscale_grads_", None), "__code__", None)
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -29,65 +40,99 @@ class DistributedOptimizer(torch.optim.Optimizer):
     all but `step`. Every rank ends a step with the same weights, bit by bit, if it began with the same ones: call
     `broadcast_parameters` first.
 
-    Gradients mean what they mean in torch. ``p.grad`` is None after ``zero_grad()``, and stays None through a step if
-    no rank used the parameter; if only some ranks did, the others count as zeros. Gradients of any number of backward
-    passes add up locally until `step` reduces them, once. With op `Average`, gradients that were reduced already and
-    got more added reduce to the right thing again; with `Sum` they must be zeroed after every reduction.
+    Gradients of any number of backward passes add up locally until `step` reduces them, once. If only some ranks have
+    a gradient for a parameter, the others count as zeros; if none has, it becomes zeros as in Horovod, or stays None
+    as in torch with ``skip_unused``. With op `Average`, gradients that were reduced already and got more added reduce
+    to the right thing again; with `Sum` they must be zeroed after every reduction.
 
     A reduction writes into ``p.grad``, whoever else holds it. After ``zero_grad()`` a gradient that was kept, or a view
     of it, keeps its values, as in torch; steps are a little slower while it is. Memory that is held as a bare
     ``p.grad.data_ptr()`` or ``untyped_storage()`` is not kept.
 
     Construction and `add_param_group` are collective, and so are `step` and `synchronize`: they must be called on all
-    ranks in the same order. With `torch.amp.GradScaler`, call `synchronize` before ``scaler.unscale_(optimizer)`` and
-    ``scaler.step(optimizer)`` within `skip_synchronize`.
+    ranks, each optimizer's in the same order. A rank that has no more data calls `join`; the averages of the others are
+    over those that are left. `torch.amp.GradScaler` can be used as with any optimizer: before it looks at the gradients
+    they are reduced, so that all ranks see the same overflows.
+
+    With op `Adasum` every rank makes the step with its own gradients, and what it changed in the parameters is combined
+    (see `ringreduce.adasum`), each parameter by itself.
 
     Args:
         optimizer: the optimizer to wrap, new or used; its parameters must have equal names, shapes and dtypes on all
             ranks, in equal order.
         named_parameters: ``model.named_parameters()``: what errors call the parameters. If given, it must name them
             all.
+        compression: what travels in place of gradients, applied to buckets of them; see `Compression`.
         backward_passes_per_step: how many backward passes come before each step. Right whatever it says, because
             gradients are reduced in `step`; taken for Horovod's sake.
-        op: `Average` or `Sum`; must agree on all ranks.
+        op: `Average`, `Sum` or `Adasum`; must agree on all ranks.
+        gradient_predivide_factor: of an average, what gradients are divided by before they are summed; the result is
+            divided by the rest. For 16-bit gradients that would overflow.
+        num_groups: how many groups of equal length to make of the parameters; older name of ``groups``.
+        groups: lists of parameters, or the number of lists to make: what is in one list travels together.
+        sparse_as_dense: make sparse gradients dense before they are reduced. If not, what the ranks have is gathered.
+        process_set: the ranks that train together.
         bucket_nbytes: gradients travel together in buckets; a bucket that holds so many bytes is closed. Must agree on
-            all ranks. None: the communicator's `Config.bucket_nbytes`.
-        communicator: the ranks that train together; None: the world.
+            all ranks. None: `Config.bucket_nbytes`.
+        skip_unused: leave the gradient of a parameter that no rank used None, so that the step does not touch it.
 
     Raises:
         ConfigError: an argument is wrong; names are missing or used twice.
         MismatchError: the ranks have different parameters.
     """
 
-    # GradScaler: an optimizer that says so gets its scale as attributes, and those would end here, not in the wrapped
-    # one. Without, GradScaler unscales the gradients itself.
+    # An optimizer that says so gets the scale of a GradScaler as attributes, and those would end here, not in the
+    # wrapped one. Without, GradScaler unscales the gradients itself.
     _step_supports_amp_scaling = False
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-        *,
+        compression: type[Compressor] = Compression.none,
         backward_passes_per_step: int = 1,
-        op: ReduceOp = AVERAGE,
+        op: ReduceOp | str = AVERAGE,
+        gradient_predivide_factor: float = 1.0,
+        num_groups: int = 0,
+        groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+        sparse_as_dense: bool = False,
+        process_set: ProcessSet = global_process_set,
+        *,
         bucket_nbytes: int | None = None,
-        communicator: Communicator | None = None,
+        skip_unused: bool = False,
     ) -> None:
         # Optimizer.__init__ is not called: it would make parameter groups, state and hooks of its own. Whatever it
         # would have set is the wrapped optimizer's, by the properties and __getattr__ below.
-        if ReduceOp.parse(op) not in (AVERAGE, SUM):
-            raise ConfigError(f"DistributedOptimizer can average or sum gradients; got op {op}")
         self._optimizer = optimizer
-        self._communicator = world() if communicator is None else communicator
-        self._op = ReduceOp.parse(op)
+        self._process_set = process_set
+        self._communicator = process_set.communicator
+        self._adasum = op == Adasum
+        self._op = AVERAGE if op == Adasum else ReduceOp.parse(op)
+        if self._op not in (AVERAGE, SUM):
+            raise ConfigError(f"DistributedOptimizer can average or sum gradients, or use Adasum; got op {op}")
+        if gradient_predivide_factor != 1.0 and (self._op is not AVERAGE or self._adasum):
+            raise ConfigError("gradient_predivide_factor is a part of averaging; use it with op=Average")
         self._names = _checked_names(optimizer, named_parameters)
         if bucket_nbytes is None:
             bucket_nbytes = self._communicator.config.bucket_nbytes
-        self._buckets = GradientBuckets(self._communicator, self._op, bucket_nbytes, self._name_of)
-        self._synchronized = False
+        self._sparse_as_dense = sparse_as_dense
+        self._buckets = GradientBuckets(
+            process_set.engine.communicator,
+            self._op,
+            bucket_nbytes,
+            self._name_of,
+            compression=compression,
+            predivide_factor=gradient_predivide_factor,
+            groups=_checked_groups(self._parameters(), num_groups if groups is None else groups),
+            skip_unused=skip_unused,
+        )
+        self._synchronized = self._for_scaler = False
         self._skipping = False
+        self._waited_s = 0.0
         self.set_backward_passes_per_step(backward_passes_per_step)
         self._require_same_parameters()
+        self._name = process_set.engine.register("DistributedOptimizer", _weakly(self._reduce))
+        weakref.finalize(self, process_set.engine.unregister, self._name).atexit = False
 
     # ---- training ----
 
@@ -97,28 +142,31 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Args:
             closure: clears the gradients, computes loss and gradients, and returns the loss. The wrapped optimizer may
                 call it several times; the gradients are reduced after each, and the loss too, so that line searches
-                decide the same on all ranks. It must return a loss on all ranks or on none.
+                decide the same on all ranks. It must return a loss on all ranks or on none. (With Adasum nothing is
+                reduced before the step is done.)
 
         Returns:
             What the wrapped optimizer returns: with a closure, the loss, reduced over the ranks like the gradients.
         """
+        if self._adasum and self._communicator.size > 1:
+            return self._adasum_step(closure)
         if closure is not None:
             result = self._optimizer.step(partial(self._evaluate, closure))
-            self._synchronized = False
+            self._synchronized = self._for_scaler = False
             return result
-        if not self._skipping:
+        if not (self._skipping or self._for_scaler):
             if self._synchronized and self._communicator.size > 1:
                 again = "adds them up" if self._op is SUM else "averages them"
                 warnings.warn(
                     f"step() after synchronize() {again} a second time; call it within skip_synchronize()", stacklevel=2
                 )
             self.synchronize()
-        self._synchronized = False
+        self._synchronized = self._for_scaler = False
         return self._optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients. None costs less memory traffic than zeros, here as well."""
-        self._synchronized = False
+        self._synchronized = self._for_scaler = False
         self._optimizer.zero_grad(set_to_none)
 
     def synchronize(self) -> None:
@@ -131,13 +179,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
             with optimizer.skip_synchronize():
                 optimizer.step()
         """
-        if self._communicator.size > 1:
-            self._buckets.reduce(self._parameters())
+        if self._sparse_as_dense:
+            for parameter in self._parameters():
+                if parameter.grad is not None and parameter.grad.is_sparse:
+                    parameter.grad = parameter.grad.to_dense()
+        if self._communicator.size > 1 and not self._adasum:
+            self._run(Procedure(self._name, f"step of {self!r}"))
         self._synchronized = True
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let `step` use the gradients as they are; to be entered on all ranks."""
+        """Let `step` use the gradients as they are; to be entered on all ranks.
+
+        Raises:
+            ConfigError: with Adasum, which reduces what a step does and not the gradients.
+        """
+        if self._adasum:
+            raise ConfigError("with Adasum there is no synchronize() to skip: the step itself is what is reduced")
         self._skipping = True
         try:
             yield
@@ -157,7 +215,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def communication_s(self) -> float:
         """Seconds that this rank has spent in collectives of this optimizer, waiting for others included."""
-        return self._buckets.communication_s
+        return self._waited_s - self._buckets.local_s
 
     # ---- the wrapped optimizer ----
 
@@ -168,6 +226,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
+        # A GradScaler looks for overflows in the gradients, and divides them by its scale, just before the step or when
+        # the program tells it to. If it did so before they are reduced, some ranks would skip the step.
+        if sys._getframe(1).f_code is _UNSCALING and not (self._synchronized or self._skipping):
+            self.synchronize()
+            self._for_scaler = True
         return self._optimizer.param_groups
 
     @param_groups.setter
@@ -214,7 +277,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return getattr(self._optimizer, name)
 
     def __repr__(self) -> str:
-        return f"DistributedOptimizer({self._op.value} over {self._communicator.size} ranks of {self._optimizer!r})"
+        how = Adasum if self._adasum else self._op.value
+        return f"DistributedOptimizer({how} over {self._communicator.size} ranks of {self._optimizer!r})"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -232,8 +296,32 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if loss is None or self._communicator.size == 1:
             return loss
         common = torch.as_tensor(loss).detach().to(torch.float64, copy=True)
-        self._buckets.allreduce(common, self._op)
+        self._run(Reduction(f"{self._name}: loss", "loss of a closure", self._op, [common], [common]))
         return common.to(loss.dtype) if isinstance(loss, torch.Tensor) else common.item()
+
+    def _run(self, operation: Procedure | Reduction | Call) -> None:
+        started = perf_counter()
+        self._process_set.engine.run(operation)
+        self._waited_s += perf_counter() - started
+
+    def _reduce(self, communicator: Communicator, active: int, contributing: bool) -> None:
+        """Carry out `synchronize`; on a rank that has joined, for the others' sake."""
+        self._buckets.reduce(self._parameters(), active, contributing=contributing)
+
+    def _adasum_step(self, closure: Callable[[], Any] | None) -> Any:
+        """Step with this rank's own gradients; then combine what the ranks have changed."""
+        parameters = [parameter for parameter in self._parameters() if parameter.requires_grad]
+        before = [parameter.detach().clone() for parameter in parameters]
+        result = self._optimizer.step() if closure is None else self._optimizer.step(closure)
+        with torch.no_grad():
+            changes = [parameter - start for parameter, start in zip(parameters, before, strict=True)]
+            self._run(
+                Call(f"{self._name}: step", f"Adasum of {self!r}", lambda communicator: adasum(communicator, changes))
+            )
+            for parameter, start, change in zip(parameters, before, changes, strict=True):
+                parameter.copy_(start + change)
+        self._synchronized = False
+        return result
 
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
@@ -270,3 +358,36 @@ def _checked_names(
             f"named_parameters leaves {unnamed} of the optimizer's parameters without a name; name all or none"
         )
     return names
+
+
+def _checked_groups(
+    parameters: Sequence[torch.Tensor], groups: int | Sequence[Sequence[torch.Tensor]]
+) -> dict[int, int]:
+    """Return the group of each parameter that has one, by id."""
+    if isinstance(groups, int):
+        if groups < 0:
+            raise ConfigError(f"groups must be a number >= 0 or lists of parameters, got {groups}")
+        length = -(-len(parameters) // groups) if groups else 0
+        return {id(parameter): index // length for index, parameter in enumerate(parameters)} if groups else {}
+    known = set(map(id, parameters))
+    found: dict[int, int] = {}
+    for index, group in enumerate(groups):
+        for parameter in group:
+            if id(parameter) not in known:
+                raise ConfigError(f"group {index} holds something that is no parameter of the optimizer")
+            if id(parameter) in found:
+                raise ConfigError(f"a parameter is in groups {found[id(parameter)]} and {index}; it can be in one")
+            found[id(parameter)] = index
+    return found
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls a method of an object which it does not keep alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> Any:
+        bound = reference()
+        assert bound is not None, "unregistered when the optimizer goes"
+        return bound(*arguments)
+
+    return call

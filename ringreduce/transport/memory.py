@@ -15,6 +15,7 @@ from ringreduce.errors import CollectiveTimeoutError
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.transport.messages import Request
 from ringreduce.transport.shared import Segments
+from ringreduce.transport.waiting import Waiter
 
 __all__ = ["MemoryMessages", "MemorySegments", "MemoryWorld"]
 
@@ -33,6 +34,7 @@ class MemoryWorld:
         self.segments: dict[tuple[int, int], Array] = {}
         self.payloads: list[bytes] = [b""] * size
         self.meeting = threading.Barrier(size)
+        self.subworlds: dict[tuple[int, ...], MemoryWorld] = {}
 
     def messages(self, rank: int) -> MemoryMessages:
         return MemoryMessages(self, rank)
@@ -57,12 +59,14 @@ class MemoryMessages:
     name = "memory"
     max_tag = (1 << 31) - 1
     has_allreduce = False
+    concurrent = True
 
     def __init__(self, world: MemoryWorld, rank: int) -> None:
         self._world = world
         self.rank = rank
         self.size = world.size
         self._renewals = 0
+        self._subsets = 0
 
     def send(self, data: Array, peer: int, tag: int) -> Request:
         return _Transfer(self._world.queues[self.rank, peer, tag, self._renewals], data, is_send=True)
@@ -120,6 +124,13 @@ class MemoryMessages:
             self._world.meeting.wait(self._world.timeout_s)
         except threading.BrokenBarrierError:
             raise CollectiveTimeoutError(f"rank {self.rank}: another rank did not join the exchange") from None
+
+    def subset(self, ranks: Sequence[int], waiter: Waiter) -> MemoryMessages | None:
+        self._subsets += 1
+        world = self._world.subworlds.setdefault(  # atomic: whoever comes first makes it
+            (self._subsets, *ranks), MemoryWorld(len(ranks), self._world.timeout_s)
+        )
+        return world.messages(ranks.index(self.rank)) if self.rank in ranks else None
 
     def renew(self) -> None:
         self._renewals += 1

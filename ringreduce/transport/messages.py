@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy.typing as npt
 
 from ringreduce.reduce_ops import ReduceOp
+from ringreduce.transport.waiting import Waiter
 
 __all__ = ["Messages", "Request"]
 
@@ -33,6 +34,8 @@ class Messages(Protocol):
     max_tag: int
     #: Whether `allreduce` ever describes anything.
     has_allreduce: bool
+    #: Whether two transports may be used by two threads at once.
+    concurrent: bool
 
     def send(self, data: Array, peer: int, tag: int) -> Request:
         """Describe a message from contiguous ``data`` (at most 2 GiB); does not start it."""
@@ -72,6 +75,15 @@ class Messages(Protocol):
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Give ``payload`` to all ranks and return everyone's, in rank order. Collective; for setting things up."""
+        ...
+
+    def subset(self, ranks: Sequence[int], waiter: Waiter) -> Messages | None:
+        """Return a transport between some of the ranks, None on the others. Collective over all of them.
+
+        Args:
+            ranks: ascending; the first becomes rank 0.
+            waiter: how the collective calls of the new transport wait.
+        """
         ...
 
     def renew(self) -> None:

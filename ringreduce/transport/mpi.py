@@ -16,7 +16,7 @@ from ringreduce.reduce_ops import ReduceOp
 from ringreduce.transport.messages import Request
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["MpiMessages", "abort", "library", "offers_allreduce", "world"]
+__all__ = ["MpiMessages", "abort", "library", "offers_allreduce", "subworld", "world", "world_ranks"]
 
 Array = npt.NDArray[Any]
 
@@ -73,6 +73,7 @@ class MpiMessages:
         tag_limit = self._data.Get_attr(MPI.TAG_UB)
         self.max_tag = 32767 if tag_limit is None else int(tag_limit)
         self.has_allreduce = offers_allreduce(MPI.COMM_SELF)
+        self.concurrent = MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
     def send(self, data: Array, peer: int, tag: int) -> Request:
         with _translated():
@@ -147,6 +148,16 @@ class MpiMessages:
         bounds = np.concatenate([[0], np.cumsum(sizes)]).tolist()
         return [bytes(gathered[low:high]) for low, high in pairwise(bounds)]
 
+    def subset(self, ranks: Sequence[int], waiter: Waiter) -> MpiMessages | None:
+        self.exchange(b"")  # which has a time limit; splitting has none
+        with _translated():
+            part = self._control.Split(0 if self.rank in ranks else MPI.UNDEFINED, self.rank)
+        if part == MPI.COMM_NULL:
+            return None
+        messages = MpiMessages(cast("MPI.Intracomm", part), waiter)
+        part.Free()
+        return messages
+
     def renew(self) -> None:
         # The old communicator is not freed: requests that can no longer complete hold on to it.
         self._data = self._duplicate(self._control)
@@ -178,6 +189,17 @@ class MpiMessages:
 def world() -> MPI.Intracomm:
     """Return the communicator of all ranks, initialising MPI if need be."""
     return MPI.COMM_WORLD
+
+
+def world_ranks(comm: MPI.Intracomm) -> list[int]:
+    """Return the ranks of a communicator as ranks of the job."""
+    group = comm.Get_group()
+    return group.Translate_ranks(list(range(group.size)), world().Get_group())
+
+
+def subworld(ranks: Sequence[int]) -> MPI.Intracomm:
+    """Return a communicator of some ranks of the job; collective over these."""
+    return world().Create_group(world().Get_group().Incl(list(ranks)))
 
 
 def library() -> str:

@@ -58,11 +58,11 @@ def test_an_exception_in_init_ends_the_job(run_job):
         2,
         source="""
         from mpi4py import MPI
-        from ringreduce import runtime
+        from ringreduce import process_sets, runtime
         def broken(*arguments):
             raise ValueError("the reason")
         if MPI.COMM_WORLD.rank == 1:
-            runtime.join = broken
+            process_sets.join = broken
         runtime.init()
         """,
     )

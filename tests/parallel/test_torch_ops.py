@@ -37,7 +37,7 @@ def test_allreduce_averages_unless_told_otherwise() -> None:
     """The default op is the average; the others go by name."""
     mine, stacked = of_rank(rr.rank(), (4, 3)), torch.stack(everyone())
     torch.testing.assert_close(hvd.allreduce(mine), stacked.mean(0))
-    torch.testing.assert_close(hvd.allreduce(mine, "loss", op=hvd.Sum), stacked.sum(0))
+    torch.testing.assert_close(hvd.allreduce(mine, name="loss", op=hvd.Sum), stacked.sum(0))
     torch.testing.assert_close(hvd.allreduce(mine, op=hvd.Min), stacked.amin(0))
     torch.testing.assert_close(hvd.allreduce(mine, op=hvd.Max), stacked.amax(0))
     torch.testing.assert_close(hvd.allreduce(mine, op=hvd.Product), stacked.prod(0))

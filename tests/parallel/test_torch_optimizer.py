@@ -222,17 +222,17 @@ def test_ranks_may_use_different_parameters(make: Any, set_to_none: bool) -> Non
     def loss(model: Model, inputs: Any, targets: Any, rank: int, step: int) -> Any:
         return (model(inputs, second=(rank + step) % 2 == 1) - targets).square().mean()
 
-    compare(make, loss, TwoHeads, set_to_none=set_to_none)
+    compare(make, loss, TwoHeads, wrap={"skip_unused": True}, set_to_none=set_to_none)
 
 
 @pytest.mark.parametrize("make", [sgd, adamw])
 def test_parameters_that_no_rank_used_are_left_alone(make: Any) -> None:
-    """Without a gradient on any rank there is no weight decay, no momentum and no state, as in one process."""
+    """With ``skip_unused``, a parameter without gradients keeps its value and gets no state, as in one process."""
 
     def loss(model: Model, inputs: Any, targets: Any, rank: int, step: int) -> Any:
         return (model(inputs, second=step == 1) - targets).square().mean()
 
-    single, many = compare(make, loss, TwoHeads)
+    single, many = compare(make, loss, TwoHeads, wrap={"skip_unused": True})
     assert many.param_groups[0]["params"][-1].grad is None
     assert len(many.state) == len(single.state)
 
@@ -295,7 +295,7 @@ def test_gradients_that_the_user_assigns_are_used() -> None:
     """``p.grad = tensor`` is a gradient like any other, in whatever layout it comes."""
     model = mlp()
     before = model[0].weight.detach().clone()
-    optimizer = distributed(lambda parameters: torch.optim.SGD(parameters, lr=1.0), model)
+    optimizer = distributed(lambda parameters: torch.optim.SGD(parameters, lr=1.0), model, skip_unused=True)
     for _ in range(2):
         model[0].weight.grad = torch.full((6, 5), float(rr.rank())).t()
         optimizer.step()
@@ -303,14 +303,45 @@ def test_gradients_that_the_user_assigns_are_used() -> None:
     assert model[2].weight.grad is None
 
 
-def test_sparse_gradients_are_refused_on_all_ranks() -> None:
-    """One rank's sparse gradient is an error everywhere, with the parameter's name, and not a hang."""
-    model = torch.nn.Embedding(4, 3, sparse=True)
-    optimizer = distributed(lambda parameters: torch.optim.SGD(parameters, lr=1.0), model)
-    if rr.rank() == 0:
-        model(torch.tensor([1])).sum().backward()
-    with nullcontext() if rr.size() == 1 else pytest.raises(rr.UnsupportedBufferError, match="weight is sparse"):
-        optimizer.step()
+def test_parameters_that_no_rank_used_get_zeros() -> None:
+    """As in Horovod: weight decay goes on, and all ranks agree; frozen parameters are left alone."""
+    model = TwoHeads()
+    frozen = next(model.parameters()).requires_grad_(False)
+    optimizer = distributed(adamw, model)
+    inputs, targets = batch(0)
+    (model(inputs[rr.rank()], second=False) - targets[rr.rank()]).square().mean().backward()
+    optimizer.step()
+    if rr.size() > 1:
+        unused = optimizer.param_groups[0]["params"][-1]
+        assert unused.grad is not None
+        assert not unused.grad.any()
+    assert frozen.grad is None
+    for name, weight in model.named_parameters():
+        assert_equal_on_ranks(weight, name)
+
+
+@pytest.mark.parametrize("sparse_as_dense", [True, False])
+def test_sparse_gradients(sparse_as_dense: bool) -> None:
+    """Sparse gradients train like dense ones, whatever rows each rank has, made dense before or gathered."""
+
+    def embedding() -> Model:
+        torch.manual_seed(3)
+        return torch.nn.Embedding(5, 3, sparse=True, dtype=torch.float64)
+
+    alone, together = pair(embedding)
+    single = torch.optim.SGD(alone.parameters(), lr=1.0)
+    wrap = {"sparse_as_dense": sparse_as_dense}
+    many = distributed(lambda parameters: torch.optim.SGD(parameters, lr=1.0), together, **wrap)
+    for step in range(3):
+        for ranks, model, optimizer in ((everyone(), alone, single), (me(), together, many)):
+            optimizer.zero_grad()
+            for rank in ranks:
+                if (rank + step) % 3 != 1:
+                    loss = model(torch.tensor([rank % 5, 2, step, 2])).square().sum()
+                    (loss / len(everyone()) if model is alone else loss).backward()
+            optimizer.step()
+    assert_same(alone, together)
+    assert together.weight.grad is None or rr.size() == 1 or together.weight.grad.is_sparse != sparse_as_dense
 
 
 # ---- layouts and dtypes ----

@@ -23,7 +23,8 @@ ROWS = (
     ("autotune", "selection"),
     ("placement",),
     ("communicator",),
-    ("engine",),
+    ("adasum", "engine"),
+    ("process_sets",),
     ("elastic", "runtime"),
     ("__init__",),  # the façade, `import ringreduce`: shows what is below and is used by what is above
     ("torch",),

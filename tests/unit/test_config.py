@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringreduce.config import Config, launched_rank, parse_nbytes
+from ringreduce.config import Config, ignored_horovod_variables, launched_rank, parse_nbytes
 from ringreduce.errors import ConfigError
 
 VARIABLES = {
@@ -19,6 +19,9 @@ VARIABLES = {
     "RINGREDUCE_ALGORITHM": "algorithm",
     "RINGREDUCE_SEGMENT": "segment_nbytes",
     "RINGREDUCE_BUCKET": "bucket_nbytes",
+    "RINGREDUCE_FUSION": "fusion_nbytes",
+    "RINGREDUCE_STALL_WARNING": "stall_warning_s",
+    "RINGREDUCE_LOG_LEVEL": "log_level",
 }
 
 
@@ -115,3 +118,27 @@ def test_settings_cannot_be_changed() -> None:
     """A Config is a value."""
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().timeout_s = 1.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("environ", "field", "value"),
+    [
+        ({"HOROVOD_FUSION_THRESHOLD": "67108864"}, "fusion_nbytes", 64 << 20),
+        ({"HOROVOD_FUSION_THRESHOLD": "0"}, "fusion_nbytes", 1),
+        ({"HOROVOD_FUSION_THRESHOLD": "8", "RINGREDUCE_FUSION": "1M"}, "fusion_nbytes", 1 << 20),
+        ({"HOROVOD_STALL_CHECK_TIME_SECONDS": "5"}, "stall_warning_s", 5.0),
+        ({"HOROVOD_STALL_CHECK_DISABLE": "1"}, "stall_warning_s", None),
+        ({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "120"}, "timeout_s", 120.0),
+        ({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0"}, "timeout_s", 300.0),
+        ({"HOROVOD_LOG_LEVEL": "trace"}, "log_level", "DEBUG"),
+    ],
+)
+def test_variables_of_horovod(environ: dict[str, str], field: str, value: object) -> None:
+    """They mean what they mean in Horovod, unless ours of the same meaning is set."""
+    assert getattr(Config.from_environ(environ), field) == value
+
+
+def test_variables_of_horovod_without_meaning() -> None:
+    """Only those that steer what is not here are named."""
+    environ = {"HOROVOD_CYCLE_TIME": "5", "HOROVOD_LOG_LEVEL": "info", "HOROVOD_DYNAMIC_PROCESS_SETS": "1", "HOME": "/"}
+    assert ignored_horovod_variables(environ) == ["HOROVOD_CYCLE_TIME"]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
+from ringreduce.engine.fusion import plan
 from ringreduce.testing import run_ranks
 
 torch = pytest.importorskip("torch")
@@ -28,7 +29,7 @@ from ringreduce.torch import buckets  # noqa: E402
 )
 def test_plan(items: list[tuple[str, int]], expected: list[list[int]]) -> None:
     """A bucket takes items of one kind, in order, and is closed by the one that fills it."""
-    assert buckets.plan(items, limit_nbytes=10) == expected
+    assert plan(items, limit_nbytes=10) == expected
 
 
 def make_bucket(*parameters: Any) -> buckets.Bucket:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import ringreduce as rr
-from ringreduce.testing import run_ranks
+from ringreduce.testing import run_process_sets
 
 torch = pytest.importorskip("torch")
 import ringreduce.torch as hvd  # noqa: E402
@@ -98,26 +98,26 @@ def test_one_rank_trains_as_if_not_wrapped(model: Any) -> None:
 def test_zero_grad_means_what_it_means_in_torch(set_to_none: bool) -> None:
     """None is None, also after the gradient has been in a bucket; zeros are zeros."""
 
-    def run(communicator: rr.Communicator) -> None:
+    def run(process_set: rr.ProcessSet) -> None:
         model = torch.nn.Linear(3, 2)
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), communicator=communicator)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), process_set=process_set)
         for _ in range(2):
             train(model, optimizer)
             optimizer.zero_grad(set_to_none=set_to_none)
             assert all((p.grad is None) if set_to_none else not p.grad.any() for p in model.parameters())
 
-    run_ranks(2, run)
+    run_process_sets(2, run)
 
 
 def test_grad_scaler_with_synchronize() -> None:
     """Mixed precision works in Horovod's way: synchronize, unscale, and step within skip_synchronize."""
 
-    def run(communicator: rr.Communicator) -> list[float]:
+    def run(process_set: rr.ProcessSet) -> list[float]:
         weight = torch.nn.Parameter(torch.ones(2))
         inner = torch.optim.SGD([weight], lr=1.0, fused=True)
-        optimizer = hvd.DistributedOptimizer(inner, communicator=communicator)
+        optimizer = hvd.DistributedOptimizer(inner, process_set=process_set)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        scaler.scale((weight * (1.0 + 2.0 * communicator.rank)).sum()).backward()
+        scaler.scale((weight * (1.0 + 2.0 * process_set.rank())).sum()).backward()
         optimizer.synchronize()
         scaler.unscale_(optimizer)
         assert weight.grad.tolist() == [2.0, 2.0]
@@ -126,7 +126,7 @@ def test_grad_scaler_with_synchronize() -> None:
         scaler.update()
         return weight.tolist()
 
-    assert run_ranks(2, run) == [[-1.0, -1.0]] * 2
+    assert run_process_sets(2, run) == [[-1.0, -1.0]] * 2
 
 
 @pytest.mark.parametrize(("configured", "given", "expected"), [(1, None, 4), (1 << 20, None, 1), (1, 1 << 20, 1)])
@@ -139,26 +139,26 @@ def test_the_bucket_size_comes_from_the_settings(configured: int, given: int | N
         def collective_started(self, collective: str, algorithm: str, nbytes: int) -> None:
             self.calls += 1
 
-    def run(communicator: rr.Communicator) -> int:
+    def run(process_set: rr.ProcessSet) -> int:
         model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
         optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), bucket_nbytes=given, communicator=communicator
+            torch.optim.SGD(model.parameters(), lr=0.1), bucket_nbytes=given, process_set=process_set
         )
         model(torch.ones(1, 3)).sum().backward()
         counter = Counter()
-        communicator.instruments.add(counter)
+        process_set.engine.communicator.instruments.add(counter)
         optimizer.synchronize()
         return counter.calls - 1  # the first says which parameters have a gradient
 
-    assert run_ranks(2, run, config=rr.Config(bucket_nbytes=configured, timeout_s=30.0)) == [expected] * 2
+    assert run_process_sets(2, run, config=rr.Config(bucket_nbytes=configured, timeout_s=30.0)) == [expected] * 2
 
 
 def test_a_model_can_be_copied_and_saved_while_it_trains() -> None:
     """Hooks and buckets do not get into copies and pickles of the model."""
 
-    def run(communicator: rr.Communicator) -> None:
+    def run(process_set: rr.ProcessSet) -> None:
         model = torch.nn.Linear(300, 200)
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), communicator=communicator)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), process_set=process_set)
         optimizer.zero_grad()
         model(torch.ones(1, 300)).sum().backward()
         optimizer.step()
@@ -166,7 +166,7 @@ def test_a_model_can_be_copied_and_saved_while_it_trains() -> None:
             torch.testing.assert_close(copied.weight, model.weight, rtol=0, atol=0)
             assert not copied.weight._post_accumulate_grad_hooks
 
-    run_ranks(2, run)
+    run_process_sets(2, run)
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])

@@ -1,0 +1,498 @@
+"""The engine: named operations from any thread, in any order, run in one order on all ranks.
+
+Whoever waits for an operation drives the engine: it reads what the ranks say to each other and runs what is ready, on
+its own thread. A progress thread does the same while nobody waits. It sleeps on a condition while this rank has nothing
+under way, so an idle rank costs nothing; its leader looks once a second whether others wait for it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+from ringreduce.communicator import Communicator
+from ringreduce.engine.execution import Executor
+from ringreduce.engine.negotiation import Expired, Joined, Leader, Looks, Lost, Member, Order, Refuse, Run, Stalled
+from ringreduce.engine.operations import Operation
+from ringreduce.engine.stall import StallWatch
+from ringreduce.errors import (
+    CollectiveTimeoutError,
+    ConfigError,
+    MismatchError,
+    PeerLostError,
+    ShutdownError,
+    TransportError,
+    UnsupportedBufferError,
+)
+from ringreduce.transport.messages import Messages
+
+__all__ = ["Engine"]
+
+_log = logging.getLogger(__name__)
+
+_TRIES = 16
+_CHECK_S = 0.1
+_YIELD_S = 0.002  # after this long nothing is about to happen: nap
+_NAP_S = 50e-6
+_LONG_NAP_S = 1e-3  # after a second without news
+_IDLE_S = 1.0  # how often the leader of idle ranks looks up
+_GRACE_S = 10.0  # how long after the time limit a rank waits for the leader to say so
+
+
+class Engine:
+    """Asynchronous operations on one process set. Thread-safe.
+
+    Args:
+        communicator: carries the operations out; used by nobody else. Closed with the engine.
+        notes: carries what the ranks say to each other about them; used by nobody else. Closed with the engine.
+        alive: whether a rank's process is there, as far as is known.
+        threads: whether operations may run on another thread than that which submits them. If not, they run only
+            while somebody waits.
+    """
+
+    LEADER = 0
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        notes: Messages,
+        *,
+        alive: Callable[[int], bool] = lambda rank: True,
+        threads: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._communicator = communicator
+        self._messages = notes
+        self._alive = alive
+        self._clock = clock
+        self._executor = Executor(communicator)
+        config = communicator.config
+        leads = communicator.rank == self.LEADER
+        self._member = Member(plans=leads)
+        self._leader = Leader(communicator.size, config.fusion_nbytes) if leads else None
+        self._stall = StallWatch(config.stall_warning_s, config.timeout_s)
+        self._driver = threading.Lock()  # who holds it may touch everything above
+        self._changed = threading.Condition()
+        self._inbox: deque[Callable[[], list[list[Any]]]] = deque()  # what the program did, in its order
+        self._pending: defaultdict[str, deque[Operation]] = defaultdict(deque)
+        self._names: set[str] = set()
+        self._joins: list[Operation] = []
+        self._under_way = 0  # operations that are not done
+        self._waiters = 0
+        self._asleep = False
+        self._closed = False
+        self._failure: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._threads = threads
+        self._checked = self._news = clock()
+        self._registered = 0
+        if leads and communicator.size > 1:
+            self._start()  # others may wait for this rank before it has submitted anything
+
+    @property
+    def communicator(self) -> Communicator:
+        return self._communicator
+
+    @property
+    def threaded(self) -> bool:
+        """Whether operations go on while nobody waits for them."""
+        return self._threads
+
+    # ---- what programs call, from any thread ----
+
+    def submit(self, operation: Operation, *, unique: bool = True) -> None:
+        """Start an operation; returns at once.
+
+        Args:
+            operation: its arrays belong to the engine until it is done.
+            unique: whether its name must not be under way already.
+
+        Raises:
+            ConfigError: its name is under way.
+            ShutdownError: the engine was closed.
+            TransportError: an earlier operation failed in a way that ended all.
+        """
+        with self._changed:
+            self._enter(operation, unique)
+            self._wake()
+
+    def run(self, operation: Operation, *, unique: bool = True) -> Any:
+        """Start an operation and wait for it: without the help of another thread, if none is at work.
+
+        Raises:
+            what `submit` and `wait` raise.
+        """
+        with self._changed:
+            self._enter(operation, unique)
+            self._waiters += 1
+        return self._await(operation)
+
+    def register(self, kind: str, procedure: Callable[[Communicator, int, bool], Any]) -> str:
+        """Say what to do when a `Procedure` runs; on all ranks, in the same order.
+
+        Args:
+            kind: what the name begins with.
+            procedure: takes the communicator, how many ranks have submitted it, and whether this rank has. If not, it
+                has joined, and contributes what changes nothing.
+
+        Returns:
+            The name under which to submit it, the same on all ranks.
+        """
+        self._registered += 1
+        name = f"{kind} {self._registered}"
+        self._executor.procedures[name] = procedure
+        return name
+
+    def unregister(self, name: str) -> None:
+        """Forget a procedure; does nothing if there is none of this name."""
+        self._executor.procedures.pop(name, None)
+
+    def join(self) -> Operation:
+        """Say that this rank submits nothing more until all ranks have joined; done then.
+
+        Returns:
+            The operation to wait for; its result is the rank that joined last.
+        """
+        operation = Operation("join", Looks("join"))
+
+        def take_in() -> list[list[Any]]:
+            self._joins.append(operation)
+            return self._member.join()
+
+        with self._changed:
+            self._require_open()
+            self._under_way += 1
+            self._inbox.append(take_in)
+            self._wake()
+        return operation
+
+    def poll(self, operation: Operation) -> bool:
+        """Return whether an operation has come to an end; never blocks for another rank's sake but to carry one out."""
+        if not operation.done:
+            self._inbox.append(self._member.wait)
+            if self._driver.acquire(blocking=False):
+                try:
+                    self._step()
+                finally:
+                    self._driver.release()
+        return operation.done
+
+    def wait(self, operation: Operation) -> Any:
+        """Return the result of an operation, once it has come to an end.
+
+        Raises:
+            MismatchError: the ranks submitted different operations under its name.
+            CollectiveTimeoutError: a rank did not submit it within the time limit.
+            PeerLostError: a rank that it needs has shut down or died.
+            ShutdownError: this rank has shut down.
+        """
+        if not operation.done:
+            with self._changed:
+                self._waiters += 1
+            return self._await(operation)
+        return _outcome(operation)
+
+    def close(self) -> None:
+        """Stop. What is under way ends in a `ShutdownError`; safe to call twice."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+        with self._driver:
+            if self._failure is None:
+                self._send(self._member.leave())
+            self._fail_all(ShutdownError("ringreduce was shut down while the operation was under way"))
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        self._communicator.close()
+        if self._failure is None:
+            self._messages.close()
+
+    # ---- who drives ----
+
+    def _enter(self, operation: Operation, unique: bool) -> None:
+        """Take in an operation; the condition is held."""
+        self._require_open()
+        if unique:
+            if operation.name in self._names:
+                raise ConfigError(
+                    f"an operation with the name {operation.name!r} is under way on this rank; "
+                    "synchronize it first, or choose another name"
+                )
+            self._names.add(operation.name)
+        self._under_way += 1
+        self._inbox.append(lambda: self._take_in(operation))
+
+    def _await(self, operation: Operation) -> Any:
+        """Wait for an operation as one of the waiters, of whom one drives."""
+        self._inbox.append(self._member.wait)
+        try:
+            while self._drives_for(operation):
+                try:
+                    self._drive(lambda: operation.done)
+                finally:
+                    self._driver.release()
+        finally:
+            with self._changed:
+                self._waiters -= 1
+                if self._waiters:
+                    self._changed.notify_all()
+                elif self._under_way:
+                    self._wake()
+        return _outcome(operation)
+
+    def _drives_for(self, operation: Operation) -> bool:
+        """Wait until this thread holds the driver's lock, or, if that is not to be, the operation is done."""
+        # Tried with the condition held, for whoever stops driving tells the waiters so with it held.
+        with self._changed:
+            while not operation.done:
+                if self._driver.acquire(blocking=False):
+                    return True
+                self._changed.wait(_IDLE_S)
+        return False
+
+    def _wake(self) -> None:
+        """Let the progress thread know that there is something to do, if nobody drives; the condition is held."""
+        if self._waiters:
+            return
+        if self._asleep:
+            self._asleep = False
+            self._changed.notify_all()
+        elif self._thread is None:
+            self._start()
+
+    def _start(self) -> None:
+        if self._threads:
+            self._thread = threading.Thread(target=self._run_thread, name="ringreduce", daemon=True)
+            self._thread.start()
+
+    def _run_thread(self) -> None:
+        while not self._closed:
+            with self._changed:
+                if self._may_sleep():
+                    self._asleep = True
+                    self._changed.wait(_IDLE_S if self._leader is not None else None)
+                    self._asleep = False
+            if self._waiters:
+                continue
+            with self._driver:
+                self._drive(lambda: bool(self._waiters) or not self._under_way)
+            self._let_waiters_drive()
+
+    def _let_waiters_drive(self) -> None:
+        with self._changed:
+            if self._waiters:
+                self._changed.notify_all()
+
+    def _may_sleep(self) -> bool:
+        return not self._closed and (self._waiters > 0 or not self._under_way)
+
+    # ---- driving; the driver's lock is held ----
+
+    def _drive(self, finished: Callable[[], bool]) -> None:
+        """Make progress until ``finished()``."""
+        tries = 0
+        while not self._closed and self._failure is None:
+            moved = self._step()
+            if finished():
+                return
+            tries += 1
+            if moved:
+                tries = 0
+            elif tries < _TRIES:
+                os.sched_yield()
+            else:
+                tries = 0
+                quiet_s = self._clock() - self._news
+                if quiet_s > _YIELD_S:
+                    time.sleep(_NAP_S if quiet_s < 1.0 else _LONG_NAP_S)
+
+    def _step(self) -> bool:
+        """Do what can be done now; return whether there was anything. If it fails, everything ends."""
+        try:
+            moved = self._progress()
+            now = self._clock()
+            if moved:
+                self._news = now
+            if now - self._checked >= _CHECK_S:
+                self._checked = now
+                self._look_around(now)
+        except BaseException as error:
+            self._fail_all(error)
+            if not isinstance(error, Exception):
+                raise
+            return True
+        return moved
+
+    def _progress(self) -> bool:
+        """Take in what the program did and what other ranks say; return whether there was anything."""
+        moved = False
+        outgoing: list[list[Any]] = []
+        while self._inbox:
+            moved = True
+            outgoing += self._inbox.popleft()()
+        if outgoing:
+            self._send(_joined_up(outgoing))
+        while (arrived := self._messages.poll()) is not None:
+            moved = True
+            rank, data = arrived
+            for note in json.loads(data):
+                if self._leader is not None:
+                    self._tell(self._leader.hear(rank, note, self._clock()))
+                else:
+                    self._obey(self._member.hear(note))
+        return moved
+
+    def _send(self, notes: list[list[Any]]) -> None:
+        """Let the leader hear what this rank has to say."""
+        if self._leader is None:
+            self._messages.post(json.dumps(notes).encode(), self.LEADER)
+            return
+        for note in notes:
+            self._tell(self._leader.hear(self.LEADER, note, self._clock()))
+
+    def _tell(self, notes: list[list[Any]]) -> None:
+        """Let all ranks hear what the leader has decided, then do it here."""
+        if not notes:
+            return
+        data = json.dumps(notes).encode()
+        for rank in range(1, self._communicator.size):
+            self._messages.post(data, rank)
+        for note in notes:
+            self._obey(self._member.hear(note))
+
+    def _take_in(self, operation: Operation) -> list[list[Any]]:
+        self._pending[operation.name].append(operation)
+        return self._member.submit(operation.name, operation.looks)
+
+    # ---- orders ----
+
+    def _obey(self, order: Order | None) -> None:
+        if order is None:
+            return
+        if isinstance(order, Run):
+            operations = [self._next(named.name) for named in order.operations]
+            own = [operation for operation in operations if operation is not None]
+            try:
+                self._executor.run(order, operations)
+            except (ConfigError, MismatchError, UnsupportedBufferError) as error:
+                self._end_with(own, error)  # on all ranks, or the communicator makes it so in its next call
+            except BaseException as error:
+                self._end_with(own, error)
+                raise
+            else:
+                self._finish(own)
+        elif isinstance(order, Refuse):
+            self._end(order.name, MismatchError({rank: f"{order.name}: {text}" for rank, text in order.values.items()}))
+        elif isinstance(order, Joined):
+            self._joins[0].result = order.last
+            self._finish([self._joins.pop(0)])
+        elif isinstance(order, Lost):
+            self._end(order.name, PeerLostError(order.rank, f"it has shut down; this rank waits for {order.name!r}"))
+        elif isinstance(order, Expired):
+            missing = ", ".join(map(str, order.missing))
+            self._end(
+                order.name,
+                CollectiveTimeoutError(f"waited {order.seconds:.3g} s for rank {missing} to submit {order.name!r}"),
+            )
+        else:
+            self._warn(order)
+
+    def _warn(self, order: Stalled) -> None:
+        if order.first == self._communicator.rank and self._pending.get(order.name):
+            missing = ", ".join(map(str, order.missing))
+            site = self._pending[order.name][0].site
+            _log.warning(
+                "stalled: %s has waited for %.0f s; missing: rank %s. Submitted at %s",
+                order.name,
+                order.seconds,
+                missing,
+                site,
+            )
+
+    def _next(self, name: str) -> Operation | None:
+        """Take the oldest operation of a name, None if this rank has submitted none: after it has joined."""
+        queue = self._pending.get(name)
+        if not queue:
+            return None
+        operation = queue.popleft()
+        if not queue:
+            del self._pending[name]
+        return operation
+
+    def _end(self, name: str | None, error: Exception) -> None:
+        if name is None:
+            raise error
+        operation = self._next(name)
+        if operation is not None:
+            self._end_with([operation], error)
+
+    def _end_with(self, operations: list[Operation], error: BaseException) -> None:
+        for operation in operations:
+            operation.error = error if isinstance(error, Exception) else TransportError(f"interrupted: {error!r}")
+        self._finish(operations)
+
+    def _finish(self, operations: list[Operation]) -> None:
+        self._member.finished(len(operations))
+        with self._changed:
+            for operation in operations:
+                operation.done = True
+                self._names.discard(operation.name)
+            self._under_way -= len(operations)
+            if self._waiters:
+                self._changed.notify_all()
+
+    def _fail_all(self, error: BaseException) -> None:
+        """End everything: what the ranks have under way is no longer known."""
+        if self._failure is None:
+            self._failure = error
+        while self._inbox:
+            self._inbox.popleft()()
+        operations = [operation for queue in self._pending.values() for operation in queue] + self._joins
+        self._pending.clear()
+        self._joins = []
+        self._end_with(operations, error)
+
+    # ---- the clock ----
+
+    def _look_around(self, now: float) -> None:
+        """Look for operations that do not come to an end."""
+        for rank in range(self._communicator.size if self._under_way else 0):
+            if not self._alive(rank):
+                raise PeerLostError(rank, "its process has ended")
+        if self._leader is not None:
+            late, expired = self._stall.check(self._leader.waiting(), now)
+            self._tell([self._leader.stalled(each, now) for each in late])
+            self._tell([self._leader.expire(each, now) for each in expired])
+        elif self._pending and now - self._news > self._communicator.config.timeout_s + _GRACE_S:
+            raise PeerLostError(self.LEADER, f"it has said nothing for {now - self._news:.0f} s")
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ShutdownError("ringreduce was shut down; call init() to start a new world")
+        if self._failure is not None:
+            raise TransportError(f"an earlier operation failed, so the ranks are out of step: {self._failure!r}")
+
+
+def _outcome(operation: Operation) -> Any:
+    if operation.error is not None:
+        raise operation.error
+    return operation.result
+
+
+def _joined_up(notes: list[list[Any]]) -> list[list[Any]]:
+    """Make one note of several in a row that say the same of different operations."""
+    joined: list[list[Any]] = []
+    for note in notes:
+        if note[0] == "known" and joined and joined[-1][0] == "known":
+            joined[-1] = joined[-1] + note[1:]
+        else:
+            joined.append(note)
+    return joined

@@ -1,0 +1,170 @@
+"""Carry out operations that are ready on all ranks, on the engine's own communicator."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ringreduce.buffers import DType, Operand, divide, divide_toward_zero, narrow, typed, widen
+from ringreduce.communicator import Communicator
+from ringreduce.engine.negotiation import Looks, Run
+from ringreduce.engine.operations import PROCEDURE, Call, Operation, Reduction
+from ringreduce.reduce_ops import AVERAGE, MIN, PRODUCT, SUM, ReduceOp
+
+__all__ = ["Executor"]
+
+_BUFFERS_NBYTES = 64 << 20  # communication buffers that are kept for the next time
+
+# A bfloat16 is kept as its bits.
+_BFLOAT16_ONE, _BFLOAT16_INFINITY, _BFLOAT16_SIGN = 0x3F80, 0x7F80, 0x8000
+
+
+class Executor:
+    """Packs what travels together into communication buffers, reduces it and unpacks it.
+
+    Args:
+        communicator: used by nobody else.
+
+    Attributes:
+        procedures: what runs under the names of `Procedure` operations.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self.procedures: dict[str, Callable[[Communicator, int, bool], Any]] = {}
+        self._buffers: OrderedDict[tuple[str, int], tuple[Any, npt.NDArray[Any]]] = OrderedDict()
+
+    def run(self, order: Run, operations: Sequence[Operation | None]) -> None:
+        """Carry out one order.
+
+        Args:
+            order: what all ranks do now.
+            operations: this rank's own, in the order's order; None for each if this rank has joined.
+        """
+        first = operations[0]
+        if order.operations[0].looks.op == PROCEDURE:
+            result = self.procedures[order.operations[0].name](self._communicator, order.active, first is not None)
+            if first is not None:
+                first.result = result
+            return
+        if isinstance(first, Call):
+            first.result = first.run(self._communicator)
+            return
+        reductions = [each for each in operations if isinstance(each, Reduction)]
+        for each in reductions:
+            if each.before is not None:
+                each.before()
+        everyone = order.active == self._communicator.size
+        if everyone and len(reductions) == 1 and len(reductions[0].sources) == 1:
+            (only,) = reductions
+            self._communicator.allreduce(only.sources[0], only.op, out=only.targets[0])
+        else:
+            self._reduce_packed(order, reductions)
+        for each in reductions:
+            each.result = each.after() if each.after is not None else each.targets
+
+    def _reduce_packed(self, order: Run, reductions: Sequence[Reduction]) -> None:
+        op = ReduceOp.parse(order.operations[0].looks.op)
+        arrays: dict[str, list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]] = {}
+        for reduction in reductions:
+            for source, target in zip(reduction.sources, reduction.targets, strict=True):
+                given = Operand.of(source)
+                taken = given if target is source else Operand.of(target)
+                arrays.setdefault(given.dtype.name, []).append((given.view, taken.view))
+        for dtype, count in _totals(named.looks for named in order.operations).items():
+            self._reduce(op, DType.of(dtype), count, arrays.get(dtype, []), order.active)
+
+    def _reduce(
+        self,
+        op: ReduceOp,
+        dtype: DType,
+        count: int,
+        arrays: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]],
+        active: int,
+    ) -> None:
+        """Reduce arrays of one dtype, this rank's or, after it has joined, none, together."""
+        if active < self._communicator.size and op is AVERAGE:
+            self._average_over_active(dtype, count, arrays, active)
+            return
+        buffer, flat = self._buffer(dtype, count)
+        if arrays:
+            _pack(flat, [source for source, _ in arrays])
+        else:
+            flat[:] = _neutral(op, dtype)
+        self._communicator.allreduce(buffer, op, out=buffer)
+        _unpack(flat, [target for _, target in arrays])
+
+    def _average_over_active(
+        self, dtype: DType, count: int, arrays: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]], active: int
+    ) -> None:
+        """Average over the ranks that have not joined: a sum, in a dtype that holds it, divided by their number."""
+        own: npt.NDArray[Any] = np.zeros(count, dtype.storage)
+        _pack(own, [source for source, _ in arrays])
+        exact = dtype.half or dtype.kind in ("int", "uint", "bool")
+        total = widen(own, dtype) if exact else own
+        self._communicator.allreduce(total, SUM, out=total)
+        if total.dtype.kind in "iu":
+            divide_toward_zero(total, active)
+        else:
+            divide(total, active)
+        narrow(total, dtype, own)
+        _unpack(own, [target for _, target in arrays])
+
+    def _buffer(self, dtype: DType, count: int) -> tuple[Any, npt.NDArray[Any]]:
+        """Return a communication buffer, as the communicator takes it and as a plain view of its storage.
+
+        The same ones for the same question, since calls that are repeated with one object are fastest.
+        """
+        key = dtype.name, count
+        found = self._buffers.pop(key, None)
+        if found is None:
+            memory = self._communicator.empty(count * dtype.itemsize, np.uint8)
+            found = typed(memory, dtype), memory.view(dtype.storage)
+        self._buffers[key] = found
+        while len(self._buffers) > 1 and sum(flat.nbytes for _, flat in self._buffers.values()) > _BUFFERS_NBYTES:
+            self._buffers.popitem(last=False)
+        return found
+
+
+def _totals(all_looks: Iterable[Looks]) -> dict[str, int]:
+    """Return how many elements of each dtype travel; the same on all ranks, in the same order."""
+    totals: Counter[str] = Counter()
+    for looks in all_looks:
+        totals.update(dict(looks.parts))
+    return totals
+
+
+def _pack(flat: npt.NDArray[Any], sources: Iterable[npt.NDArray[Any]]) -> None:
+    start = 0
+    for source in sources:
+        np.copyto(flat[start : start + source.size].reshape(source.shape), source)
+        start += source.size
+
+
+def _unpack(flat: npt.NDArray[Any], targets: Iterable[npt.NDArray[Any]]) -> None:
+    start = 0
+    for target in targets:
+        np.copyto(target, flat[start : start + target.size].reshape(target.shape))
+        start += target.size
+
+
+def _neutral(op: ReduceOp, dtype: DType) -> Any:
+    """Return what changes nothing when it is reduced with anything, as an element of the storage type."""
+    if op in (SUM, AVERAGE):
+        return 0
+    if op is PRODUCT:
+        return _BFLOAT16_ONE if dtype.name == "bfloat16" else 1
+    largest = op is MIN
+    if dtype.kind == "bool":
+        return largest
+    if dtype.kind in ("int", "uint"):
+        limits = np.iinfo(dtype.storage)
+        return limits.max if largest else limits.min
+    if dtype.name == "bfloat16":
+        return _BFLOAT16_INFINITY if largest else _BFLOAT16_INFINITY | _BFLOAT16_SIGN
+    infinity = np.inf if largest else -np.inf
+    return complex(infinity, infinity) if dtype.kind == "complex" else infinity

@@ -1,0 +1,29 @@
+"""Which operations travel together: a function of what they are, in the order of the program."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+__all__ = ["plan"]
+
+
+def plan(items: Sequence[tuple[Hashable, int]], limit_nbytes: int) -> list[list[int]]:
+    """Sort items into groups: one kind each, in order, closed by the item that fills it to the limit.
+
+    Args:
+        items: kind (dtype, op, ...) and size (bytes) of each.
+        limit_nbytes: a group that holds so many bytes is closed.
+
+    Returns:
+        The indices of the items in each group; groups in order of their first item.
+    """
+    groups: list[list[int]] = []
+    open_groups: dict[Hashable, tuple[list[int], int]] = {}
+    for index, (kind, nbytes) in enumerate(items):
+        members, filled = open_groups.pop(kind, ([], 0))
+        if not members:
+            groups.append(members)
+        members.append(index)
+        if filled + nbytes < limit_nbytes:
+            open_groups[kind] = members, filled + nbytes
+    return groups

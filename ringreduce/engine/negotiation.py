@@ -1,0 +1,492 @@
+"""Which named operations are ready on all ranks, and in which order they run: state machines without thread or clock.
+
+Ranks submit operations in any order; matching them by name is a conversation between every rank's `Member` and the
+`Leader`, which lives on the lowest rank of the process set. Both are functions of what they hear, and return what is to
+be sent, so that every interleaving can be played through in a test.
+
+* A member that meets a name (with the looks of its operation: all that must agree between the ranks) spells it out to
+  the leader. The leader compares what the ranks say under one name. When the last rank has spoken it tells everyone to
+  run the operation, or to refuse it. The order in which it says so is the order on all ranks.
+* A name that comes again gets a number, and from then on travels as that. Names that are used once (``f"loss {step}"``)
+  leave nothing behind.
+* Operations that the leader's own program submits between two waits, and that may be fused, become a group. Such a plan
+  follows from the order of the program, not from timing. A member keeps the operations of a group back until all of
+  them were submitted, or until its program waits for one of them, and then announces them in one piece. What all ranks
+  announced as a group travels together; if any did not, each operation travels alone. So what travels together does
+  not depend on timing either.
+* A rank that has joined needs no longer submit anything: allreduces run without it, and it learns their looks to take
+  part with neutral elements.
+
+An operation without a name takes one that it shares with all others of its kind and looks; these match in order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ringreduce.buffers import DType
+from ringreduce.engine.fusion import plan
+
+__all__ = [
+    "Expired",
+    "Joined",
+    "Leader",
+    "Looks",
+    "Lost",
+    "Member",
+    "Named",
+    "Note",
+    "Order",
+    "Refuse",
+    "Run",
+    "Stalled",
+    "Waiting",
+]
+
+#: What is sent: a list that JSON can carry, its kind first.
+Note = list[Any]
+
+_REMEMBERED = 4096  # names that came once
+_BREAKS = 8  # how often a plan for an operation may prove wrong before it travels alone for good
+
+
+class Looks(NamedTuple):
+    """What must agree between the ranks that submit one name.
+
+    Attributes:
+        text: all of it, for people.
+        op: the reduce op of an allreduce, empty for other collectives.
+        parts: of an allreduce, (dtype, number of elements), one for each dtype: what a joined rank has to know.
+    """
+
+    text: str
+    op: str = ""
+    parts: tuple[tuple[str, int], ...] = ()
+
+    @classmethod
+    def decode(cls, said: Sequence[Any]) -> Looks:
+        text, op, parts = said
+        return cls(text, op, tuple((dtype, count) for dtype, count in parts))
+
+    @property
+    def fusible(self) -> bool:
+        return len(self.parts) == 1
+
+
+class Named(NamedTuple):
+    """An operation as the ranks know it."""
+
+    name: str
+    looks: Looks
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """These operations run now, as one.
+
+    Attributes:
+        operations: those that travel together.
+        active: how many ranks submitted them; the others have joined.
+    """
+
+    operations: tuple[Named, ...]
+    active: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """An operation does not run: what the ranks submitted under its name differs, or it cannot run after a join."""
+
+    name: str
+    values: dict[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """All ranks have joined; ``last`` was the last."""
+
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stalled:
+    """An operation waits for long for ``missing``; ``first`` is the lowest rank that submitted it."""
+
+    name: str
+    missing: tuple[int, ...]
+    seconds: float
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class Expired:
+    """An operation is given up: ``missing`` did not submit it within the time limit."""
+
+    name: str
+    missing: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A rank takes part in nothing any more; without a name, nothing can run at all."""
+
+    name: str | None
+    rank: int
+
+
+Order = Run | Refuse | Joined | Stalled | Expired | Lost
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """An operation that not all ranks have submitted.
+
+    Attributes:
+        name: which.
+        since: the leader's clock when the first rank submitted it.
+        present: the ranks that have.
+        missing: the ranks that have not.
+    """
+
+    name: str
+    since: float
+    present: tuple[int, ...]
+    missing: tuple[int, ...]
+
+
+class Member:
+    """A rank's side of the conversation: turns what its program does into notes, and notes into orders.
+
+    Args:
+        plans: whether this is the leader's rank, whose program order decides what is fused.
+    """
+
+    def __init__(self, *, plans: bool) -> None:
+        self._plans = plans
+        self._numbers: dict[Named, int] = {}
+        self._named: dict[int, Named] = {}
+        self._groups: dict[int, tuple[int, ...]] = {}
+        self._group_of: dict[int, int] = {}
+        self._held: dict[int, list[int]] = {}  # group -> those of its operations that wait for the others
+        self._unused: list[Note] = []  # changes of the plan, to be made between the program's rounds
+        self._since_wait: list[int] = []
+        self._pending = 0
+
+    def submit(self, name: str, looks: Looks) -> list[Note]:
+        """Take note of what this rank's program submitted; return what the leader has to hear."""
+        if self._pending == 0:
+            self._apply_plan()
+        self._pending += 1
+        named = Named(name, looks)
+        number = self._numbers.get(named)
+        if number is None:
+            return [["new", name, looks]]
+        if self._plans and looks.fusible:
+            self._since_wait.append(number)
+        group = self._group_of.get(number)
+        if group is None:
+            return [["known", number]]
+        held = self._held.setdefault(group, [])
+        if number in held:  # twice in one round: not what the plan was made for
+            return [*self._dissolve(group), ["known", number]]
+        held.append(number)
+        if len(held) < len(self._groups[group]):
+            return []
+        del self._held[group]
+        return [["known", group]]
+
+    def wait(self) -> list[Note]:
+        """Take note that the program waits; what is kept back because of a plan can then not come to completion."""
+        notes = [note for group in list(self._held) for note in self._dissolve(group)]
+        together = [number for number in self._since_wait if number not in self._group_of]
+        self._since_wait.clear()
+        if len(together) > 1:
+            notes.append(["together", *together])
+        return notes
+
+    def join(self) -> list[Note]:
+        """Take note that the program submits nothing more until all ranks have joined."""
+        self._pending += 1
+        return [*self.wait(), ["join"]]
+
+    def leave(self) -> list[Note]:
+        """Take note that the program ends."""
+        return [["leave"]]
+
+    def hear(self, note: Note) -> Order | None:
+        """Take in what the leader says; return what this rank has to do now."""
+        kind, *said = note
+        if kind == "number":
+            number, name, looks = said
+            named = Named(name, Looks.decode(looks))
+            self._numbers[named] = number
+            self._named[number] = named
+            return None
+        if kind in ("group", "ungroup"):
+            self._unused.append(note)
+            return None
+        if kind == "run":
+            entries, active = said
+            return Run(tuple(self._decode(entry) for entry in entries), active)
+        if kind == "refuse":
+            name, values = said
+            return Refuse(name, {int(rank): text for rank, text in values.items()})
+        if kind == "joined":
+            return Joined(*said)
+        if kind == "lost":
+            return Lost(*said)
+        name, missing, seconds, *rest = said
+        return (
+            Stalled(name, tuple(missing), seconds, *rest)
+            if kind == "stalled"
+            else Expired(name, tuple(missing), seconds)
+        )
+
+    def finished(self, count: int = 1) -> None:
+        """Take note that so many of this rank's own operations have come to an end."""
+        self._pending -= count
+
+    def _decode(self, entry: int | Sequence[Any]) -> Named:
+        if isinstance(entry, int):
+            return self._named[entry]
+        name, looks = entry
+        return Named(name, Looks.decode(looks))
+
+    def _apply_plan(self) -> None:
+        for kind, group, *numbers in self._unused:
+            if kind == "group":
+                self._groups[group] = tuple(numbers)
+                self._group_of.update(dict.fromkeys(numbers, group))
+            elif group in self._groups:
+                self._forget(group)
+        self._unused.clear()
+
+    def _dissolve(self, group: int) -> list[Note]:
+        """Give up a group, and announce one by one what was kept back for it."""
+        held = self._held.pop(group, [])
+        self._forget(group)
+        return [["apart", group], *([["known", *held]] if held else [])]
+
+    def _forget(self, group: int) -> None:
+        for number in self._groups.pop(group):
+            del self._group_of[number]
+
+
+class _Claim(NamedTuple):
+    """A rank's word that it has submitted an operation, and the group with which it was announced."""
+
+    looks: Looks
+    group: int | None
+    since: float
+
+
+class Leader:
+    """The side that hears all ranks, and decides what runs when.
+
+    Args:
+        size: the number of ranks.
+        fusion_nbytes: a group that holds so many bytes is closed.
+    """
+
+    def __init__(self, size: int, fusion_nbytes: int) -> None:
+        self._size = size
+        self._fusion_nbytes = fusion_nbytes
+        self._claims: defaultdict[str, dict[int, deque[_Claim]]] = defaultdict(dict)
+        self._seen: OrderedDict[Named, None] = OrderedDict()
+        self._numbers: dict[Named, int] = {}
+        self._named: dict[int, Named] = {}
+        self._groups: dict[int, tuple[int, ...]] = {}  # never forgotten: a note that uses one may be under way
+        self._grouped: set[int] = set()
+        self._apart: set[int] = set()
+        self._breaks: Counter[int] = Counter()
+        self._last_number = 0
+        self._joined: list[int] = []
+        self._left: set[int] = set()
+
+    def hear(self, rank: int, note: Note, now: float = 0.0) -> list[Note]:
+        """Take in what a rank says; return what all ranks have to hear, in this order.
+
+        Args:
+            rank: who says it.
+            note: what `Member` made.
+            now: the time, on any clock that does not go back.
+        """
+        kind, *said = note
+        if kind == "known":
+            names: list[str] = []
+            for number in said:
+                names += self._claim_known(rank, number, now)
+            return self._decide(names)
+        if kind == "new":
+            name, looks = said
+            self._claim(rank, name, _Claim(Looks.decode(looks), None, now))
+            return self._decide([name])
+        if kind == "together":
+            return self._plan(said)
+        if kind == "apart":
+            return self._ungroup(said[0])
+        if kind == "join":
+            return self._join(rank)
+        assert kind == "leave", note
+        return self._leave(rank)
+
+    def waiting(self) -> list[Waiting]:
+        """Return what is not ready, in the order of first submission."""
+        found = []
+        for name, claims in self._claims.items():
+            missing = tuple(rank for rank in self._expected() if rank not in claims)
+            since = min(queue[0].since for queue in claims.values())
+            found.append(Waiting(name, since, tuple(sorted(claims)), missing))
+        return found
+
+    def stalled(self, waiting: Waiting, now: float) -> Note:
+        """Return what all ranks have to hear about an operation that waits for long."""
+        return ["stalled", waiting.name, list(waiting.missing), now - waiting.since, waiting.present[0]]
+
+    def expire(self, waiting: Waiting, now: float) -> Note:
+        """Give up an operation; return what all ranks have to hear."""
+        self._take(waiting.name, waiting.present)
+        return ["expired", waiting.name, list(waiting.missing), now - waiting.since]
+
+    # ---- claims ----
+
+    def _claim_known(self, rank: int, number: int, now: float) -> list[str]:
+        members = self._groups.get(number, (number,))
+        group = number if number in self._groups else None
+        names = []
+        for member in members:
+            name, looks = self._named[member]
+            self._claim(rank, name, _Claim(looks, group, now))
+            names.append(name)
+        return names
+
+    def _claim(self, rank: int, name: str, claim: _Claim) -> None:
+        self._claims[name].setdefault(rank, deque()).append(claim)
+
+    def _take(self, name: str, ranks: Iterable[int]) -> dict[int, _Claim]:
+        """Remove the oldest claim of each of ``ranks`` and return them."""
+        claims = self._claims[name]
+        taken = {}
+        for rank in ranks:
+            taken[rank] = claims[rank].popleft()
+            if not claims[rank]:
+                del claims[rank]
+        if not claims:
+            del self._claims[name]
+        return taken
+
+    def _expected(self) -> list[int]:
+        return [rank for rank in range(self._size) if rank not in self._joined]
+
+    # ---- decisions ----
+
+    def _decide(self, names: Iterable[str]) -> list[Note]:
+        """Run or refuse what is ready."""
+        notes: list[Note] = []
+        fused: dict[int, list[int | Note]] = {}
+        expected = self._expected()
+        for name in names:
+            claims = self._claims.get(name)
+            if claims is None:
+                continue
+            gone = sorted(rank for rank in self._left if rank not in claims)
+            if gone:
+                self._take(name, list(claims))
+                notes.append(["lost", name, gone[0]])
+                continue
+            if any(rank not in claims for rank in expected):
+                continue
+            # A rank that submitted and then joined takes part like the others.
+            taken = self._take(name, list(claims))
+            looks = {rank: claim.looks for rank, claim in sorted(taken.items())}
+            first = next(iter(looks.values()))
+            if any(each != first for each in looks.values()):
+                notes.append(["refuse", name, {str(rank): each.text for rank, each in looks.items()}])
+                continue
+            if len(taken) < self._size and not first.op:
+                texts = {rank: looks[rank].text if rank in looks else "joined" for rank in range(self._size)}
+                notes.append(["refuse", name, {str(rank): text for rank, text in texts.items()}])
+                continue
+            entry = self._entry(Named(name, first), notes)
+            groups = {claim.group for claim in taken.values()}
+            group = groups.pop() if len(groups) == 1 else None
+            if group is None:
+                notes.append(["run", [entry], len(taken)])
+            elif group in fused:
+                fused[group].append(entry)
+            else:
+                fused[group] = [entry]
+                notes.append(["run", fused[group], len(taken)])
+        return notes
+
+    def _entry(self, named: Named, notes: list[Note]) -> int | Note:
+        """Return how to say an operation: by its number, which it gets when it comes the second time, or in full."""
+        number = self._numbers.get(named)
+        if number is not None:
+            return number
+        if named not in self._seen:
+            self._seen[named] = None
+            if len(self._seen) > _REMEMBERED:
+                self._seen.popitem(last=False)
+            return [named.name, named.looks]
+        del self._seen[named]
+        number = self._next_number()
+        self._numbers[named] = number
+        self._named[number] = named
+        notes.append(["number", number, named.name, named.looks])
+        return number
+
+    def _next_number(self) -> int:
+        self._last_number += 1
+        return self._last_number
+
+    # ---- the plan ----
+
+    def _plan(self, numbers: Sequence[int]) -> list[Note]:
+        """Group what the leader's program submits between two waits."""
+        times = Counter(numbers)
+        free = [
+            number
+            for number in numbers
+            if times[number] == 1 and number not in self._grouped and self._breaks[number] < _BREAKS
+        ]
+        kinds = [self._kind(number) for number in free]
+        notes: list[Note] = []
+        for members in plan(kinds, self._fusion_nbytes):
+            if len(members) > 1:
+                group = self._next_number()
+                self._groups[group] = tuple(free[index] for index in members)
+                self._grouped.update(self._groups[group])
+                notes.append(["group", group, *self._groups[group]])
+        return notes
+
+    def _kind(self, number: int) -> tuple[tuple[str, str], int]:
+        """Return what may be fused with what, and how large it is."""
+        looks = self._named[number].looks
+        ((dtype, count),) = looks.parts
+        return (looks.op, dtype), count * DType.of(dtype).itemsize
+
+    def _ungroup(self, group: int) -> list[Note]:
+        if group in self._apart:
+            return []
+        self._apart.add(group)
+        self._grouped.difference_update(self._groups[group])
+        self._breaks.update(self._groups[group])
+        return [["ungroup", group]]
+
+    # ---- ranks that come to an end ----
+
+    def _join(self, rank: int) -> list[Note]:
+        self._joined.append(rank)
+        if len(self._joined) < self._size:
+            return self._decide(list(self._claims))
+        self._joined.clear()
+        return [*self._decide(list(self._claims)), ["joined", rank]]
+
+    def _leave(self, rank: int) -> list[Note]:
+        self._left.add(rank)
+        return self._decide(list(self._claims))

@@ -1,0 +1,190 @@
+"""Process sets: some of the ranks of a world, with collectives of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ringreduce.communicator import Communicator
+from ringreduce.config import Config
+from ringreduce.engine import Engine
+from ringreduce.errors import ConfigError
+from ringreduce.placement import Context
+from ringreduce.transport.messages import Messages
+from ringreduce.transport.node import host_name, join
+from ringreduce.transport.shared import MemfdSegments
+from ringreduce.transport.waiting import Waiter
+
+__all__ = ["Parts", "ProcessSet", "connect"]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a rank has as a member of a registered process set.
+
+    Attributes:
+        communicator: blocking collectives.
+        engine: named asynchronous operations, on a communicator of its own.
+    """
+
+    communicator: Communicator
+    engine: Engine
+
+    def close(self) -> None:
+        """Give everything back. Collective."""
+        self.engine.close()
+        self.communicator.close()
+
+
+class ProcessSet:
+    """Some ranks of the world, ascending, that work together; sets may overlap.
+
+    It can be used once it is registered, by `init` or `add_process_set`, on all ranks of the world.
+
+    Args:
+        ranks: of the world, in any order, or an mpi4py communicator of them.
+
+    Attributes:
+        process_set_id: 0 for all ranks, a number of its own for every other set, None while it is not registered.
+
+    Raises:
+        ConfigError: no rank, or one twice.
+    """
+
+    def __init__(self, ranks: Iterable[int] | Any) -> None:
+        listed = _ranks_of(ranks) if hasattr(ranks, "Get_group") else [int(rank) for rank in ranks]
+        if not listed or min(listed) < 0 or len(set(listed)) < len(listed):
+            raise ConfigError(f"a process set is made of one or more ranks, each once; got {listed}")
+        self._ranks: list[int] | None = sorted(listed)
+        self._world_rank: int | None = None
+        self._parts: Parts | None = None
+        self.process_set_id: int | None = None
+
+    @classmethod
+    def of_world(cls) -> ProcessSet:
+        """Return the set of all ranks, however many there will be."""
+        made = cls([0])
+        made._ranks = None
+        return made
+
+    @property
+    def ranks(self) -> list[int] | None:
+        """The members, ascending; None for all ranks while there is no world."""
+        return None if self._ranks is None else list(self._ranks)
+
+    def included(self) -> bool:
+        """Return whether this process is a member.
+
+        Raises:
+            ConfigError: the set is not registered.
+        """
+        self._require_registered()
+        return self._parts is not None
+
+    def size(self) -> int:
+        """Return the number of members.
+
+        Raises:
+            ConfigError: the set is not registered.
+        """
+        self._require_registered()
+        return len(self._ranks or ())
+
+    def rank(self) -> int:
+        """Return this process's number among the members.
+
+        Raises:
+            ConfigError: it is no member, or the set is not registered.
+        """
+        return self.communicator.rank
+
+    def rank_of(self, world_rank: int) -> int:
+        """Return a member's number among the members.
+
+        Raises:
+            ConfigError: that rank of the world is no member.
+        """
+        self._require_registered()
+        if world_rank not in (self._ranks or ()):
+            raise ConfigError(f"rank {world_rank} does not belong to the process set of ranks {self._ranks}")
+        return (self._ranks or []).index(world_rank)
+
+    @property
+    def communicator(self) -> Communicator:
+        """Blocking collectives of the members.
+
+        Raises:
+            ConfigError: this process is no member, or the set is not registered.
+        """
+        return self._member_parts().communicator
+
+    @property
+    def engine(self) -> Engine:
+        """Asynchronous operations of the members.
+
+        Raises:
+            ConfigError: this process is no member, or the set is not registered.
+        """
+        return self._member_parts().engine
+
+    def register(self, number: int, ranks: list[int], world_rank: int, parts: Parts | None) -> None:
+        """Make the set usable; for `ringreduce.runtime`."""
+        self.process_set_id, self._ranks, self._world_rank, self._parts = number, ranks, world_rank, parts
+
+    def unregister(self) -> Parts | None:
+        """Make the set unusable; return what is to be closed."""
+        parts, self._parts, self._world_rank = self._parts, None, None
+        if self.process_set_id == 0:
+            self._ranks = None
+        self.process_set_id = None
+        return parts
+
+    def _member_parts(self) -> Parts:
+        if self._parts is None:
+            self._require_registered()
+            raise ConfigError(f"rank {self._world_rank} does not belong to the process set of ranks {self._ranks}")
+        return self._parts
+
+    def _require_registered(self) -> None:
+        if self.process_set_id is None:
+            if self._ranks is None:
+                raise ConfigError("ringreduce has not been initialized; call ringreduce.init() first")
+            raise ConfigError(f"the process set of ranks {self._ranks} is not registered; call add_process_set first")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ProcessSet) and self._ranks == other._ranks
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._ranks or ()))
+
+    def __repr__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self._ranks})"
+
+
+def connect(make: Callable[[Waiter], Messages], settings: Config) -> Parts:
+    """Set up what the members of a set need. Collective.
+
+    Args:
+        make: makes a new transport between them, given how its collective calls wait; called three times.
+        settings: equal on all of them.
+    """
+    blocking = _communicator(make, settings)
+    asynchronous = _communicator(make, settings)
+    notes = make(Waiter(settings.timeout_s))
+    engine = Engine(asynchronous, notes, alive=asynchronous.alive, threads=notes.concurrent)
+    return Parts(blocking, engine)
+
+
+def _communicator(make: Callable[[Waiter], Messages], settings: Config) -> Communicator:
+    waiter = Waiter(settings.timeout_s)
+    messages = make(waiter)
+    node = join(messages, waiter, settings, host_name(), MemfdSegments)
+    return Communicator(Context(messages, waiter, node, settings))
+
+
+def _ranks_of(comm: Any) -> list[int]:
+    """Return the members of an mpi4py communicator as ranks of the job."""
+    from ringreduce.transport import mpi
+
+    return mpi.world_ranks(comm)

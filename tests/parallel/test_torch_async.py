@@ -1,0 +1,341 @@
+"""Named asynchronous operations on tensors: any order, any thread, and what happens when ranks disagree."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ringreduce as rr
+from ringreduce.testing import caught
+
+torch = pytest.importorskip("torch")
+import ringreduce.torch as hvd  # noqa: E402
+
+DTYPES = [
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bool,
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+]  # fmt: skip
+
+
+def of_rank(rank: int, shape: tuple[int, ...] = (3, 5), seed: int = 0) -> Any:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(10 * rank + seed), dtype=torch.float64)
+
+
+def total(shape: tuple[int, ...] = (3, 5), seed: int = 0) -> Any:
+    return torch.stack([of_rank(rank, shape, seed) for rank in range(rr.size())]).sum(0)
+
+
+def test_operations_meet_by_name_in_any_order() -> None:
+    """Every rank submits in an order of its own, step after step, and gets the right results."""
+    order = list(range(12))
+    for step in range(5):
+        random.Random(100 * rr.rank() + step).shuffle(order)
+        handles = {
+            index: hvd.allreduce_async(of_rank(rr.rank(), (index + 1,), step), name=f"t{index}", op=hvd.Sum)
+            for index in order
+        }
+        for index in sorted(order, key=lambda index: index * 7 % 12):
+            torch.testing.assert_close(hvd.synchronize(handles[index]), total((index + 1,), step))
+            assert hvd.poll(handles[index])
+
+
+def test_kinds_may_be_mixed() -> None:
+    """All kinds of operations are under way at once, submitted in different orders."""
+    rank, size = rr.rank(), rr.size()
+    mine = of_rank(rank)
+    starts: list[Callable[[], Any]] = [
+        lambda: hvd.allreduce_async(mine, name="sum", op=hvd.Sum),
+        lambda: hvd.allgather_async(torch.full((rank, 2), rank), name="gather"),
+        lambda: hvd.broadcast_async(mine, size - 1, name="root"),
+        lambda: hvd.alltoall_async(torch.arange(size) + 10 * rank, name="all to all"),
+        lambda: hvd.reducescatter_async(torch.ones(2 * size, 2), name="part", op=hvd.Sum),
+        lambda: hvd.grouped_allreduce_async([mine, mine.float()], name="group", op=hvd.Sum),
+        lambda: hvd.grouped_allgather_async([mine, torch.ones(0, 3)], name="gathers"),
+        lambda: hvd.grouped_reducescatter_async([torch.ones(size, 2)], name="parts", op=hvd.Sum),
+    ]
+    order = list(range(len(starts)))
+    random.Random(rank).shuffle(order)
+    handles = {index: starts[index]() for index in order}
+    results = [hvd.synchronize(handles[index]) for index in range(len(starts))]
+    torch.testing.assert_close(results[0], total())
+    assert results[1].tolist() == [[each, each] for each in range(size) for _ in range(each)]
+    torch.testing.assert_close(results[2], of_rank(size - 1))
+    assert results[3].tolist() == [rank + 10 * each for each in range(size)]
+    assert results[4].tolist() == [[size] * 2] * 2
+    torch.testing.assert_close(results[5][0], total())
+    torch.testing.assert_close(results[5][1], total().float(), rtol=1e-5, atol=1e-5)
+    assert results[6][0].shape == (3 * size, 5)
+    assert results[6][1].shape == (0, 3)
+    assert results[7][0].tolist() == [[size] * 2]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype(dtype: Any) -> None:
+    """What Horovod rejects works too: bfloat16, bool, small integers and complex numbers, of any strides."""
+    values = torch.arange(6).reshape(2, 3).to(dtype)
+    everyone = torch.stack([values] * rr.size())
+    expected = everyone.any(0) if dtype is torch.bool else everyone.sum(0).to(dtype)
+    torch.testing.assert_close(hvd.allreduce(values.t(), op=hvd.Sum), expected.t())
+    torch.testing.assert_close(hvd.allgather(values.t()), torch.cat([values.t()] * rr.size()))
+    torch.testing.assert_close(hvd.broadcast(values[:, ::2] if rr.rank() == 0 else values[:, :2], 0), values[:, ::2])
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (7, 0, 2)], ids=str)
+def test_scalars_and_empty_tensors(shape: tuple[int, ...]) -> None:
+    """A scalar is reduced and broadcast; nothing at all is reduced to nothing."""
+    mine = torch.full(shape, 2.0)
+    assert hvd.allreduce(mine, op=hvd.Sum).tolist() == (mine * rr.size()).tolist()
+    assert hvd.broadcast_(mine.clone(), 0).tolist() == mine.tolist()
+
+
+def test_channels_last() -> None:
+    """A tensor in channels_last is reduced as it is, and the result is laid out alike."""
+    mine = of_rank(rr.rank(), (2, 3, 4, 5)).to(memory_format=torch.channels_last)
+    summed = hvd.allreduce(mine, op=hvd.Sum)
+    torch.testing.assert_close(summed, total((2, 3, 4, 5)))
+    assert summed.is_contiguous(memory_format=torch.channels_last)
+    assert hvd.allreduce_(mine, op=hvd.Sum) is mine
+    torch.testing.assert_close(mine, summed)
+
+
+def test_operations_without_a_name_meet_in_order() -> None:
+    """The first with the first, the second with the second; also after some ranks have joined and others have not."""
+    for _ in range(3):
+        handles = [hvd.allreduce_async(torch.full((2,), float(index)), op=hvd.Sum) for index in range(4)]
+        assert [hvd.synchronize(each).tolist() for each in handles] == [[rr.size() * i] * 2 for i in range(4)]
+        for _ in range(rr.rank()):
+            hvd.allreduce(torch.ones(3))
+        hvd.join()
+
+
+def test_submitted_and_awaited_on_several_threads() -> None:
+    """Threads of one rank submit and wait at once, each for its own."""
+    results: dict[int, Any] = {}
+
+    def work(number: int) -> None:
+        for step in range(10):
+            result = hvd.allreduce(torch.full((3,), float(number + step)), name=f"thread {number}", op=hvd.Sum)
+            results[10 * number + step] = result.tolist()
+
+    numbers = range(4) if rr.rank() % 2 else reversed(range(4))
+    threads = [threading.Thread(target=work, args=(number,)) for number in numbers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {10 * n + step: [rr.size() * float(n + step)] * 3 for n in range(4) for step in range(10)}
+
+
+def test_polling_alone_brings_an_operation_to_its_end() -> None:
+    """A program that only ever polls is not left waiting."""
+    handle = hvd.allreduce_async(torch.ones(2), name="polled", op=hvd.Sum)
+    while not hvd.poll(handle):
+        pass
+    assert hvd.synchronize(handle).tolist() == [rr.size()] * 2
+    assert hvd.synchronize(handle).tolist() == [rr.size()] * 2
+
+
+# ---- disagreement ----
+
+DISAGREEMENTS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "shape": (lambda: hvd.allreduce(torch.ones(2), name="x"), lambda: hvd.allreduce(torch.ones(3), name="x")),
+    "dtype": (
+        lambda: hvd.allreduce(torch.ones(2), name="x"),
+        lambda: hvd.allreduce(torch.ones(2, dtype=torch.float64), name="x"),
+    ),
+    "op": (
+        lambda: hvd.allreduce(torch.ones(2), name="x"),
+        lambda: hvd.allreduce(torch.ones(2), name="x", op=hvd.Sum),
+    ),
+    "scale": (
+        lambda: hvd.allreduce(torch.ones(2), name="x"),
+        lambda: hvd.allreduce(torch.ones(2), name="x", prescale_factor=2.0),
+    ),
+    "root": (
+        lambda: hvd.broadcast(torch.ones(2), 0, name="x"),
+        lambda: hvd.broadcast(torch.ones(2), rr.size() - 1, name="x"),
+    ),
+    "kind": (lambda: hvd.allreduce(torch.ones(2), name="x"), lambda: hvd.allgather(torch.ones(2), name="x")),
+    "group": (
+        lambda: hvd.allreduce(torch.ones(2), name="x"),
+        lambda: hvd.grouped_allreduce([torch.ones(1), torch.ones(1)], name="x"),
+    ),
+    "row": (lambda: hvd.allgather(torch.ones(2, 3), name="x"), lambda: hvd.allgather(torch.ones(2, 4), name="x")),
+}
+
+
+@pytest.mark.parametrize("which", DISAGREEMENTS)
+@pytest.mark.parametrize("known", [False, True], ids=["new", "known"])
+def test_a_mismatch_is_the_same_error_on_all_ranks(which: str, known: bool) -> None:
+    """It names the operation and what each rank submitted, and later operations work, of that name too."""
+    if rr.size() == 1:
+        pytest.skip("one rank agrees with itself")
+    usual, other = DISAGREEMENTS[which]
+    for _ in range(3 * known):
+        usual()
+    error = caught(other if rr.rank() == rr.size() - 1 else usual)
+    assert isinstance(error, rr.MismatchError)
+    assert isinstance(error, hvd.HorovodInternalError)
+    assert sorted(error.values) == list(range(rr.size()))
+    assert all(text.startswith("x: ") for text in error.values.values())
+    assert len({error.values[rank] for rank in range(rr.size() - 1)}) == 1
+    assert error.values[rr.size() - 1] != error.values[0]
+    assert hvd.allgather_object(str(error)) == [str(error)] * rr.size()
+    usual()
+
+
+def test_a_name_that_is_under_way_is_refused() -> None:
+    """At the call, on the rank that uses it twice, and neither operation is disturbed."""
+    if rr.size() == 1:
+        pytest.skip("alone, an operation may be done before the next is submitted")
+    if rr.rank() == 0:
+        first = hvd.allreduce_async(torch.ones(2), name="twice", op=hvd.Sum)
+        with pytest.raises(rr.ConfigError, match="'twice' is under way"):
+            hvd.allreduce_async(torch.ones(2), name="twice", op=hvd.Sum)
+        hvd.allreduce(torch.ones(1), name="between")
+    else:
+        hvd.allreduce(torch.ones(1), name="between")
+        first = hvd.allreduce_async(torch.ones(2), name="twice", op=hvd.Sum)
+    assert hvd.synchronize(first).tolist() == [rr.size()] * 2
+    assert hvd.allreduce(torch.ones(2), name="twice", op=hvd.Sum).tolist() == [rr.size()] * 2
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: hvd.allgather(torch.tensor(1.0)), "at least one dimension"),
+        (lambda: hvd.alltoall(torch.ones(rr.size() + 1)), "do not divide|"),
+        (lambda: hvd.alltoall(torch.ones(3), splits=[4] * rr.size()), "add up"),
+        (lambda: hvd.allreduce_(torch.ones(1).expand(3)), "share memory"),
+        (lambda: hvd.allreduce(torch.ones(1, device="meta")), "meta"),
+        (lambda: hvd.broadcast(torch.ones(1), rr.size()), "does not belong"),
+        (lambda: hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum), "not both"),
+        (lambda: hvd.reducescatter(torch.ones(rr.size()), op=hvd.Adasum), "Adasum"),
+        (lambda: hvd.synchronize(17), "handle"),
+        (lambda: hvd.grouped_allreduce([]), "at least one"),
+    ],
+)
+def test_bad_arguments_are_refused_at_the_call(call: Callable[[], Any], message: str) -> None:
+    """On one rank alone too, and the next operation works."""
+    if rr.rank() == 0 and not (rr.size() == 1 and message.endswith("|")):
+        with pytest.raises(rr.RingReduceError, match=message):
+            call()
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [rr.size()] * 2
+
+
+# ---- join ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.uint8], ids=str)
+def test_join_takes_no_part_in_any_op(dtype: Any) -> None:
+    """Ranks that have joined change no sum, average, minimum, maximum or product, and averages are over the others."""
+    last = rr.size() - 1
+    ranks = list(range(rr.size()))
+    for step in range(rr.rank() + 1):
+        active = [rank for rank in ranks if rank >= step]
+        values = [3 + rank for rank in active]
+        mine = torch.full((3,), 3 + rr.rank(), dtype=dtype)
+        expected = {
+            hvd.Sum: sum(values),
+            hvd.Average: float(np.mean(values)) if dtype.is_floating_point else sum(values) // len(values),
+            hvd.Min: min(values),
+            hvd.Max: max(values),
+            hvd.Product: np.prod(values),
+        }
+        for op, value in expected.items():
+            result = hvd.allreduce(mine, name=f"{op} {step % 2}", op=op)
+            torch.testing.assert_close(result, torch.full((3,), value).to(dtype), rtol=1e-2, atol=0)
+    assert 0 <= hvd.join() <= last
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == rr.size()
+
+
+def test_other_operations_after_a_join_are_an_error() -> None:
+    """Nobody knows what a rank that has joined would gather or send; the others hear so, and go on."""
+    if rr.size() == 1:
+        pytest.skip("nobody else is there to join")
+    if rr.rank() > 0:
+        error = caught(hvd.allgather, torch.ones(2), name="late")
+        while error is None:  # rank 0 has not joined yet
+            error = caught(hvd.allgather, torch.ones(2), name="late")
+        assert isinstance(error, rr.MismatchError)
+        assert error.values[0] == "late: joined"
+    hvd.join()
+
+
+def test_join_with_an_optimizer() -> None:
+    """Ranks with less data join; the optimizers of the others go on, with averages over those that are left."""
+    model = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)
+    torch.nn.init.ones_(model.weight)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    expected = torch.ones(1, 2, dtype=torch.float64)
+    for step in range(rr.rank() + 1):
+        active = [rank for rank in range(rr.size()) if rank >= step]
+        optimizer.zero_grad()
+        (model.weight * float(rr.rank() + 1)).sum().backward()
+        optimizer.step()
+        expected -= float(np.mean([rank + 1 for rank in active]))
+    torch.testing.assert_close(model.weight.detach(), expected)
+    hvd.join()
+
+
+# ---- process sets ----
+
+
+def test_process_sets_overlap() -> None:
+    """Each set reduces among its own members, whatever the others do."""
+    sets = [
+        hvd.add_process_set([rank for rank in range(rr.size()) if rank != left_out]) for left_out in range(1, rr.size())
+    ]
+    try:
+        handles = [
+            (each, hvd.allreduce_async(torch.tensor([1.0 + rr.rank()]), name="x", op=hvd.Sum, process_set=each))
+            for each in (sets if rr.rank() % 2 else reversed(sets))
+            if each.included()
+        ]
+        for each, handle in handles:
+            assert hvd.synchronize(handle).item() == sum(1.0 + rank for rank in each.ranks)
+            assert each.ranks[each.rank()] == rr.rank()
+            assert each.size() == rr.size() - 1
+        for each in sets:
+            if each.included():
+                root = each.ranks[-1]
+                assert hvd.broadcast(torch.tensor([rr.rank()]), root, process_set=each).item() == root
+                assert hvd.broadcast_object(rr.rank(), root, process_set=each) == root
+                assert hvd.allgather_object(rr.rank(), process_set=each) == each.ranks
+            else:
+                with pytest.raises(rr.ConfigError, match="does not belong"):
+                    hvd.allreduce(torch.ones(1), process_set=each)
+    finally:
+        assert [hvd.remove_process_set(each) for each in sets] == [True] * len(sets)
+    for each in sets:
+        with pytest.raises(rr.ConfigError, match="not registered"):
+            each.size()
+
+
+def test_process_sets_that_cannot_be() -> None:
+    """A set twice, a rank that is not there, and ranks that name different sets: the same error on all."""
+    with pytest.raises(ValueError, match="registered already"):
+        hvd.add_process_set(range(rr.size()))
+    with pytest.raises(ValueError, match="there is no rank"):
+        hvd.add_process_set([0, rr.size()])
+    with pytest.raises(ValueError, match="each once"):
+        hvd.add_process_set([0, 0])
+    if rr.size() > 2:
+        assert isinstance(caught(hvd.add_process_set, [0, 1 + rr.rank() % 2]), rr.MismatchError)
+    assert not hvd.remove_process_set(hvd.global_process_set)
+
+
+def test_init_again_after_shutdown() -> None:
+    """A new world works, with names that the old one knew."""
+    for _ in range(3):
+        assert hvd.allreduce(torch.ones(2), name="x", op=hvd.Sum).tolist() == [rr.size()] * 2
+        hvd.shutdown()
+        assert not hvd.is_initialized()
+        with pytest.raises(ValueError, match="init"):
+            hvd.allreduce(torch.ones(2))
+        hvd.init()
