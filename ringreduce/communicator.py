@@ -322,24 +322,36 @@ class Communicator:
         source = Operand.of(array)
         in_place, new = out is array, out is None
         out, target = self._result(array, source, source.shape, out)
-        choice, signature = self._choose(Collective.ALLREDUCE, source, algorithm, kind.value, shape=source.shape)
         if not (new or in_place) and np.may_share_memory(source.view, target.view) and not _same(source, target):
             source = Operand(source.view.copy(), source.dtype)
-        if self.instruments.observers:
-            with self._running(Collective.ALLREDUCE, choice, source.nbytes):
-                self._quiet.run(self._allreduce.run, source, target, kind, choice, signature)
-        else:
-            try:
-                self._quiet.run(self._allreduce.run, source, target, kind, choice, signature)
-            except BaseException as error:
-                self._failed(error)
-                raise
+        choice, signature = self.allreduce_operands(source, target, kind, algorithm)
         if in_place:
             run = self._allreduce.repetition(array, target, kind, choice, signature)
             if run is not None:
                 key = id(array)
                 self._bound[key] = BoundCall(array, target, op, algorithm, run, lambda _: self._bound.pop(key, None))
         return out
+
+    def allreduce_operands(
+        self, source: Operand, target: Operand, op: ReduceOp, algorithm: str | None = None
+    ) -> tuple[Choice, Signature]:
+        """Do what `allreduce` does for operands that were checked: alike, writable, the same or apart.
+
+        Returns:
+            What carried it out.
+        """
+        self._require_open()
+        choice, signature = self._choose(Collective.ALLREDUCE, source, algorithm, op.value, shape=source.shape)
+        if self.instruments.observers:
+            with self._running(Collective.ALLREDUCE, choice, source.nbytes):
+                self._quiet.run(self._allreduce.run, source, target, op, choice, signature)
+        else:
+            try:
+                self._quiet.run(self._allreduce.run, source, target, op, choice, signature)
+            except BaseException as error:
+                self._failed(error)
+                raise
+        return choice, signature
 
     def _result(self, array: Any, source: Operand, shape: tuple[int, ...], out: Any) -> tuple[Any, Operand]:
         """Return where the result goes: ``out`` once it is checked, or a new array."""

@@ -48,9 +48,11 @@ class Operand:
 
     @classmethod
     def _of_numpy(cls, array: npt.NDArray[Any]) -> Operand:
+        dtype = DType.of(array.dtype)
+        if type(array) is np.ndarray and array.dtype == dtype.storage:
+            return cls(array, dtype)
         if isinstance(array, np.ma.MaskedArray):
             raise UnsupportedBufferError("masked arrays are not supported; pass array.data, or fill them")
-        dtype = DType.of(array.dtype)
         view = np.asarray(array)  # subclasses (np.matrix) reshape in ways of their own
         return cls(view.view(dtype.storage) if view.dtype != dtype.storage else view, dtype)
 
@@ -58,12 +60,12 @@ class Operand:
     def _of_torch(cls, tensor: torch.Tensor) -> Operand:
         import torch
 
-        if tensor.layout != torch.strided:
+        if tensor.layout is not torch.strided:
             raise UnsupportedBufferError(f"tensors of layout {tensor.layout} are not supported; pass a dense one")
-        if tensor.device.type != "cpu":
+        if not tensor.is_cpu:
             raise UnsupportedBufferError(f"tensors on {tensor.device} are not supported yet; pass a CPU tensor")
         dtype = DType.of(tensor.dtype)
-        plain = tensor.detach()
+        plain = tensor.detach() if tensor.requires_grad else tensor
         if plain.is_conj() or plain.is_neg():  # lazy views, which NumPy does not know: copy, and let nobody store there
             view = plain.resolve_conj().resolve_neg().numpy()
             view.flags.writeable = False

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 import ringreduce
+from ringreduce.cli import asynchronous
 from ringreduce.cli import bench as benchmark
 from ringreduce.cli.cases import COLLECTIVES, OPS, TYPES, format_nbytes, native_dtype, sizes
 from ringreduce.cli.formats import WRITERS, to_json
@@ -62,11 +63,12 @@ _EXAMPLES = """\b
 Examples:
   mpirun -np 4 python -m ringreduce bench allreduce -b 8 -e 64M -f 8
   mpirun -np 2 python -m ringreduce bench allreduce -b 64K -e 64M -f 4 --buffers shared --vs mpi,gloo
+  mpirun -np 2 python -m ringreduce bench async
 """
 
 
 @click.command(epilog=_EXAMPLES, short_help="Measure a collective.")
-@click.argument("collective", metavar="COLLECTIVE", type=click.Choice(list(COLLECTIVES)))
+@click.argument("collective", metavar="COLLECTIVE", type=click.Choice([*COLLECTIVES, "async"]))
 @click.option("-b", "--minbytes", type=_NBYTES, default="32M", show_default=True, help="First size; takes K, M, G.")
 @click.option("-e", "--maxbytes", type=_NBYTES, show_default="32M, or --minbytes", help="Last size.")
 @click.option("-i", "--stepbytes", type=_NBYTES, default=None, help="From size to size, add this much ...")
@@ -105,7 +107,7 @@ Examples:
 @click.option("-J", "--output_file", type=click.Path(dir_okay=False), help="Write the JSON report there as well.")
 @click.option("-I", "--per_iter_timing", is_flag=True, help="Show how the times of the iterations spread.")
 def bench(**options: Any) -> int:
-    """Measure a COLLECTIVE: allreduce, reduce_scatter, allgather, broadcast or alltoall.
+    """Measure a COLLECTIVE: allreduce, reduce_scatter, allgather, broadcast or alltoall; or async.
 
     Flags, sizes and columns are those of nccl-tests; -o, -d and --vs also take several names with commas. The time of
     an iteration is the slowest rank's, the figure is the median over the iterations. Results are verified on fresh
@@ -114,7 +116,14 @@ def bench(**options: Any) -> int:
     For allreduce, the column "bound" is the share of the machine's own limit that was reached: the time in which all
     ranks at once read and write as many bytes of their own memory in place, measured in turn with the collective.
     "vs": how many times longer another library took, N/A where it cannot do the job or gets it wrong.
+
+    With async, measure named asynchronous allreduces instead: the latency of one of 4 B, and 160 of 64 KiB that are
+    submitted together. Of the options, -n and --format json have a meaning there.
     """
+    if options["collective"] == "async":
+        ringreduce.init()
+        measured = asynchronous.run(options["iters"], options["layout"], lambda text: click.echo(text, nl=False))
+        return int(any(each.nwrong for each in measured))
     settings = _settings(options)
     ringreduce.init()
     world = ringreduce.world()

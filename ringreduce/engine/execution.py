@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.buffers import DType, Operand, divide, divide_toward_zero, narrow, typed, widen
+from ringreduce.buffers import DType, divide, divide_toward_zero, narrow, typed, widen
 from ringreduce.communicator import Communicator
-from ringreduce.engine.negotiation import Looks, Run
+from ringreduce.engine.negotiation import Run
 from ringreduce.engine.operations import PROCEDURE, Call, Operation, Reduction
 from ringreduce.reduce_ops import AVERAGE, MIN, PRODUCT, SUM, ReduceOp
 
@@ -61,21 +61,23 @@ class Executor:
         everyone = order.active == self._communicator.size
         if everyone and len(reductions) == 1 and len(reductions[0].sources) == 1:
             (only,) = reductions
-            self._communicator.allreduce(only.sources[0], only.op, out=only.targets[0])
+            source, target = only.sources[0], only.targets[0]
+            if source is target:  # repeated with the same object, this is fastest
+                self._communicator.allreduce(source, only.op, out=target)
+            else:
+                self._communicator.allreduce_operands(only.given[0], only.taken[0], only.op)
         else:
             self._reduce_packed(order, reductions)
         for each in reductions:
-            each.result = each.after() if each.after is not None else each.targets
+            _conclude(each)
 
     def _reduce_packed(self, order: Run, reductions: Sequence[Reduction]) -> None:
         op = ReduceOp.parse(order.operations[0].looks.op)
         arrays: dict[str, list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]] = {}
         for reduction in reductions:
-            for source, target in zip(reduction.sources, reduction.targets, strict=True):
-                given = Operand.of(source)
-                taken = given if target is source else Operand.of(target)
+            for given, taken in zip(reduction.given, reduction.taken, strict=True):
                 arrays.setdefault(given.dtype.name, []).append((given.view, taken.view))
-        for dtype, count in _totals(named.looks for named in order.operations).items():
+        for dtype, count in order.totals.items():
             self._reduce(op, DType.of(dtype), count, arrays.get(dtype, []), order.active)
 
     def _reduce(
@@ -130,12 +132,12 @@ class Executor:
         return found
 
 
-def _totals(all_looks: Iterable[Looks]) -> dict[str, int]:
-    """Return how many elements of each dtype travel; the same on all ranks, in the same order."""
-    totals: Counter[str] = Counter()
-    for looks in all_looks:
-        totals.update(dict(looks.parts))
-    return totals
+def _conclude(reduction: Reduction) -> None:
+    """Settle the result; where that fails, the ranks are still in step."""
+    try:
+        reduction.result = reduction.after() if reduction.after is not None else reduction.targets
+    except Exception as error:
+        reduction.error = error
 
 
 def _pack(flat: npt.NDArray[Any], sources: Iterable[npt.NDArray[Any]]) -> None:

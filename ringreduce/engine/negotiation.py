@@ -46,7 +46,7 @@ __all__ = [
     "Waiting",
 ]
 
-#: What is sent: a list that JSON can carry, its kind first.
+#: What is sent: a list of plain values, its kind first.
 Note = list[Any]
 
 _REMEMBERED = 4096  # names that came once
@@ -83,17 +83,24 @@ class Named(NamedTuple):
     looks: Looks
 
 
-@dataclass(frozen=True, slots=True)
 class Run:
     """These operations run now, as one.
 
     Attributes:
         operations: those that travel together.
         active: how many ranks submitted them; the others have joined.
+        totals: of allreduces, how many elements of each dtype travel; the same on all ranks, in the same order.
     """
 
-    operations: tuple[Named, ...]
-    active: int
+    __slots__ = ("active", "operations", "totals")
+
+    def __init__(self, operations: tuple[Named, ...], active: int) -> None:
+        self.operations = operations
+        self.active = active
+        self.totals: dict[str, int] = {}
+        for _, looks in operations:
+            for dtype, count in looks.parts:
+                self.totals[dtype] = self.totals.get(dtype, 0) + count
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,18 +130,18 @@ class Stalled:
 
 @dataclass(frozen=True, slots=True)
 class Expired:
-    """An operation is given up: ``missing`` did not submit it within the time limit."""
+    """An operation is given up where it was submitted: ``missing`` did not submit it within the time limit."""
 
     name: str
+    present: tuple[int, ...]
     missing: tuple[int, ...]
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A rank takes part in nothing any more; without a name, nothing can run at all."""
+    """A rank takes part in nothing any more, so nothing can run."""
 
-    name: str | None
     rank: int
 
 
@@ -162,16 +169,20 @@ class Member:
     """A rank's side of the conversation: turns what its program does into notes, and notes into orders.
 
     Args:
+        size: the number of ranks.
         plans: whether this is the leader's rank, whose program order decides what is fused.
     """
 
-    def __init__(self, *, plans: bool) -> None:
+    def __init__(self, size: int, *, plans: bool) -> None:
+        self._size = size
         self._plans = plans
-        self._numbers: dict[Named, int] = {}
+        self._numbers: dict[str, dict[Looks, int]] = {}
         self._named: dict[int, Named] = {}
         self._groups: dict[int, tuple[int, ...]] = {}
         self._group_of: dict[int, int] = {}
-        self._held: dict[int, list[int]] = {}  # group -> those of its operations that wait for the others
+        self._runs: dict[int, Run] = {}  # of all ranks, by number
+        self._held: dict[int, dict[int, None]] = {}  # group -> those of its operations that wait for the others
+        self._holders: dict[str, int] = {}  # name -> the group in which an operation of this name waits
         self._unused: list[Note] = []  # changes of the plan, to be made between the program's rounds
         self._since_wait: list[int] = []
         self._pending = 0
@@ -181,23 +192,26 @@ class Member:
         if self._pending == 0:
             self._apply_plan()
         self._pending += 1
-        named = Named(name, looks)
-        number = self._numbers.get(named)
+        known = self._numbers.get(name)
+        number = None if known is None else known.get(looks)
+        notes: list[Note] = []
+        holder = self._holders.get(name)
+        if holder is not None and not self._follows(number, name, holder):
+            notes = self._dissolve(holder)  # operations that share a name are matched in the order of submission
         if number is None:
-            return [["new", name, looks]]
+            return [*notes, ["new", name, tuple(looks)]]
         if self._plans and looks.fusible:
             self._since_wait.append(number)
         group = self._group_of.get(number)
         if group is None:
-            return [["known", number]]
-        held = self._held.setdefault(group, [])
-        if number in held:  # twice in one round: not what the plan was made for
-            return [*self._dissolve(group), ["known", number]]
-        held.append(number)
+            return [*notes, ["known", number]]
+        held = self._held.setdefault(group, {})
+        held[number] = None
         if len(held) < len(self._groups[group]):
-            return []
-        del self._held[group]
-        return [["known", group]]
+            self._holders[name] = group
+            return notes
+        self._let_go(group)
+        return [*notes, ["known", group]]
 
     def wait(self) -> list[Note]:
         """Take note that the program waits; what is kept back because of a plan can then not come to completion."""
@@ -220,31 +234,37 @@ class Member:
     def hear(self, note: Note) -> Order | None:
         """Take in what the leader says; return what this rank has to do now."""
         kind, *said = note
+        if kind == "all":
+            return self._runs[said[0]]
         if kind == "number":
             number, name, looks = said
             named = Named(name, Looks.decode(looks))
-            self._numbers[named] = number
+            self._numbers.setdefault(name, {})[named.looks] = number
             self._named[number] = named
+            self._runs[number] = Run((named,), self._size)
             return None
         if kind in ("group", "ungroup"):
             self._unused.append(note)
+            if kind == "group":
+                group, *numbers = said
+                self._runs[group] = Run(tuple(self._named[number] for number in numbers), self._size)
             return None
         if kind == "run":
             entries, active = said
             return Run(tuple(self._decode(entry) for entry in entries), active)
         if kind == "refuse":
             name, values = said
-            return Refuse(name, {int(rank): text for rank, text in values.items()})
+            return Refuse(name, values)
         if kind == "joined":
             return Joined(*said)
         if kind == "lost":
             return Lost(*said)
-        name, missing, seconds, *rest = said
-        return (
-            Stalled(name, tuple(missing), seconds, *rest)
-            if kind == "stalled"
-            else Expired(name, tuple(missing), seconds)
-        )
+        if kind == "stalled":
+            name, missing, seconds, first = said
+            return Stalled(name, tuple(missing), seconds, first)
+        assert kind == "expired", note
+        name, present, missing, seconds = said
+        return Expired(name, tuple(present), tuple(missing), seconds)
 
     def finished(self, count: int = 1) -> None:
         """Take note that so many of this rank's own operations have come to an end."""
@@ -267,9 +287,21 @@ class Member:
 
     def _dissolve(self, group: int) -> list[Note]:
         """Give up a group, and announce one by one what was kept back for it."""
-        held = self._held.pop(group, [])
+        held = self._let_go(group)
         self._forget(group)
         return [["apart", group], *([["known", *held]] if held else [])]
+
+    def _follows(self, number: int | None, name: str, group: int) -> bool:
+        """Whether an operation comes later in a group than those of its name that the group keeps back."""
+        order = self._groups[group]
+        held = [each for each in self._held[group] if self._named[each].name == name]
+        return number in order and order.index(number) > max(map(order.index, held))
+
+    def _let_go(self, group: int) -> dict[int, None]:
+        held = self._held.pop(group)
+        for number in held:
+            self._holders.pop(self._named[number].name, None)
+        return held
 
     def _forget(self, group: int) -> None:
         for number in self._groups.pop(group):
@@ -296,6 +328,9 @@ class Leader:
         self._size = size
         self._fusion_nbytes = fusion_nbytes
         self._claims: defaultdict[str, dict[int, deque[_Claim]]] = defaultdict(dict)
+        # What ranks announced by number stays in one piece as long as nothing else is said under these names.
+        self._whole: dict[int, dict[int, float]] = {}  # number -> rank -> since
+        self._whole_of: dict[str, int] = {}
         self._seen: OrderedDict[Named, None] = OrderedDict()
         self._numbers: dict[Named, int] = {}
         self._named: dict[int, Named] = {}
@@ -305,7 +340,7 @@ class Leader:
         self._breaks: Counter[int] = Counter()
         self._last_number = 0
         self._joined: list[int] = []
-        self._left: set[int] = set()
+        self._left = False  # whether a rank has: nothing can run then
 
     def hear(self, rank: int, note: Note, now: float = 0.0) -> list[Note]:
         """Take in what a rank says; return what all ranks have to hear, in this order.
@@ -315,12 +350,14 @@ class Leader:
             note: what `Member` made.
             now: the time, on any clock that does not go back.
         """
+        if self._left:
+            return []
         kind, *said = note
         if kind == "known":
-            names: list[str] = []
+            notes: list[Note] = []
             for number in said:
-                names += self._claim_known(rank, number, now)
-            return self._decide(names)
+                notes += self._hear_number(rank, number, now)
+            return notes
         if kind == "new":
             name, looks = said
             self._claim(rank, name, _Claim(Looks.decode(looks), None, now))
@@ -335,8 +372,12 @@ class Leader:
         return self._leave(rank)
 
     def waiting(self) -> list[Waiting]:
-        """Return what is not ready, in the order of first submission."""
+        """Return what is not ready, in the order of first submission under each name."""
         found = []
+        for number, ranks in self._whole.items():
+            missing = tuple(rank for rank in range(self._size) if rank not in ranks)
+            since = min(ranks.values())
+            found += [Waiting(name, since, tuple(sorted(ranks)), missing) for name, _ in self._operations(number)]
         for name, claims in self._claims.items():
             missing = tuple(rank for rank in self._expected() if rank not in claims)
             since = min(queue[0].since for queue in claims.values())
@@ -349,22 +390,61 @@ class Leader:
 
     def expire(self, waiting: Waiting, now: float) -> Note:
         """Give up an operation; return what all ranks have to hear."""
+        self._open(waiting.name)
         self._take(waiting.name, waiting.present)
-        return ["expired", waiting.name, list(waiting.missing), now - waiting.since]
+        return ["expired", waiting.name, list(waiting.present), list(waiting.missing), now - waiting.since]
 
     # ---- claims ----
 
-    def _claim_known(self, rank: int, number: int, now: float) -> list[str]:
-        members = self._groups.get(number, (number,))
+    def _hear_number(self, rank: int, number: int, now: float) -> list[Note]:
+        """Take in that a rank has submitted an operation or a group."""
+        ranks = self._whole.get(number)
+        if ranks is None and self._begin_whole(number):
+            ranks = self._whole[number]
+        if ranks is not None and rank not in ranks:
+            ranks[rank] = now
+            if len(ranks) < self._size:
+                return []
+            self._end_whole(number)
+            return [["all", number]]
+        operations = self._operations(number)
+        for name, looks in operations:
+            self._claim(rank, name, _Claim(looks, number if number in self._groups else None, now))
+        return self._decide([name for name, _ in operations])
+
+    def _operations(self, number: int) -> list[Named]:
+        return [self._named[member] for member in self._groups.get(number, (number,))]
+
+    def _begin_whole(self, number: int) -> bool:
+        """Prepare to hear a number from all ranks, if nothing else was said of its operations."""
+        names = [name for name, _ in self._operations(number)]
+        if self._joined or any(name in self._claims or name in self._whole_of for name in names):
+            return False
+        self._whole[number] = {}
+        self._whole_of.update(dict.fromkeys(names, number))
+        return True
+
+    def _end_whole(self, number: int) -> dict[int, float]:
+        for name, _ in self._operations(number):
+            self._whole_of.pop(name, None)  # a group may have several of one name
+        return self._whole.pop(number)
+
+    def _open(self, name: str) -> None:
+        """Look at an operation by itself from now on, and at those that were announced with it."""
+        number = self._whole_of.get(name)
+        if number is None:
+            return
         group = number if number in self._groups else None
-        names = []
-        for member in members:
-            name, looks = self._named[member]
-            self._claim(rank, name, _Claim(looks, group, now))
-            names.append(name)
-        return names
+        for rank, since in self._end_whole(number).items():
+            for member, looks in self._operations(number):
+                self._claims[member].setdefault(rank, deque()).append(_Claim(looks, group, since))
+
+    def _open_all(self) -> None:
+        for name in list(self._whole_of):
+            self._open(name)
 
     def _claim(self, rank: int, name: str, claim: _Claim) -> None:
+        self._open(name)
         self._claims[name].setdefault(rank, deque()).append(claim)
 
     def _take(self, name: str, ranks: Iterable[int]) -> dict[int, _Claim]:
@@ -387,16 +467,11 @@ class Leader:
     def _decide(self, names: Iterable[str]) -> list[Note]:
         """Run or refuse what is ready."""
         notes: list[Note] = []
-        fused: dict[int, list[int | Note]] = {}
+        fused: dict[tuple[int, int], list[int | Note]] = {}
         expected = self._expected()
         for name in names:
             claims = self._claims.get(name)
             if claims is None:
-                continue
-            gone = sorted(rank for rank in self._left if rank not in claims)
-            if gone:
-                self._take(name, list(claims))
-                notes.append(["lost", name, gone[0]])
                 continue
             if any(rank not in claims for rank in expected):
                 continue
@@ -405,22 +480,22 @@ class Leader:
             looks = {rank: claim.looks for rank, claim in sorted(taken.items())}
             first = next(iter(looks.values()))
             if any(each != first for each in looks.values()):
-                notes.append(["refuse", name, {str(rank): each.text for rank, each in looks.items()}])
+                notes.append(["refuse", name, {rank: each.text for rank, each in looks.items()}])
                 continue
             if len(taken) < self._size and not first.op:
                 texts = {rank: looks[rank].text if rank in looks else "joined" for rank in range(self._size)}
-                notes.append(["refuse", name, {str(rank): text for rank, text in texts.items()}])
+                notes.append(["refuse", name, texts])
                 continue
             entry = self._entry(Named(name, first), notes)
             groups = {claim.group for claim in taken.values()}
             group = groups.pop() if len(groups) == 1 else None
             if group is None:
                 notes.append(["run", [entry], len(taken)])
-            elif group in fused:
-                fused[group].append(entry)
+            elif (group, len(taken)) in fused:
+                fused[group, len(taken)].append(entry)
             else:
-                fused[group] = [entry]
-                notes.append(["run", fused[group], len(taken)])
+                fused[group, len(taken)] = [entry]
+                notes.append(["run", fused[group, len(taken)], len(taken)])
         return notes
 
     def _entry(self, named: Named, notes: list[Note]) -> int | Note:
@@ -432,12 +507,12 @@ class Leader:
             self._seen[named] = None
             if len(self._seen) > _REMEMBERED:
                 self._seen.popitem(last=False)
-            return [named.name, named.looks]
+            return [named.name, tuple(named.looks)]
         del self._seen[named]
         number = self._next_number()
         self._numbers[named] = number
         self._named[number] = named
-        notes.append(["number", number, named.name, named.looks])
+        notes.append(["number", number, named.name, tuple(named.looks)])
         return number
 
     def _next_number(self) -> int:
@@ -481,12 +556,20 @@ class Leader:
     # ---- ranks that come to an end ----
 
     def _join(self, rank: int) -> list[Note]:
+        self._open_all()
         self._joined.append(rank)
-        if len(self._joined) < self._size:
-            return self._decide(list(self._claims))
-        self._joined.clear()
-        return [*self._decide(list(self._claims)), ["joined", rank]]
+        # Of a name that was submitted several times, all may be ready now.
+        notes = self._decide(
+            [name for name, claims in self._claims.items() for _ in range(max(map(len, claims.values())))]
+        )
+        if len(self._joined) == self._size:
+            self._joined.clear()
+            notes.append(["joined", rank])
+        return notes
 
     def _leave(self, rank: int) -> list[Note]:
-        self._left.add(rank)
-        return self._decide(list(self._claims))
+        self._left = True
+        self._whole.clear()
+        self._whole_of.clear()
+        self._claims.clear()
+        return [["lost", rank]]

@@ -6,14 +6,15 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
-from ringreduce.buffers import DType
+from ringreduce.buffers import Operand
 from ringreduce.communicator import Communicator
 from ringreduce.engine.negotiation import Looks
 from ringreduce.reduce_ops import ReduceOp
 
-__all__ = ["PROCEDURE", "Call", "Operation", "Procedure", "Reduction", "call_site"]
+__all__ = ["PROCEDURE", "Call", "Join", "Operation", "Procedure", "Reduction"]
 
 #: What stands in place of a reduce op in the looks of a `Procedure`.
 PROCEDURE = "procedure"
@@ -32,18 +33,23 @@ class Operation:
         done: whether it has come to an end; everything else is settled before this becomes true.
         result: what `Engine.wait` returns.
         error: what it raises instead.
-        site: where the user's program submitted it, ``file:line``.
     """
 
-    __slots__ = ("done", "error", "looks", "name", "result", "site")
+    __slots__ = ("_site", "done", "error", "looks", "name", "result")
 
     def __init__(self, name: str, looks: Looks) -> None:
         self.name = name
         self.looks = looks
-        self.site = call_site()
+        self._site = _call_site()
         self.done = False
         self.result: Any = None
         self.error: BaseException | None = None
+
+    @property
+    def site(self) -> str:
+        """Where the user's program submitted it, ``file:line``."""
+        code, line = self._site
+        return f"{code.co_filename}:{line}"
 
 
 class Reduction(Operation):
@@ -57,9 +63,16 @@ class Reduction(Operation):
         targets: where the results go; each of the shape and dtype of its source, and possibly the source itself.
         before: called just before the data is read: to scale it.
         after: called when the results are there; returns the result of the operation.
+
+    Attributes:
+        given: the sources' memory.
+        taken: the targets'.
+
+    Raises:
+        UnsupportedBufferError: an array cannot be used.
     """
 
-    __slots__ = ("after", "before", "op", "sources", "targets")
+    __slots__ = ("after", "before", "given", "op", "sources", "taken", "targets")
 
     def __init__(
         self,
@@ -72,10 +85,15 @@ class Reduction(Operation):
         before: Callable[[], object] | None = None,
         after: Callable[[], Any] | None = None,
     ) -> None:
+        self.given = [Operand.of(source) for source in sources]
+        self.taken = [
+            given if target is source else Operand.of(target)
+            for given, source, target in zip(self.given, sources, targets, strict=True)
+        ]
         counts: dict[str, int] = {}
-        for source in sources:
-            dtype = DType.of(source.dtype).name
-            counts[dtype] = counts.get(dtype, 0) + _count(source)
+        for given, taken in zip(self.given, self.taken, strict=True):
+            taken.require_writable()
+            counts[given.dtype.name] = counts.get(given.dtype.name, 0) + given.view.size
         super().__init__(name, Looks(text, op.value, tuple(counts.items())))
         self.op = op
         self.sources = sources
@@ -100,6 +118,12 @@ class Call(Operation):
         self.run = run
 
 
+class Join(Operation):
+    """The end of a rank's data, done when all ranks have come to theirs; see `Engine.join`."""
+
+    __slots__ = ()
+
+
 class Procedure(Operation):
     """A function that all ranks have registered with `Engine.register`, those too that will have joined.
 
@@ -114,16 +138,9 @@ class Procedure(Operation):
         super().__init__(name, Looks(text, PROCEDURE))
 
 
-def call_site() -> str:
-    """Return where the code outside this package is that led here, as ``file:line``."""
-    frame = sys._getframe(1)
+def _call_site() -> tuple[CodeType, int]:
+    """Return where the code outside this package is that led here."""
+    frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-def _count(array: Any) -> int:
-    count = 1
-    for length in array.shape:
-        count *= int(length)
-    return count
+    return frame.f_code, frame.f_lineno

@@ -193,9 +193,9 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start what `allreduce` does; its result is a new tensor."""
-    outputs = [torch.empty_like(tensor, requires_grad=False)]
+    outputs = [torch.empty_like(tensor)]
     how = _op(op, average), prescale_factor, postscale_factor
-    return _start_allreduce([tensor.detach()], outputs, name, *how, process_set, lambda: outputs[0])
+    return _start_allreduce([_without_graph(tensor)], outputs, name, *how, process_set, lambda: outputs[0])
 
 
 def allreduce_(
@@ -260,9 +260,11 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start what `grouped_allreduce` does; its result is a list of new tensors."""
-    outputs = [torch.empty_like(each, requires_grad=False) for each in tensors]
+    outputs = [torch.empty_like(each) for each in tensors]
     how = _op(op, average), prescale_factor, postscale_factor
-    return _start_allreduce([each.detach() for each in tensors], outputs, name, *how, process_set, lambda: outputs)
+    return _start_allreduce(
+        [_without_graph(each) for each in tensors], outputs, name, *how, process_set, lambda: outputs
+    )
 
 
 def grouped_allreduce_(
@@ -524,7 +526,8 @@ def _start_allreduce(
     process_set: ProcessSet,
     result: Callable[[], Any],
 ) -> Handle:
-    _check(sources, targets)
+    if not sources:
+        raise ConfigError("a group must have at least one tensor")
     kind = "allreduce" if len(sources) == 1 else "grouped allreduce"
     scales = f", scaled by {prescale} and {postscale}" if (prescale, postscale) != (1.0, 1.0) else ""
     word = op if isinstance(op, str) else op.value
@@ -540,6 +543,7 @@ def _start_allreduce(
         return result()
 
     if op == Adasum:
+        _check(sources, targets)
 
         def combine(communicator: Communicator) -> Any:
             before()

@@ -228,7 +228,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def param_groups(self) -> list[dict[str, Any]]:
         # A GradScaler looks for overflows in the gradients, and divides them by its scale, just before the step or when
         # the program tells it to. If it did so before they are reduced, some ranks would skip the step.
-        if sys._getframe(1).f_code is _UNSCALING and not (self._synchronized or self._skipping):
+        # It does so once for each step, made or not: what it has seen before was for an earlier one.
+        unscaling = sys._getframe(1).f_code is _UNSCALING
+        if unscaling and not self._skipping and (self._for_scaler or not self._synchronized):
             self.synchronize()
             self._for_scaler = True
         return self._optimizer.param_groups

@@ -114,3 +114,14 @@ def test_help_is_printed_once():
     done = mpirun(2, "bench", "--help")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Usage:") == 1
+
+
+def test_asynchronous_operations():
+    """``bench async`` prints the latency of one operation and the time of many, and verifies both."""
+    done = mpirun(2, "bench", "async", "-n", "5", "--format", "json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert [(each["operations"], each["nbytes"], each["nwrong"]) for each in report["results"]] == [
+        (1, 4, 0),
+        (160, 65536, 0),
+    ]

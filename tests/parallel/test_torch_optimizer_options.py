@@ -1,0 +1,254 @@
+"""What can be asked of a `DistributedOptimizer`: each option against one process that sees all ranks' data."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+import ringreduce as rr
+
+torch = pytest.importorskip("torch")
+import ringreduce.torch as hvd  # noqa: E402
+
+Model = Any
+
+
+def mlp() -> Model:
+    torch.manual_seed(5)
+    return torch.nn.Sequential(torch.nn.Linear(4, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3)).double()
+
+
+def data(step: int) -> Any:
+    """The inputs of all ranks: (size, rows, features)."""
+    return torch.randn(rr.size(), 5, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def sgd(model: Model, lr: float = 0.5) -> Any:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def mean_loss(model: Model, inputs: Any) -> Any:
+    return model(inputs).square().mean()
+
+
+def train_alone(model: Model, optimizer: Any, steps: int, scale: float = 1.0) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        sum(mean_loss(model, each) * (scale / rr.size()) for each in data(step)).backward()
+        optimizer.step()
+
+
+def train_together(model: Model, optimizer: Any, steps: int) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        mean_loss(model, data(step)[rr.rank()]).backward()
+        optimizer.step()
+
+
+def assert_equal_on_ranks(model: Model) -> None:
+    flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    everyone = hvd.allgather(flat[None])
+    assert all(each.equal(everyone[0]) for each in everyone)
+
+
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [
+        ({"compression": hvd.Compression.fp16}, 1e-2),
+        ({"compression": hvd.Compression.bf16}, 5e-2),
+        ({"gradient_predivide_factor": 2.0}, 1e-11),
+        ({"gradient_predivide_factor": 3.0, "num_groups": 2}, 1e-11),
+        ({"num_groups": 3}, 1e-11),
+        ({"groups": 1}, 1e-11),
+        ({"bucket_nbytes": 1, "groups": 2}, 1e-11),
+    ],
+    ids=str,
+)
+def test_options_that_change_how_gradients_travel(options: dict[str, Any], tolerance: float) -> None:
+    """The ranks agree bit by bit, and with one process within what the format on the way can hold."""
+    alone = mlp()
+    together = copy.deepcopy(alone)
+    train_alone(alone, sgd(alone), 3)
+    train_together(together, hvd.DistributedOptimizer(sgd(together), together.named_parameters(), **options), 3)
+    assert_equal_on_ranks(together)
+    for expected, actual in zip(alone.parameters(), together.parameters(), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_groups_of_parameters_travel_in_one_piece() -> None:
+    """A list of parameters is one reduction, whatever the size limit; the others keep their buckets."""
+
+    class Counter(rr.Instrument):
+        calls = 0
+
+        def collective_started(self, collective: str, algorithm: str, nbytes: int) -> None:
+            self.calls += 1
+
+    model = mlp()
+    groups = [[model[0].weight, model[2].bias]]
+    optimizer = hvd.DistributedOptimizer(sgd(model), groups=groups, bucket_nbytes=1)
+    mean_loss(model, data(0)[rr.rank()]).backward()
+    counter = Counter()
+    instruments = hvd.global_process_set.engine.communicator.instruments
+    instruments.add(counter)
+    optimizer.step()
+    instruments.remove(counter)
+    assert counter.calls == (4 if rr.size() > 1 else 0)  # who has gradients, the group, two that are alone
+
+
+def test_wrong_options_are_refused() -> None:
+    """On all ranks alike, and with the reason."""
+    model = mlp()
+    with pytest.raises(ValueError, match="part of averaging"):
+        hvd.DistributedOptimizer(sgd(model), op=hvd.Sum, gradient_predivide_factor=2.0)
+    with pytest.raises(ValueError, match="no parameter of the optimizer"):
+        hvd.DistributedOptimizer(sgd(model), groups=[[torch.ones(1)]])
+    with pytest.raises(ValueError, match="can be in one"):
+        hvd.DistributedOptimizer(sgd(model), groups=[[model[0].weight], [model[0].weight]])
+    with pytest.raises(ValueError, match=">= 0"):
+        hvd.DistributedOptimizer(sgd(model), num_groups=-1)
+
+
+class Doubling(hvd.compression.Compressor):
+    """A compression of the user's own."""
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        return tensor * 2.0, "context"
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        assert ctx == "context"
+        return tensor / 2.0
+
+
+def test_a_compression_of_ones_own() -> None:
+    """Any class with the two methods will do."""
+    alone = mlp()
+    together = copy.deepcopy(alone)
+    train_alone(alone, sgd(alone), 2)
+    train_together(together, hvd.DistributedOptimizer(sgd(together), compression=Doubling), 2)
+    for expected, actual in zip(alone.parameters(), together.parameters(), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
+
+
+def test_adasum() -> None:
+    """On equal data the step is that of one rank; on any data all ranks end with the same weights."""
+    alone = mlp()
+    together = copy.deepcopy(alone)
+    optimizer = hvd.DistributedOptimizer(sgd(together), op=hvd.Adasum)
+    single = sgd(alone)
+    for _ in range(2):
+        for model, each in ((alone, single), (together, optimizer)):
+            each.zero_grad()
+            mean_loss(model, data(0)[0]).backward()
+            each.step()
+    for expected, actual in zip(alone.parameters(), together.parameters(), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+    train_together(together, optimizer, 2)
+    assert_equal_on_ranks(together)
+    with pytest.raises(rr.ConfigError, match="no synchronize"), optimizer.skip_synchronize():
+        pass
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_grad_scaler_needs_no_dance(unscale: bool) -> None:
+    """An overflow on one rank makes all ranks skip the step and lower the scale; other steps are as in one process."""
+    alone = mlp()
+    together = copy.deepcopy(alone)
+    optimizer = hvd.DistributedOptimizer(sgd(together))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
+    for step in (0, 1, 2):
+        together.zero_grad()
+        loss = mean_loss(together, data(step)[rr.rank()])
+        scaler.scale(loss).backward()
+        if step == 1 and rr.rank() == rr.size() - 1:
+            together[0].weight.grad[0, 0] = float("inf")
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == (8.0 if step == 0 else 4.0)
+    single = sgd(alone)
+    for step in (0, 2):
+        single.zero_grad()
+        sum(mean_loss(alone, each) / rr.size() for each in data(step)).backward()
+        single.step()
+    assert_equal_on_ranks(together)
+    for expected, actual in zip(alone.parameters(), together.parameters(), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
+
+
+def test_clipping_between_synchronize_and_step() -> None:
+    """The norm is that of the averaged gradients, the same on all ranks."""
+    alone = mlp()
+    together = copy.deepcopy(alone)
+    optimizer = hvd.DistributedOptimizer(sgd(together))
+    mean_loss(together, data(0)[rr.rank()]).backward()
+    optimizer.synchronize()
+    norm = torch.nn.utils.clip_grad_norm_(together.parameters(), 0.01)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    sum(mean_loss(alone, each) / rr.size() for each in data(0)).backward()
+    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.01))
+    sgd(alone).step()
+    assert_equal_on_ranks(together)
+    torch.testing.assert_close(together[0].weight, alone[0].weight, rtol=1e-11, atol=1e-11)
+
+
+def test_lbfgs() -> None:
+    """A line search with a closure goes the same way on all ranks, and the way of one process."""
+
+    def minimise(model: Model, optimizer: Any, mine: list[int]) -> None:
+        def closure() -> Any:
+            optimizer.zero_grad()
+            loss = sum(mean_loss(model, data(0)[rank]) / len(mine) for rank in mine)
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+
+    def lbfgs(model: Model) -> Any:
+        return torch.optim.LBFGS(model.parameters(), max_iter=3, line_search_fn="strong_wolfe")
+
+    alone = mlp()
+    together = copy.deepcopy(alone)
+    minimise(alone, lbfgs(alone), list(range(rr.size())))
+    minimise(together, hvd.DistributedOptimizer(lbfgs(together)), [rr.rank()])
+    assert_equal_on_ranks(together)
+    torch.testing.assert_close(together[0].weight, alone[0].weight, rtol=1e-6, atol=1e-6)
+
+
+def test_a_process_set_trains_by_itself() -> None:
+    """Optimizers of two sets, each with its own model, do not wait for each other."""
+    if rr.size() < 2:
+        pytest.skip("takes two ranks")
+    sets = [hvd.add_process_set([0]), hvd.add_process_set(range(1, rr.size()))]
+    mine = sets[rr.rank() > 0]
+    model = mlp()
+    with torch.no_grad():
+        model[0].weight.add_(float(rr.rank()))
+    hvd.broadcast_parameters(model.state_dict(), root_rank=mine.ranks[0], process_set=mine)
+    optimizer = hvd.DistributedOptimizer(sgd(model), process_set=mine)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=mine.ranks[0], process_set=mine)
+    for step in range(2 + (rr.rank() > 0)):
+        optimizer.zero_grad()
+        mean_loss(model, data(step)[rr.rank()]).backward()
+        optimizer.step()
+    everyone = hvd.allgather(model[0].weight.detach()[None], process_set=mine)
+    assert all(each.equal(everyone[0]) for each in everyone)
+    for each in sets:
+        hvd.remove_process_set(each)
+
+
+def test_a_fresh_optimizer_is_not_touched_by_broadcasting_its_state() -> None:
+    """No step is made to create state: AdamW would decay the weights."""
+    model = mlp()
+    before = copy.deepcopy(model.state_dict())
+    optimizer = hvd.DistributedOptimizer(torch.optim.AdamW(model.parameters(), weight_decay=0.5))
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0, model=model)
+    assert not optimizer.state
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
