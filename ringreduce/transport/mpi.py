@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from ringreduce.errors import PeerLostError, TransportError
+from ringreduce.errors import CollectiveTimeoutError, PeerLostError, TransportError
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.transport.messages import Request
 from ringreduce.transport.waiting import Waiter
@@ -39,7 +39,8 @@ _OPS = {
     ReduceOp.MIN: MPI.MIN,
     ReduceOp.MAX: MPI.MAX,
 }
-_NOTE_TAG = 0
+_NOTE_TAG, _LAST_TAG = 0, 1
+_PARTING_S = 1.0
 
 #: Transports that were not closed, or had transfers under way then: MPI may still use the memory which these name, so
 #: it must stay, and the transport with it.
@@ -73,6 +74,8 @@ class MpiMessages:
         tag_limit = self._data.Get_attr(MPI.TAG_UB)
         self.max_tag = 32767 if tag_limit is None else int(tag_limit)
         self.has_allreduce = offers_allreduce(MPI.COMM_SELF)
+        self._sent = np.zeros(self.size, np.int64)
+        self._received = np.zeros(self.size, np.int64)
         self.concurrent = MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
     def send(self, data: Array, peer: int, tag: int) -> Request:
@@ -125,6 +128,7 @@ class MpiMessages:
         with _translated():
             self._posted = [each for each in self._posted if not each[0].Test()]
             self._posted.append((self._control.Isend([note, MPI.BYTE], peer, _NOTE_TAG), note))
+        self._sent[peer] += 1
 
     def poll(self) -> tuple[int, bytes] | None:
         status = MPI.Status()
@@ -134,7 +138,9 @@ class MpiMessages:
                 return None
             note = bytearray(status.Get_count(MPI.BYTE))
             message.Recv([note, MPI.BYTE])
-        return status.Get_source(), bytes(note)
+        source = status.Get_source()
+        self._received[source] += 1
+        return source, bytes(note)
 
     def exchange(self, payload: bytes) -> list[bytes]:
         sizes = np.zeros(self.size, np.int64)
@@ -179,11 +185,34 @@ class MpiMessages:
         if self._data == MPI.COMM_NULL or MPI.Is_finalized():
             return
         with _translated():
-            self._posted = [each for each in self._posted if not each[0].Test()]
-            self._data.Free()
-            self._control.Free()
+            if self._part():
+                self._data.Free()
+                self._control.Free()
+            else:  # what is still under way to this rank must not be taken for a message of a later communicator
+                self._data = self._control = MPI.COMM_NULL
         if not (self._posted or self._unfinished or self._described):
             _open.discard(self)
+
+    def _part(self) -> bool:
+        """Tell the others how many notes they were sent, and wait a little for theirs; return whether all have come."""
+        peers = [rank for rank in range(self.size) if rank != self.rank]
+        expected = np.zeros(self.size, np.int64)
+        requests = [self._control.Irecv([expected[peer:], 1, MPI.INT64_T], peer, _LAST_TAG) for peer in peers]
+        requests += [self._control.Isend([self._sent[peer:], 1, MPI.INT64_T], peer, _LAST_TAG) for peer in peers]
+
+        def together() -> bool:
+            while self.poll() is not None:
+                pass
+            return MPI.Request.Testall(requests) and bool((self._received >= expected).all())
+
+        parting = Waiter(_PARTING_S, self._waiter.crowded)
+        try:
+            parting.until(together, lambda: "the others to part")
+        except CollectiveTimeoutError:
+            self._unfinished += [(request, expected) for request in requests]
+            return False
+        self._posted = [each for each in self._posted if not each[0].Test()]
+        return not self._posted
 
 
 def world() -> MPI.Intracomm:
