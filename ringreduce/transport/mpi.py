@@ -189,7 +189,7 @@ class MpiMessages:
                 self._data.Free()
                 self._control.Free()
             else:  # what is still under way to this rank must not be taken for a message of a later communicator
-                self._data = self._control = MPI.COMM_NULL
+                self._data = self._control = cast("MPI.Intracomm", MPI.COMM_NULL)
         if not (self._posted or self._unfinished or self._described):
             _open.discard(self)
 
