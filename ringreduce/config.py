@@ -35,15 +35,28 @@ _LAUNCHER_RANKS = (
 )
 
 
-#: Variables of Horovod that are honoured, and ours of the same meaning.
-HOROVOD = {
-    "HOROVOD_FUSION_THRESHOLD": "RINGREDUCE_FUSION",
-    "HOROVOD_LOG_LEVEL": "RINGREDUCE_LOG_LEVEL",
-    "HOROVOD_STALL_CHECK_TIME_SECONDS": "RINGREDUCE_STALL_WARNING",
-    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "RINGREDUCE_TIMEOUT",
+def _as_is(text: str) -> str:
+    return text
+
+
+def _unless_zero(text: str) -> str:
+    return "" if text == "0" else text
+
+
+#: Variables of Horovod that mean something here: ours of the same meaning, and what stands for it there ("": nothing).
+#: They are read wherever ours is not set, whatever the script imports: users who change the import have set them too.
+HOROVOD: dict[str, tuple[str, Callable[[str], str]]] = {
+    # Horovod's 0: nothing is fused. Here a group that holds a byte is closed.
+    "HOROVOD_FUSION_THRESHOLD": ("RINGREDUCE_FUSION", lambda text: "1" if text == "0" else text),
+    "HOROVOD_LOG_LEVEL": ("RINGREDUCE_LOG_LEVEL", _as_is),
+    # Before the next one, as it overrides it.
+    "HOROVOD_STALL_CHECK_DISABLE": ("RINGREDUCE_STALL_WARNING", lambda text: "0" if _unless_zero(text) else ""),
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": ("RINGREDUCE_STALL_WARNING", _as_is),
+    # Horovod's 0: wait for ever, which nothing does here.
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": ("RINGREDUCE_TIMEOUT", _unless_zero),
 }
-#: Variables of Horovod that say what holds here anyway, or that other parts of a Horovod launch leave behind.
-_HOROVOD_UNDERSTOOD = {"HOROVOD_DYNAMIC_PROCESS_SETS", "HOROVOD_STALL_CHECK_DISABLE"}
+#: Variables of Horovod that ask for what is always so here.
+_HOROVOD_ALWAYS = {"HOROVOD_DYNAMIC_PROCESS_SETS"}
 _LOG_LEVELS = {"TRACE": "DEBUG", "FATAL": "CRITICAL"}
 
 
@@ -90,7 +103,6 @@ class Config:
             ConfigError: a variable holds something that cannot be understood.
         """
         standard = cls()
-        environ = _with_horovod(environ)
         sizes = [int(environ[name]) for name in _LAUNCHER_SIZES if environ.get(name, "").isdigit()]
         return cls(
             timeout_s=_read(environ, "RINGREDUCE_TIMEOUT", _positive_float, standard.timeout_s),
@@ -107,9 +119,9 @@ class Config:
 
 
 def ignored_horovod_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the names of Horovod's variables that are set and mean nothing here."""
-    known = HOROVOD.keys() | _HOROVOD_UNDERSTOOD
-    return sorted(name for name in environ if name.startswith("HOROVOD_") and name not in known)
+    """Return the names of Horovod's variables that are set and mean nothing here, sorted."""
+    known = HOROVOD.keys() | _HOROVOD_ALWAYS
+    return sorted(name for name, text in environ.items() if name.startswith("HOROVOD_") and text and name not in known)
 
 
 def launched_rank(environ: Mapping[str, str] = os.environ) -> int:
@@ -123,27 +135,25 @@ def parse_nbytes(text: str) -> int:
     return _positive_int(text if scale == 1 else text[:-1]) * scale
 
 
-def _with_horovod(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the environment with our variables set where only Horovod's are."""
-    merged = dict(environ)
-    for theirs, ours in HOROVOD.items():
-        value = environ.get(theirs, "")
-        # Horovod's 0 stands for no limit, which there is not here, and for no fusion.
-        if value and not environ.get(ours) and (theirs, value) != ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0"):
-            merged[ours] = "1" if (theirs, value) == ("HOROVOD_FUSION_THRESHOLD", "0") else value
-    if environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0") and not environ.get("RINGREDUCE_STALL_WARNING"):
-        merged["RINGREDUCE_STALL_WARNING"] = "0"
-    return merged
-
-
 def _read(environ: Mapping[str, str], name: str, parse: Callable[[str], _T], default: _T) -> _T:
-    text = environ.get(name, "")
+    source, text = _look_up(environ, name)
     if not text:
         return default
     try:
         return parse(text)
     except ValueError as error:
-        raise ConfigError(f"{name}={text!r} in the environment: {error}") from None
+        raise ConfigError(f"{source}={environ[source]!r} in the environment: {error}") from None
+
+
+def _look_up(environ: Mapping[str, str], name: str) -> tuple[str, str]:
+    """Return the text of a variable of ours, and which variable it comes from: itself or one of Horovod's."""
+    if environ.get(name):
+        return name, environ[name]
+    for theirs, (ours, convert) in HOROVOD.items():
+        text = convert(environ.get(theirs, "")) if ours == name else ""
+        if text:
+            return theirs, text
+    return name, ""
 
 
 def _positive_int(text: str) -> int:

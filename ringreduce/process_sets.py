@@ -170,16 +170,16 @@ def connect(make: Callable[[Waiter], Messages], settings: Config) -> Parts:
         settings: equal on all of them.
     """
     blocking = _communicator(make, settings)
-    asynchronous = _communicator(make, settings)
+    asynchronous = _communicator(make, settings, warn=False)
     notes = make(Waiter(settings.timeout_s))
     engine = Engine(asynchronous, notes, alive=asynchronous.alive, threads=notes.concurrent)
     return Parts(blocking, engine)
 
 
-def _communicator(make: Callable[[Waiter], Messages], settings: Config) -> Communicator:
+def _communicator(make: Callable[[Waiter], Messages], settings: Config, *, warn: bool = True) -> Communicator:
     waiter = Waiter(settings.timeout_s)
     messages = make(waiter)
-    node = join(messages, waiter, settings, host_name(), MemfdSegments)
+    node = join(messages, waiter, settings, host_name(), MemfdSegments, warn=warn)
     return Communicator(Context(messages, waiter, node, settings))
 
 

@@ -135,6 +135,7 @@ class Engine:
         with self._changed:
             self._enter(operation, unique)
             self._waiters += 1
+        self._take_note_of_wait()
         return self._await(operation)
 
     def register(self, kind: str, procedure: Callable[[Communicator, int, bool], Any]) -> str:
@@ -177,15 +178,14 @@ class Engine:
 
     def poll(self, operation: Operation) -> bool:
         """Return whether an operation has come to an end; never blocks for another rank's sake but to carry one out."""
-        if not operation.done:
-            self._inbox.append(None)
-            if self._driver.acquire(blocking=False):
-                try:
-                    if not operation.done:
-                        self._step()
-                finally:
-                    self._driver.release()
-                self._let_waiters_drive()
+        self._take_note_of_wait()
+        if not operation.done and self._driver.acquire(blocking=False):
+            try:
+                if not operation.done:
+                    self._step()
+            finally:
+                self._driver.release()
+            self._let_waiters_drive()
         return operation.done
 
     def wait(self, operation: Operation) -> Any:
@@ -197,6 +197,7 @@ class Engine:
             PeerLostError: a rank that it needs has shut down or died.
             ShutdownError: this rank has shut down.
         """
+        self._take_note_of_wait()
         if not operation.done:
             with self._changed:
                 self._waiters += 1
@@ -238,7 +239,6 @@ class Engine:
 
     def _await(self, operation: Operation) -> Any:
         """Wait for an operation as one of the waiters, of whom one drives."""
-        self._inbox.append(None)
         try:
             while self._drives_for(operation):
                 try:
@@ -253,6 +253,13 @@ class Engine:
                 elif self._under_way:
                     self._wake()
         return _outcome(operation)
+
+    def _take_note_of_wait(self) -> None:
+        """Let the plan know that the program waits, also for what is done: timing must not make a difference."""
+        with suppress(IndexError):
+            if self._inbox[-1] is None:  # nothing was submitted since; a loop of polls must not fill the inbox
+                return
+        self._inbox.append(None)
 
     def _drives_for(self, operation: Operation) -> bool:
         """Wait until this thread holds the driver's lock, or, if that is not to be, the operation is done."""
@@ -345,7 +352,7 @@ class Engine:
         """Take in what the program did and what other ranks say; return whether there was anything."""
         moved = False
         outgoing: list[list[Any]] = []
-        while self._inbox:
+        for _ in range(len(self._inbox)):  # not until it is empty, for other threads go on filling it
             moved = True
             outgoing += self._take_in(self._inbox.popleft())
         if self._lost is not None:
@@ -455,7 +462,6 @@ class Engine:
         self._finish(operations)
 
     def _finish(self, operations: list[Operation]) -> None:
-        self._member.finished(len(operations))
         with self._changed:
             for operation in operations:
                 operation.done = True

@@ -183,15 +183,15 @@ class Member:
         self._runs: dict[int, Run] = {}  # of all ranks, by number
         self._held: dict[int, dict[int, None]] = {}  # group -> those of its operations that wait for the others
         self._holders: dict[str, int] = {}  # name -> the group in which an operation of this name waits
-        self._unused: list[Note] = []  # changes of the plan, to be made between the program's rounds
+        self._unused: list[Note] = []  # changes of the plan, to be made when the program has waited
         self._since_wait: list[int] = []
-        self._pending = 0
+        self._has_waited = True  # since the last submission
 
     def submit(self, name: str, looks: Looks) -> list[Note]:
         """Take note of what this rank's program submitted; return what the leader has to hear."""
-        if self._pending == 0:
+        if self._has_waited:  # not in between: a group of which something was submitted before would break
+            self._has_waited = False
             self._apply_plan()
-        self._pending += 1
         known = self._numbers.get(name)
         number = None if known is None else known.get(looks)
         notes: list[Note] = []
@@ -215,6 +215,7 @@ class Member:
 
     def wait(self) -> list[Note]:
         """Take note that the program waits; what is kept back because of a plan can then not come to completion."""
+        self._has_waited = True
         notes = [note for group in list(self._held) for note in self._dissolve(group)]
         together = [number for number in self._since_wait if number not in self._group_of]
         self._since_wait.clear()
@@ -224,7 +225,6 @@ class Member:
 
     def join(self) -> list[Note]:
         """Take note that the program submits nothing more until all ranks have joined."""
-        self._pending += 1
         return [*self.wait(), ["join"]]
 
     def leave(self) -> list[Note]:
@@ -265,10 +265,6 @@ class Member:
         assert kind == "expired", note
         name, present, missing, seconds = said
         return Expired(name, tuple(present), tuple(missing), seconds)
-
-    def finished(self, count: int = 1) -> None:
-        """Take note that so many of this rank's own operations have come to an end."""
-        self._pending -= count
 
     def _decode(self, entry: int | Sequence[Any]) -> Named:
         if isinstance(entry, int):

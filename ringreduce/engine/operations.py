@@ -139,8 +139,12 @@ class Procedure(Operation):
 
 
 def _call_site() -> tuple[CodeType, int]:
-    """Return where the code outside this package is that led here."""
+    """Return where the code outside this package, and outside torch's autograd, is that led here."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame.f_back is not None and _is_ours(frame.f_code.co_filename):
         frame = frame.f_back
     return frame.f_code, frame.f_lineno
+
+
+def _is_ours(path: str) -> bool:
+    return path.startswith(_PACKAGE) or "/torch/autograd/" in path

@@ -32,7 +32,7 @@ import torch
 from ringreduce.adasum import adasum
 from ringreduce.buffers import Operand
 from ringreduce.communicator import Communicator
-from ringreduce.engine import Call, Operation, Reduction
+from ringreduce.engine import Call, Engine, Operation, Reduction
 from ringreduce.errors import ConfigError, UnsupportedBufferError
 from ringreduce.process_sets import ProcessSet
 from ringreduce.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
@@ -93,12 +93,12 @@ class Handle(int):
     """An operation on its way, to be given to `poll` and `synchronize`; a number, as in Horovod."""
 
     operation: Operation
-    process_set: ProcessSet
+    engine: Engine
 
     @classmethod
-    def of(cls, operation: Operation, process_set: ProcessSet) -> Handle:
+    def of(cls, operation: Operation, engine: Engine) -> Handle:
         made = cls(next(_numbers))
-        made.operation, made.process_set = operation, process_set
+        made.operation, made.engine = operation, engine
         return made
 
 
@@ -109,7 +109,7 @@ def poll(handle: Handle | Callable[[], Any]) -> bool:
     """Return whether an operation is done, so that `synchronize` will not wait."""
     if callable(handle):
         return all(poll(each) for each in getattr(handle, "handles", ()))
-    return _checked(handle).process_set.engine.poll(handle.operation) if not handle.operation.done else True
+    return _checked(handle).engine.poll(handle.operation)
 
 
 def synchronize(handle: Handle | Callable[[], Any]) -> Any:
@@ -121,12 +121,7 @@ def synchronize(handle: Handle | Callable[[], Any]) -> Any:
     """
     if callable(handle):
         return handle()
-    operation = _checked(handle).operation
-    if operation.done:
-        if operation.error is not None:
-            raise operation.error
-        return operation.result
-    return handle.process_set.engine.wait(operation)
+    return _checked(handle).engine.wait(handle.operation)
 
 
 def join(device: int = -1) -> int:
@@ -544,8 +539,9 @@ class _Prepared(NamedTuple):
 
 def _submitted(prepared: _Prepared) -> Handle:
     operation, process_set, unique = prepared
-    process_set.engine.submit(operation, unique=unique)
-    return Handle.of(operation, process_set)
+    engine = process_set.engine
+    engine.submit(operation, unique=unique)
+    return Handle.of(operation, engine)
 
 
 def _carried_out(prepared: _Prepared) -> Any:

@@ -63,6 +63,8 @@ def join(
     config: Config,
     host: str,
     make_segments: Callable[[Mapping[int, int]], Segments],
+    *,
+    warn: bool = True,
 ) -> Node:
     """Find out who shares memory and set it up. Collective over ``messages``.
 
@@ -75,6 +77,7 @@ def join(
         config: equal on all ranks.
         host: this rank's machine, in any words.
         make_segments: makes this rank's segments, given the processes (rank -> pid) of its node.
+        warn: whether to say why ranks of one machine cannot share memory.
     """
     cores = sorted(os.sched_getaffinity(0))
     introduction = {"host": host, "pid": os.getpid(), "namespace": _pid_namespace(), "cores": cores}
@@ -89,7 +92,7 @@ def join(
         namespaces = {everyone[member]["namespace"] for member in members}
         locations = _share(messages, arena, members, namespaces)
     except _NotSharedError as reason:
-        if messages.rank == 0 and messages.size > 1:
+        if warn and messages.rank == 0 and messages.size > 1:
             _log.warning("no shared memory between ranks, all bytes go over %s: %s", messages.name, reason)
         arena.close()
         topology = Topology.from_hosts(range(messages.size))

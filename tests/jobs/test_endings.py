@@ -59,7 +59,7 @@ def test_an_exception_in_init_ends_the_job(run_job):
         source="""
         from mpi4py import MPI
         from ringreduce import process_sets, runtime
-        def broken(*arguments):
+        def broken(*arguments, **options):
             raise ValueError("the reason")
         if MPI.COMM_WORLD.rank == 1:
             process_sets.join = broken

@@ -28,7 +28,7 @@ ROWS = (
     ("elastic", "runtime"),
     ("__init__",),  # the façade, `import ringreduce`: shows what is below and is used by what is above
     ("torch",),
-    ("cli",),
+    ("cli", "horovod"),
     ("__main__", "testing"),
 )
 LEVELS = {place: level for level, row in enumerate(ROWS) for place in row}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringreduce.config import Config, ignored_horovod_variables, launched_rank, parse_nbytes
+from ringreduce.config import HOROVOD, Config, ignored_horovod_variables, launched_rank, parse_nbytes
 from ringreduce.errors import ConfigError
 
 VARIABLES = {
@@ -52,6 +52,11 @@ def test_every_setting_has_a_variable_and_says_so() -> None:
         ("RINGREDUCE_SEGMENT", "4096", 4096),
         ("RINGREDUCE_BUCKET", "1m", 1 << 20),
         ("RINGREDUCE_BUCKET", "2G", 2 << 30),
+        ("RINGREDUCE_FUSION", "64K", 64 << 10),
+        ("RINGREDUCE_STALL_WARNING", "2.5", 2.5),
+        ("RINGREDUCE_STALL_WARNING", "0", None),
+        ("RINGREDUCE_LOG_LEVEL", "debug", "DEBUG"),
+        ("RINGREDUCE_LOG_LEVEL", "Fatal", "CRITICAL"),
     ],
 )
 def test_a_variable_sets_its_field_alone(name: str, text: str, value: object) -> None:
@@ -67,6 +72,12 @@ def test_a_variable_sets_its_field_alone(name: str, text: str, value: object) ->
         *(("RINGREDUCE_SHARED_MEMORY", text) for text in ("2", "maybe")),
         *(("RINGREDUCE_SEGMENT", text) for text in ("0", "K", "-4K", "1T", "1.5M", "0K", "4 K")),
         *(("RINGREDUCE_BUCKET", text) for text in ("many", "M", "-1")),
+        *(("RINGREDUCE_STALL_WARNING", text) for text in ("-1", "never")),
+        *(("RINGREDUCE_LOG_LEVEL", text) for text in ("loud", "10")),
+        ("HOROVOD_FUSION_THRESHOLD", "64.5"),
+        ("HOROVOD_LOG_LEVEL", "loud"),
+        ("HOROVOD_STALL_CHECK_TIME_SECONDS", "a minute"),
+        ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "-5"),
     ],
 )
 def test_a_bad_value_is_refused_by_name(name: str, text: str) -> None:
@@ -127,10 +138,24 @@ def test_settings_cannot_be_changed() -> None:
         ({"HOROVOD_FUSION_THRESHOLD": "0"}, "fusion_nbytes", 1),
         ({"HOROVOD_FUSION_THRESHOLD": "8", "RINGREDUCE_FUSION": "1M"}, "fusion_nbytes", 1 << 20),
         ({"HOROVOD_STALL_CHECK_TIME_SECONDS": "5"}, "stall_warning_s", 5.0),
+        ({"HOROVOD_STALL_CHECK_TIME_SECONDS": "5", "RINGREDUCE_STALL_WARNING": "7"}, "stall_warning_s", 7.0),
         ({"HOROVOD_STALL_CHECK_DISABLE": "1"}, "stall_warning_s", None),
+        ({"HOROVOD_STALL_CHECK_DISABLE": "0"}, "stall_warning_s", 60.0),
+        (
+            {"HOROVOD_STALL_CHECK_TIME_SECONDS": "5", "HOROVOD_STALL_CHECK_DISABLE": "1"},
+            "stall_warning_s",
+            None,
+        ),
+        (
+            {"HOROVOD_STALL_CHECK_TIME_SECONDS": "5", "HOROVOD_STALL_CHECK_DISABLE": "0"},
+            "stall_warning_s",
+            5.0,
+        ),
+        ({"HOROVOD_STALL_CHECK_DISABLE": "1", "RINGREDUCE_STALL_WARNING": "7"}, "stall_warning_s", 7.0),
         ({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "120"}, "timeout_s", 120.0),
         ({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0"}, "timeout_s", 300.0),
         ({"HOROVOD_LOG_LEVEL": "trace"}, "log_level", "DEBUG"),
+        ({"HOROVOD_LOG_LEVEL": "warning"}, "log_level", "WARNING"),
     ],
 )
 def test_variables_of_horovod(environ: dict[str, str], field: str, value: object) -> None:
@@ -138,7 +163,25 @@ def test_variables_of_horovod(environ: dict[str, str], field: str, value: object
     assert getattr(Config.from_environ(environ), field) == value
 
 
+@pytest.mark.parametrize("name", HOROVOD)
+def test_an_empty_variable_of_horovod_is_not_set(name: str) -> None:
+    """Horovod's variables count when they hold something, as ours do."""
+    assert Config.from_environ({name: ""}) == Config()
+
+
+def test_variables_of_horovod_stand_for_variables_that_there_are() -> None:
+    """The right-hand side of the table names our own variables only."""
+    assert {ours for ours, _ in HOROVOD.values()} <= set(VARIABLES)
+
+
 def test_variables_of_horovod_without_meaning() -> None:
-    """Only those that steer what is not here are named."""
-    environ = {"HOROVOD_CYCLE_TIME": "5", "HOROVOD_LOG_LEVEL": "info", "HOROVOD_DYNAMIC_PROCESS_SETS": "1", "HOME": "/"}
-    assert ignored_horovod_variables(environ) == ["HOROVOD_CYCLE_TIME"]
+    """Those that steer what is not here are named, each once and in order; those that are honoured are not."""
+    environ = dict.fromkeys(HOROVOD, "1") | {
+        "HOROVOD_TIMELINE_MARK_CYCLES": "1",
+        "HOROVOD_CYCLE_TIME": "5",
+        "HOROVOD_AUTOTUNE": "",
+        "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
+        "HOME": "/",
+    }
+    assert ignored_horovod_variables(environ) == ["HOROVOD_CYCLE_TIME", "HOROVOD_TIMELINE_MARK_CYCLES"]
+    assert ignored_horovod_variables({}) == []

@@ -1,0 +1,21 @@
+"""Horovod's module names for ringreduce, so that scripts written for Horovod run unchanged.
+
+    mpirun -np 4 python -m ringreduce.horovod train.py --epochs 3
+
+runs a script in which ``import horovod.torch as hvd`` gives `ringreduce.torch`, that very module. So does a script that
+begins with ``import ringreduce.horovod``. Either way ``horovod.torch`` and all below it, ``horovod.common`` and
+``horovod.runner`` are there from then on, also in processes that `multiprocessing` starts; a Horovod that is installed
+is hidden. Nothing of torch is imported before ``horovod.torch`` is.
+
+Horovod's environment variables are honoured with and without this module; see `ringreduce.config.HOROVOD`.
+"""
+
+from ringreduce.horovod.alias import install
+from ringreduce.horovod.runner import run
+
+__all__ = ["run"]
+
+#: The release of Horovod whose interface this is: what scripts and libraries compare with what they need.
+__version__ = "0.28.1"
+
+install()

@@ -1,0 +1,85 @@
+"""The import hook behind `ringreduce.horovod`: each module of Horovod is a module of ours under a second name."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+from ringreduce.config import launched_rank
+
+__all__ = ["install"]
+
+_log = logging.getLogger(__name__)
+
+#: Holds a package ``horovod`` for processes that get `sys.path` from this one and not its import hooks: the workers of
+#: a DataLoader that are not forked, and those of `ringreduce.horovod.run`.
+_PATH = str(Path(__file__).parent / "_path")
+
+
+def install() -> None:
+    """Make ``import horovod`` and all below it give our modules; does nothing the second time.
+
+    Raises:
+        ImportError: Horovod itself was imported before.
+    """
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    if "horovod" in sys.modules:
+        raise ImportError("horovod itself is imported already; import ringreduce.horovod before it, or not at all")
+    hidden = importlib.util.find_spec("horovod")
+    if hidden is not None and not (hidden.origin or "").startswith(_PATH) and launched_rank() == 0:
+        where = hidden.origin or ", ".join(hidden.submodule_search_locations or ())
+        _log.warning("horovod is installed (%s) and hidden: ringreduce takes its place", where)
+    sys.meta_path.insert(0, _Finder())
+    if _PATH not in sys.path:
+        sys.path.insert(1, _PATH)  # behind the script's folder, before an installed horovod
+
+
+class _Finder(MetaPathFinder):
+    """Finds ``horovod`` and all below it, and nothing else."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname.partition(".")[0] != "horovod":
+            return None
+        ours = _counterpart(fullname)
+        found = importlib.util.find_spec(ours)
+        if found is None:
+            raise ModuleNotFoundError(
+                f"no {fullname} here: ringreduce, in Horovod's place, is for PyTorch scripts and their horovod.torch",
+                name=fullname,
+            )
+        is_package = found.submodule_search_locations is not None
+        return ModuleSpec(fullname, _Loader(ours), origin=found.origin, is_package=is_package)
+
+
+class _Loader(Loader):
+    """Loads a module of ours as the module of another name."""
+
+    def __init__(self, ours: str) -> None:
+        self._ours = ours
+        self._spec: ModuleSpec | None = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(self._ours)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        # It has run already, under its own name; that is what reload, pickle and relative imports shall see.
+        module.__spec__ = self._spec
+
+
+def _counterpart(name: str) -> str:
+    """Return the name of our module that a module of Horovod stands for, whether it exists or not."""
+    _, *below = name.split(".")
+    home = ["ringreduce"] if below[:1] == ["torch"] else ["ringreduce", "horovod"]
+    return ".".join([*home, *below])

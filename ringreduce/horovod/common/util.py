@@ -1,0 +1,96 @@
+"""Which parts of Horovod are there, and the small helpers that scripts import from the same place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, TypeVar
+
+__all__ = [
+    "ccl_built",
+    "cuda_built",
+    "ddl_built",
+    "extension_available",
+    "gloo_built",
+    "gpu_available",
+    "is_iterable",
+    "mpi_built",
+    "nccl_built",
+    "num_rank_is_power_2",
+    "rocm_built",
+    "split_list",
+]
+
+_T = TypeVar("_T")
+
+
+def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
+    """Return whether there is a binding for a framework: for ``"torch"``, and that only."""
+    return ext_base_name == "torch"
+
+
+def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
+    """Return whether the binding for a framework can use GPUs."""
+    return extension_available(ext_base_name) and (cuda_built() or rocm_built())
+
+
+def mpi_built(verbose: bool = False) -> bool:
+    """Return whether MPI can be used, as ``horovod.torch.mpi_built()`` says."""
+    return bool(_asked("mpi_built"))
+
+
+def gloo_built(verbose: bool = False) -> bool:
+    """Return whether Gloo can be used, as ``horovod.torch.gloo_built()`` says."""
+    return bool(_asked("gloo_built"))
+
+
+def nccl_built(verbose: bool = False) -> bool:
+    """Return whether NCCL can be used, as ``horovod.torch.nccl_built()`` says."""
+    return bool(_asked("nccl_built"))
+
+
+def ddl_built(verbose: bool = False) -> bool:
+    """Return whether DDL can be used, as ``horovod.torch.ddl_built()`` says."""
+    return bool(_asked("ddl_built"))
+
+
+def ccl_built(verbose: bool = False) -> bool:
+    """Return whether oneCCL can be used, as ``horovod.torch.ccl_built()`` says."""
+    return bool(_asked("ccl_built"))
+
+
+def cuda_built(verbose: bool = False) -> bool:
+    """Return whether CUDA can be used, as ``horovod.torch.cuda_built()`` says."""
+    return bool(_asked("cuda_built"))
+
+
+def rocm_built(verbose: bool = False) -> bool:
+    """Return whether ROCm can be used, as ``horovod.torch.rocm_built()`` says."""
+    return bool(_asked("rocm_built"))
+
+
+def num_rank_is_power_2(num_rank: int) -> bool:
+    """Return whether a number of ranks is a power of two."""
+    return num_rank > 0 and num_rank & (num_rank - 1) == 0
+
+
+def split_list(l: Sequence[_T], n: int) -> list[Sequence[_T]]:  # noqa: E741  # Horovod's name
+    """Cut a list into ``n`` parts, the first of which are longer by one if it does not come out even."""
+    short, longer = divmod(len(l), n)
+    starts = [index * short + min(index, longer) for index in range(n + 1)]
+    return [l[start:stop] for start, stop in pairwise(starts)]
+
+
+def is_iterable(x: Any) -> bool:
+    """Return whether ``iter`` takes it."""
+    try:
+        iter(x)
+    except TypeError:
+        return False
+    return True
+
+
+def _asked(name: str) -> Any:
+    from ringreduce import torch  # this late, because who only asks for an exception need not have it
+
+    return getattr(torch, name)()

@@ -1,0 +1,246 @@
+"""Horovod scripts as whole jobs, and the ranks that ``horovod.run`` starts."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+pytestmark = pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not on the path")
+
+
+# ---- scripts ----
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [(1, []), (2, ["--fp16-allreduce", "--no-cuda"]), (3, ["--use-adasum", "--model", "resnet8"])],
+    ids=str,
+)
+def test_the_synthetic_benchmark_runs_as_it_stands(run_job, ranks: int, options: list[str]) -> None:
+    """A script that imports horovod.torch trains, and rank 0 alone prints rates per rank and in total."""
+    pytest.importorskip("torch")
+    short = ["--batch-size", "2", "--num-warmup-batches", "1", "--num-batches-per-iter", "2", "--num-iters", "2"]
+    job = run_job(ranks, "-m", "ringreduce.horovod", str(EXAMPLES / "synthetic_benchmark.py"), *short, *options)
+    assert job.returncode == 0, job.stderr
+    assert len(re.findall(r"^Iter #\d: [\d.]+ img/sec per rank$", job.stdout, re.MULTILINE)) == 2
+    (each,) = re.findall(r"^Img/sec per rank: ([\d.]+) \+-[\d.]+$", job.stdout, re.MULTILINE)
+    (total,) = re.findall(rf"^Total img/sec on {ranks} rank\(s\): ([\d.]+) \+-[\d.]+$", job.stdout, re.MULTILINE)
+    assert float(total) >= float(each) > 0
+
+
+def test_variables_of_horovod_reach_the_job(run_job) -> None:
+    """What is honoured is in force on all ranks; what is not is named once."""
+    job = run_job(
+        2,
+        source="""
+        import logging
+        import ringreduce as rr
+        rr.init()
+        config = rr.config()
+        print(config.fusion_nbytes, config.stall_warning_s, config.timeout_s, config.log_level)
+        """,
+        HOROVOD_FUSION_THRESHOLD="65536",
+        HOROVOD_STALL_CHECK_TIME_SECONDS="7",
+        HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="40",
+        HOROVOD_LOG_LEVEL="warning",
+        HOROVOD_DYNAMIC_PROCESS_SETS="1",
+        HOROVOD_CYCLE_TIME="0.1",
+        HOROVOD_AUTOTUNE="1",
+    )
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.splitlines() == ["65536 7.0 40.0 WARNING"] * 2
+    assert job.stderr.count("HOROVOD_AUTOTUNE, HOROVOD_CYCLE_TIME") == 1
+    assert job.stderr.count("HOROVOD_") == 2
+
+
+# ---- horovod.run ----
+
+#: Functions for the ranks: in a module of their own, and again in the script.
+FUNCTIONS = """
+import os, signal, sys, threading
+import ringreduce as rr
+from ringreduce.config import launched_rank
+
+class Seen:
+    def __init__(self, *values): self.values = values
+    def __eq__(self, other): return self.values == other.values
+
+def work(factor, offset=0):
+    import horovod.torch as hvd
+    hvd.init()
+    return Seen(hvd.rank() * factor + offset, hvd.size(), hvd.allgather_object(hvd.rank()))
+
+def fail(rank, how):
+    rr.init()
+    if rr.rank() == rank:
+        how()
+    rr.barrier()
+
+def raise_it(): raise KeyError("the reason")
+def leave(): sys.exit(0)
+def die(): os.kill(os.getpid(), signal.SIGKILL)
+def fail_early(): raise_it() if launched_rank() else rr.init()
+def fail_and_stay(): stay(); raise_it()
+def stay(): threading.Thread(target=threading.Event().wait, args=[40]).start()
+def no_result(): return threading.Lock()
+
+def tell_and_stay():
+    with open("pids", "w") as pipe: pipe.write(str(os.getpid()))
+    stay()
+"""
+
+
+@pytest.fixture
+def run_script(tmp_path: Path) -> Callable[[str], subprocess.CompletedProcess[str]]:
+    """A function that runs a script, which begins with FUNCTIONS, without a launcher."""
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+
+    def run(source: str, *options: str) -> subprocess.CompletedProcess[str]:
+        body = textwrap.indent(textwrap.dedent(source), "    ")
+        script = f"import functions, horovod\n{FUNCTIONS}\nif __name__ == '__main__':\n{body}"
+        (tmp_path / "train.py").write_text(script)
+        command = ["timeout", "--kill-after=5", "50", sys.executable, *(options or ["-m", "ringreduce.horovod"])]
+        return subprocess.run([*command, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    return run
+
+
+def test_run_returns_results_in_the_order_of_ranks(run_script, tmp_path: Path) -> None:
+    """Functions and classes of the script and of modules beside it reach the ranks and come back; nothing is left."""
+    pytest.importorskip("torch")
+    done = run_script(
+        f"""
+        import tempfile
+        tempfile.tempdir = {str(tmp_path / "temporary")!r}
+        os.mkdir(tempfile.tempdir)
+        expected = [Seen(10 * rank + 1, 3, [0, 1, 2]) for rank in range(3)]
+        assert horovod.run(work, args=(10,), kwargs={{"offset": 1}}, num_proc=3) == expected
+        assert horovod.run(functions.work, (2, 5), {{}}, 1) == [functions.Seen(5, 1, [0])]
+        assert "mpi4py" not in sys.modules and not rr.is_initialized()
+        assert os.listdir(tempfile.tempdir) == []
+        """
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_run_takes_what_horovods_does(run_script, tmp_path: Path) -> None:
+    """Hosts, host files, environments and options for mpirun are used; the rest is named once."""
+    (tmp_path / "hosts").write_text("# all of them\nlocalhost slots=2\n\n")
+    done = run_script(
+        """
+        from horovod.runner import run
+        environ = {**os.environ, "COLOUR": "blue"}
+        assert run(os.getenv, ("COLOUR",), np=2, hosts="localhost:2", env=environ, use_mpi=True) == ["blue"] * 2
+        assert run(os.getenv, ("COLOUR",), num_proc=2, hostfile="hosts", use_gloo=True, start_timeout=5) == [None] * 2
+        assert len(run(os.getpid, num_proc=2, verbose=2, mpi_args="--bind-to none", executable=sys.executable)) == 2
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("no meaning here: start_timeout, use_gloo") == 1
+    assert done.stderr.count("-m ringreduce.horovod.worker") == 1
+
+
+@pytest.mark.parametrize(
+    ("function", "complaint"),
+    [
+        ("fail, (1, raise_it)", r"rank 1 of 2 failed:\nTraceback .*KeyError: 'the reason'"),
+        ("fail, (0, leave)", r"rank 0 of 2 failed:\nTraceback .*in leave.*SystemExit: 0"),
+        ("fail, (1, die)", r"of 2 ranks these had not returned: (0, )?1;|rank 1 is lost"),
+        ("no_result", r"rank [01] of 2 failed:\nTraceback .*cannot pickle"),
+        ("fail_early", r"rank 1 of 2 failed:\nTraceback .*in fail_early.*KeyError: 'the reason'"),
+        ("fail_and_stay", r"rank [01] of 2 failed:\nTraceback .*KeyError: 'the reason'"),
+    ],
+)
+def test_run_raises_what_a_rank_failed_of(run_script, function: str, complaint: str) -> None:
+    """Whatever a rank does, run ends promptly, with the traceback of the rank that was first."""
+    begin = time.monotonic()
+    done = run_script(
+        f"""
+        from horovod.common.exceptions import HorovodInternalError
+        try:
+            horovod.run({function}, num_proc=2)
+        except HorovodInternalError as error:
+            print(error)
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(complaint, done.stdout, re.DOTALL), done.stdout
+    assert time.monotonic() - begin < 30
+
+
+def test_run_refuses_what_cannot_work(run_script) -> None:
+    """Wrong arguments are a ValueError here, and start nothing."""
+    cases = {
+        "len, num_proc=0": "run starts at least one rank, not 0",
+        "len, hosts='a:1', hostfile='b'": "run takes hosts or hostfile, not both",
+        "len, hostfile='none'": "hostfile none: No such file or directory",
+        "len, hostfile='train.py'": "hostfile train.py: expected a host as in 'host1 slots=2', got 'import functions",
+        "threading.Lock()": "run cannot send <unlocked _thread.lock object",
+        "len, executable='/none/python', env={'PATH': '/none'}": "run starts ranks by mpirun, which is not on the path",
+    }
+    done = run_script(
+        f"""
+        for call, complaint in {cases!r}.items():
+            try:
+                eval(f"horovod.run({{call}})")
+            except ValueError as error:
+                assert str(error).startswith(complaint), error
+            else:
+                raise AssertionError(call)
+        """
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_run_cannot_send_what_no_file_defines() -> None:
+    """Plain pickle refers to the script; where there is none, the error says what helps."""
+    source = "import sys, ringreduce.horovod as h\nsys.modules['cloudpickle'] = None\ndef f(): pass\nh.run(f)"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False, timeout=50)
+    assert done.returncode == 1
+    assert "only by cloudpickle: install it" in done.stderr
+
+
+def test_a_script_that_starts_ranks_whenever_it_is_imported_is_refused(tmp_path: Path) -> None:
+    """Without the line that tells the script from the module, ranks would start ranks."""
+    (tmp_path / "forever.py").write_text("import ringreduce.horovod\ndef f(): pass\nringreduce.horovod.run(f)\n")
+    command = ["timeout", "--kill-after=5", "50", sys.executable, "forever.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert 'put the call under if __name__ == "__main__":' in done.stderr
+
+
+def test_an_interrupt_ends_the_ranks(run_script, tmp_path: Path) -> None:
+    """Ctrl-C goes through run, and leaves no rank behind."""
+    os.mkfifo(tmp_path / "pids")
+    done = run_script(
+        """
+        def interrupt():
+            with open("pids") as pipe:  # waits for a rank that opens it
+                print(pipe.read())
+            os.kill(os.getpid(), signal.SIGINT)
+        threading.Thread(target=interrupt).start()
+        try:
+            horovod.run(tell_and_stay)
+        except KeyboardInterrupt:
+            print("interrupted")
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    pid, interrupted = done.stdout.split()
+    assert interrupted == "interrupted"
+    try:
+        state = Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return
+    assert state == "Z"  # ended, and nobody has asked for its status yet

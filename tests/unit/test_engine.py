@@ -1,0 +1,801 @@
+"""The engine: named operations on ranks that are threads, from their values to what happens when ranks fail."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from ringreduce.buffers import DTYPES
+from ringreduce.communicator import Communicator
+from ringreduce.config import Config
+from ringreduce.engine import Call, Engine, Operation, Procedure, Reduction
+from ringreduce.errors import (
+    CollectiveTimeoutError,
+    ConfigError,
+    MismatchError,
+    PeerLostError,
+    RingReduceError,
+    ShutdownError,
+    TransportError,
+    UnsupportedBufferError,
+)
+from ringreduce.reduce_ops import AVERAGE, MAX, MIN, SUM, ReduceOp
+from ringreduce.testing import caught, run_engines, run_ranks
+from ringreduce.testing.conformance import assert_close, assert_equal
+from ringreduce.testing.samples import expected, sample
+from ringreduce.transport.memory import MemoryWorld
+
+Array = npt.NDArray[Any]
+T = TypeVar("T")
+
+LAYOUTS = [(1, None), (2, None), (2, 1), (3, None), (3, 2), (4, None), (4, 2), (4, 1)]
+SETTINGS = Config(timeout_s=30.0)
+
+
+def reduction(name: str, *sources: Any, op: ReduceOp = SUM, **options: Any) -> Reduction:
+    """Return an allreduce into new arrays."""
+    looks = ", ".join(f"{each.shape} {each.dtype}" for each in sources)
+    return Reduction(name, f"{op.value} of {looks}", op, sources, [_like(each) for each in sources], **options)
+
+
+def _like(array: Any) -> Any:
+    return np.empty_like(array) if isinstance(array, np.ndarray) else array.new_empty(array.shape)
+
+
+def submitted(engine: Engine, operation: Operation, *, unique: bool = True) -> Operation:
+    engine.submit(operation, unique=unique)
+    return operation
+
+
+def total(engine: Engine, name: str, value: float = 1.0) -> float:
+    """Return the sum of the ranks' values, through the engine."""
+    (out,) = engine.run(reduction(name, np.full(3, value)))
+    return float(out[0])
+
+
+def with_engines(
+    size: int,
+    function: Callable[[Engine], T],
+    *,
+    clocks: Callable[[int], Callable[[], float]] | None = None,
+    threads: bool = True,
+    config: Config = SETTINGS,
+) -> list[T]:
+    """Do as `run_engines`, with a clock of each rank's own, or without progress threads."""
+    notes = MemoryWorld(size)
+
+    def run(communicator: Communicator) -> T:
+        options: dict[str, Any] = {} if clocks is None else {"clock": clocks(communicator.rank)}
+        engine = Engine(communicator, notes.messages(communicator.rank), threads=threads, **options)
+        try:
+            return function(engine)
+        finally:
+            engine.close()
+
+    return run_ranks(size, run, config=config)
+
+
+class Gate:
+    """Opens once; whoever waits for it gives up after a time, and the test with it."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def open(self) -> None:
+        self._event.set()
+
+    def wait(self) -> None:
+        assert self._event.wait(20.0), "the other rank did not come so far"
+
+
+# ---- values ----
+
+
+@pytest.mark.parametrize(("size", "node_size"), LAYOUTS)
+def test_reductions_of_every_dtype_and_op(size: int, node_size: int | None) -> None:
+    """All are under way at once, submitted in another order on every rank; small ones are fused from some time on."""
+    cases = list(itertools.product(DTYPES, ReduceOp, (0, 1, 5)))
+
+    def program(engine: Engine) -> None:
+        rank = engine.communicator.rank
+        for turn in range(6):
+            order = list(range(len(cases)))
+            random.Random(rank).shuffle(order)
+            handles = {}
+            for number in order:
+                dtype, op, count = cases[number]
+                handles[number] = submitted(engine, reduction(f"t{number}", sample(rank, count, dtype, turn), op=op))
+            for number, (dtype, op, count) in enumerate(cases):
+                (out,) = engine.wait(handles[number])
+                assert_close(out, expected([sample(each, count, dtype, turn) for each in range(size)], op))
+
+    run_engines(size, program, node_size=node_size, config=SETTINGS)
+
+
+@pytest.mark.parametrize(("size", "node_size"), LAYOUTS)
+def test_one_operation_of_several_arrays(size: int, node_size: int | None) -> None:
+    """Arrays of several dtypes and shapes are reduced together, each in its own dtype, in place too."""
+    shapes = [("float32", (3, 7)), ("int64", (5,)), ("bfloat16", (2, 2)), ("float32", ()), ("float16", (0, 3))]
+
+    def program(engine: Engine) -> None:
+        for op in ReduceOp:
+            inputs = [
+                [sample(rank, shape, dtype, salt) for salt, (dtype, shape) in enumerate(shapes)] for rank in range(size)
+            ]
+            mine = inputs[engine.communicator.rank]
+            outs = engine.run(reduction("out", *mine, op=op))
+            engine.run(Reduction("in place", "in place", op, mine, mine))
+            for number, (dtype, shape) in enumerate(shapes):
+                salted = [sample(rank, shape, dtype, number) for rank in range(size)]
+                assert_close(outs[number], expected(salted, op))
+                assert_close(mine[number], expected(salted, op))
+
+    run_engines(size, program, node_size=node_size, config=SETTINGS)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_strided_arrays(size: int) -> None:
+    """What lies between the elements stays as it is, whether an array travels alone or in a group."""
+
+    def program(engine: Engine) -> None:
+        rank = engine.communicator.rank
+        for _ in range(6):
+            grid, line = np.full((6, 8), -7.0), np.full(10, -7.0, np.float64)
+            grid[::2, ::4], line[::-2] = rank + np.arange(6.0).reshape(3, 2), rank
+            views = [grid[::2, ::4], line[::-2]]
+            handles = [
+                submitted(engine, Reduction(f"v{number}", "view", SUM, [view], [view]))
+                for number, view in enumerate(views)
+            ]
+            for handle in handles:
+                engine.wait(handle)
+            ranks = sum(range(size))
+            assert_equal(grid[::2, ::4], ranks + size * np.arange(6.0).reshape(3, 2))
+            assert_equal(line[1::2], np.full(5, float(ranks)))
+            grid[::2, ::4] = line[1::2] = -7.0
+            assert (grid == -7.0).all()
+            assert (line == -7.0).all()
+
+    run_engines(size, program, config=SETTINGS)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int64", "bool"])
+def test_torch_tensors(size: int, dtype: str) -> None:
+    """Tensors travel with tensors or with NumPy arrays of the same dtype on other ranks."""
+    torch = pytest.importorskip("torch")
+
+    def program(engine: Engine) -> None:
+        rank = engine.communicator.rank
+        for turn in range(6):
+            inputs = [sample(each, 9, dtype, turn) for each in range(size)]
+            wide = np.float32 if dtype == "bfloat16" else inputs[0].dtype
+            mine = torch.tensor(inputs[rank].astype(wide)).to(getattr(torch, dtype))
+            given = [mine if rank % 2 == 0 else inputs[rank], mine.flip(0)]
+            handles = []
+            for number, each in enumerate(given):
+                operation = Reduction(f"t{number}", "max", MAX, [each], [_like(each)])
+                handles.append(submitted(engine, operation))
+            straight, flipped = (engine.wait(handle)[0] for handle in handles)
+            answer = torch.tensor(expected(inputs, MAX).astype(wide)).to(mine.dtype)
+            assert torch.equal(torch.as_tensor(straight) if rank % 2 == 0 else answer, answer)
+            assert torch.equal(flipped, answer.flip(0))
+
+    run_engines(size, program, config=SETTINGS)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_before_and_after(size: int) -> None:
+    """The data is read after the first and stored before the second, whose result is that of the operation."""
+
+    def program(engine: Engine) -> None:
+        for _ in range(5):
+            handles = []
+            for number in range(3):
+                data = np.full(4, -1.0)
+
+                def before(data: Array = data, number: int = number) -> None:
+                    data[:] = number + engine.communicator.rank
+
+                def after(data: Array = data) -> tuple[str, float]:
+                    return "done", float(data[0])
+
+                made = Reduction(f"t{number}", "in place", SUM, [data], [data], before=before, after=after)
+                handles.append(submitted(engine, made))
+            for number, handle in enumerate(handles):
+                assert engine.wait(handle) == ("done", size * number + sum(range(size)))
+
+    run_engines(size, program, config=SETTINGS)
+
+
+@pytest.mark.parametrize(("size", "node_size"), LAYOUTS)
+def test_other_collectives(size: int, node_size: int | None) -> None:
+    """A call makes blocking collectives on the engine's communicator, in the order on which the ranks agree."""
+
+    def program(engine: Engine) -> None:
+        rank = engine.communicator.rank
+        calls = {
+            "gather": lambda communicator: communicator.allgather(np.full(rank + 1, rank)),
+            "cast": lambda communicator: communicator.broadcast(np.full(3, rank), size - 1),
+        }
+        for turn in range(4):
+            order = sorted(calls, reverse=(rank + turn) % 2 == 0)
+            handles = {name: submitted(engine, Call(name, name, calls[name])) for name in order}
+            assert_equal(engine.wait(handles["gather"]), np.repeat(np.arange(size), np.arange(1, size + 1)))
+            assert_equal(engine.wait(handles["cast"]), np.full(3, size - 1))
+
+    run_engines(size, program, node_size=node_size, config=SETTINGS)
+
+
+def test_operations_without_a_name_match_in_order() -> None:
+    """Several of one name may be under way if they do not ask to be unique, whatever their shapes."""
+
+    def program(engine: Engine) -> None:
+        for _ in range(7):
+            handles = [
+                submitted(engine, reduction("nameless", np.full(count, float(count))), unique=False)
+                for count in (1, 2, 3, 2)
+            ]
+            for handle, count in zip(handles, (1, 2, 3, 2), strict=True):
+                assert_equal(engine.wait(handle)[0], np.full(count, 3.0 * count))
+
+    run_engines(3, program, config=SETTINGS)
+
+
+def test_without_progress_threads() -> None:
+    """Operations run while somebody waits or polls, on that thread alone."""
+
+    def program(engine: Engine) -> None:
+        rank, here = engine.communicator.rank, threading.get_ident()
+        assert not engine.threaded
+        ran: list[int] = []
+        for turn in range(6):
+            names = ["a", "b", "c"][:: 1 if rank else -1]
+            after = lambda: ran.append(threading.get_ident())  # noqa: E731
+            handles = [submitted(engine, reduction(name, np.full(2, float(turn)), after=after)) for name in names]
+            while not engine.poll(handles[0]):
+                pass
+            for handle in handles:
+                engine.wait(handle)
+        assert set(ran) == {here}
+
+    with_engines(3, program, threads=False)
+
+
+# ---- ranks that have joined ----
+
+
+@pytest.mark.parametrize(("size", "node_size"), LAYOUTS)
+def test_a_rank_that_joined_changes_nothing(size: int, node_size: int | None) -> None:
+    """Sums, products, extremes and averages are those of the ranks that are left, in every dtype."""
+    left = max(1, size - 1)
+    cases = list(itertools.product(DTYPES, ReduceOp, (0, 5)))
+
+    def program(engine: Engine) -> int:
+        rank = engine.communicator.rank
+        if rank >= left:
+            return int(engine.wait(engine.join()))
+        for turn in range(5):
+            handles = [
+                submitted(engine, reduction(f"t{number}", sample(rank, count, dtype, turn), op=op))
+                for number, (dtype, op, count) in enumerate(cases)
+            ]
+            for handle, (dtype, op, count) in zip(handles, cases, strict=True):
+                (out,) = engine.wait(handle)
+                assert_close(out, expected([sample(each, count, dtype, turn) for each in range(left)], op))
+        return int(engine.wait(engine.join()))
+
+    last = run_engines(size, program, node_size=node_size, config=SETTINGS)
+    assert len(set(last)) == 1
+    assert last[0] < left
+
+
+def test_large_whole_numbers_are_averaged_over_those_that_are_left() -> None:
+    """Toward zero, without overflow in between."""
+
+    def program(engine: Engine) -> None:
+        if engine.communicator.rank < 2:
+            (out,) = engine.run(reduction("t", np.array([120, -7, -128], np.int8), op=AVERAGE))
+            assert out.tolist() == [120, -7, -128]
+            flags = engine.run(reduction("b", np.array([True, engine.communicator.rank == 0]), op=AVERAGE))
+            assert flags[0].tolist() == [True, False]
+        engine.wait(engine.join())
+
+    run_engines(3, program, config=SETTINGS)
+
+
+def test_joining_again_and_again() -> None:
+    """When all have joined, all begin anew; the last is the same rank on all."""
+
+    def program(engine: Engine) -> list[int]:
+        rank, lasts = engine.communicator.rank, []
+        for turn in range(6):
+            for step in range(1 + (rank + turn) % 3):
+                assert total(engine, f"step {step}") == sum((each + turn) % 3 >= step for each in range(3))
+            lasts.append(engine.wait(engine.join()))
+            assert total(engine, "all") == 3.0
+        return lasts
+
+    lasts = run_engines(3, program, config=SETTINGS)
+    assert lasts == [[(2 - turn) % 3 for turn in range(6)]] * 3
+
+
+def test_a_joined_rank_submits_nothing() -> None:
+    """Neither an operation nor another join, until all have joined: which of them came first would depend on time."""
+    gate = Gate()
+
+    def program(engine: Engine) -> None:
+        if engine.communicator.rank == 0:
+            joined = engine.join()
+            for attempt in (engine.join, lambda: total(engine, "x")):
+                with pytest.raises(ConfigError, match="joined"):
+                    attempt()
+            gate.open()
+        else:
+            gate.wait()
+            joined = engine.join()
+        assert engine.wait(joined) == 1
+        assert total(engine, "x") == 2.0
+
+    run_engines(2, program, config=SETTINGS)
+
+
+def test_a_collective_that_needs_all_ranks_is_refused_after_a_join() -> None:
+    """The error says who has joined; later operations work."""
+
+    def program(engine: Engine) -> str:
+        error = None
+        if engine.communicator.rank == 1:
+            error = caught(engine.run, Call("gather", "allgather", lambda communicator: communicator.barrier()))
+            assert total(engine, "x") == 1.0
+        engine.wait(engine.join())
+        return str(error)
+
+    texts = run_engines(2, program, config=SETTINGS)
+    assert "rank 0: gather: joined" in texts[1]
+    assert "rank 1: gather: allgather" in texts[1]
+
+
+def test_procedures_run_on_joined_ranks_too() -> None:
+    """They learn how many ranks have submitted it, and whether this one has."""
+
+    def program(engine: Engine) -> Any:
+        seen: list[tuple[int, bool]] = []
+
+        def procedure(communicator: Communicator, active: int, mine: bool) -> float:
+            seen.append((active, mine))
+            return float(communicator.allreduce(np.full(1, float(mine)))[0])
+
+        name = engine.register("test", procedure)
+        result = engine.run(Procedure(name, "sum")) if engine.communicator.rank else None
+        engine.wait(engine.join())
+        engine.unregister(name)
+        engine.unregister(name)
+        return name, seen, result
+
+    assert run_engines(3, program, config=SETTINGS) == [
+        ("test 1", [(2, False)], None),
+        ("test 1", [(2, True)], 2.0),
+        ("test 1", [(2, True)], 2.0),
+    ]
+
+
+# ---- refusals ----
+
+
+def test_a_name_that_is_under_way_is_refused_at_the_call() -> None:
+    """The first operation goes on, and the name is free when it is done."""
+    gate = Gate()
+
+    def program(engine: Engine) -> None:
+        if engine.communicator.rank == 1:
+            gate.wait()
+            assert total(engine, "x") == 2.0
+        else:
+            first = submitted(engine, reduction("x", np.ones(3)))
+            with pytest.raises(ConfigError, match="'x' is under way"):
+                engine.submit(reduction("x", np.ones(3)))
+            with pytest.raises(ConfigError, match="'x' is under way"):
+                engine.run(reduction("x", np.ones(3)))
+            gate.open()
+            assert engine.wait(first)[0][0] == 2.0
+        assert total(engine, "x") == 2.0
+
+    run_engines(2, program, config=SETTINGS)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_mismatch_is_raised_on_all_ranks_and_leaves_no_trace(size: int) -> None:
+    """With what each submitted; before and after it, also in the middle of a group, operations work."""
+
+    def program(engine: Engine) -> None:
+        rank = engine.communicator.rank
+        for turn in range(12):
+            count = 5 if turn % 3 == 0 and rank == 1 else 4
+            handles = [
+                submitted(engine, reduction(name, np.ones(count if name == "b" else 4))) for name in ("a", "b", "c")
+            ]
+            assert engine.wait(handles[0])[0][0] == size
+            if turn % 3 == 0:
+                error = caught(engine.wait, handles[1])
+                assert isinstance(error, MismatchError)
+                shapes = {each: "(5,)" if each == 1 else "(4,)" for each in range(size)}
+                assert error.values == {each: f"b: sum of {shape} float64" for each, shape in shapes.items()}
+            else:
+                assert engine.wait(handles[1])[0][0] == size
+            assert engine.wait(handles[2])[0][0] == size
+
+    run_engines(size, program, config=SETTINGS)
+
+
+@pytest.mark.parametrize("array", [np.zeros(3, "U1"), np.broadcast_to(np.zeros(1), 3), [1.0]])
+def test_an_array_that_cannot_be_used_is_refused_at_the_call(array: Any) -> None:
+    """Before any other rank hears of it."""
+    with pytest.raises(UnsupportedBufferError):
+        Reduction("x", "x", SUM, [array], [array])
+
+
+@pytest.mark.parametrize("node_size", [None, 1])
+def test_a_call_that_the_communicator_refuses_ends_alone(node_size: int | None) -> None:
+    """The error is that of the communicator; later operations work."""
+
+    def program(engine: Engine) -> None:
+        def run(communicator: Communicator) -> Any:
+            return communicator.allreduce(np.ones(4), "no such op")
+
+        for _ in range(2):
+            assert isinstance(caught(engine.run, Call("c", "c", run)), ConfigError)
+            assert total(engine, "x") == 2.0
+
+    run_engines(2, program, node_size=node_size, config=SETTINGS)
+
+
+# ---- failures ----
+
+
+class BrokenError(Exception):
+    """What a program's own code raises."""
+
+
+def _broken() -> None:
+    raise BrokenError
+
+
+@pytest.mark.parametrize("node_size", [None, 1])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_an_error_in_after_ends_its_operation_alone(size: int, node_size: int | None) -> None:
+    """The data has come in by then, so the ranks are in step: what travels in the same group is not affected."""
+
+    def program(engine: Engine) -> None:
+        rank = engine.communicator.rank
+        for _ in range(6):
+            good = [reduction(name, np.ones(3)) for name in "ab"]
+            bad = reduction("c", np.ones(3), after=_broken if rank == 0 else None)
+            for each in (good[0], bad, good[1]):
+                engine.submit(each)
+            assert [engine.wait(each)[0][0] for each in good] == [size, size]
+            if rank == 0:
+                with pytest.raises(BrokenError):
+                    engine.wait(bad)
+
+    run_engines(size, program, node_size=node_size, config=SETTINGS)
+
+
+@pytest.mark.parametrize("node_size", [None, 1])
+@pytest.mark.parametrize("broken", [0, 1])
+def test_an_error_in_before_ends_everything_at_once(broken: int, node_size: int | None) -> None:
+    """Here with that error, on the others, which may wait for this rank's data, because it is lost; long before the
+    time limit.
+    """
+    all_know = threading.Barrier(3, timeout=20.0)
+
+    def program(engine: Engine) -> None:
+        rank = engine.communicator.rank
+        other = submitted(engine, reduction("never everywhere", np.ones(2))) if rank == broken else None
+        operation = submitted(engine, reduction("x", np.ones(3), before=_broken if rank == broken else None))
+        with pytest.raises(BrokenError if rank == broken else PeerLostError):
+            engine.wait(operation)
+        if other is not None:
+            with pytest.raises(BrokenError):
+                engine.wait(other)
+        with pytest.raises(TransportError):
+            total(engine, "y")
+        all_know.wait()
+
+    run_engines(3, program, node_size=node_size, config=Config(timeout_s=300.0))
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+@pytest.mark.parametrize("size", [2, 3])
+def test_closing_ends_what_is_under_way(size: int, leaver: int) -> None:
+    """In a `ShutdownError` here; there, because a rank is lost, also what is submitted later and those that joined."""
+    gate = Gate()
+
+    def program(engine: Engine) -> None:
+        rank = engine.communicator.rank
+        assert total(engine, "before") == size
+        if rank == leaver:
+            handle = submitted(engine, reduction("x", np.ones(3)))
+            engine.close()
+            engine.close()
+            assert engine.poll(handle)
+            with pytest.raises(ShutdownError):
+                engine.wait(handle)
+            for attempt in (engine.join, lambda: total(engine, "y")):
+                with pytest.raises(ShutdownError):
+                    attempt()
+            gate.open()
+            return
+        early = submitted(engine, reduction("y", np.ones(3)))
+        joined = engine.join() if rank == 2 else None
+        with pytest.raises(PeerLostError, match=f"rank {leaver} is lost: it has shut down; this rank waits for 'y'"):
+            engine.wait(early)
+        if joined is not None:
+            with pytest.raises(PeerLostError, match="'join'"):
+                engine.wait(joined)
+        gate.wait()
+        with pytest.raises(PeerLostError):
+            total(engine, "x")
+        with pytest.raises(PeerLostError):
+            engine.wait(engine.join())
+
+    run_engines(size, program, config=Config(timeout_s=300.0))
+
+
+def test_closing_while_other_threads_wait() -> None:
+    """They return at once, with a `ShutdownError`."""
+
+    def program(engine: Engine) -> None:
+        errors: list[RingReduceError | None] = []
+        handles = [submitted(engine, reduction(f"x{number}", np.ones(3))) for number in range(4)]
+        threads = [
+            threading.Thread(target=lambda handle=handle: errors.append(caught(engine.wait, handle)), daemon=True)
+            for handle in handles
+            for _ in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+        engine.close()
+        for thread in threads:
+            thread.join(20.0)
+        assert [type(error) for error in errors] == [ShutdownError] * 8
+
+    notes = MemoryWorld(2)  # whose rank 1 never says anything
+
+    def silent(communicator: Communicator) -> None:
+        if communicator.rank == 0:
+            program(Engine(communicator, notes.messages(0)))
+
+    run_ranks(2, silent, config=SETTINGS)
+
+
+# ---- time ----
+
+
+def clocks(steps: dict[int, float]) -> Callable[[int], Callable[[], float]]:
+    """Return clocks that go on by some seconds each time that they are read: by none, where nothing is said."""
+
+    def clock_of(rank: int) -> Callable[[], float]:
+        ticks = itertools.count()
+        return lambda: next(ticks) * steps.get(rank, 0.0)
+
+    return clock_of
+
+
+@pytest.mark.parametrize(("submitter", "missing"), [(0, "1, 2"), (1, "2")])
+def test_the_time_limit_names_who_is_missing(submitter: int, missing: str) -> None:
+    """Of the ranks that have not joined; the error is raised where the operation was submitted."""
+    gate = Gate()
+
+    def program(engine: Engine) -> None:
+        rank = engine.communicator.rank
+        if rank == submitter:
+            error = caught(engine.run, reduction("x", np.ones(3)))
+            assert isinstance(error, CollectiveTimeoutError)
+            assert f"for rank {missing} to submit 'x'" in str(error)
+            gate.open()
+        elif rank == 0:
+            engine.join()
+        gate.wait()
+
+    with_engines(3, program, clocks=clocks({0: 0.2}))
+
+
+def test_what_was_given_up_here_and_submitted_too_late_there_does_not_run() -> None:
+    """The ranks are not confused: the next operation of the name takes what both submit for it."""
+    given_up, late = Gate(), Gate()
+    now = [0.0]
+
+    def program(engine: Engine) -> None:
+        rank = engine.communicator.rank
+        if rank == 0:
+            first = submitted(engine, reduction("x", np.full(3, 100.0)))
+            assert not engine.poll(first)
+            now[0] += 40.0
+            assert isinstance(caught(engine.wait, first), CollectiveTimeoutError)
+            given_up.open()
+            late.wait()
+            assert total(engine, "x", 1.0) == 11.0
+        else:
+            given_up.wait()
+            handle = submitted(engine, reduction("x", np.full(3, 10.0)))
+            late.open()
+            assert engine.wait(handle)[0][0] == 11.0
+        assert total(engine, "x") == 2.0
+
+    with_engines(2, program, clocks=lambda rank: lambda: now[0] if rank == 0 else 0.0)
+
+
+def test_a_leader_that_says_nothing_is_given_up() -> None:
+    """Some time after the limit, when it should have said that a rank is missing."""
+    notes = MemoryWorld(2)
+    done = Gate()
+
+    def program(communicator: Communicator) -> None:
+        if communicator.rank == 1:
+            engine = Engine(communicator, notes.messages(1), clock=clocks({1: 0.5})(1))
+            with pytest.raises(PeerLostError, match="rank 0 is lost: it has said nothing"):
+                engine.run(reduction("x", np.ones(3)))
+            engine.close()
+            done.open()
+        done.wait()
+
+    run_ranks(2, program, config=SETTINGS)
+
+
+def test_a_process_that_ended_is_found() -> None:
+    """Whatever waits ends, without a thought of the time limit."""
+    notes = MemoryWorld(2)
+
+    def program(communicator: Communicator) -> None:
+        if communicator.rank == 0:
+            engine = Engine(communicator, notes.messages(0), alive=lambda rank: rank == 0, clock=clocks({0: 0.2})(0))
+            with pytest.raises(PeerLostError, match="rank 1 is lost: its process has ended"):
+                engine.run(reduction("x", np.ones(3)))
+            engine.close()
+
+    run_ranks(2, program, config=SETTINGS)
+
+
+def test_a_stalled_operation_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """Once, by the lowest rank that waits, with who is missing and where it was submitted."""
+    gate = Gate()
+
+    def program(engine: Engine) -> None:
+        rank = engine.communicator.rank
+        if rank in (1, 2):
+            assert isinstance(caught(engine.run, reduction("slow", np.ones(3))), CollectiveTimeoutError)
+            if rank == 1:
+                gate.open()
+        elif rank == 0:
+            engine.join()
+        gate.wait()
+
+    with caplog.at_level(logging.WARNING, "ringreduce"):
+        with_engines(4, program, clocks=clocks({0: 0.2}), config=Config(timeout_s=30.0, stall_warning_s=20.0))
+    messages = [record.getMessage() for record in caplog.records if "stalled" in record.getMessage()]
+    assert len(messages) == 1
+    assert messages[0].startswith("stalled: slow has waited for 2")
+    assert "missing: rank 3" in messages[0]
+    assert f"Submitted at {__file__}:" in messages[0]
+
+
+# ---- threads ----
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_many_threads_submit_and_wait(size: int) -> None:
+    """Each gets its own results, whoever drives."""
+
+    def program(engine: Engine) -> None:
+        rank = engine.communicator.rank
+        wrong: list[BaseException] = []
+
+        def work(thread: int) -> None:
+            try:
+                for turn in range(8):
+                    value = float(thread + turn + rank)
+                    handles = [
+                        submitted(engine, reduction(f"{thread} {number}", np.full(3 + number, value)))
+                        for number in range(3)
+                    ]
+                    answer = size * (thread + turn) + sum(range(size))
+                    if thread % 2:
+                        while not engine.poll(handles[1]):
+                            pass
+                    assert [engine.wait(handle)[0][0] for handle in handles] == [answer] * 3
+                    assert total(engine, f"{thread} run", value) == answer
+            except BaseException as error:
+                wrong.append(error)
+
+        threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(50.0)
+        assert not any(thread.is_alive() for thread in threads)
+        assert not wrong, wrong
+
+    run_engines(size, program, config=SETTINGS)
+
+
+def test_several_threads_wait_for_one_operation() -> None:
+    """All of them get its result."""
+
+    def program(engine: Engine) -> None:
+        results: list[float] = []
+        for turn in range(20):
+            handle = submitted(engine, reduction("x", np.full(3, float(turn))))
+            threads = [
+                threading.Thread(target=lambda handle=handle: results.append(engine.wait(handle)[0][0]), daemon=True)
+                for _ in range(3)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(20.0)
+        assert results == [2.0 * (number // 3) for number in range(60)]
+
+    run_engines(2, program, config=SETTINGS)
+
+
+def test_operations_end_while_nobody_waits() -> None:
+    """The progress thread carries them out; whoever looks finds them done."""
+
+    def program(engine: Engine) -> None:
+        assert engine.threaded
+        for _ in range(20):
+            done = Gate()
+            handle = submitted(engine, reduction("x", np.ones(3), after=done.open))
+            done.wait()
+            engine.wait(handle)
+            assert engine.poll(handle)
+
+    run_engines(2, program, config=SETTINGS)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_nothing_is_left_under_way(size: int) -> None:
+    """However operations end, the engine's account of them comes out even."""
+
+    def program(engine: Engine) -> None:
+        rank = engine.communicator.rank
+        for turn in range(5):
+            handles = [submitted(engine, reduction(f"t{number}", np.ones(2 + number))) for number in range(4)]
+            handles.append(submitted(engine, reduction("differs", np.ones(2 + rank))))
+            handles.append(submitted(engine, reduction("breaks", np.ones(2), after=_broken)))
+            for handle in handles:
+                try:
+                    engine.wait(handle)
+                except (MismatchError, BrokenError):
+                    assert turn >= 0
+            engine.wait(engine.join())
+            assert engine._under_way == 0
+            assert not engine._names
+            assert not engine._pending
+
+    run_engines(size, program, config=SETTINGS)
+
+
+def test_bfloat16_goes_through_ml_dtypes() -> None:
+    """A neutral element is an element of the dtype, not the bits of another."""
+
+    def program(engine: Engine) -> None:
+        if engine.communicator.rank == 0:
+            data = np.array([1.5, -2.0], ml_dtypes.bfloat16)
+            for op, answer in ((MIN, [1.5, -2.0]), (MAX, [1.5, -2.0]), (AVERAGE, [1.5, -2.0])):
+                (out,) = engine.run(reduction("x", data, op=op))
+                assert out.dtype == ml_dtypes.bfloat16
+                assert out.astype(np.float32).tolist() == answer
+        engine.wait(engine.join())
+
+    run_engines(2, program, config=SETTINGS)

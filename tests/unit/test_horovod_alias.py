@@ -1,0 +1,305 @@
+"""Horovod's module names: each is a module of ours, in scripts that run as python itself would run them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import pkgutil
+import subprocess
+import sys
+import textwrap
+import zipfile
+from pathlib import Path
+
+import pytest
+
+TORCH = importlib.util.find_spec("torch") is not None
+needs_torch = pytest.mark.skipif(not TORCH, reason="torch is not installed")
+
+#: What a script can see of how it was started.
+REPORT = """
+import json, sys
+try:
+    from beside import WORD  # a module next to the script
+except ImportError:
+    WORD = None
+print(json.dumps({
+    "argv": sys.argv, "path": sys.path[0], "file": __file__, "name": __name__, "word": WORD,
+    "spec": getattr(__spec__, "name", None), "main": sys.modules["__main__"].__dict__ is globals(),
+    "package": __package__, "doc": __doc__,
+}))
+"""
+
+
+def python(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run python in ``cwd``."""
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=50)
+
+
+def aliased(source: str, *options: str, cwd: Path | None = None) -> str:
+    """Run a program that begins with ``import ringreduce.horovod``; return what it printed."""
+    done = python(*options, "-c", "import ringreduce.horovod\n" + textwrap.dedent(source), cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# ---- modules ----
+
+
+@needs_torch
+def test_every_module_of_the_binding_has_horovods_name() -> None:
+    """`horovod.torch` and all below it are our modules themselves, with one identity and one spec."""
+    import ringreduce.torch
+
+    below = [each.name for each in pkgutil.walk_packages(ringreduce.torch.__path__, "torch.")]
+    assert {"torch.mpi_ops", "torch.optimizer", "torch.compression", "torch.functions"} <= set(below)
+    aliased(f"""
+        import importlib
+        for name in {["torch", *below]!r}:
+            theirs, ours = importlib.import_module("horovod." + name), importlib.import_module("ringreduce." + name)
+            assert theirs is ours, name
+            assert ours.__spec__.name == ours.__name__ == "ringreduce." + name, ours.__spec__
+    """)
+
+
+@needs_torch
+def test_all_forms_of_import() -> None:
+    """It does not matter how, or in which order, a script imports."""
+    aliased("""
+        import ringreduce.torch
+        from horovod.torch.optimizer import DistributedOptimizer
+        import horovod.torch as hvd
+        from horovod import torch
+        import horovod.torch.mpi_ops
+        assert hvd is torch is horovod.torch is ringreduce.torch
+        assert DistributedOptimizer is hvd.DistributedOptimizer is ringreduce.torch.DistributedOptimizer
+        assert horovod.torch.mpi_ops is hvd.mpi_ops
+    """)
+
+
+@needs_torch
+def test_reload_and_pickle_see_one_module() -> None:
+    """What goes by module names afterwards finds ours."""
+    aliased("""
+        import importlib, pickle
+        import horovod.torch as hvd
+        assert b"horovod.torch" not in pickle.dumps(hvd.Compression.fp16)
+        assert pickle.loads(pickle.dumps(hvd.Compression.fp16)) is hvd.Compression.fp16
+        assert importlib.reload(hvd.compression) is hvd.compression
+    """)
+
+
+def test_torch_is_not_imported_before_its_binding_is() -> None:
+    """Only ``horovod.torch`` costs the import of torch."""
+    aliased("""
+        import sys
+        import horovod, horovod.runner, horovod.common
+        import horovod.common.basics, horovod.common.exceptions, horovod.common.process_sets, horovod.common.util
+        import importlib.util
+        assert importlib.util.find_spec("horovod.torch") is not None
+        assert "torch" not in sys.modules and "mpi4py" not in sys.modules
+    """)
+
+
+def test_version_and_launcher() -> None:
+    """The version is that of the release whose interface this is; ``run`` is where it was."""
+    aliased("""
+        import horovod, horovod.runner
+        assert horovod.__version__ == "0.28.1"
+        assert horovod.run is horovod.runner.run
+    """)
+
+
+def test_exceptions_are_those_that_are_raised() -> None:
+    """Scripts that catch HorovodInternalError catch our errors."""
+    aliased("""
+        from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+        import ringreduce
+        assert issubclass(ringreduce.PeerLostError, HorovodInternalError)
+        assert issubclass(HorovodInternalError, RuntimeError)
+        assert not issubclass(HostsUpdatedInterrupt, HorovodInternalError)
+        assert HostsUpdatedInterrupt(skip_sync=True).skip_sync and not HostsUpdatedInterrupt().skip_sync
+    """)
+
+
+@needs_torch
+def test_common_modules() -> None:
+    """Process sets, HorovodBasics and the helpers are there, and say what the binding says."""
+    aliased("""
+        import horovod.torch as hvd
+        from horovod.common import process_sets, util
+        from horovod.common.basics import HorovodBasics
+        assert process_sets.ProcessSet is hvd.ProcessSet
+        assert process_sets.global_process_set is hvd.global_process_set
+        basics = HorovodBasics(__file__ if "__file__" in globals() else "", "mpi_lib_v2")
+        basics.init()
+        assert (basics.rank(), basics.size(), basics.is_initialized()) == (0, 1, True)
+        for name in ("mpi", "gloo", "nccl", "ddl", "ccl", "cuda", "rocm"):
+            assert getattr(util, name + "_built")() == bool(getattr(hvd, name + "_built")())
+        assert util.extension_available("torch") and not util.extension_available("tensorflow", verbose=True)
+        assert util.gpu_available("torch") == (hvd.cuda_built() or hvd.rocm_built())
+        assert [n for n in range(-1, 9) if util.num_rank_is_power_2(n)] == [1, 2, 4, 8]
+        assert util.split_list(list("abcde"), 3) == [["a", "b"], ["c", "d"], ["e"]]
+        assert util.is_iterable([]) and not util.is_iterable(1)
+    """)
+
+
+@pytest.mark.parametrize("name", ["tensorflow", "tensorflow.keras", "keras", "mxnet", "spark", "no.such.thing"])
+def test_what_is_not_there_says_so(name: str) -> None:
+    """Bindings that there are not are a ModuleNotFoundError with a sentence; scripts that try them go on."""
+    aliased(f"""
+        try:
+            import horovod.{name}
+        except ModuleNotFoundError as error:
+            assert error.name == "horovod.{name.partition(".")[0]}"
+            assert str(error).startswith(f"no {{error.name}} here") and "horovod.torch" in str(error), error
+        else:
+            raise AssertionError
+    """)
+
+
+def test_an_installed_horovod_is_hidden(tmp_path: Path) -> None:
+    """Ours is imported in its place, and one log line says so."""
+    (tmp_path / "horovod").mkdir()
+    (tmp_path / "horovod" / "__init__.py").write_text("raise SystemExit('the real one')")
+    done = python("-c", "import ringreduce.horovod, horovod; print(horovod.__version__)", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "0.28.1\n"), done.stderr
+    (line,) = done.stderr.splitlines()
+    assert "hidden" in line
+    assert str(tmp_path / "horovod") in line
+
+
+def test_a_horovod_that_runs_already_is_not_mixed_with_ours(tmp_path: Path) -> None:
+    """Half of one and half of the other would be worse than an error."""
+    (tmp_path / "horovod.py").write_text("")
+    done = python("-c", "import horovod, ringreduce.horovod", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "ImportError: horovod itself is imported already" in done.stderr
+
+
+def test_without_horovod_nothing_is_said() -> None:
+    """Nobody is told what he knows; importing it twice changes nothing."""
+    done = python(
+        "-c", "import ringreduce.horovod as h, sys; n = len(sys.meta_path); h.install(); print(n - len(sys.meta_path))"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
+
+
+# ---- scripts ----
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a script, a module beside it, a package, and a link to the script elsewhere."""
+    for place in (tmp_path / "scripts", tmp_path / "scripts" / "package"):
+        place.mkdir()
+        (place / "beside.py").write_text(f"WORD = {place.name!r}")
+        (place / "report.py").write_text(REPORT)
+        (place / "__main__.py").write_text(REPORT)
+    (tmp_path / "scripts" / "package" / "__init__.py").write_text("")
+    (tmp_path / "link.py").symlink_to(tmp_path / "scripts" / "report.py")
+    with zipfile.ZipFile(tmp_path / "archive.zip", "w") as archive:
+        archive.writestr("__main__.py", REPORT)
+        archive.writestr("beside.py", "WORD = 'zipped'")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("cwd", "command"),
+    [
+        (".", ["scripts/report.py", "a", "-b", "--help", "-m"]),
+        ("scripts/package", ["../report.py"]),
+        ("scripts", ["report.py", "-h"]),
+        (".", ["link.py", "x"]),
+        ("scripts", ["-m", "report", "x", "-m", "y"]),
+        ("scripts", ["-m", "package"]),
+        ("scripts", ["-m", "package.report", "-h"]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("options", [[], ["-P"]], ids=["", "safe path"])
+def test_a_script_sees_what_it_sees_under_python(
+    folder: Path, cwd: str, command: list[str], options: list[str]
+) -> None:
+    """Arguments, path, names and modules next to it are those of ``python script.py`` and ``python -m module``."""
+    if options and sys.version_info < (3, 11):
+        pytest.skip("this python has no safe path")
+    plain = python(*options, *command, cwd=folder / cwd)
+    ours = python(*options, "-m", "ringreduce.horovod", *command, cwd=folder / cwd)
+    assert (ours.returncode, ours.stdout) == (plain.returncode, plain.stdout), ours.stderr
+    if not options:
+        assert json.loads(ours.stdout)["word"]
+
+
+@pytest.mark.parametrize("name", ["scripts", "archive.zip"])
+def test_a_folder_or_a_zip_file_is_a_script_too(folder: Path, name: str) -> None:
+    """What has a ``__main__.py`` runs as under python, though its name is made absolute."""
+    plain, ours = python(name, "-h", cwd=folder), python("-m", "ringreduce.horovod", name, "-h", cwd=folder)
+    assert ours.returncode == 0, ours.stderr
+    expected = json.loads(plain.stdout)
+    assert expected["word"] in ("scripts", "zipped")
+    file = str(folder / expected["file"])  # python leaves it relative in a zip file
+    assert json.loads(ours.stdout) == expected | {"argv": [str(folder / name), "-h"], "file": file}
+
+
+def test_a_script_ends_as_it_does_under_python(tmp_path: Path) -> None:
+    """Its exit status is passed on; exit handlers still have their module; a traceback ends with its own line."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import atexit, sys\n"
+        "def last(): print(sys.modules['__main__'].last is last)\n"
+        "atexit.register(last)\n"
+        "sys.exit(3)\n"
+    )
+    done = python("-m", "ringreduce.horovod", str(script))
+    assert (done.returncode, done.stdout, done.stderr) == (3, "True\n", "")
+    script.write_text("def f():\n    raise KeyError('the reason')\nf()\n")
+    done = python("-m", "ringreduce.horovod", str(script))
+    assert done.returncode == 1
+    assert f'File "{script}", line 2, in f' in done.stderr
+    assert done.stderr.endswith("KeyError: 'the reason'\n")
+
+
+def test_a_missing_script_is_said_as_python_says_it(tmp_path: Path) -> None:
+    """One line and status 2, no traceback."""
+    plain, ours = python("none.py", cwd=tmp_path), python("-m", "ringreduce.horovod", "none.py", cwd=tmp_path)
+    assert (ours.returncode, ours.stderr) == (plain.returncode, plain.stderr)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"), [([], 2), (["-m"], 2), (["-c", "pass"], 2), (["--verbose", "x.py"], 2), (["--help"], 0)]
+)
+def test_wrong_use_shows_the_usage(arguments: list[str], status: int) -> None:
+    """The usage goes to standard error with status 2; who asks for it gets it on standard output."""
+    done = python("-m", "ringreduce.horovod", *arguments)
+    assert done.returncode == status
+    assert (done.stderr if status else done.stdout).startswith("usage: python -m ringreduce.horovod script.py")
+
+
+@needs_torch
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
+def test_workers_of_a_data_loader_have_the_names_too(tmp_path: Path, method: str) -> None:
+    """Horovod's own examples start them by forkserver, and they import the script."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import multiprocessing
+        import horovod.torch as hvd
+        from torch.utils.data import DataLoader, Dataset
+        class Squares(Dataset):
+            def __len__(self):
+                return 4
+            def __getitem__(self, index):
+                import horovod.torch
+                return index * index, horovod.torch.__name__
+        if __name__ == "__main__":
+            hvd.init()
+            for value, name in DataLoader(Squares(), num_workers=1, multiprocessing_context={method!r}):
+                print(value.item(), *name)
+        """)
+    )
+    done = python("-m", "ringreduce.horovod", "train.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"{n * n} ringreduce.torch" for n in range(4)]

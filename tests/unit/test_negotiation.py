@@ -1,0 +1,493 @@
+"""Negotiation by name: every rank does the same in the same order, whatever is said and heard when."""
+
+from __future__ import annotations
+
+import marshal
+import pickle
+import random
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringreduce.engine.negotiation import Expired, Joined, Leader, Looks, Lost, Member, Named, Refuse, Run, Stalled
+
+SIZES = [1, 2, 3, 4]
+BIG = 1 << 30
+
+#: What a program does: ("submit", name, looks), ("wait",) for all that it has under way, ("join",) or ("leave",).
+Action = tuple[Any, ...]
+
+
+def summed(count: int = 4, dtype: str = "float32", text: str = "") -> Looks:
+    """Return the looks of an allreduce."""
+    return Looks(text or f"sum of {count} {dtype}", "sum", ((dtype, count),))
+
+
+def called(text: str = "broadcast") -> Looks:
+    """Return the looks of a collective that is no allreduce."""
+    return Looks(text)
+
+
+class Rank:
+    """A rank that carries out a program, and keeps a log of what it was told to do."""
+
+    def __init__(self, number: int, size: int, program: Sequence[Action]) -> None:
+        self.number = number
+        self.member = Member(size, plans=number == 0)
+        self.program = deque(program)
+        self.pending: defaultdict[str, deque[Looks]] = defaultdict(deque)
+        self.joining = False
+        self.waiting = False
+        self.lost: int | None = None
+        self.log: list[tuple[Any, ...]] = []
+
+    @property
+    def idle(self) -> bool:
+        return not self.joining and not any(self.pending.values())
+
+    def ready(self) -> bool:
+        """Return whether the program can go on: it stands still while it waits."""
+        return bool(self.program) and (self.idle or not self.waiting)
+
+    def go_on(self) -> list[Any]:
+        """Carry out one action; return what the leader is to hear."""
+        kind, *arguments = self.program.popleft()
+        self.waiting = kind in ("wait", "join")
+        if kind == "submit":
+            name, looks = arguments
+            self.pending[name].append(looks)
+            return self.member.submit(name, looks)
+        if kind == "wait":
+            return self.member.wait()
+        if kind == "join":
+            self.joining = True
+            return self.member.join()
+        self.program.clear()
+        return self.member.leave()
+
+    def hear(self, note: Any) -> None:
+        """Do what the leader says."""
+        order = self.member.hear(note)
+        if isinstance(order, Run):
+            for named in order.operations:
+                self._finish(named.name, named.looks, submitted=order.active == self.member._size)
+            self.log.append(("run", order.operations, order.active))
+        elif isinstance(order, Refuse):
+            self._finish(order.name)
+            self.log.append(("refuse", order.name, order.values))
+        elif isinstance(order, Joined):
+            self.joining = False
+            self.log.append(("joined", order.last))
+        elif isinstance(order, Lost):
+            self.lost = order.rank
+            self.program.clear()
+            self.pending.clear()
+            self.joining = False
+        else:
+            assert order is None
+
+    def _finish(self, name: str, looks: Looks | None = None, *, submitted: bool = False) -> None:
+        assert self.pending[name] or not submitted, f"{name} runs on rank {self.number}, which has not submitted it"
+        if self.pending[name]:
+            mine = self.pending[name].popleft()
+            assert looks is None or mine == looks, "what runs is what this rank submitted"
+
+    @property
+    def runs(self) -> list[tuple[str, ...]]:
+        """The names that travelled together, in the order in which they did."""
+        return [tuple(named.name for named in each[1]) for each in self.log if each[0] == "run"]
+
+
+class Conversation:
+    """Ranks and their leader. Notes between two of them arrive in order; all else is left to chance."""
+
+    def __init__(self, programs: Sequence[Sequence[Action]], chance: random.Random, fusion_nbytes: int = BIG) -> None:
+        size = len(programs)
+        self.leader = Leader(size, fusion_nbytes)
+        self.ranks = [Rank(number, size, program) for number, program in enumerate(programs)]
+        self._chance = chance
+        self._said: list[deque[Any]] = [deque() for _ in programs]
+        self._told: list[deque[Any]] = [deque() for _ in programs]
+
+    def play(self) -> list[Rank]:
+        """Play until nothing more can happen; all programs must have come to their end."""
+        while events := self._events():
+            self._chance.choice(events)()
+        assert all(rank.idle and not rank.program for rank in self.ranks), "a rank waits for ever"
+        return self.ranks
+
+    def _events(self) -> list[Callable[[], None]]:
+        events: list[Callable[[], None]] = []
+        for rank in self.ranks:
+            if rank.ready():
+                events.append(lambda rank=rank: self._said[rank.number].extend(rank.go_on()))
+            if self._said[rank.number]:
+                events.append(lambda rank=rank: self._hear(rank.number))
+            if self._told[rank.number]:
+                events.append(lambda rank=rank: rank.hear(self._told[rank.number].popleft()))
+        return events
+
+    def _hear(self, rank: int) -> None:
+        for note in self.leader.hear(rank, _sent(self._said[rank].popleft())):
+            for told in self._told:
+                told.append(_sent(note))
+
+
+def _sent(note: Any) -> Any:
+    """Return what arrives of a note."""
+    return marshal.loads(marshal.dumps(note, 2))
+
+
+def play(programs: Sequence[Sequence[Action]], seed: int = 0, fusion_nbytes: int = BIG) -> list[Rank]:
+    """Let programs run; return the ranks as they are at the end. What they were told is the same on all."""
+    ranks = Conversation(programs, random.Random(seed), fusion_nbytes).play()
+    assert all(rank.log == ranks[0].log for rank in ranks), "all ranks do the same in the same order"
+    return ranks
+
+
+def submissions(*names: str, looks: Looks | None = None) -> list[Action]:
+    return [("submit", name, looks or summed()) for name in names]
+
+
+# ---- all that ranks agree on ----
+
+
+@st.composite
+def agreeing_programs(draw: st.DrawFn) -> list[list[Action]]:
+    """Draw programs of equal rounds, each rank with an order and waits of its own."""
+    size = draw(st.sampled_from(SIZES))
+    names = [f"t{number}" for number in range(draw(st.integers(1, 6)))]
+    looks = {name: summed(draw(st.integers(0, 3)), draw(st.sampled_from(["float32", "int64"]))) for name in names}
+    rounds = draw(st.integers(1, 7))
+    programs: list[list[Action]] = []
+    for _ in range(size):
+        chance = random.Random(draw(st.integers(0, 1 << 16)))
+        keeps_order = draw(st.booleans())
+        program: list[Action] = []
+        for turn in range(rounds):
+            actions = [("submit", name, looks[name]) for name in names]
+            actions.append(("submit", f"once {turn}", called()))
+            if not keeps_order:
+                chance.shuffle(actions)
+            program += [*actions, ("wait",)]
+        programs.append(program)
+    return programs
+
+
+@settings(max_examples=300, deadline=None)
+@given(agreeing_programs(), st.integers(0, 1 << 16), st.sampled_from([1, 16, BIG]))
+def test_what_all_ranks_submit_runs_once_on_all_in_one_order(
+    programs: list[list[Action]], seed: int, fusion_nbytes: int
+) -> None:
+    """Whatever the order of submissions and the time that notes take, each operation runs exactly as often as it was
+    submitted, alike on all ranks, and everything comes to an end.
+    """
+    ranks = play(programs, seed, fusion_nbytes)
+    submitted = Counter(Named(*each[1:]) for each in programs[0] if each[0] == "submit")
+    assert Counter(named for each in ranks[0].log for named in each[1]) == submitted
+    assert all(each[0] == "run" and each[2] == len(ranks) for each in ranks[0].log)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(SIZES[1:]),
+    st.integers(2, 6),
+    st.integers(0, 1 << 16),
+    st.lists(st.tuples(st.integers(0, 7), st.integers(0, 3), st.integers(1, 5)), max_size=6),
+)
+def test_programs_that_pause_in_the_middle_of_a_group_come_to_an_end(
+    size: int, count: int, seed: int, pauses: list[tuple[int, int, int]]
+) -> None:
+    """A rank that waits before it has submitted all of a group breaks it: what it has submitted runs nevertheless."""
+    names = [f"t{number}" for number in range(count)]
+    programs = []
+    for rank in range(size):
+        program: list[Action] = []
+        for turn in range(8):
+            stops = {after for at, who, after in pauses if at == turn and who % size == rank}
+            for number, name in enumerate(names):
+                program += [*submissions(name), *([("wait",)] if number + 1 in stops else [])]
+            program.append(("wait",))
+        programs.append(program)
+    # All keep one order, so none waits for what another submits only after a wait for something else.
+    ranks = play(programs, seed)
+    assert Counter(name for names in ranks[0].runs for name in names) == Counter(dict.fromkeys(names, 8))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(SIZES),
+    st.lists(st.sampled_from(["float32", "float64"]), min_size=2, max_size=7),
+    st.sampled_from([16, 64, BIG]),
+    st.integers(0, 1 << 16),
+    st.integers(0, 1 << 16),
+)
+def test_what_travels_together_does_not_depend_on_when_notes_arrive(
+    size: int, dtypes: list[str], fusion_nbytes: int, one: int, other: int
+) -> None:
+    """Once the plan is agreed, the groups follow from the programs alone."""
+    chance = random.Random(one ^ other)
+    programs: list[list[Action]] = [[] for _ in range(size)]
+    for _ in range(9):
+        for program in programs:
+            order = list(range(len(dtypes)))
+            if program is not programs[0]:
+                chance.shuffle(order)
+            program += [("submit", f"t{number}", summed(2, dtypes[number])) for number in order]
+            program.append(("wait",))
+
+    def grouping(seed: int) -> list[tuple[str, ...]]:
+        # Names come the second time in the second round, are planned in the third, and known as groups in the fifth.
+        runs, left = play(programs, seed, fusion_nbytes)[0].runs, 3 * len(dtypes)
+        last: list[tuple[str, ...]] = []
+        while left:
+            last.append(runs.pop())
+            left -= len(last[-1])
+        assert left == 0
+        return sorted(last)
+
+    assert grouping(one) == grouping(other)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_plan_fuses_what_the_leaders_program_submits_between_two_waits(size: int) -> None:
+    """Groups are of one dtype and op, in the leader's order, and closed by what fills them."""
+    kinds = {"a": summed(2), "b": summed(2, "int64"), "c": summed(2), "d": summed(2), "e": summed(2, "int64")}
+    leader = [("submit", name, looks) for name, looks in kinds.items()]
+    others = leader[::-1]
+    programs = [[*(leader if rank == 0 else others), ("wait",)] * 8 for rank in range(size)]
+    runs = play(programs, fusion_nbytes=16)[0].runs
+    assert sorted(runs[-4:]) == [("a", "c"), ("b",), ("d",), ("e",)]
+
+
+def test_collectives_that_are_no_allreduce_travel_alone() -> None:
+    """Nothing is fused but allreduces of one dtype."""
+    mixed = Looks("group", "sum", (("float32", 2), ("int64", 2)))
+    program = [("submit", "a", called()), ("submit", "b", called()), ("submit", "c", mixed), ("submit", "d", mixed)]
+    runs = play([[*program, ("wait",)] * 8] * 2)[0].runs
+    assert all(len(each) == 1 for each in runs)
+
+
+def test_an_operation_whose_groups_keep_breaking_travels_alone_for_good() -> None:
+    """A plan that proves wrong again and again is not made again: the traffic of a round settles."""
+    whole = [*submissions("a", "b"), ("wait",)]
+    apart = [*submissions("a"), ("wait",), *submissions("b"), ("wait",)]
+    (first, _) = play([whole * 60, apart * 60])
+    assert all(len(each) == 1 for each in first.runs)
+    assert not first.member._group_of
+    assert not first.member._unused
+
+
+def test_an_operation_of_a_group_that_comes_twice_in_a_round_breaks_the_group() -> None:
+    """The second submission is no part of the plan; all run, in the order of submission."""
+    planned = [*submissions("a", "b"), ("wait",)] * 6
+    twice = [*submissions("a", "a", "b", "b"), ("wait",)]
+    ranks = play([planned + twice + planned] * 3)
+    assert Counter(name for names in ranks[0].runs for name in names) == {"a": 14, "b": 14}
+    assert ("a", "b") in ranks[0].runs[:12]
+
+
+# ---- what they do not agree on ----
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(SIZES[1:]),
+    st.integers(0, 1 << 16),
+    st.sets(st.tuples(st.integers(0, 6), st.integers(0, 3))),
+    st.data(),
+)
+def test_mismatches_are_refused_on_all_ranks_and_nothing_else_is(
+    size: int, seed: int, wrong: set[tuple[int, int]], data: st.DataObject
+) -> None:
+    """An operation that looks different on one rank is refused everywhere, with what each rank submitted; what was
+    announced with it runs.
+    """
+    odd = data.draw(st.integers(0, size - 1))
+    programs: list[list[Action]] = [[] for _ in range(size)]
+    for turn in range(7):
+        for rank, program in enumerate(programs):
+            for number in range(4):
+                differs = rank == odd and (turn, number) in wrong
+                program.append(("submit", f"t{number}", summed(9 if differs else 4)))
+            program.append(("wait",))
+    ranks = play(programs, seed)
+    refused = [each for each in ranks[0].log if each[0] == "refuse"]
+    texts = {rank: summed(9 if rank == odd else 4).text for rank in range(size)}
+    assert Counter(each[1] for each in refused) == Counter(f"t{number}" for _, number in wrong)
+    assert all(each[2] == texts for each in refused)
+    ran = Counter(name for names in ranks[0].runs for name in names)
+    assert ran + Counter(each[1] for each in refused) == {f"t{number}": 7 for number in range(4)}
+
+
+def test_operations_of_one_name_match_in_order() -> None:
+    """Those without a name share one: the first of one rank belongs to the first of the others, and so on, though they
+    look different from each other.
+    """
+    program = [("submit", "nameless", summed(count)) for count in (1, 2, 3, 2)]
+    for seed in range(40):
+        ranks = play([[*program, ("wait",)] * 6] * 3, seed)
+        counts = [named.looks.parts[0][1] for each in ranks[0].log for named in each[1]]
+        assert counts == [1, 2, 3, 2] * 6
+
+
+def test_operations_of_one_name_in_another_order_are_refused() -> None:
+    """That they were submitted in the order of the others before, and travelled together, changes nothing."""
+    one, two = ("submit", "nameless", summed(1)), ("submit", "nameless", summed(2))
+    agreed: list[Action] = [one, two, ("wait",)] * 7
+    for seed in range(40):
+        ranks = play([[*agreed, one, two, ("wait",), *agreed], [*agreed, two, one, ("wait",), *agreed]], seed)
+        refused = [each[2] for each in ranks[0].log if each[0] == "refuse"]
+        texts = summed(1).text, summed(2).text
+        assert refused == [dict(enumerate(texts)), dict(enumerate(reversed(texts)))]
+
+
+# ---- ranks that come to an end ----
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=4), st.integers(0, 1 << 16))
+def test_ranks_that_joined_are_done_without(rounds: list[int], seed: int) -> None:
+    """Allreduces run with those that are left, the last rank to join is the same for all, and then all begin anew."""
+    round_ = [*submissions("a", "b"), ("wait",)]
+    after = [*submissions("a", "after"), ("submit", "call", called()), ("wait",)]
+    ranks = play([[*round_ * count, ("join",), *after] for count in rounds], seed)
+    size = len(rounds)
+    active = [each[2] for each in ranks[0].log if each[0] == "run" for named in each[1] if named.name == "b"]
+    assert active == [sum(count > turn for count in rounds) for turn in range(max(rounds))]
+    (joined,) = [each for each in ranks[0].log if each[0] == "joined"]
+    assert rounds[joined[1]] == max(rounds)
+    assert all(each[0] == "run" and each[2] == size for each in ranks[0].log[ranks[0].log.index(joined) + 1 :])
+
+
+def test_what_a_rank_submitted_before_it_joined_runs_with_it() -> None:
+    """Joining does not take back a submission, and what only one rank ever submitted runs when all have joined."""
+    programs = [[*submissions("a", "only here"), ("join",)], [*submissions("a"), ("join",)]]
+    for seed in range(40):
+        ranks = play(programs, seed)
+        active = {named.name: each[2] for each in ranks[0].log[:-1] for named in each[1]}
+        assert active == {"a": 2, "only here": 1}
+
+
+def test_all_that_waits_under_a_name_runs_when_the_last_rank_that_is_missing_joins() -> None:
+    """Not only the first of them."""
+    many = [*submissions("x", "x", "x"), ("wait",), ("join",)]
+    for seed in range(20):
+        ranks = play([[("join",)], many, many], seed)
+        assert ranks[0].runs == [("x",)] * 3
+
+
+def test_a_collective_that_needs_all_ranks_is_refused_once_one_has_joined() -> None:
+    """It says who has joined."""
+    programs = [[("join",)], [("submit", "c", called("broadcast(root 0)")), ("wait",), ("join",)]]
+    ranks = play(programs)
+    assert ranks[0].log[0] == ("refuse", "c", {0: "joined", 1: "broadcast(root 0)"})
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_a_rank_that_leaves_ends_everything(size: int, leaver: int) -> None:
+    """What had not become ready by then never will: all hear so, those that have joined too."""
+    round_ = [*submissions("a", "b"), ("wait",)]
+    for seed in range(20):
+        programs: list[list[Action]] = [[*round_ * 5, ("join",)] for _ in range(size)]
+        programs[leaver] = [*round_ * 4, *submissions("a"), ("leave",)]
+        programs[-1] = programs[-1] if size - 1 == leaver else [*round_ * 3, ("join",)]
+        ranks = Conversation(programs, random.Random(seed)).play()
+        assert {rank.lost for rank in ranks} == {leaver}
+        assert sum(name == "b" for names in ranks[0].runs for name in names) == 4
+
+
+def test_nothing_that_was_said_before_a_rank_left_runs_after() -> None:
+    """Its own word counts no more, for it is not there to carry out what it submitted."""
+    leader = Leader(2, BIG)
+    assert leader.hear(1, ["new", "x", tuple(summed())]) == []
+    assert leader.hear(1, ["leave"]) == [["lost", 1]]
+    assert leader.hear(0, ["new", "x", tuple(summed())]) == []
+    assert leader.waiting() == []
+
+
+# ---- what waits for long ----
+
+
+def test_what_waits_is_listed_with_who_is_missing() -> None:
+    """Also what was announced by number, and in a group."""
+    leader, member = Leader(3, BIG), Member(3, plans=False)
+    said = ["new", "x", tuple(summed())]
+    assert leader.hear(2, said, 5.0) == []
+    assert leader.hear(0, said, 7.0) == []
+    (waiting,) = leader.waiting()
+    assert (waiting.name, waiting.since, waiting.present, waiting.missing) == ("x", 5.0, (0, 2), (1,))
+    order = member.hear(_sent(leader.stalled(waiting, 65.0)))
+    assert order == Stalled("x", (1,), 60.0, 0)
+
+
+@pytest.mark.parametrize("announced", [["new", "x", tuple(summed())], ["known", 1]])
+def test_what_is_given_up_can_be_submitted_again(announced: list[Any]) -> None:
+    """Only those that had submitted it give it up. Who comes too late waits for the next of the others."""
+    leader, member = Leader(2, BIG), Member(2, plans=False)
+    for _ in range(2):
+        told = [note for rank in range(2) for note in leader.hear(rank, ["new", "x", tuple(summed())])]
+    assert told[0][:2] == ["number", 1]
+    assert leader.hear(0, announced, 1.0) == []
+    (waiting,) = leader.waiting()
+    assert member.hear(_sent(leader.expire(waiting, 31.0))) == Expired("x", (0,), (1,), 30.0)
+    assert leader.waiting() == []
+    assert leader.hear(1, announced, 32.0) == []
+    assert [waiting.missing for waiting in leader.waiting()] == [(0,)]
+    (note,) = leader.hear(0, announced, 33.0)
+    assert note in (["run", [1], 2], ["all", 1])
+
+
+def test_a_group_that_is_given_up_leaves_nothing_behind() -> None:
+    """Each of its operations expires."""
+    leader = Leader(2, BIG)
+    for _ in range(2):
+        for rank in range(2):
+            for name in "ab":
+                leader.hear(rank, ["new", name, tuple(summed())])
+    (group,) = leader.hear(0, ["together", 1, 2])
+    assert group[0] == "group"
+    assert leader.hear(1, ["known", group[1]], 3.0) == []
+    names = []
+    for waiting in leader.waiting():
+        assert waiting.missing == (0,)
+        names.append(leader.expire(waiting, 40.0)[1])
+    assert sorted(names) == ["a", "b"]
+    assert leader.waiting() == []
+
+
+# ---- memory ----
+
+
+def test_names_that_are_used_once_leave_nothing_behind() -> None:
+    """Neither a member nor, beyond the last few thousand, the leader remembers them."""
+    leader, member = Leader(1, BIG), Member(1, plans=True)
+
+    def use(first: int, last: int) -> tuple[int, int]:
+        for number in range(first, last):
+            for note in member.submit(f"loss {number:06}", summed()):
+                for told in leader.hear(0, note):
+                    assert isinstance(member.hear(told), Run)
+            assert member.wait() == []
+        return len(pickle.dumps(member)), len(pickle.dumps(leader))
+
+    use(0, 4200)
+    before = use(4200, 6000)
+    assert use(6000, 9000) == pytest.approx(before, rel=0.01)
+    assert before[0] < 1000
+
+
+def test_a_repeated_round_adds_nothing() -> None:
+    """After some rounds the state of all stays as large as it is."""
+    round_ = [*submissions("a", "b", "c"), ("wait",)]
+    sizes = []
+    for rounds in (10, 40):
+        conversation = Conversation([round_ * rounds] * 2, random.Random(1))
+        first, second = conversation.play()
+        sizes.append([len(pickle.dumps(each)) for each in (first.member, second.member, conversation.leader)])
+    assert sizes[0] == sizes[1]
