@@ -24,6 +24,7 @@ from ringreduce.errors import (
     UnsupportedBufferError,
 )
 from ringreduce.instruments import Instrument
+from ringreduce.metrics import Metrics
 from ringreduce.process_sets import ProcessSet
 from ringreduce.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
 from ringreduce.runtime import (
@@ -43,11 +44,14 @@ from ringreduce.runtime import (
     is_initialized,
     local_rank,
     local_size,
+    metrics,
     rank,
     reduce_scatter,
     remove_process_set,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
     world,
 )
 from ringreduce.selection import Choice
@@ -68,6 +72,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "Instrument",
+    "Metrics",
     "MismatchError",
     "PeerLostError",
     "ProcessSet",
@@ -93,10 +98,13 @@ __all__ = [
     "is_initialized",
     "local_rank",
     "local_size",
+    "metrics",
     "rank",
     "reduce_scatter",
     "remove_process_set",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
     "world",
 ]

@@ -54,6 +54,9 @@ HOROVOD: dict[str, tuple[str, Callable[[str], str]]] = {
     "HOROVOD_STALL_CHECK_TIME_SECONDS": ("RINGREDUCE_STALL_WARNING", _as_is),
     # Horovod's 0: wait for ever, which nothing does here.
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": ("RINGREDUCE_TIMEOUT", _unless_zero),
+    # Horovod's DYNAMIC: the program starts it, which it always may here.
+    "HOROVOD_TIMELINE": ("RINGREDUCE_TIMELINE", lambda text: "" if text == "DYNAMIC" else text),
+    "HOROVOD_TIMELINE_MARK_CYCLES": ("RINGREDUCE_TIMELINE_MARK_BATCHES", _as_is),
 }
 #: Variables of Horovod that ask for what is always so here.
 _HOROVOD_ALWAYS = {"HOROVOD_DYNAMIC_PROCESS_SETS"}
@@ -75,6 +78,9 @@ class Config:
         stall_warning_s: warn about an operation that some rank has not submitted for so long (seconds); None: never.
             ``RINGREDUCE_STALL_WARNING``, 0 for never
         log_level: of the logger ``ringreduce``, which ``init`` sets; None: as it is. ``RINGREDUCE_LOG_LEVEL``
+        timeline: the file into which `init` starts a timeline; None: none. ``RINGREDUCE_TIMELINE``
+        timeline_marks_batches: whether it has marks where operations that travel together start.
+            ``RINGREDUCE_TIMELINE_MARK_BATCHES``
         bucket_nbytes: gradients travel together in buckets; a bucket that holds so many bytes is closed.
             ``RINGREDUCE_BUCKET``
         launched_size: how many ranks the launcher says it started, None when there was no launcher.
@@ -91,6 +97,8 @@ class Config:
     fusion_nbytes: int = 1 << 20
     stall_warning_s: float | None = 60.0
     log_level: str | None = None
+    timeline: str | None = None
+    timeline_marks_batches: bool = False
     launched_size: int | None = None
 
     @classmethod
@@ -114,6 +122,10 @@ class Config:
             fusion_nbytes=_read(environ, "RINGREDUCE_FUSION", parse_nbytes, standard.fusion_nbytes),
             stall_warning_s=_read(environ, "RINGREDUCE_STALL_WARNING", _seconds_or_never, standard.stall_warning_s),
             log_level=_read(environ, "RINGREDUCE_LOG_LEVEL", _log_level, standard.log_level),
+            timeline=_read(environ, "RINGREDUCE_TIMELINE", str, standard.timeline),
+            timeline_marks_batches=_read(
+                environ, "RINGREDUCE_TIMELINE_MARK_BATCHES", _switch, standard.timeline_marks_batches
+            ),
             launched_size=sizes[0] if sizes else None,
         )
 

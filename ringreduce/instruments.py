@@ -1,20 +1,26 @@
-"""The observer interface: watch collectives from outside, at no cost while nobody does.
+"""The observer interface: watch collectives from outside, at no cost while nobody does; and what is always counted.
 
-An observer overrides the methods it wants. It is called on the thread that runs the collective; one that raises is
-removed and logged, and the collective goes on.
+An observer overrides the methods it wants. It is called on the thread that does the thing; one that raises is removed
+and logged, and the collective goes on.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
-__all__ = ["Instrument", "Instruments"]
+__all__ = ["Instrument", "Instruments", "Tally"]
 
 _log = logging.getLogger(__name__)
 
 
 class Instrument:
-    """Base class of observers; every method may be overridden, none has to be."""
+    """Base class of observers; every method may be overridden, none has to be.
+
+    A collective runs in steps, one after the other: each begins where the last one ended, or where the collective
+    began. An asynchronous operation is submitted, announced to the other ranks, and started together with others once
+    all ranks have submitted it; what starts together is finished together, with collectives and steps in between.
+    """
 
     def collective_started(self, collective: str, algorithm: str, nbytes: int) -> None:
         """A collective over ``nbytes`` bytes begins on this rank."""
@@ -22,12 +28,27 @@ class Instrument:
     def collective_finished(self, collective: str, algorithm: str, nbytes: int, duration_s: float) -> None:
         """That collective has ended on this rank after ``duration_s`` seconds."""
 
+    def step_finished(self, step: str) -> None:
+        """A step has ended: of a collective, or of packing and unpacking what travels together."""
+
+    def operation_submitted(self, name: str) -> None:
+        """The program has submitted a named operation; on its thread, which may be any."""
+
+    def operation_announced(self, name: str) -> None:
+        """The engine has taken in the oldest submitted operation of this name, and tells the other ranks."""
+
+    def operations_started(self, names: Sequence[str]) -> None:
+        """All ranks have announced these operations; they run now, as one."""
+
+    def operations_finished(self, names: Sequence[str]) -> None:
+        """These operations have come to an end, with results or errors, whether or not they were started."""
+
 
 class Instruments:
     """The observers of one communicator, in the order in which they were added.
 
     Attributes:
-        observers: looked at before each call; nothing else happens while it is empty.
+        observers: looked at before each event; nothing else happens while it is empty.
     """
 
     def __init__(self) -> None:
@@ -39,20 +60,32 @@ class Instruments:
     def remove(self, observer: Instrument) -> None:
         self.observers = tuple(each for each in self.observers if each is not observer)
 
-    def started(self, collective: str, algorithm: str, nbytes: int) -> None:
+    def tell(self, event: str, *what: object) -> None:
+        """Call the method ``event`` of all observers."""
         for observer in self.observers:
             try:
-                observer.collective_started(collective, algorithm, nbytes)
+                getattr(observer, event)(*what)
             except Exception:
-                self._drop(observer)
+                _log.exception("instrument %r raised and was removed", observer)
+                self.remove(observer)
 
-    def finished(self, collective: str, algorithm: str, nbytes: int, duration_s: float) -> None:
-        for observer in self.observers:
-            try:
-                observer.collective_finished(collective, algorithm, nbytes, duration_s)
-            except Exception:
-                self._drop(observer)
+    def step(self, step: str) -> None:
+        """Tell that a step has ended; to be called only where there are observers."""
+        self.tell("step_finished", step)
 
-    def _drop(self, observer: Instrument) -> None:
-        _log.exception("instrument %r raised and was removed", observer)
-        self.remove(observer)
+
+class Tally:
+    """What the calls of one collective add up to.
+
+    Attributes:
+        calls: how many there were.
+        nbytes: how many bytes of this rank's they were over.
+        seconds: how long they took, waiting for other ranks included.
+    """
+
+    __slots__ = ("calls", "nbytes", "seconds")
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.nbytes = 0
+        self.seconds = 0.0

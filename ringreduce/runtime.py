@@ -6,6 +6,7 @@ import atexit
 import importlib.util
 import logging
 import os
+import platform
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -20,9 +21,12 @@ from ringreduce.algorithms import Collective, names
 from ringreduce.communicator import Communicator
 from ringreduce.config import Config, ignored_horovod_variables
 from ringreduce.errors import ConfigError, MismatchError
+from ringreduce.instruments import Instruments
+from ringreduce.metrics import Metrics
 from ringreduce.process_sets import Parts, ProcessSet, connect
 from ringreduce.reduce_ops import SUM, ReduceOp
 from ringreduce.selection import VENDOR
+from ringreduce.timeline import Clock, Timeline, Track
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.messages import Messages
 from ringreduce.transport.waiting import Waiter
@@ -48,12 +52,15 @@ __all__ = [
     "is_initialized",
     "local_rank",
     "local_size",
+    "metrics",
     "process_set_ids",
     "rank",
     "reduce_scatter",
     "remove_process_set",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
     "world",
 ]
 
@@ -66,6 +73,10 @@ _world: Communicator | None = None  # of the global process set; here because ev
 _messages: Messages | None = None  # between all ranks, for what concerns them all
 _sets: dict[int, ProcessSet] = {}
 _last_set = 0
+_clock: Clock | None = None
+_timeline: Timeline | None = None
+_timelines = 0  # that were started since init
+_tracks: list[tuple[Instruments, Track]] = []  # of the timeline, and where they are attached
 _process = 0  # the one that called init; a process that it forks inherits the world and has no part in it
 
 
@@ -89,7 +100,7 @@ def init(
         CollectiveTimeoutError: a rank did not call this within the time limit.
         MismatchError: the ranks have different settings.
     """
-    global _world, _messages, _process
+    global _world, _messages, _clock, _timelines, _process
     if _world is not None:
         return
     settings = Config.from_environ()
@@ -106,9 +117,11 @@ def init(
     if ignored and messages.rank == 0:
         _log.warning("these variables of Horovod have no meaning here: %s", ", ".join(ignored))
     parts = connect(make, settings)
-    _messages, _world = messages, parts.communicator
+    _messages, _world, _clock, _timelines = messages, parts.communicator, Clock.agree(messages), 0
     _register(global_process_set, 0, list(range(messages.size)), parts)
     atexit.register(shutdown)
+    if settings.timeline is not None:
+        start_timeline(settings.timeline, settings.timeline_marks_batches)
     for each in () if process_sets is None or isinstance(process_sets, str) else process_sets:
         add_process_set(each)
 
@@ -122,6 +135,7 @@ def shutdown() -> None:
     global _world, _messages, _process
     if _world is None or os.getpid() != _process:
         return
+    stop_timeline()
     ending, messages = dict(_sets), _messages
     _world, _messages, _process = None, None, 0
     _sets.clear()
@@ -189,6 +203,47 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if parts is not None:
         parts.close()
     return True
+
+
+def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+    """Begin to write a trace of what this rank does; see `ringreduce.timeline`.
+
+    Every rank that is to be seen calls it, as often as the others, with the same path; none waits for another.
+
+    Args:
+        file_path: a JSON file for Perfetto; it is begun anew.
+        mark_cycles: whether to mark the moments at which asynchronous operations start. (Horovod has cycles.)
+
+    Raises:
+        ConfigError: a trace is being written already, or the file cannot be written.
+    """
+    global _timeline, _timelines
+    here = world()
+    if _timeline is not None:
+        raise ConfigError("a timeline is being written already; call stop_timeline() first")
+    assert _clock is not None
+    _timelines += 1
+    _timeline = Timeline(file_path, _clock, _timelines, here.rank, platform.node(), mark_batches=mark_cycles)
+    for each in _sets.values():
+        _watch(each)
+
+
+def stop_timeline() -> None:
+    """Finish the trace, so that the file holds all that this rank did; does nothing if there is none."""
+    global _timeline
+    if _timeline is None:
+        return
+    for instruments, track in _tracks:
+        instruments.remove(track)
+    _tracks.clear()
+    ending, _timeline = _timeline, None
+    ending.flush()
+
+
+def metrics() -> Metrics:
+    """Return what this rank's calls add up to since `init`: numbers, bytes, seconds, overlap, and who was late."""
+    world()
+    return Metrics.of(_sets.values())
 
 
 def process_set_ids() -> list[int]:
@@ -295,6 +350,21 @@ def explain(nbytes: int, dtype: Any = np.float32, collective: str = "allreduce")
 def _register(process_set: ProcessSet, number: int, ranks: list[int], parts: Parts | None) -> None:
     process_set.register(number, ranks, _all_ranks().rank, parts)
     _sets[number] = process_set
+    _watch(process_set)
+
+
+def _watch(process_set: ProcessSet) -> None:
+    """Let the timeline, if there is one, see what this rank does as a member of a set."""
+    if _timeline is None or not process_set.included():
+        return
+    name = "world" if process_set.process_set_id == 0 else f"process set {process_set.process_set_id}"
+    for communicator, kind in (
+        (process_set.communicator, "blocking"),
+        (process_set.engine.communicator, "asynchronous"),
+    ):
+        track = _timeline.track(f"{name}: {kind}")
+        communicator.instruments.add(track)
+        _tracks.append((communicator.instruments, track))
 
 
 def _all_ranks() -> Messages:
@@ -338,7 +408,7 @@ def _connector(comm: MPI.Intracomm | Sequence[int] | None, settings: Config) -> 
 
 def _check_settings(messages: Messages, settings: Config) -> None:
     """Settings steer algorithms, so ranks with different ones would wait for each other in vain."""
-    common = repr(replace(settings, launched_size=None, log_level=None))
+    common = repr(replace(settings, launched_size=None, log_level=None, timeline=None))
     everyone = [each.decode() for each in messages.exchange(common.encode())]
     if len(set(everyone)) > 1:
         raise MismatchError(dict(enumerate(everyone)))
@@ -357,6 +427,8 @@ def _end_job_on_exceptions() -> None:
         previous(kind, error, traceback)
         sys.stdout.flush()
         sys.stderr.flush()
+        if _timeline is not None:
+            _timeline.flush()  # what led here is what the trace is for
         if is_rank:
             mpi.abort(1)
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from ringreduce.algorithms.schedule import Schedule, Step, Transfer
 from ringreduce.buffers import Call, Kernels
+from ringreduce.instruments import Instruments
 from ringreduce.partition import Segment, pieces
 from ringreduce.transport.messages import Messages, Request
 from ringreduce.transport.waiting import Waiter
@@ -52,6 +53,7 @@ class Memory:
 class _Round:
     """One step of one segment, bound: messages to start, calls that need no message, calls that need them all."""
 
+    name: str
     requests: list[Request]
     before: list[Call]
     after: list[Call]
@@ -74,6 +76,7 @@ class Plan:
         waiter: how to wait for them.
         signature: what the user called, for error messages.
         tag: the first of `STREAMS` tags that no other call in flight uses.
+        instruments: who is told of steps; None: nobody.
     """
 
     def __init__(
@@ -87,6 +90,8 @@ class Plan:
         waiter: Waiter,
         signature: str,
         tag: int = 0,
+        *,
+        instruments: Instruments | None = None,
     ) -> None:
         self._rank = rank
         self._schedule = schedule
@@ -95,6 +100,7 @@ class Plan:
         self._messages = messages
         self._waiter = waiter
         self._signature = signature
+        self._instruments = Instruments() if instruments is None else instruments
         nstreams = min(STREAMS, len(segments))
         self._streams: list[list[_Round]] = [[] for _ in range(nstreams)]
         scratches = [_Scratch(memory.mine.dtype) for _ in range(nstreams)]
@@ -112,6 +118,8 @@ class Plan:
         if self._messages is None:
             for call in self.calls:
                 call()
+            if self._instruments.observers:
+                self._instruments.step("load and store")
             return
         if len(self._streams) > 1:
             self._run_together()
@@ -123,18 +131,25 @@ class Plan:
                 call()
             if each.requests:
                 self._wait_for_all(each.requests)
+            if self._instruments.observers:
+                self._instruments.step(f"{each.name}: transfer")
             for call in each.after:
                 call()
+            if each.after and self._instruments.observers:
+                self._instruments.step(f"{each.name}: reduce")
 
     def _run_together(self) -> None:
         """Advance whichever stream has its messages; that order varies from run to run, the results do not."""
-        running = [_Cursor(rounds) for rounds in self._streams]
+        running = [_Cursor(rounds, self._instruments) for rounds in self._streams]
         for cursor in running:
             cursor.post(self._start)
         while running := [cursor for cursor in running if cursor.current is not None]:
             requests = [request for cursor in running for request in cursor.requests]
             owners = [cursor for cursor in running for _ in cursor.requests]
-            for position in self._wait_for_some(requests):
+            arrived = self._wait_for_some(requests)
+            if self._instruments.observers:
+                self._instruments.step("wait for messages")
+            for position in arrived:
                 cursor = owners[position]
                 cursor.missing -= 1
                 if cursor.missing == 0:
@@ -177,9 +192,13 @@ class Plan:
     # ---- binding ----
 
     def _bind(self, index: int, segment: Segment, tag: int, scratch: _Scratch) -> list[_Round]:
-        return [self._bind_step(step, index, segment, tag, scratch) for step in self._schedule.steps]
+        rounds = []
+        for number, step in enumerate(self._schedule.steps, start=1):
+            name = f"step {number} of segment {index + 1}"
+            rounds.append(self._bind_step(name, step, index, segment, tag, scratch))
+        return rounds
 
-    def _bind_step(self, step: Step, index: int, segment: Segment, tag: int, scratch: _Scratch) -> _Round:
+    def _bind_step(self, name: str, step: Step, index: int, segment: Segment, tag: int, scratch: _Scratch) -> _Round:
         scratch.reset()
         requests, reducing = [], []
         for each in step.sends:
@@ -194,7 +213,7 @@ class Plan:
                 if each.reduce:
                     reducing.append((each, place))
         after = list(self._reductions(reducing, segment, step.by_rank))
-        return _Round(requests, list(self._direct_calls(step, index, segment)), after)
+        return _Round(name, requests, list(self._direct_calls(step, index, segment)), after)
 
     def _reductions(self, arrived: list[tuple[Transfer, Array]], segment: Segment, by_rank: bool) -> Iterator[Call]:
         """Reduce what messages brought."""
@@ -255,8 +274,9 @@ class Plan:
 class _Cursor:
     """How far a stream has come."""
 
-    def __init__(self, rounds: list[_Round]) -> None:
+    def __init__(self, rounds: list[_Round], instruments: Instruments) -> None:
         self._rounds = iter(rounds)
+        self._instruments = instruments
         self.current: _Round | None = None
         self.missing = 0  # messages of the current round that are still under way
 
@@ -271,6 +291,8 @@ class _Cursor:
             if self.current is not None:
                 for call in self.current.after:
                     call()
+                if self._instruments.observers:
+                    self._instruments.step(f"{self.current.name}: reduce")
             self.current = next(self._rounds, None)
             if self.current is None:
                 return

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.buffers import Kernels
+from ringreduce.instruments import Instruments
 from ringreduce.partition import Partition, pieces
 from ringreduce.transport.board import STAGE_NBYTES, Board, signature_hash
 
@@ -32,13 +33,17 @@ class Mailbox:
 
     Args:
         board: the ranks of the node; all of the process set.
+        instruments: who is told of steps.
         signature: what the user called.
         dtype: the storage type of the elements.
         shape: of what this rank puts into its mailbox; the same on all ranks.
     """
 
-    def __init__(self, board: Board, signature: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    def __init__(
+        self, board: Board, instruments: Instruments, signature: str, dtype: np.dtype[Any], shape: tuple[int, ...]
+    ) -> None:
         self._board = board
+        self._instruments = instruments
         self._signature = signature
         self._code = signature_hash(signature)
         self._mailboxes = tuple(board.mailboxes(parity, dtype, shape) for parity in (0, 1))
@@ -55,6 +60,8 @@ class Mailbox:
         parity = self._board.number + 1 & 1
         np.copyto(self._mine[parity][: len(source)], source)
         self._board.arrive(self._signature, self._code)
+        if self._instruments.observers:
+            self._instruments.step("post and meet")
         return self._mailboxes[parity]
 
 
@@ -62,9 +69,15 @@ class OneShot(Mailbox):
     """The allreduce of small arrays, of any strides: every rank reduces all mailboxes in rank order."""
 
     def __init__(
-        self, board: Board, signature: str, dtype: np.dtype[Any], shape: tuple[int, ...], kernels: Kernels
+        self,
+        board: Board,
+        instruments: Instruments,
+        signature: str,
+        dtype: np.dtype[Any],
+        shape: tuple[int, ...],
+        kernels: Kernels,
     ) -> None:
-        super().__init__(board, signature, dtype, shape)
+        super().__init__(board, instruments, signature, dtype, shape)
         self._reduce: tuple[Callable[[Array], object], ...] = tuple(
             kernels.combine(mailboxes) for mailboxes in self._mailboxes
         )
@@ -73,12 +86,16 @@ class OneShot(Mailbox):
         parity = self._board.number + 1 & 1
         np.copyto(self._mine[parity], source)
         self._board.arrive(self._signature, self._code)
+        if self._instruments.observers:
+            self._instruments.step("post and meet")
         if target.flags.c_contiguous:
             self._reduce[parity](target)
         else:  # 16-bit kernels take no odd strides, and NumPy's differ in which of two NaNs they keep
             result = np.empty(target.shape, target.dtype)
             self._reduce[parity](result)
             np.copyto(target, result)
+        if self._instruments.observers:
+            self._instruments.step("reduce")
 
 
 class Staged:
@@ -89,8 +106,17 @@ class Staged:
     direction are enough: nobody is more than one barrier ahead.
     """
 
-    def __init__(self, board: Board, signature: str, dtype: np.dtype[Any], count: int, kernels: Kernels) -> None:
+    def __init__(
+        self,
+        board: Board,
+        instruments: Instruments,
+        signature: str,
+        dtype: np.dtype[Any],
+        count: int,
+        kernels: Kernels,
+    ) -> None:
         self._board = board
+        self._instruments = instruments
         self._signature = signature
         self._kernels = kernels
         room = _PIECE_NBYTES // dtype.itemsize
@@ -108,15 +134,21 @@ class Staged:
 
     def run(self, source: Array, target: Array) -> None:
         """Reduce ``source`` into ``target`` (which may be the same) once every rank has staged its first piece."""
-        board, combine = self._board, self._kernels.combine
+        board, combine, instruments = self._board, self._kernels.combine, self._instruments
         for number, piece in enumerate(self._pieces, start=1):
             if piece.result.size:
                 combine([*piece.before, source[piece.mine], *piece.after])(piece.result)
                 np.copyto(target[piece.mine], piece.result)
             self.copy_in(source, number)
+            if instruments.observers:
+                instruments.step(f"reduce piece {number}, stage the next")
             board.barrier(self._signature)
+            if instruments.observers:
+                instruments.step("barrier")
             for part, result in piece.received:
                 np.copyto(target[part], result)
+            if instruments.observers:
+                instruments.step(f"fetch piece {number}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,19 @@ from typing import Any
 
 from ringreduce.communicator import Communicator
 from ringreduce.engine.execution import Executor
-from ringreduce.engine.negotiation import Expired, Joined, Leader, Looks, Lost, Member, Order, Refuse, Run, Stalled
+from ringreduce.engine.negotiation import (
+    Expired,
+    Joined,
+    Late,
+    Leader,
+    Looks,
+    Lost,
+    Member,
+    Order,
+    Refuse,
+    Run,
+    Stalled,
+)
 from ringreduce.engine.operations import Join, Operation
 from ringreduce.engine.stall import StallWatch
 from ringreduce.errors import (
@@ -33,7 +45,7 @@ from ringreduce.errors import (
 )
 from ringreduce.transport.messages import Messages
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "EngineTally"]
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +58,28 @@ _IDLE_S = 1.0  # how often the leader of idle ranks looks up
 _GRACE_S = 10.0  # how long after the time limit a rank waits for the leader to say so
 
 
+class EngineTally:
+    """What an engine has done.
+
+    Attributes:
+        operations: how many have come to an end, well or not.
+        batches: in how many pieces they ran; operations that travel together are one piece.
+        seconds: how long those took.
+        overlapped_s: how much of it while the program did something else.
+        late: of the rank for which others last had to wait: since when that is known, which rank it was, and how long
+            it took (seconds); None: there was none.
+    """
+
+    __slots__ = ("batches", "late", "operations", "overlapped_s", "seconds")
+
+    def __init__(self) -> None:
+        self.operations = 0
+        self.batches = 0
+        self.seconds = 0.0
+        self.overlapped_s = 0.0
+        self.late: tuple[float, int, float] | None = None
+
+
 class Engine:
     """Asynchronous operations on one process set. Thread-safe.
 
@@ -55,6 +89,9 @@ class Engine:
         alive: whether a rank's process is there, as far as is known.
         threads: whether operations may run on another thread than that which submits them. If not, they run only
             while somebody waits.
+
+    Attributes:
+        tally: what it has done so far.
     """
 
     LEADER = 0
@@ -68,7 +105,9 @@ class Engine:
         threads: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.tally = EngineTally()
         self._communicator = communicator
+        self._instruments = communicator.instruments
         self._messages = notes
         self._alive = alive
         self._clock = clock
@@ -89,6 +128,7 @@ class Engine:
         self._under_way = 0  # operations that are not done
         self._waiters = 0
         self._asleep = False
+        self._overlapping = False  # whether the progress thread drives, so that the program need not
         self._lost: int | None = None  # a rank that has shut down: nothing can run any more
         self._closed = False
         self._failure: BaseException | None = None
@@ -235,6 +275,8 @@ class Engine:
                 )
             self._names.add(operation.name)
         self._under_way += 1
+        if self._instruments.observers:
+            self._instruments.tell("operation_submitted", operation.name)
         self._inbox.append(operation)
 
     def _await(self, operation: Operation) -> Any:
@@ -300,7 +342,9 @@ class Engine:
             if self._waiters:
                 continue
             with self._driver:
+                self._overlapping = True
                 self._drive(lambda: bool(self._waiters) or not self._under_way, hurried=False)
+                self._overlapping = False
             self._let_waiters_drive()
 
     def _let_waiters_drive(self) -> None:
@@ -393,6 +437,8 @@ class Engine:
         if isinstance(operation, Join):
             return self._member.join()
         self._pending[operation.name].append(operation)
+        if self._instruments.observers:
+            self._instruments.tell("operation_announced", operation.name)
         return self._member.submit(operation.name, operation.looks)
 
     # ---- orders ----
@@ -404,7 +450,7 @@ class Engine:
             operations = [self._next(named.name) for named in order.operations]
             own = [operation for operation in operations if operation is not None]
             try:
-                self._executor.run(order, operations)
+                self._carry_out(order, operations)
             except (ConfigError, MismatchError, UnsupportedBufferError) as error:
                 self._end_with(own, error)  # on all ranks, or the communicator makes it so in its next call
             except BaseException as error:
@@ -418,6 +464,8 @@ class Engine:
             if self._join is not None:
                 self._join.result = order.last
                 self._finish([self._join])
+        elif isinstance(order, Late):
+            self.tally.late = self._clock(), order.rank, order.seconds
         elif isinstance(order, Lost):
             self._lost = order.rank
             self._end_lost(order.rank)
@@ -428,6 +476,19 @@ class Engine:
                 self._end(order.name, CollectiveTimeoutError(text))
         else:
             self._warn(order)
+
+    def _carry_out(self, order: Run, operations: list[Operation | None]) -> None:
+        if self._instruments.observers:
+            self._instruments.tell("operations_started", [operation.name for operation in operations if operation])
+        started = time.perf_counter()
+        try:
+            self._executor.run(order, operations)
+        finally:
+            seconds = time.perf_counter() - started
+            self.tally.batches += 1
+            self.tally.seconds += seconds
+            if self._overlapping:
+                self.tally.overlapped_s += seconds
 
     def _warn(self, order: Stalled) -> None:
         if order.first == self._communicator.rank and self._pending.get(order.name):
@@ -462,6 +523,9 @@ class Engine:
         self._finish(operations)
 
     def _finish(self, operations: list[Operation]) -> None:
+        if self._instruments.observers:
+            self._instruments.tell("operations_finished", [operation.name for operation in operations])
+        self.tally.operations += len(operations)
         with self._changed:
             for operation in operations:
                 operation.done = True

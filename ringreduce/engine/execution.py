@@ -92,13 +92,18 @@ class Executor:
         if active < self._communicator.size and op is AVERAGE:
             self._average_over_active(dtype, count, arrays, active)
             return
+        instruments = self._communicator.instruments
         buffer, flat = self._buffer(dtype, count)
         if arrays:
             _pack(flat, [source for source, _ in arrays])
         else:
             flat[:] = _neutral(op, dtype)
+        if instruments.observers:
+            instruments.step(f"pack {len(arrays)} arrays")
         self._communicator.allreduce(buffer, op, out=buffer)
         _unpack(flat, [target for _, target in arrays])
+        if instruments.observers:
+            instruments.step(f"unpack {len(arrays)} arrays")
 
     def _average_over_active(
         self, dtype: DType, count: int, arrays: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]], active: int

@@ -33,6 +33,7 @@ from ringreduce.engine.fusion import plan
 __all__ = [
     "Expired",
     "Joined",
+    "Late",
     "Leader",
     "Looks",
     "Lost",
@@ -50,6 +51,7 @@ __all__ = [
 Note = list[Any]
 
 _REMEMBERED = 4096  # names that came once
+_LATE_S = 1e-3  # less is no news: ranks are never in step to the microsecond
 _BREAKS = 8  # how often a plan for an operation may prove wrong before it travels alone for good
 
 
@@ -119,6 +121,14 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
+class Late:
+    """``rank`` was the last to submit an operation that others had waited for, so many seconds after the first."""
+
+    rank: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Stalled:
     """An operation waits for long for ``missing``; ``first`` is the lowest rank that submitted it."""
 
@@ -145,7 +155,7 @@ class Lost:
     rank: int
 
 
-Order = Run | Refuse | Joined | Stalled | Expired | Lost
+Order = Run | Refuse | Joined | Late | Stalled | Expired | Lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +267,8 @@ class Member:
             return Refuse(name, values)
         if kind == "joined":
             return Joined(*said)
+        if kind == "late":
+            return Late(*said)
         if kind == "lost":
             return Lost(*said)
         if kind == "stalled":
@@ -401,8 +413,8 @@ class Leader:
             ranks[rank] = now
             if len(ranks) < self._size:
                 return []
-            self._end_whole(number)
-            return [["all", number]]
+            first = min(self._end_whole(number).values())
+            return [*_lateness(rank, now - first), ["all", number]]
         operations = self._operations(number)
         for name, looks in operations:
             self._claim(rank, name, _Claim(looks, number if number in self._groups else None, now))
@@ -474,6 +486,8 @@ class Leader:
             # A rank that submitted and then joined takes part like the others.
             taken = self._take(name, list(claims))
             looks = {rank: claim.looks for rank, claim in sorted(taken.items())}
+            last = max(taken, key=lambda rank: taken[rank].since)
+            notes += _lateness(last, taken[last].since - min(claim.since for claim in taken.values()))
             first = next(iter(looks.values()))
             if any(each != first for each in looks.values()):
                 notes.append(["refuse", name, {rank: each.text for rank, each in looks.items()}])
@@ -569,3 +583,8 @@ class Leader:
         self._whole_of.clear()
         self._claims.clear()
         return [["lost", rank]]
+
+
+def _lateness(rank: int, seconds: float) -> list[Note]:
+    """Return what all ranks have to hear about the last rank that submitted an operation."""
+    return [["late", rank, seconds]] if seconds > _LATE_S else []

@@ -123,7 +123,8 @@ class Allreduce:
 
         def make() -> OneShot:
             kernels = kernels_for(dtype, op, self._context.topology.size)
-            return OneShot(self._context.board, signature.text, dtype.storage, shape, kernels)
+            context = self._context
+            return OneShot(context.board, context.instruments, signature.text, dtype.storage, shape, kernels)
 
         return self._one_shots.get(signature.code, make)
 
@@ -216,7 +217,10 @@ class TwoShot:
         self._location = NOWHERE if location is None else location.packed
         self._text, self._code = signature.text, signature.code
         self._kernels = kernels_for(dtype, op, context.topology.size)
-        self._staged = cache(lambda: Staged(context.board, signature.text, dtype.storage, count, self._kernels))
+        self._instruments = context.instruments
+        self._staged = cache(
+            lambda: Staged(context.board, context.instruments, signature.text, dtype.storage, count, self._kernels)
+        )
         self._mine = None if location is None else context.arena.view(location, dtype.storage, count)
         self._others: list[int] = []
         self._calls: list[Call] | None = None
@@ -227,12 +231,19 @@ class TwoShot:
         others = board.arrive(self._text, self._code, self._location)
         if others != self._others:
             self._bind(others)
+        instruments = self._instruments
+        if instruments.observers:
+            instruments.step("meet")
         if self._calls is None:
             self._run_mixed()
             return
         for call in self._calls:
             call()
+        if instruments.observers:
+            instruments.step("reduce and store")
         board.barrier(self._text)
+        if instruments.observers:
+            instruments.step("barrier")
 
     def run_private(self, source: Array, target: Array) -> None:
         """Reduce the flat ``source`` into the flat ``target``, which peers cannot reach."""
@@ -241,6 +252,8 @@ class TwoShot:
         others = board.arrive(self._text, self._code)
         if max(others) != NOWHERE:
             board.barrier(self._text)  # a rank whose buffer is located stages only now
+        if self._instruments.observers:
+            self._instruments.step("stage and meet")
         staged.run(source, target)
 
     def _run_mixed(self) -> None:
@@ -268,6 +281,7 @@ class TwoShot:
             messages=None,
             waiter=context.waiter,
             signature=self._text,
+            instruments=context.instruments,
         )
         self._calls = plan.calls
 
@@ -337,6 +351,7 @@ class _MessagePlan:
             waiter=context.waiter,
             signature=self._signature.text,
             tag=context.tag(self._signature),
+            instruments=context.instruments,
         )
 
     def _unbind(self) -> None:
@@ -360,11 +375,13 @@ class _Vendor:
     signature: Signature
 
     def run(self) -> None:
-        messages, requests = self.context.messages, [self.request]
+        messages, requests, instruments = self.context.messages, [self.request], self.context.instruments
         messages.start(requests)
         self.context.waiter.until(
             lambda: messages.test_all(requests), lambda: f"all ranks in {self.signature.text} of the MPI library"
         )
+        if instruments.observers:
+            instruments.step("the library's own allreduce")
 
     def close(self) -> None:
         self.context.messages.free([self.request])

@@ -20,11 +20,12 @@ class BoundCall:
     Attributes:
         array: a weak reference to it.
         op, algorithm: the arguments, as they were given.
+        nbytes: of its array.
         still_there: returns whether an array, known to be that one, has the memory and layout that it had.
         run: repeats the call.
     """
 
-    __slots__ = ("algorithm", "array", "op", "run", "still_there")
+    __slots__ = ("algorithm", "array", "nbytes", "op", "run", "still_there")
 
     def __init__(
         self,
@@ -37,6 +38,7 @@ class BoundCall:
     ) -> None:
         self.array = weakref.ref(array, forget)
         self.op = op
+        self.nbytes = target.nbytes
         self.algorithm = algorithm
         self.run = run
         self.still_there: Callable[[Any], bool]

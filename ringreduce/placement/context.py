@@ -13,6 +13,7 @@ from ringreduce.algorithms import Collective, Schedule, schedule_for
 from ringreduce.algorithms.execute import STREAMS
 from ringreduce.config import Config
 from ringreduce.errors import MismatchError
+from ringreduce.instruments import Instruments
 from ringreduce.topology import Topology
 from ringreduce.transport.agreement import Agreement
 from ringreduce.transport.board import NOWHERE, Board, after_refusals, signature_hash
@@ -50,6 +51,7 @@ class Context:
         node: the ranks that share memory with this one.
         config: equal on all ranks.
         agreement: compares signatures over messages, where not all ranks meet at one board.
+        instruments: who is told of collectives and their steps.
     """
 
     messages: Messages
@@ -57,6 +59,7 @@ class Context:
     node: Node
     config: Config
     agreement: Agreement = field(init=False)
+    instruments: Instruments = field(default_factory=Instruments)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "agreement", Agreement(self.messages, self.waiter))

@@ -196,8 +196,11 @@ class Moves:
     # ---- shared by all ----
 
     def _mailbox(self, signature: Signature, storage: np.dtype[Any], count: int) -> Mailbox:
-        board = self._context.board
-        return self._mailboxes.get((signature.code, count), lambda: Mailbox(board, signature.text, storage, (count,)))
+        context = self._context
+        return self._mailboxes.get(
+            (signature.code, count),
+            lambda: Mailbox(context.board, context.instruments, signature.text, storage, (count,)),
+        )
 
     @contextmanager
     def _published(self, data: Array | None, *, copy: bool = False) -> Iterator[Location | None]:
@@ -229,8 +232,14 @@ class Moves:
     ) -> None:
         context = self._context
         schedule = context.schedule(collective, choice.algorithm, root)
-        Plan(context.rank, schedule, [segment], memory, kernels, None, context.waiter, signature.text).run()
-        context.board.barrier(signature.text)
+        instruments, waiter, text = context.instruments, context.waiter, signature.text
+        if instruments.observers:
+            instruments.step("publish and meet")
+        plan = Plan(context.rank, schedule, [segment], memory, kernels, None, waiter, text, instruments=instruments)
+        plan.run()
+        context.board.barrier(text)
+        if instruments.observers:
+            instruments.step("barrier")
 
     def _send(
         self,
@@ -245,8 +254,18 @@ class Moves:
         context = self._context
         schedule = context.schedule(collective, choice.algorithm, root)
         tag = context.tag(signature)
-        messages, waiter = context.messages, context.waiter
-        plan = Plan(context.rank, schedule, segments, memory, kernels, messages, waiter, signature.text, tag)
+        plan = Plan(
+            context.rank,
+            schedule,
+            segments,
+            memory,
+            kernels,
+            context.messages,
+            context.waiter,
+            signature.text,
+            tag,
+            instruments=context.instruments,
+        )
         plan.run()
         plan.close()
 

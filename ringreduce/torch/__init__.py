@@ -27,6 +27,8 @@ from ringreduce.runtime import (
     remove_process_set,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
 )
 from ringreduce.torch import compression, functions, mpi_ops, optimizer
 from ringreduce.torch.compression import Compression
@@ -149,5 +151,7 @@ __all__ = [
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]

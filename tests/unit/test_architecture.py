@@ -24,7 +24,8 @@ ROWS = (
     ("placement",),
     ("communicator",),
     ("adasum", "engine"),
-    ("process_sets",),
+    ("process_sets", "timeline"),
+    ("metrics",),
     ("elastic", "runtime"),
     ("__init__",),  # the façade, `import ringreduce`: shows what is below and is used by what is above
     ("torch",),

@@ -22,6 +22,8 @@ VARIABLES = {
     "RINGREDUCE_FUSION": "fusion_nbytes",
     "RINGREDUCE_STALL_WARNING": "stall_warning_s",
     "RINGREDUCE_LOG_LEVEL": "log_level",
+    "RINGREDUCE_TIMELINE": "timeline",
+    "RINGREDUCE_TIMELINE_MARK_BATCHES": "timeline_marks_batches",
 }
 
 
@@ -57,6 +59,8 @@ def test_every_setting_has_a_variable_and_says_so() -> None:
         ("RINGREDUCE_STALL_WARNING", "0", None),
         ("RINGREDUCE_LOG_LEVEL", "debug", "DEBUG"),
         ("RINGREDUCE_LOG_LEVEL", "Fatal", "CRITICAL"),
+        ("RINGREDUCE_TIMELINE", "trace.json", "trace.json"),
+        ("RINGREDUCE_TIMELINE_MARK_BATCHES", "1", True),
     ],
 )
 def test_a_variable_sets_its_field_alone(name: str, text: str, value: object) -> None:
@@ -156,6 +160,9 @@ def test_settings_cannot_be_changed() -> None:
         ({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0"}, "timeout_s", 300.0),
         ({"HOROVOD_LOG_LEVEL": "trace"}, "log_level", "DEBUG"),
         ({"HOROVOD_LOG_LEVEL": "warning"}, "log_level", "WARNING"),
+        ({"HOROVOD_TIMELINE": "trace.json"}, "timeline", "trace.json"),
+        ({"HOROVOD_TIMELINE": "DYNAMIC"}, "timeline", None),
+        ({"HOROVOD_TIMELINE_MARK_CYCLES": "1"}, "timeline_marks_batches", True),
     ],
 )
 def test_variables_of_horovod(environ: dict[str, str], field: str, value: object) -> None:
@@ -177,11 +184,11 @@ def test_variables_of_horovod_stand_for_variables_that_there_are() -> None:
 def test_variables_of_horovod_without_meaning() -> None:
     """Those that steer what is not here are named, each once and in order; those that are honoured are not."""
     environ = dict.fromkeys(HOROVOD, "1") | {
-        "HOROVOD_TIMELINE_MARK_CYCLES": "1",
+        "HOROVOD_TORUS_ALLREDUCE": "1",
         "HOROVOD_CYCLE_TIME": "5",
         "HOROVOD_AUTOTUNE": "",
         "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
         "HOME": "/",
     }
-    assert ignored_horovod_variables(environ) == ["HOROVOD_CYCLE_TIME", "HOROVOD_TIMELINE_MARK_CYCLES"]
+    assert ignored_horovod_variables(environ) == ["HOROVOD_CYCLE_TIME", "HOROVOD_TORUS_ALLREDUCE"]
     assert ignored_horovod_variables({}) == []

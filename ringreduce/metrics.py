@@ -1,0 +1,86 @@
+"""What this rank's collectives and asynchronous operations add up to since `init`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ringreduce.process_sets import ProcessSet
+
+__all__ = ["Metrics", "Total"]
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """The calls of one collective.
+
+    Attributes:
+        calls: how many there were, those that carried out asynchronous operations and optimizer steps included.
+        nbytes: how many bytes of this rank's they were over.
+        seconds: how long they took, waiting for other ranks included.
+    """
+
+    calls: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """A snapshot of this rank's counters, over all process sets that are registered.
+
+    Attributes:
+        collectives: by name; those that were not called are left out.
+        operations: asynchronous operations and optimizer steps that have come to an end.
+        batches: in how many pieces they ran; what is fused runs in one.
+        operations_s: how long those took (seconds).
+        overlapped_s: how much of that while the program did something else than wait.
+        late_rank: the rank of the world that others last had to wait for, for more than a millisecond, with an
+            asynchronous operation or an optimizer step; None: there was none.
+        late_s: how long (seconds).
+    """
+
+    collectives: dict[str, Total]
+    operations: int
+    batches: int
+    operations_s: float
+    overlapped_s: float
+    late_rank: int | None
+    late_s: float
+
+    @property
+    def overlap(self) -> float:
+        """The part of the time of asynchronous operations that cost the program nothing, 0 to 1."""
+        return self.overlapped_s / self.operations_s if self.operations_s else 0.0
+
+    @classmethod
+    def of(cls, process_sets: Iterable[ProcessSet]) -> Metrics:
+        """Add up what this process has done as a member of some process sets."""
+        members = [each for each in process_sets if each.included()]
+        engines = [each.engine for each in members]
+        communicators = [each.communicator for each in members] + [each.communicator for each in engines]
+        collectives = {}
+        for name in communicators[0].tallies if communicators else ():
+            tallies = [each.tallies[name] for each in communicators]
+            total = Total(
+                sum(tally.calls for tally in tallies),
+                sum(tally.nbytes for tally in tallies),
+                sum(tally.seconds for tally in tallies),
+            )
+            if total.calls:
+                collectives[name] = total
+        late: list[tuple[float, int, float]] = []
+        for each in members:
+            if each.engine.tally.late is not None:
+                at, member, seconds = each.engine.tally.late
+                late.append((at, (each.ranks or [])[member], seconds))
+        _, late_rank, late_s = max(late, default=(0.0, None, 0.0))
+        return cls(
+            collectives=collectives,
+            operations=sum(engine.tally.operations for engine in engines),
+            batches=sum(engine.tally.batches for engine in engines),
+            operations_s=sum(engine.tally.seconds for engine in engines),
+            overlapped_s=sum(engine.tally.overlapped_s for engine in engines),
+            late_rank=late_rank,
+            late_s=late_s,
+        )

@@ -1,0 +1,146 @@
+"""The timeline and the metrics of a job: one trace of all ranks, and counters that add up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import ringreduce as rr
+
+hvd = pytest.importorskip("ringreduce.torch")
+torch = pytest.importorskip("torch")
+
+PRIVATE = MPI.COMM_WORLD.Dup()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file that all ranks share."""
+    return Path(PRIVATE.bcast(str(tmp_path / "trace.json")))
+
+
+def trace(path: Path) -> list[dict[str, Any]]:
+    """Return the events of a trace, once all ranks have written theirs."""
+    hvd.stop_timeline()
+    PRIVATE.Barrier()
+    events: list[dict[str, Any]] = json.loads(path.read_text())
+    PRIVATE.Barrier()
+    return events
+
+
+def test_a_trace_shows_all_ranks_on_one_clock(world: rr.Communicator, path: Path) -> None:
+    """Every rank is in the file; no rank leaves a collective before the last one has entered it."""
+    hvd.start_timeline(path)
+    for _ in range(5):
+        rr.allreduce(np.ones(1001))
+    spans = [event for event in trace(path) if event["ph"] == "X" and event["name"] == "allreduce"]
+    by_rank = [[event for event in spans if event["pid"] == rank] for rank in range(world.size)]
+    assert [len(each) for each in by_rank] == [5] * world.size
+    for calls in zip(*by_rank, strict=True):
+        entered = max(call["ts"] for call in calls)
+        left = min(call["ts"] + call["dur"] for call in calls)
+        assert entered <= left
+
+
+def test_operations_are_in_the_trace_with_their_names(world: rr.Communicator, path: Path) -> None:
+    """Each asynchronous operation is there on each rank, begun and ended, and so are marks where they start."""
+    hvd.start_timeline(path, mark_cycles=True)
+    for step in range(3):
+        handles = [hvd.allreduce_async(torch.ones(3), name=f"tensor {i}") for i in range(4)]
+        handles.append(hvd.broadcast_async(torch.ones(2), 0, name=f"only once {step}"))
+        for handle in handles:
+            hvd.synchronize(handle)
+    events = trace(path)
+    for rank in range(world.size):
+        mine = [event for event in events if event["pid"] == rank]
+        for kind in "be":
+            names = [event["name"] for event in mine if event["ph"] == kind]
+            assert names.count("tensor 3") == 3
+            assert names.count("only once 2") == 1
+            assert names.count("queue") == names.count("negotiate") == names.count("run") == 15
+        assert any(event["ph"] == "i" for event in mine)
+
+
+def test_a_timeline_can_follow_another(world: rr.Communicator, path: Path) -> None:
+    """Starting twice is refused, stopping twice is harmless, and a new trace holds nothing of the last one."""
+    hvd.stop_timeline()
+    hvd.start_timeline(path)
+    with pytest.raises(rr.ConfigError, match="stop_timeline"):
+        hvd.start_timeline(path)
+    rr.allreduce(np.ones(3))
+    assert any(event["name"] == "allreduce" for event in trace(path))
+    hvd.stop_timeline()
+    hvd.start_timeline(path)
+    rr.allgather(np.ones(3))
+    names = {event["name"] for event in trace(path)}
+    assert "allgather" in names
+    assert "allreduce" not in names
+
+
+def test_process_sets_that_come_later_are_in_the_trace(world: rr.Communicator, path: Path) -> None:
+    """A set that is added while a trace is written has rows of its own on its members."""
+    if world.size == 1:
+        pytest.skip("the set of rank 0 is the set of all ranks")
+    hvd.start_timeline(path)
+    first = hvd.add_process_set([0])
+    hvd.remove_process_set(first)
+    rows = [event["args"]["name"] for event in trace(path) if event["name"] == "thread_name"]
+    expected = ["world: blocking", "world: asynchronous"] * world.size
+    assert sorted(row for row in rows if row.startswith("world")) == sorted(expected)
+    assert len([row for row in rows if row.startswith("process set")]) == 2
+
+
+def test_metrics_count_calls_and_bytes(world: rr.Communicator) -> None:
+    """Calls and bytes of blocking collectives are exact, repeated calls on one array included; time passes."""
+    before = rr.metrics().collectives
+    array = np.ones(1000, np.float32)
+    for _ in range(7):
+        rr.allreduce(array, out=array)
+    rr.broadcast(np.ones(5))
+    after = rr.metrics().collectives
+    calls, nbytes, seconds = 0, 0, 0.0
+    if "allreduce" in before:
+        calls, nbytes, seconds = before["allreduce"].calls, before["allreduce"].nbytes, before["allreduce"].seconds
+    assert after["allreduce"].calls == calls + 7
+    assert after["allreduce"].nbytes == nbytes + 7 * 4000
+    assert after["allreduce"].seconds > seconds
+    assert after["broadcast"].nbytes - (before["broadcast"].nbytes if "broadcast" in before else 0) == 40
+
+
+def test_metrics_count_operations(world: rr.Communicator) -> None:
+    """Every asynchronous operation counts once; those that were fused ran in fewer pieces; overlap is a fraction."""
+    before = rr.metrics()
+    for _ in range(5):
+        handles = [hvd.allreduce_async(torch.ones(3), name=f"metric {i}") for i in range(6)]
+        for handle in handles:
+            hvd.synchronize(handle)
+    after = rr.metrics()
+    assert after.operations - before.operations == 30
+    assert 5 <= after.batches - before.batches < 30
+    assert after.operations_s > before.operations_s
+    assert 0.0 <= after.overlap <= 1.0
+
+
+def test_metrics_name_the_rank_that_was_late(world: rr.Communicator) -> None:
+    """All ranks agree on which rank the others had to wait for."""
+    late = world.size - 1
+    for name in ("first", "second", "third"):
+        if world.rank == late:
+            PRIVATE.Barrier()
+        handle = hvd.allreduce_async(torch.ones(3), name=name)
+        if world.rank != late:
+            hvd.poll(handle)  # the engine has it, and time passes, before the last rank goes on
+            sum(range(200_000))
+            PRIVATE.Barrier()
+        hvd.synchronize(handle)
+    found = rr.metrics()
+    if world.size > 1:
+        assert found.late_rank == late
+        assert found.late_s > 1e-3
+    else:
+        assert found.late_rank is None

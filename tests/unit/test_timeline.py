@@ -1,0 +1,227 @@
+"""The timeline: one clock from messages both ways, a file that is complete JSON at any time, and what is in it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ringreduce.config import Config
+from ringreduce.engine import Engine, Reduction
+from ringreduce.errors import ConfigError
+from ringreduce.reduce_ops import SUM
+from ringreduce.testing import run_engines, run_ranks, run_threads
+from ringreduce.timeline import Clock, Timeline, Track, distance
+from ringreduce.transport.memory import MemoryWorld
+
+CLOCK = Clock("job", 0.0)
+Event = dict[str, Any]
+
+
+def events_of(path: Path, kind: str | None = None) -> list[Event]:
+    """Return what a trace holds."""
+    return [event for event in json.loads(path.read_text()) if kind is None or event["ph"] == kind]
+
+
+@pytest.mark.parametrize(
+    ("lower", "upper", "expected"),
+    [
+        ([-3e-6], [5e-6], 0.0),
+        ([4.0], [6.0], 5.0),
+        ([4.0, 4.9, 1.0], [9.0, 5.1, 5.3], 5.0),
+        ([-8.0], [-7.0], -7.5),
+        ([0.0], [0.0], 0.0),
+    ],
+)
+def test_a_clock_is_as_far_ahead_as_the_fastest_messages_allow(
+    lower: list[float], upper: list[float], expected: float
+) -> None:
+    """The distance lies in the middle of what all rounds leave possible, and is 0 where that is possible."""
+    assert distance(lower, upper) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_ranks_of_one_machine_agree_on_the_clock(size: int) -> None:
+    """Where all read the same clock, they agree on when it was 0, and on the job, to the bit."""
+    world = MemoryWorld(size, 30.0)
+    clocks = run_threads(size, lambda rank: Clock.agree(world.messages(rank)))
+    assert len(set(clocks)) == 1
+
+
+def test_the_file_is_complete_at_any_time_and_holds_all_ranks(tmp_path: Path) -> None:
+    """After every piece that any rank writes the file is JSON, with the events of all ranks so far."""
+    path = tmp_path / "trace.json"
+    timelines = [Timeline(path, CLOCK, 1, rank, "host", mark_batches=False) for rank in range(3)]
+    for count in (1, 2):
+        for rank, timeline in enumerate(timelines):
+            timeline.span("work", 1.0, 2.5, 1, size=7)
+            timeline.write()
+            spans = Counter(event["pid"] for event in events_of(path, "X"))
+            assert spans == Counter({each: count if each <= rank else count - 1 for each in range(3)}) - Counter()
+    assert events_of(path, "X")[0] == {
+        "name": "work",
+        "ph": "X",
+        "pid": 0,
+        "tid": 1,
+        "ts": 1e6,
+        "dur": 1.5e6,
+        "args": {"size": 7},
+    }
+
+
+def test_another_trace_begins_the_file_anew(tmp_path: Path) -> None:
+    """Neither an earlier job's trace, nor an earlier one of this job, nor anything else is left of a file's content."""
+    path = tmp_path / "trace.json"
+    path.write_text("notes " * 1000)
+    for clock, number in ((CLOCK, 1), (CLOCK, 2), (Clock("another job", 0.0), 2)):
+        for rank in (1, 0):
+            timeline = Timeline(path, clock, number, rank, "host", mark_batches=False)
+            timeline.span("work", 0.0, 1.0, 1)
+            timeline.write()
+        assert [event["pid"] for event in events_of(path, "X")] == [1, 0]
+
+
+def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+    """The error names the path and the reason; once a trace runs, it is a line in the log and the program goes on."""
+    with pytest.raises(ConfigError, match=r"missing.*trace\.json.*No such file"):
+        Timeline(tmp_path / "missing" / "trace.json", CLOCK, 1, 0, "host", mark_batches=False)
+
+
+def test_a_trace_that_fails_later_is_a_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What is traced goes on when the file can no longer be written."""
+    folder = tmp_path / "there"
+    folder.mkdir()
+    timeline = Timeline(folder / "trace.json", CLOCK, 1, 0, "host", mark_batches=False)
+    (folder / "trace.json").unlink()
+    folder.rmdir()
+    timeline.span("work", 0.0, 1.0, 1)
+    timeline.flush()
+    assert "cannot be written" in caplog.text
+
+
+def test_steps_lie_in_their_collective(tmp_path: Path) -> None:
+    """A collective's steps follow each other from its beginning and end before it does; others are left out."""
+    path = tmp_path / "trace.json"
+    timeline = Timeline(path, CLOCK, 1, 0, "host", mark_batches=False)
+    track = timeline.track("row")
+    track.step_finished("before")
+    track.collective_started("allreduce", "ring", 64)
+    track.step_finished("one")
+    track.step_finished("two")
+    track.collective_finished("allreduce", "ring", 64, 0.0)
+    track.step_finished("after")
+    timeline.write()
+    spans = {event["name"]: event for event in events_of(path, "X")}
+    assert spans.keys() == {"one", "two", "allreduce"}
+    ends = {name: event["ts"] + event["dur"] for name, event in spans.items()}
+    assert spans["one"]["ts"] == spans["allreduce"]["ts"]
+    assert spans["two"]["ts"] == pytest.approx(ends["one"], abs=2e-3)
+    assert ends["two"] <= ends["allreduce"] + 2e-3
+    assert spans["allreduce"]["args"] == {"algorithm": "ring", "nbytes": 64}
+    assert [event["args"]["value"] for event in events_of(path, "C")] == [64]
+
+
+def test_an_operation_goes_through_its_phases(tmp_path: Path) -> None:
+    """Each operation is queued, negotiated and run, one phase after the other, and the counter follows them."""
+    path = tmp_path / "trace.json"
+    timeline = Timeline(path, CLOCK, 1, 3, "host", mark_batches=True)
+    track = timeline.track("row")
+    track.operations_finished(["from before the trace"])
+    for name in ("a", "b", "a", "never runs"):
+        track.operation_submitted(name)
+    for name in ("a", "b", "a"):
+        track.operation_announced(name)
+    track.operations_started(["a", "b"])
+    track.operations_finished(["a", "b"])
+    track.operations_finished(["never runs"])
+    track.operations_finished(["a"])
+    timeline.write()
+    phases: dict[str, list[str]] = {}
+    for event in events_of(path):
+        if event["ph"] in "be":
+            phases.setdefault(event["id"], []).append(event["ph"] + " " + event["name"])
+    whole = ["b queue", "e queue", "b negotiate", "e negotiate", "b run", "e run"]
+    assert list(phases.values()) == [
+        ["b a", *whole, "e a"],
+        ["b b", *whole, "e b"],
+        ["b a", *whole[:4], "e a"],
+        ["b never runs", *whole[:2], "e never runs"],
+    ]
+    under_way = [event["args"]["value"] for event in events_of(path, "C")]
+    assert under_way == [0, 1, 2, 3, 4, 2, 1, 0]
+    assert [event["name"] for event in events_of(path, "i")] == ["batch of 2"]
+
+
+@pytest.mark.parametrize(("node_size", "algorithm"), [(None, None), (None, "two_shot"), (1, "ring"), (2, None)])
+def test_every_kind_of_collective_shows_its_steps(tmp_path: Path, node_size: int | None, algorithm: str | None) -> None:
+    """Whatever carries an allreduce out, its steps cover it without gaps in their order, on every rank."""
+    path = tmp_path / "trace.json"
+
+    def check(communicator: Any) -> None:
+        timeline = Timeline(path, CLOCK, 1, communicator.rank, "host", mark_batches=False)
+        track = timeline.track("row")
+        communicator.instruments.add(track)
+        for count in (5, 100_001):
+            communicator.allreduce(np.ones(count), algorithm=algorithm if count > 5 else None)
+        communicator.instruments.remove(track)
+        timeline.flush()
+
+    run_ranks(4, check, node_size=node_size)
+    for rank in range(4):
+        spans = [event for event in events_of(path, "X") if event["pid"] == rank]
+        wholes = [event for event in spans if event["name"] == "allreduce"]
+        assert len(wholes) == 2
+        for whole in wholes:
+            end = whole["ts"] + whole["dur"] + 2e-3
+            inside = [each for each in spans if each is not whole and whole["ts"] <= each["ts"] < end]
+            assert inside
+            assert all(each["ts"] + each["dur"] <= end for each in inside)
+
+
+def test_what_travels_together_is_packed_and_unpacked_in_the_trace(tmp_path: Path) -> None:
+    """A batch of operations spans the packing, the collective, and the unpacking, in this order."""
+    path = tmp_path / "trace.json"
+
+    def check(engine: Engine) -> None:
+        timeline = Timeline(path, CLOCK, 1, engine.communicator.rank, "host", mark_batches=False)
+        engine.communicator.instruments.add(timeline.track("row"))
+        array = [np.ones(3), np.ones(4)]
+        for _ in range(4):
+            operations = [Reduction(f"r{i}", "sum", SUM, [each], [np.empty_like(each)]) for i, each in enumerate(array)]
+            for operation in operations:
+                engine.submit(operation)
+            for operation in operations:
+                engine.wait(operation)
+        timeline.flush()
+
+    run_engines(2, check, config=Config(timeout_s=30.0))
+    for rank in (0, 1):
+        spans = [event for event in events_of(path, "X") if event["pid"] == rank]
+        batches = [each for each in spans if each["name"] == "r0 and 1 more"]
+        assert batches
+        batch = batches[-1]
+        assert batch["args"] == {"operations": ["r0", "r1"]}
+        end = batch["ts"] + batch["dur"]
+        names = [each["name"] for each in spans if batch["ts"] <= each["ts"] and each["ts"] + each["dur"] <= end + 2e-3]
+        order = [name for name in names if name in ("pack 2 arrays", "allreduce", "unpack 2 arrays")]
+        assert order == ["pack 2 arrays", "allreduce", "unpack 2 arrays"]
+
+
+def test_rows_are_named(tmp_path: Path) -> None:
+    """A rank is a process with its host in the name, a track is a thread with its own."""
+    path = tmp_path / "trace.json"
+    timeline = Timeline(path, CLOCK, 1, 5, "node7", mark_batches=False)
+    tracks = [timeline.track("first"), timeline.track("second")]
+    assert all(isinstance(each, Track) for each in tracks)
+    timeline.flush()
+    named = [(each["name"], each["tid"], each["args"]) for each in events_of(path, "M") if each["name"] != "trace"]
+    assert named == [
+        ("process_name", 0, {"name": "rank 5 (node7)"}),
+        ("process_sort_index", 0, {"sort_index": 5}),
+        ("thread_name", 1, {"name": "first"}),
+        ("thread_name", 2, {"name": "second"}),
+    ]
