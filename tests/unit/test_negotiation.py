@@ -439,8 +439,25 @@ def test_what_is_given_up_can_be_submitted_again(announced: list[Any]) -> None:
     assert leader.waiting() == []
     assert leader.hear(1, announced, 32.0) == []
     assert [waiting.missing for waiting in leader.waiting()] == [(0,)]
-    (note,) = leader.hear(0, announced, 33.0)
+    late, note = leader.hear(0, announced, 33.0)
+    assert late == ["late", 0, 1.0]
     assert note in (["run", [1], 2], ["all", 1])
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_all_ranks_hear_who_was_late(known: bool) -> None:
+    """The last rank is named when the first has waited for more than a millisecond, and not for less."""
+    leader, member = Leader(3, BIG), Member(3, plans=False)
+    announced: list[Any] = ["known", 1] if known else ["new", "x", tuple(summed())]
+    for _ in range(2 if known else 0):
+        for rank in range(3):
+            leader.hear(rank, ["new", "x", tuple(summed())])
+    for last, seconds, expected in ((1, 0.5, [Late(1, 0.5)]), (2, 0.0005, []), (0, 0.002, [Late(0, 0.002)])):
+        first, second = (rank for rank in range(3) if rank != last)
+        assert leader.hear(first, announced, 0.0) == []
+        assert leader.hear(second, announced, seconds / 2) == []
+        orders = [member.hear(_sent(note)) for note in leader.hear(last, announced, seconds) if note[0] == "late"]
+        assert orders == expected
 
 
 def test_a_group_that_is_given_up_leaves_nothing_behind() -> None:
