@@ -13,7 +13,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringreduce.engine.negotiation import Expired, Joined, Leader, Looks, Lost, Member, Named, Refuse, Run, Stalled
+from ringreduce.engine.negotiation import (
+    Expired,
+    Joined,
+    Late,
+    Leader,
+    Looks,
+    Lost,
+    Member,
+    Named,
+    Refuse,
+    Run,
+    Stalled,
+)
 
 SIZES = [1, 2, 3, 4]
 BIG = 1 << 30
