@@ -26,13 +26,15 @@ from ringreduce.errors import (
 )
 from ringreduce.instruments import Tally
 from ringreduce.partition import Partition
-from ringreduce.placement import Allreduce, BoundCall, Context, Moves, Signature
+from ringreduce.placement import Allreduce, BoundCall, Context, Moves, Runner, Signature
 from ringreduce.reduce_ops import SUM, ReduceOp
 from ringreduce.selection import Choice
 from ringreduce.topology import Topology
 
 __all__ = ["Communicator"]
 
+
+_REMEMBERED = 4096  # kinds of calls
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -84,6 +86,7 @@ class Communicator:
         self._moves = Moves(context)
         self._bound: dict[int, BoundCall] = {}  # by the id of the array
         self._signatures: dict[tuple[object, ...], tuple[Choice, Signature]] = {}
+        self._reductions: dict[tuple[object, ...], tuple[Choice, Signature, Runner]] = {}
         self._closed = False
         self._failure: BaseException | None = None
         self._quiet = quiet_context()
@@ -319,6 +322,7 @@ class Communicator:
             return
         self._closed = True
         self._bound.clear()
+        self._reductions.clear()
         self._context.leave()
         if self._failure is None:
             self._allreduce.close()
@@ -352,9 +356,17 @@ class Communicator:
             What carried it out.
         """
         self._require_open()
-        choice, signature = self._choose(Collective.ALLREDUCE, source, algorithm, op.value, shape=source.shape)
-        with self._running(Collective.ALLREDUCE, choice, source.nbytes):
-            self._quiet.run(self._allreduce.run, source, target, op, choice, signature)
+        key = op, algorithm, source.view.shape, source.dtype.name
+        found = self._reductions.get(key)
+        if found is None:
+            choice, signature = self._choose(Collective.ALLREDUCE, source, algorithm, op.value, shape=source.shape)
+            if len(self._reductions) > _REMEMBERED:
+                self._reductions.clear()
+            run = self._allreduce.runner(source.dtype, source.shape, op, choice, signature)
+            found = self._reductions[key] = choice, signature, run
+        choice, signature, run = found
+        with self._running(Collective.ALLREDUCE, choice, source.view.nbytes):
+            self._quiet.run(run, source, target)
         return choice, signature
 
     def _result(self, array: Any, source: Operand, shape: tuple[int, ...], out: Any) -> tuple[Any, Operand]:
@@ -391,7 +403,7 @@ class Communicator:
             if algorithm is not None:
                 arguments.append(f"algorithm {algorithm}")
             text = f"{collective.value}({', '.join(filter(None, arguments))})"
-            if len(self._signatures) > 4096:
+            if len(self._signatures) > _REMEMBERED:
                 self._signatures.clear()
             found = self._signatures[key] = choice, Signature.of(text)
         return found
@@ -420,6 +432,7 @@ class Communicator:
         A call that was given up may have left messages under way, and a later one must not receive them.
         """
         self._bound.clear()
+        self._reductions.clear()
         if not isinstance(error, MismatchError):
             self._failure = error
         elif not self.topology.single_node:  # at one board a mismatch is seen before any message

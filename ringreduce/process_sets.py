@@ -13,6 +13,7 @@ from ringreduce.errors import ConfigError
 from ringreduce.placement import Context
 from ringreduce.transport.messages import Messages
 from ringreduce.transport.node import host_name, join
+from ringreduce.transport.notes import SharedNotes
 from ringreduce.transport.shared import MemfdSegments
 from ringreduce.transport.waiting import Waiter
 
@@ -166,21 +167,24 @@ def connect(make: Callable[[Waiter], Messages], settings: Config) -> Parts:
     """Set up what the members of a set need. Collective.
 
     Args:
-        make: makes a new transport between them, given how its collective calls wait; called three times.
+        make: makes a new transport between them, given how its collective calls wait; called up to three times, as
+            often on all of them.
         settings: equal on all of them.
     """
-    blocking = _communicator(make, settings)
-    asynchronous = _communicator(make, settings, warn=False)
-    notes = make(Waiter(settings.timeout_s))
-    engine = Engine(asynchronous, notes, alive=asynchronous.alive, threads=notes.concurrent)
+    blocking = Communicator(_context(make, settings))
+    context = _context(make, settings, warn=False)
+    asynchronous = Communicator(context)
+    shared = context.topology.single_node and context.topology.size > 1
+    notes = SharedNotes(context.node, context.messages) if shared else make(Waiter(settings.timeout_s))
+    engine = Engine(asynchronous, notes, alive=asynchronous.alive, threads=context.messages.concurrent)
     return Parts(blocking, engine)
 
 
-def _communicator(make: Callable[[Waiter], Messages], settings: Config, *, warn: bool = True) -> Communicator:
+def _context(make: Callable[[Waiter], Messages], settings: Config, *, warn: bool = True) -> Context:
     waiter = Waiter(settings.timeout_s)
     messages = make(waiter)
     node = join(messages, waiter, settings, host_name(), MemfdSegments, warn=warn)
-    return Communicator(Context(messages, waiter, node, settings))
+    return Context(messages, waiter, node, settings)
 
 
 def _ranks_of(comm: Any) -> list[int]:

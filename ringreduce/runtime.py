@@ -177,6 +177,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     if everyone.rank in ranks:
         ready = iter(channels)
         parts = connect(lambda waiter: _present(next(ready)), settings)
+        for needless in ready:
+            _present(needless).close()
     everyone.exchange(b"")  # nobody may use it, or remove it, before all have it
     _last_set += 1
     _register(made, _last_set, ranks, parts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Operand", "like", "new", "typed"]
 
 
-@dataclass(frozen=True, slots=True)
-class Operand:
+class Operand:  # a frozen dataclass would take three times as long to make
     """An argument of a collective: the caller's memory, seen through NumPy.
 
     Attributes:
@@ -29,8 +28,11 @@ class Operand:
         dtype: the type of its elements.
     """
 
-    view: npt.NDArray[Any]
-    dtype: DType
+    __slots__ = ("dtype", "view")
+
+    def __init__(self, view: npt.NDArray[Any], dtype: DType) -> None:
+        self.view = view
+        self.dtype = dtype
 
     @classmethod
     def of(cls, array: Any) -> Operand:
@@ -43,7 +45,7 @@ class Operand:
             return cls._of_numpy(array)
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(array, torch.Tensor):
-            return cls._of_torch(array)
+            return cls._of_torch(array, torch)
         raise UnsupportedBufferError(f"expected a NumPy array or a torch tensor, got {type(array).__name__}")
 
     @classmethod
@@ -57,20 +59,22 @@ class Operand:
         return cls(view.view(dtype.storage) if view.dtype != dtype.storage else view, dtype)
 
     @classmethod
-    def _of_torch(cls, tensor: torch.Tensor) -> Operand:
-        import torch
-
+    def _of_torch(cls, tensor: torch.Tensor, torch: ModuleType) -> Operand:
         if tensor.layout is not torch.strided:
             raise UnsupportedBufferError(f"tensors of layout {tensor.layout} are not supported; pass a dense one")
         if not tensor.is_cpu:
             raise UnsupportedBufferError(f"tensors on {tensor.device} are not supported yet; pass a CPU tensor")
         dtype = DType.of(tensor.dtype)
         plain = tensor.detach() if tensor.requires_grad else tensor
-        if plain.is_conj() or plain.is_neg():  # lazy views, which NumPy does not know: copy, and let nobody store there
-            view = plain.resolve_conj().resolve_neg().numpy()
-            view.flags.writeable = False
-            return cls(view, dtype)
-        return cls((plain.view(torch.uint16) if dtype.name == "bfloat16" else plain).numpy(), dtype)
+        try:
+            return cls(plain.view(torch.uint16).numpy() if dtype.name == "bfloat16" else plain.numpy(), dtype)
+        except RuntimeError:
+            if not (plain.is_conj() or plain.is_neg()):
+                raise
+        # Lazy views, which NumPy does not know: copy, and let nobody store there.
+        view = plain.resolve_conj().resolve_neg().numpy()
+        view.flags.writeable = False
+        return cls(view, dtype)
 
     @property
     def address(self) -> int:

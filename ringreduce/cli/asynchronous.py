@@ -1,7 +1,8 @@
-"""``bench async``: what named asynchronous operations cost, from submission to the result."""
+"""``bench async``: what named asynchronous operations on tensors cost, from submission to the result."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import time
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from ringreduce.communicator import Communicator
-from ringreduce.engine import Engine, Reduction
+from ringreduce.errors import ConfigError
 from ringreduce.reduce_ops import MAX, SUM
 from ringreduce.runtime import global_process_set
 
@@ -25,8 +26,8 @@ class AsyncResult:
         name: what was measured.
         operations: how many were submitted together.
         nbytes: of each.
-        median_us: microseconds from the first submission to the last result, median over the iterations of the slowest
-            rank's time; ``min_us`` and ``p95_us`` likewise.
+        median_us: microseconds from the first submission to the last result, median over the iterations, of the rank
+            with the largest; ``min_us`` and ``p95_us`` likewise.
         nwrong: wrong elements, over all ranks.
     """
 
@@ -46,42 +47,51 @@ def run(iterations: int | None, layout: str, emit: Callable[[str], None]) -> lis
         iterations: timed ones of each; None: 2000 and 100.
         layout: ``"json"``, or anything else for a table.
         emit: takes what rank 0 has to say.
+
+    Raises:
+        ConfigError: torch is not installed.
     """
-    engine = global_process_set.engine
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError("bench async measures operations on torch tensors: pip install torch")
+    communicator = global_process_set.communicator
     results = [
-        _measure(engine, "latency", 1, 4, iterations or 2000),
-        _measure(engine, "together", 160, 64 << 10, iterations or 100),
+        _measure(communicator, "latency", 1, 4, iterations or 2000, in_place=False),
+        _measure(communicator, "together", 160, 64 << 10, iterations or 100, in_place=True),
     ]
-    if engine.communicator.rank == 0:
+    if communicator.rank == 0:
         if layout == "json":
-            emit(json.dumps({"ranks": engine.communicator.size, "results": [asdict(each) for each in results]}) + "\n")
+            emit(json.dumps({"ranks": communicator.size, "results": [asdict(each) for each in results]}) + "\n")
         else:
-            emit(_table(engine.communicator, results))
+            emit(_table(communicator, results))
     return results
 
 
-def _measure(engine: Engine, name: str, operations: int, nbytes: int, iterations: int) -> AsyncResult:
-    communicator = global_process_set.communicator
+def _measure(
+    communicator: Communicator, name: str, operations: int, nbytes: int, iterations: int, *, in_place: bool
+) -> AsyncResult:
+    import torch
+
+    import ringreduce.torch as hvd
+
+    torch.set_num_threads(1)
     size = communicator.size
-    sources = [np.full(nbytes // 4, 1.0 + communicator.rank, np.float32) for _ in range(operations)]
-    targets = [np.empty_like(source) for source in sources]
+    start = hvd.allreduce_async_ if in_place else hvd.allreduce_async
+    tensors = [torch.empty(nbytes // 4) for _ in range(operations)]
+    names = [f"{name} {index}" for index in range(operations)]
+    results = tensors
     times = np.empty(iterations)
     communicator.barrier()
     for iteration in range(-max(10, iterations // 5), iterations):  # the first make names known and the plan agreed
+        for tensor in tensors:
+            tensor.fill_(1.0 + communicator.rank)
         begin = time.perf_counter()
-        submitted = []
-        for index in range(operations):
-            operation = Reduction(f"{name} {index}", "allreduce", SUM, [sources[index]], [targets[index]])
-            engine.submit(operation)
-            submitted.append(operation)
-        for operation in submitted:
-            engine.wait(operation)
+        handles = [start(tensor, name=each, op=hvd.Sum) for tensor, each in zip(tensors, names, strict=True)]
+        results = [hvd.synchronize(handle) for handle in handles]
         if iteration >= 0:
             times[iteration] = time.perf_counter() - begin
-    wrong = np.array([sum(int((target != size * (size + 1) / 2).sum()) for target in targets)])
+    wrong = np.array([sum(int((target != size * (size + 1) / 2).sum()) for target in results)])
     communicator.allreduce(wrong, SUM, out=wrong)
-    communicator.allreduce(times, MAX, out=times)
-    low, median, high = np.percentile(times, [0, 50, 95]) * 1e6
+    low, median, high = communicator.allreduce(np.percentile(times, [0, 50, 95]) * 1e6, MAX)
     return AsyncResult(name, operations, nbytes, float(low), float(median), float(high), int(wrong[0]))
 
 

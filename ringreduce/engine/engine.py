@@ -43,7 +43,7 @@ from ringreduce.errors import (
     TransportError,
     UnsupportedBufferError,
 )
-from ringreduce.transport.messages import Messages
+from ringreduce.transport.notes import Notes
 
 __all__ = ["Engine", "EngineTally"]
 
@@ -54,6 +54,9 @@ _CHECK_S = 0.1
 _YIELD_S = 0.002  # after this long nothing is about to happen: nap
 _NAP_S = 50e-6
 _LONG_NAP_S = 1e-3  # after a second without news
+_DOZE_S = 1e-3, 8e-3  # how long the progress thread sleeps at a time, first and when that was needless, while
+_LINGER_S = 20e-3  # the last news is not older than this
+_PROMPT = 2  # so often in a row the program waited at once
 _IDLE_S = 1.0  # how often the leader of idle ranks looks up
 _GRACE_S = 10.0  # how long after the time limit a rank waits for the leader to say so
 
@@ -99,7 +102,7 @@ class Engine:
     def __init__(
         self,
         communicator: Communicator,
-        notes: Messages,
+        notes: Notes,
         *,
         alive: Callable[[int], bool] = lambda rank: True,
         threads: bool = True,
@@ -115,10 +118,14 @@ class Engine:
         config = communicator.config
         leads = communicator.rank == self.LEADER
         self._member = Member(communicator.size, plans=leads)
+        self._followers = range(1, communicator.size) if leads else range(0)
         self._leader = Leader(communicator.size, config.fusion_nbytes) if leads else None
         self._stall = StallWatch(config.stall_warning_s, config.timeout_s)
         self._driver = threading.Lock()  # who holds it may touch everything above
-        self._changed = threading.Condition(threading.Lock())  # an operation is done, or nobody drives
+        self._lock = (
+            threading.Lock()
+        )  # held for what follows, by its own name as a condition's takes four times as long
+        self._changed = threading.Condition(self._lock)  # an operation is done, or nobody drives
         self._bell = threading.Lock()  # released to wake the progress thread: many times cheaper than a condition
         self._bell.acquire()
         self._inbox: deque[Operation | None] = deque()  # what the program did, in its order; None: it waited
@@ -128,6 +135,8 @@ class Engine:
         self._under_way = 0  # operations that are not done
         self._waiters = 0
         self._asleep = False
+        self._dozing = False  # asleep, and will look by itself in a moment
+        self._prompt = 0  # how often in a row the program waited before anybody had taken in what it submitted
         self._overlapping = False  # whether the progress thread drives, so that the program need not
         self._lost: int | None = None  # a rank that has shut down: nothing can run any more
         self._closed = False
@@ -162,7 +171,7 @@ class Engine:
             ShutdownError: the engine was closed.
             TransportError: an earlier operation failed in a way that ended all.
         """
-        with self._changed:
+        with self._lock:
             self._enter(operation, unique)
             self._wake()
 
@@ -172,7 +181,7 @@ class Engine:
         Raises:
             what `submit` and `wait` raise.
         """
-        with self._changed:
+        with self._lock:
             self._enter(operation, unique)
             self._waiters += 1
         self._take_note_of_wait()
@@ -208,7 +217,7 @@ class Engine:
             what `submit` raises.
         """
         operation = Join("join", Looks("join"))
-        with self._changed:
+        with self._lock:
             self._require_open()
             self._join = operation
             self._under_way += 1
@@ -237,16 +246,18 @@ class Engine:
             PeerLostError: a rank that it needs has shut down or died.
             ShutdownError: this rank has shut down.
         """
+        prompt = bool(self._inbox)
         self._take_note_of_wait()
         if not operation.done:
-            with self._changed:
+            with self._lock:
                 self._waiters += 1
+                self._prompt = self._prompt + 1 if prompt else 0
             return self._await(operation)
         return _outcome(operation)
 
     def close(self) -> None:
         """Stop. What is under way ends in a `ShutdownError`; safe to call twice."""
-        with self._changed:
+        with self._lock:
             if self._closed:
                 return
             self._closed = True
@@ -265,7 +276,7 @@ class Engine:
     # ---- who drives ----
 
     def _enter(self, operation: Operation, unique: bool) -> None:
-        """Take in an operation; the condition is held."""
+        """Take in an operation; the lock is held."""
         self._require_open()
         if unique:
             if operation.name in self._names:
@@ -288,7 +299,7 @@ class Engine:
                 finally:
                     self._driver.release()
         finally:
-            with self._changed:
+            with self._lock:
                 self._waiters -= 1
                 if self._waiters:
                     self._changed.notify_all()
@@ -298,15 +309,17 @@ class Engine:
 
     def _take_note_of_wait(self) -> None:
         """Let the plan know that the program waits, also for what is done: timing must not make a difference."""
-        with suppress(IndexError):
+        try:
             if self._inbox[-1] is None:  # nothing was submitted since; a loop of polls must not fill the inbox
                 return
+        except IndexError:  # somebody has taken in everything
+            pass
         self._inbox.append(None)
 
     def _drives_for(self, operation: Operation) -> bool:
         """Wait until this thread holds the driver's lock, or, if that is not to be, the operation is done."""
-        # Tried with the condition held, for whoever stops driving tells the waiters so with it held.
-        with self._changed:
+        # Tried with the lock held, for whoever stops driving tells the waiters so with it held.
+        with self._lock:
             while not operation.done:
                 if not self._closed and self._driver.acquire(blocking=False):
                     return True
@@ -314,10 +327,17 @@ class Engine:
         return False
 
     def _wake(self) -> None:
-        """Let the progress thread know that there is something to do, if nobody drives; the condition is held."""
+        """Let the progress thread know that there is something to do, if nobody drives; the lock is held.
+
+        To wake it takes 15 us of this thread's time, as it wants the interpreter's lock at once. A program that has
+        lately waited for what it submitted will do so again, and carry it out itself; if not, a thread that dozes sees
+        it soon.
+        """
         if self._waiters:
             return
         if self._asleep:
+            if self._dozing and self._prompt >= _PROMPT:
+                return
             self._asleep = False
             self._ring()
         elif self._thread is None:
@@ -333,14 +353,21 @@ class Engine:
             self._thread.start()
 
     def _run_thread(self) -> None:
+        doze_s = _DOZE_S[0]
         while not self._closed:
-            with self._changed:
+            with self._lock:
                 self._asleep = self._may_sleep()
+                self._dozing = self._clock() - self._news < _LINGER_S
             if self._asleep:
-                self._bell.acquire(timeout=_IDLE_S if self._leader is not None else -1)
+                until_s = doze_s if self._dozing else _IDLE_S if self._leader is not None else -1
+                self._bell.acquire(timeout=until_s)
                 self._asleep = False
-            if self._waiters:
+            if self._waiters or (self._dozing and not self._under_way):
+                doze_s = min(2 * doze_s, _DOZE_S[1])
                 continue
+            doze_s = _DOZE_S[0]
+            if self._inbox:
+                self._prompt = 0
             with self._driver:
                 self._overlapping = True
                 self._drive(lambda: bool(self._waiters) or not self._under_way, hurried=False)
@@ -348,7 +375,7 @@ class Engine:
             self._let_waiters_drive()
 
     def _let_waiters_drive(self) -> None:
-        with self._changed:
+        with self._lock:
             if self._waiters:
                 self._changed.notify_all()
 
@@ -402,8 +429,9 @@ class Engine:
         if self._lost is not None:
             self._end_lost(self._lost)
         elif outgoing:
-            self._send(_joined_up(outgoing))
-        while (arrived := self._messages.poll()) is not None:
+            self._send(_joined_up(outgoing) if len(outgoing) > 1 else outgoing)
+        arrived = self._messages.poll()  # one at a time: whoever drives may have what it waits for then
+        if arrived is not None:
             moved = True
             rank, data = arrived
             for note in marshal.loads(data):
@@ -425,9 +453,10 @@ class Engine:
         """Let all ranks hear what the leader has decided, then do it here."""
         if not notes:
             return
-        data = _encode(notes)
-        for rank in range(1, self._communicator.size):
-            self._messages.post(data, rank)
+        if self._followers:
+            data = _encode(notes)
+            for rank in self._followers:
+                self._messages.post(data, rank)
         for note in notes:
             self._obey(self._member.hear(note))
 
@@ -526,7 +555,7 @@ class Engine:
         if self._instruments.observers:
             self._instruments.tell("operations_finished", [operation.name for operation in operations])
         self.tally.operations += len(operations)
-        with self._changed:
+        with self._lock:
             for operation in operations:
                 operation.done = True
                 self._names.discard(operation.name)
@@ -543,7 +572,7 @@ class Engine:
 
     def _end_all(self, error: BaseException) -> None:
         """End everything that is under way; nothing is taken in from here on."""
-        with self._changed:
+        with self._lock:
             self._failure = self._failure or error
         while self._inbox:
             self._take_in(self._inbox.popleft())

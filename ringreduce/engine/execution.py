@@ -35,6 +35,7 @@ class Executor:
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
+        self._size = communicator.size
         self.procedures: dict[str, Callable[[Communicator, int, bool], Any]] = {}
         self._buffers: OrderedDict[tuple[str, int], tuple[Any, npt.NDArray[Any]]] = OrderedDict()
 
@@ -58,7 +59,7 @@ class Executor:
         for each in reductions:
             if each.before is not None:
                 each.before()
-        everyone = order.active == self._communicator.size
+        everyone = order.active == self._size
         if everyone and len(reductions) == 1 and len(reductions[0].sources) == 1:
             (only,) = reductions
             source, target = only.sources[0], only.targets[0]

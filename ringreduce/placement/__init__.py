@@ -1,8 +1,8 @@
 """Between a validated call and a schedule: where the data lies, what has to be copied, which plan can be used again."""
 
-from ringreduce.placement.allreduce import Allreduce
+from ringreduce.placement.allreduce import Allreduce, Runner
 from ringreduce.placement.bound import BoundCall
 from ringreduce.placement.context import Context, Signature
 from ringreduce.placement.moves import Moves
 
-__all__ = ["Allreduce", "BoundCall", "Context", "Moves", "Signature"]
+__all__ = ["Allreduce", "BoundCall", "Context", "Moves", "Runner", "Signature"]

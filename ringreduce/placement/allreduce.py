@@ -37,9 +37,11 @@ from ringreduce.transport.board import NOWHERE
 from ringreduce.transport.messages import Request
 from ringreduce.transport.shared import Location
 
-__all__ = ["Allreduce", "TwoShot", "peer_views"]
+__all__ = ["Allreduce", "Runner", "TwoShot", "peer_views"]
 
 Array = npt.NDArray[Any]
+#: Reduces a source into a target.
+Runner = Callable[[Operand, Operand], object]
 
 #: A private array of up to this many bytes is copied into a plan's own buffer, so that the plan can be kept.
 _OWN_BUFFER_NBYTES = 1 << 20
@@ -67,7 +69,7 @@ class Allreduce:
         dtype = source.dtype
         if choice.transport == "self":
             np.copyto(target.view, source.view)
-        elif op is ReduceOp.AVERAGE and dtype.kind in ("int", "uint", "bool"):
+        elif _averages_integers(op, dtype):
             self._widened(source, target, ReduceOp.SUM, choice, signature)
         elif self.goes_through_mailbox(choice):
             self.one_shot(dtype, source.shape, op, signature).run(source.view, target.view)
@@ -78,6 +80,15 @@ class Allreduce:
         else:
             self._over_messages(source, target, op, choice, signature)
 
+    def runner(
+        self, dtype: DType, shape: tuple[int, ...], op: ReduceOp, choice: Choice, signature: Signature
+    ) -> Runner:
+        """Return what does what `run` does, for operands of this dtype and shape."""
+        if self.goes_through_mailbox(choice) and not _averages_integers(op, dtype):
+            plan = self.one_shot(dtype, shape, op, signature)
+            return lambda source, target: plan.run(source.view, target.view)
+        return lambda source, target: self.run(source, target, op, choice, signature)
+
     def repetition(
         self, array: Any, target: Operand, op: ReduceOp, choice: Choice, signature: Signature
     ) -> Callable[[Any], object] | None:
@@ -85,7 +96,7 @@ class Allreduce:
 
         It must not hold on to the array, or the array would never be freed.
         """
-        if choice.transport != "shared" or (op is ReduceOp.AVERAGE and target.dtype.kind in ("int", "uint", "bool")):
+        if choice.transport != "shared" or _averages_integers(op, target.dtype):
             return None
         if self.goes_through_mailbox(choice):
             plan = self.one_shot(target.dtype, target.shape, op, signature)
@@ -385,6 +396,10 @@ class _Vendor:
 
     def close(self) -> None:
         self.context.messages.free([self.request])
+
+
+def _averages_integers(op: ReduceOp, dtype: DType) -> bool:
+    return op is ReduceOp.AVERAGE and dtype.kind in ("int", "uint", "bool")
 
 
 def peer_views(context: Context, others: list[int], storage: np.dtype[Any], count: int) -> dict[int, Array]:

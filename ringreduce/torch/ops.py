@@ -25,6 +25,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -562,10 +563,7 @@ def _prepare_allreduce(
 ) -> _Prepared:
     if not sources:
         raise ConfigError("a group must have at least one tensor")
-    kind = "allreduce" if len(sources) == 1 else "grouped allreduce"
-    scales = f", scaled by {prescale} and {postscale}" if (prescale, postscale) != (1.0, 1.0) else ""
-    word = op if isinstance(op, str) else op.value
-    text = f"{kind}({word}, {_looks(*sources)}{scales})"
+    text = _allreduce_text(op, prescale, postscale, tuple([(each.shape, each.dtype) for each in sources]))
 
     def before() -> None:
         for source, target in zip(sources, targets, strict=True):
@@ -776,8 +774,17 @@ class _Alltoall(torch.autograd.Function):
         return back, None, None, None, None
 
 
+class _NoGraph:
+    """What a forward pass notes for a backward pass that will not come."""
+
+    def mark_non_differentiable(self, *tensors: torch.Tensor) -> None:
+        pass
+
+
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    return function.apply(*arguments)  # type: ignore[no-untyped-call]
+    if torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in arguments):
+        return function.apply(*arguments)  # type: ignore[no-untyped-call]
+    return function.forward(_NoGraph(), *arguments)  # half as long
 
 
 def _backward_name(name: str | None, tensors: Tensors) -> str:
@@ -844,14 +851,25 @@ def _require_linear(op: Op, collective: str) -> None:
         raise ConfigError(f"no gradient flows through {collective} with op {word}; use average or sum, or detach")
 
 
+@lru_cache(maxsize=4096)
+def _allreduce_text(
+    op: Op, prescale: float, postscale: float, tensors: tuple[tuple[torch.Size, torch.dtype], ...]
+) -> str:
+    kind = "allreduce" if len(tensors) == 1 else "grouped allreduce"
+    word = op if isinstance(op, str) else op.value
+    looks = ", ".join(_look(shape, dtype) for shape, dtype in tensors)
+    scales = f", scaled by {prescale} and {postscale}" if (prescale, postscale) != (1.0, 1.0) else ""
+    return f"{kind}({word}, {looks}{scales})"
+
+
 def _looks(*tensors: torch.Tensor, any_rows: bool = False) -> str:
     """Say the shapes and dtypes of tensors; with a star for rows that may differ between ranks."""
-    words = []
-    for tensor in tensors:
-        dims = ["*", *tensor.shape[1:]] if any_rows else tensor.shape
-        shape = "x".join(map(str, dims)) if dims else "scalar"
-        words.append(f"{shape} {str(tensor.dtype)[6:]}")
-    return ", ".join(words)
+    return ", ".join(_look(["*", *each.shape[1:]] if any_rows else each.shape, each.dtype) for each in tensors)
+
+
+def _look(dims: Sequence[int | str], dtype: torch.dtype) -> str:
+    shape = "x".join(map(str, dims)) if dims else "scalar"
+    return f"{shape} {str(dtype)[6:]}"
 
 
 def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
@@ -880,6 +898,9 @@ def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
 
 def changed(tensor: torch.Tensor) -> torch.Tensor:
     """Tell autograd that a collective wrote into a tensor, so that it refuses to use a saved value that is gone."""
-    if not tensor.is_inference():
+    try:
         torch.autograd.graph.increment_version(tensor)
+    except RuntimeError:
+        if not tensor.is_inference():  # those have no version, and asking for it first takes a microsecond
+            raise
     return tensor

@@ -29,7 +29,7 @@ from ringreduce.errors import MismatchError, PeerLostError
 from ringreduce.transport.shared import Arena, Location
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["MAILBOX_NBYTES", "NOWHERE", "STAGE_NBYTES", "Board", "after_refusals", "signature_hash"]
+__all__ = ["MAILBOX_NBYTES", "NOWHERE", "STAGE_NBYTES", "Board", "after_refusals", "fence", "signature_hash"]
 
 Array = npt.NDArray[Any]
 
@@ -98,7 +98,7 @@ class Board:
         self.epoch = 0
         self.refused = 0
         self._waiting: tuple[Sequence[memoryview], int, str] | None = None
-        self._fence = _fence_for(platform.machine())
+        self._fence = fence()
         waiter.watchers.append(self._watch)
 
     @staticmethod
@@ -255,7 +255,7 @@ def after_refusals(signature: str, refused: int) -> str:
     return f"{signature} after {refused} that it refused" if refused else signature
 
 
-def _fence_for(machine: str) -> Callable[[], object] | None:
+def fence(machine: str = platform.machine()) -> Callable[[], object] | None:
     """Return what orders data and flags: None on x86, where they stay in order; a lock's barriers elsewhere.
 
     Releasing orders what was done before, acquiring what comes after: in this order, on one lock, a full fence.
@@ -265,8 +265,8 @@ def _fence_for(machine: str) -> Callable[[], object] | None:
     lock = threading.Lock()
     lock.acquire()
 
-    def fence() -> None:
+    def order() -> None:
         lock.release()
         lock.acquire()
 
-    return fence
+    return order
