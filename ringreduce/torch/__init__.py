@@ -30,7 +30,7 @@ from ringreduce.runtime import (
     start_timeline,
     stop_timeline,
 )
-from ringreduce.torch import compression, functions, mpi_ops, optimizer
+from ringreduce.torch import compression, functions, mpi_ops, optimizer, sync_batch_norm
 from ringreduce.torch.compression import Compression
 from ringreduce.torch.functions import broadcast_optimizer_state, broadcast_parameters
 from ringreduce.torch.mpi_ops import (
@@ -82,6 +82,7 @@ from ringreduce.torch.ops import (
     synchronize,
 )
 from ringreduce.torch.optimizer import DistributedOptimizer
+from ringreduce.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Adasum",
@@ -94,6 +95,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNorm",
     "add_process_set",
     "allgather",
     "allgather_async",
@@ -153,5 +155,6 @@ __all__ = [
     "sparse_allreduce_async",
     "start_timeline",
     "stop_timeline",
+    "sync_batch_norm",
     "synchronize",
 ]

@@ -1,0 +1,239 @@
+"""Batch normalisation over all ranks: what one process computes in float64 on the batches put together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import ringreduce as rr
+
+torch = pytest.importorskip("torch")
+hvd = pytest.importorskip("ringreduce.torch")
+from ringreduce.torch.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm  # noqa: E402  # needs torch
+
+CHANNELS = 3
+#: Rows of each rank: as many everywhere, different numbers, and none at the last rank.
+ROWS = {"equal": (4, 4, 4, 4), "uneven": (5, 1, 3, 2), "empty": (3, 0, 0, 0)}
+
+
+def batches(world: rr.Communicator, rows: tuple[int, ...], *rest: int, offset: float = 0.0) -> list[Any]:
+    """Return the batches of all ranks, the same everywhere, in float64."""
+    generator = torch.Generator().manual_seed(7)
+    return [
+        torch.randn(rows[rank], CHANNELS, *rest, generator=generator, dtype=torch.float64) * (rank + 1) + offset
+        for rank in range(world.size)
+    ]
+
+
+def reference(norm: Any, parts: list[Any]) -> tuple[Any, Any, list[Any], list[Any]]:
+    """Run torch's own layer in float64 on all batches; return it, outputs and input gradients per rank."""
+    kind = {2: torch.nn.BatchNorm1d, 3: torch.nn.BatchNorm1d, 4: torch.nn.BatchNorm2d, 5: torch.nn.BatchNorm3d}
+    theirs = kind[parts[0].dim()](
+        CHANNELS, norm.eps, norm.momentum, norm.affine, norm.track_running_stats, dtype=torch.float64
+    )
+    theirs.load_state_dict(norm.state_dict())
+    theirs.train(norm.training)
+    whole = torch.cat(parts).detach().requires_grad_()
+    outputs = theirs(whole)
+    (outputs * weights(whole)).sum().backward()
+    counts = [len(part) for part in parts]
+    return theirs, whole, list(outputs.detach().split(counts)), list(whole.grad.split(counts))
+
+
+def weights(batch: Any) -> Any:
+    """Return what makes a loss of outputs: a factor for each element that depends on its content alone."""
+    return torch.sin(3 * batch.detach().double() + 1)
+
+
+def check(world: rr.Communicator, norm: Any, parts: list[Any], tolerance: float = 1e-12, **layout: Any) -> None:
+    """Compare forward, backward and running statistics with the reference."""
+    mine = parts[world.rank].clone(**layout).requires_grad_()
+    theirs, _, outputs, grads = reference(norm, parts)
+    result = norm(mine)
+    assert (result.dtype, result.shape) == (mine.dtype, mine.shape)
+    (result * weights(parts[world.rank]).to(result.dtype)).sum().backward()
+    close = {"rtol": tolerance, "atol": tolerance}
+    torch.testing.assert_close(result.detach().double(), outputs[world.rank], **close)
+    torch.testing.assert_close(mine.grad.double(), grads[world.rank], **close)
+    if norm.affine:
+        for ours, expected in ((norm.weight, theirs.weight), (norm.bias, theirs.bias)):
+            total = hvd.allreduce(ours.grad, op=hvd.Sum)
+            torch.testing.assert_close(total.double(), expected.grad, **close)
+    if norm.track_running_stats:
+        torch.testing.assert_close(norm.running_mean.double(), theirs.running_mean, **close)
+        torch.testing.assert_close(norm.running_var.double(), theirs.running_var, **close)
+        assert norm.num_batches_tracked == theirs.num_batches_tracked
+
+
+def made(**options: Any) -> Any:
+    """Return a layer in float64 whose parameters are not all alike."""
+    norm = SyncBatchNorm(CHANNELS, dtype=torch.float64, **options)
+    if norm.affine:
+        with torch.no_grad():
+            norm.weight.copy_(torch.tensor([0.5, -2.0, 3.0]))
+            norm.bias.copy_(torch.tensor([1.0, 0.0, -1.0]))
+    return norm
+
+
+@pytest.mark.parametrize("rest", [(), (5,), (3, 2), (2, 1, 3)], ids=["2d", "3d", "4d", "5d"])
+@pytest.mark.parametrize("rows", ROWS)
+def test_equals_one_process_with_all_batches(world: rr.Communicator, rows: str, rest: tuple[int, ...]) -> None:
+    """Outputs, gradients and running statistics over several steps, whatever number of rows the ranks have."""
+    norm = made()
+    for step in range(3):
+        norm.zero_grad()
+        check(world, norm, batches(world, ROWS[rows], *rest, offset=float(step)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"momentum": None}, {"momentum": 0.3}, {"affine": False}, {"track_running_stats": False}, {"eps": 0.1}],
+    ids=str,
+)
+def test_options_mean_what_they_mean_in_torch(world: rr.Communicator, options: dict[str, Any]) -> None:
+    """Each option has the effect that it has on torch's layer, in training over two steps and in evaluation."""
+    norm = made(**options)
+    for _ in range(2):
+        norm.zero_grad()
+        check(world, norm, batches(world, ROWS["uneven"], 2))
+    norm.eval()
+    norm.zero_grad()
+    check(world, norm, batches(world, ROWS["equal"], 2))
+
+
+def test_evaluation_with_running_statistics_talks_to_nobody(world: rr.Communicator) -> None:
+    """One rank alone can evaluate."""
+    norm = made().eval()
+    if world.rank == 0:
+        rows = torch.ones(2, CHANNELS, dtype=torch.float64)
+        torch.testing.assert_close(norm(rows), rows / (1 + norm.eps) ** 0.5 * norm.weight + norm.bias)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2), (torch.float16, 5e-3)])
+def test_narrow_inputs_are_normalised_in_float32(world: rr.Communicator, dtype: Any, tolerance: float) -> None:
+    """The result has the dtype of the input and the error of its rounding alone; statistics have that of float32."""
+    norm = made()
+    norm.float()
+    parts = [part.to(dtype).double() for part in batches(world, ROWS["equal"], 5)]
+    mine = parts[world.rank].to(dtype).requires_grad_()
+    theirs, _, outputs, _ = reference(norm, parts)
+    result = norm(mine)
+    result.float().sum().backward()
+    assert (result.dtype, mine.grad.dtype) == (dtype, dtype)
+    torch.testing.assert_close(result.detach().double(), outputs[world.rank], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(norm.running_var.double(), theirs.running_var, rtol=1e-5, atol=1e-5)
+
+
+def test_a_large_mean_costs_no_digits(world: rr.Communicator) -> None:
+    """With values around 10 000 in float32 the variance is right to the digits that the inputs have."""
+    norm = SyncBatchNorm(CHANNELS)
+    parts = [part.float() for part in batches(world, ROWS["equal"], 64, offset=1e4)]
+    theirs, _, outputs, _ = reference(norm, [part.double() for part in parts])
+    result = norm(parts[world.rank])
+    torch.testing.assert_close(norm.running_var.double(), theirs.running_var, rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(result.double(), outputs[world.rank], rtol=1e-3, atol=2e-3)
+
+
+def test_any_memory_format(world: rr.Communicator) -> None:
+    """Inputs may be channels_last, or have any other strides; channels_last comes out as it came in."""
+    parts = batches(world, ROWS["equal"], 4, 5)
+    check(world, made(), parts, memory_format=torch.channels_last)
+    mine = parts[world.rank].to(memory_format=torch.channels_last)
+    assert made()(mine).is_contiguous(memory_format=torch.channels_last)
+    transposed = [part.transpose(2, 3) for part in parts]
+    check(world, made(), transposed)
+
+
+def test_the_derivative_is_right(world: rr.Communicator) -> None:
+    """The gradient of the sum of all ranks' losses by a rank's input is what small differences say."""
+    norm = made(momentum=0.0)
+    (mine,) = (part.requires_grad_() for part in [batches(world, ROWS["uneven"], 2)[world.rank]])
+
+    def loss(batch: Any) -> Any:
+        return hvd.allreduce((torch.tanh(norm(batch)) * weights(mine)).sum(), op=hvd.Sum)
+
+    (grad,) = torch.autograd.grad((torch.tanh(norm(mine)) * weights(mine)).sum(), mine)
+    for rank in range(world.size):
+        for place in range(3):
+            bump = torch.zeros_like(mine)
+            if rank == world.rank and place < bump.numel():
+                bump.view(-1)[place] = 1e-6
+            difference = (loss(mine.detach() + bump) - loss(mine.detach() - bump)) / 2e-6
+            if rank == world.rank and place < bump.numel():
+                assert float(difference.detach()) == pytest.approx(float(grad.reshape(-1)[place]), rel=1e-5, abs=1e-6)
+
+
+def test_a_process_set_normalises_by_itself(world: rr.Communicator) -> None:
+    """Members use the batches of the set; the other ranks do nothing."""
+    if world.size == 1:
+        pytest.skip("the set of all ranks but the last would be empty")
+    members = hvd.add_process_set(range(world.size - 1))
+    parts = batches(world, ROWS["uneven"], 2)[:-1]
+    if members.included():
+        norm = made(process_set=members)
+        theirs, _, outputs, _ = reference(norm, parts)
+        torch.testing.assert_close(norm(parts[world.rank]).detach(), outputs[world.rank])
+        torch.testing.assert_close(norm.running_var, theirs.running_var)
+    hvd.remove_process_set(members)
+
+
+def test_too_few_values_are_an_error_on_all_ranks(world: rr.Communicator) -> None:
+    """One value per channel over all ranks has no variance: all ranks say so, and go on."""
+    norm = made()
+    rows = 1 if world.rank == 0 else 0
+    with pytest.raises(rr.ConfigError, match="more than one value per channel"):
+        norm(torch.ones(rows, CHANNELS, dtype=torch.float64))
+    assert norm.num_batches_tracked == 0
+    check(world, norm, batches(world, ROWS["uneven"]))
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, CHANNELS + 1), (4, CHANNELS + 1, 2, 2)])
+def test_inputs_of_the_wrong_shape_are_refused(world: rr.Communicator, shape: tuple[int, ...]) -> None:
+    """The error says what was expected and what came."""
+    with pytest.raises(rr.ConfigError, match=str(CHANNELS)):
+        made()(torch.ones(shape, dtype=torch.float64))
+
+
+def test_a_model_is_converted_in_place(world: rr.Communicator) -> None:
+    """Every batch normalisation is replaced; parameters and buffers stay, and what is shared stays shared."""
+    shared = torch.nn.BatchNorm2d(CHANNELS, eps=0.01, momentum=None)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(1, CHANNELS, 1),
+        shared,
+        torch.nn.Sequential(torch.nn.BatchNorm2d(CHANNELS, affine=False), shared, torch.nn.SyncBatchNorm(CHANNELS)),
+        torch.nn.BatchNorm3d(2, track_running_stats=False).eval(),
+    )
+    shared.weight.requires_grad_(False)
+    before = model.state_dict(keep_vars=True)
+    modes = [module.training for module in model.modules()]
+    converted = hvd.SyncBatchNorm.convert_sync_batchnorm(model)
+    assert converted is model
+    assert [type(module) for module in model[2]] == [SyncBatchNorm] * 3
+    assert model[1] is model[2][1]
+    assert (model[1].eps, model[1].momentum, model[1].training) == (0.01, None, True)
+    assert not model[1].weight.requires_grad
+    after = model.state_dict(keep_vars=True)
+    assert before.keys() == after.keys()
+    assert all(before[name] is after[name] for name in before)
+    assert [module.training for module in model.modules()] == modes
+    model[:3](torch.randn(2, 1, 4, 4))
+
+
+def test_a_layer_alone_is_converted(world: rr.Communicator) -> None:
+    """What is no model but a batch normalisation gives the one that stands for it; ours stays as it is."""
+    norm = torch.nn.BatchNorm1d(CHANNELS)
+    converted = convert_sync_batchnorm(norm)
+    assert isinstance(converted, SyncBatchNorm)
+    assert converted.weight is norm.weight
+    assert convert_sync_batchnorm(converted) is converted
+    linear = torch.nn.Linear(2, 2)
+    assert convert_sync_batchnorm(linear) is linear
+
+
+def test_a_state_dict_fits_torch(world: rr.Communicator) -> None:
+    """What one saves the other loads."""
+    norm = made()
+    theirs = torch.nn.BatchNorm2d(CHANNELS, dtype=torch.float64)
+    theirs.load_state_dict(norm.state_dict())
+    norm.load_state_dict(theirs.state_dict())
