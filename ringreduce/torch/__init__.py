@@ -30,7 +30,7 @@ from ringreduce.runtime import (
     start_timeline,
     stop_timeline,
 )
-from ringreduce.torch import compression, functions, mpi_ops, optimizer, sync_batch_norm
+from ringreduce.torch import compression, elastic, functions, mpi_ops, optimizer, sync_batch_norm
 from ringreduce.torch.compression import Compression
 from ringreduce.torch.functions import broadcast_optimizer_state, broadcast_parameters
 from ringreduce.torch.mpi_ops import (
@@ -120,6 +120,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "functions",
     "global_process_set",
     "gloo_built",

@@ -1,0 +1,140 @@
+"""What training keeps, to go on from when the ranks change."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+__all__ = ["HostsUpdatedInterrupt", "ObjectState", "State"]
+
+#: What may happen to the hosts of a job; values can be combined with ``|``.
+_ADDED, _REMOVED = 2, 1
+
+
+class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818  # Horovod's name
+    """The ranks of an elastic job change; not a failure.
+
+    Attributes:
+        skip_sync: whether the ranks that stay hold the same state still, because there are only removals.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__(skip_sync)
+        self.skip_sync = skip_sync
+
+
+class State:
+    """What training keeps. Subclasses say how: `save`, `restore` and `sync`.
+
+    Args:
+        bcast_object: returns rank 0's argument on all ranks; collective. None: this rank is alone.
+        get_rank: returns this rank; taken for Horovod's sake.
+    """
+
+    def __init__(
+        self, bcast_object: Callable[[Any], Any] | None = None, get_rank: Callable[[], int] | None = None
+    ) -> None:
+        self._bcast_object = bcast_object
+        self._callbacks: list[Callable[[], object]] = []
+        self._updates: list[int] = []
+        self._lock = threading.Lock()
+
+    def save(self) -> None:
+        """Take a copy of everything, in this process's memory."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Go back to the copy that was taken last."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Make all ranks hold rank 0's values, and take a copy. Collective."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Prepare for other ranks than before; called after they have met. Does nothing unless overridden."""
+
+    def commit(self) -> None:
+        """Take a copy, then look whether the hosts have changed; as often as it may cost that much. Collective.
+
+        Raises:
+            HostsUpdatedInterrupt: they have, on all ranks.
+        """
+        self.save()
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Look whether rank 0 has heard that the hosts have changed. Collective.
+
+        Raises:
+            HostsUpdatedInterrupt: they have, on all ranks.
+        """
+        with self._lock:
+            heard, self._updates = self._updates, []
+        changes = 0
+        for each in heard:
+            changes |= each
+        if self._bcast_object is not None:
+            changes = self._bcast_object(changes)
+        if changes:
+            raise HostsUpdatedInterrupt(skip_sync=changes == _REMOVED)
+
+    def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
+        """Take note that hosts were removed (1), added (2) or both (3); from any thread.
+
+        Nothing in ringreduce calls this yet: it is for who watches the hosts of a job.
+        """
+        with self._lock:
+            self._updates.append(update_res)
+
+    def register_reset_callbacks(self, callbacks: Sequence[Callable[[], object]]) -> None:
+        """Let functions be called after `reset`, in this order, when the ranks have changed."""
+        self._callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Do what is to be done when the ranks have changed."""
+        with self._lock:
+            self._updates.clear()
+        self.reset()
+        for callback in self._callbacks:
+            callback()
+
+
+class ObjectState(State):
+    """Attributes that are kept by value.
+
+    Args:
+        bcast_object: as for `State`.
+        get_rank: as for `State`.
+        **kwargs: the attributes and their first values: anything that can be copied and pickled.
+    """
+
+    def __init__(
+        self,
+        bcast_object: Callable[[Any], Any] | None = None,
+        get_rank: Callable[[], int] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(bcast_object, get_rank)
+        self._names = list(kwargs)
+        self._saved: dict[str, Any] = {}
+        for name, value in kwargs.items():
+            setattr(self, name, value)
+        ObjectState.save(self)
+
+    def save(self) -> None:
+        self._saved = copy.deepcopy({name: getattr(self, name) for name in self._names})
+
+    def restore(self) -> None:
+        for name, value in copy.deepcopy(self._saved).items():
+            setattr(self, name, value)
+
+    def sync(self) -> None:
+        values = {name: getattr(self, name) for name in self._names}
+        if self._bcast_object is not None:
+            values = self._bcast_object(values)
+        for name, value in values.items():
+            setattr(self, name, value)
+        ObjectState.save(self)

@@ -1,0 +1,99 @@
+"""A sampler whose epoch goes on where it was when the ranks change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from ringreduce.errors import ConfigError
+from ringreduce.runtime import is_initialized, rank, size
+
+__all__ = ["ElasticSampler"]
+
+
+class ElasticSampler(Sampler[int]):
+    """Divides what is left of an epoch among the ranks there are.
+
+    Every rank gets the same number of indices: the last few may be given out twice. The program says which it has
+    processed, with `record_batch`; `TorchState` puts these together over the ranks. Without a world there is one rank.
+
+    Args:
+        dataset: has a length; the same on all ranks.
+        shuffle: whether each epoch has an order of its own; the same on all ranks.
+        seed: of these orders; the same on all ranks.
+
+    Attributes:
+        epoch: which one.
+        processed_indices: of this epoch, by any rank as far as is known here.
+        remaining_indices: what was left when the epoch was divided last, in its order, the same on all ranks.
+        rank, num_replicas: among how many ranks it was divided, and which of them this is.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+        self.processed_indices: set[int] = set()
+        self.remaining_indices: list[int] = []
+        self.num_replicas = 1
+        self.rank = 0
+        self._mine: list[int] = []
+        self.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch, with all indices: after the last one has ended, not when training goes on within one."""
+        self.epoch = epoch
+        self.processed_indices = set()
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """Take note that a batch of this rank's was processed.
+
+        Args:
+            batch_idx: how many batches of the current division came before it.
+            batch_size: how many indices a batch has; the last may have fewer.
+        """
+        if batch_idx < 0 or batch_size < 1:
+            raise ConfigError(f"there is no batch {batch_idx} of {batch_size} indices")
+        self.record_indices(self._mine[batch_idx * batch_size : (batch_idx + 1) * batch_size])
+
+    def record_indices(self, indices: Iterable[int]) -> None:
+        """Take note that indices were processed."""
+        self.processed_indices.update(indices)
+
+    def reset(self) -> None:
+        """Divide what is left among the ranks there are now."""
+        self.num_replicas, self.rank = (size(), rank()) if is_initialized() else (1, 0)
+        order = range(len(self.dataset))
+        left = [index for index in self._shuffled(order) if index not in self.processed_indices]
+        self.remaining_indices = left
+        share = -(-len(left) // self.num_replicas)
+        # A few ranks get indices a second time, from the start, so that all make the same number of steps.
+        padded = [left[place % len(left)] for place in range(share * self.num_replicas)]
+        self._mine = padded[self.rank :: self.num_replicas]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the epoch and what of it was processed."""
+        return {"epoch": self.epoch, "processed_indices": set(self.processed_indices)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from there, divided among the ranks there are now."""
+        self.epoch = state_dict["epoch"]
+        self.processed_indices = set(state_dict["processed_indices"])
+        self.reset()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._mine)
+
+    def __len__(self) -> int:
+        return len(self._mine)
+
+    def _shuffled(self, order: range) -> list[int]:
+        if not self.shuffle:
+            return list(order)
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return list(torch.randperm(len(order), generator=generator).tolist())

@@ -1,0 +1,198 @@
+"""Elastic training of models: what `TorchState` keeps on all ranks, and how `ElasticSampler` divides an epoch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import ringreduce as rr
+
+torch = pytest.importorskip("torch")
+hvd = pytest.importorskip("ringreduce.torch")
+
+ROWS = 23
+
+
+class Indices:
+    """A dataset of so many rows."""
+
+    def __init__(self, count: int = ROWS) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+
+def trained(seed: int, steps: int = 2) -> tuple[Any, Any]:
+    """Return a model and its optimizer with state, different for each seed."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 + seed)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, 3)).square().sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def content(model: Any, optimizer: Any) -> list[Any]:
+    """Return all numbers of a model and its optimizer."""
+    state = optimizer.state_dict()
+    moments = [entry[name] for entry in state["state"].values() for name in ("step", "exp_avg", "exp_avg_sq")]
+    values = [*model.state_dict().values(), *moments, torch.tensor(state["param_groups"][0]["lr"])]
+    return [value.clone() for value in values]
+
+
+def same(first: list[Any], second: list[Any]) -> bool:
+    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_ranks_are_equal_after_sync(world: rr.Communicator) -> None:
+    """Model, optimizer and other values become those of rank 0, bit for bit, and are what is gone back to."""
+    model, optimizer = trained(seed=world.rank)
+    state = hvd.elastic.TorchState(model, optimizer, epoch=world.rank + 7, names=[str(world.rank)])
+    state.sync()
+    assert same(content(model, optimizer), content(*trained(seed=0)))
+    assert (state.epoch, state.names) == (7, ["0"])
+    assert state.model is model
+    assert state.optimizer is optimizer
+    with torch.no_grad():
+        model[0].weight.zero_()
+    state.epoch = 8
+    state.restore()
+    assert same(content(model, optimizer), content(*trained(seed=0)))
+    assert state.epoch == 7
+
+
+def test_a_commit_is_a_copy(world: rr.Communicator) -> None:
+    """Training on after a commit changes nothing of it, however often it is gone back to."""
+    model, optimizer = trained(seed=1)
+    state = hvd.elastic.TorchState(model=model, optimizer=optimizer, batch=0)
+    state.batch = 3
+    state.commit()
+    committed = content(model, optimizer)
+    for _ in range(2):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(4, 3)).sum().backward()
+            optimizer.step()
+        state.batch += 1
+        assert not same(content(model, optimizer), committed)
+        state.restore()
+        assert same(content(model, optimizer), committed)
+        assert state.batch == 3
+
+
+def test_several_models_and_a_distributed_optimizer_are_kept(world: rr.Communicator) -> None:
+    """Any keyword may be a model or an optimizer, ours too; another model given later is kept in place of the first."""
+    first, _ = trained(seed=2)
+    second, plain = trained(seed=3 + world.rank)
+    optimizer = hvd.DistributedOptimizer(plain, named_parameters=second.named_parameters())
+    state = hvd.elastic.TorchState(generator=first, critic=second, tuner=optimizer)
+    state.sync()
+    assert same(content(second, optimizer), content(*trained(seed=3)))
+    assert state.model is None
+    state.generator = replaced = trained(seed=9)[0]
+    state.commit()
+    before = content(replaced, optimizer)
+    with torch.no_grad():
+        replaced[0].bias.add_(1.0)
+    state.restore()
+    assert same(content(replaced, optimizer), before)
+    state.generator = "gone"
+    state.commit()
+    state.generator = "changed"
+    state.restore()
+    assert state.generator == "gone"
+
+
+def test_the_function_is_called_again_when_hosts_change(world: rr.Communicator) -> None:
+    """All ranks are interrupted when rank 0 has heard of it, meet anew, and go on with the values they had."""
+    model, _ = trained(seed=world.rank)
+    state = hvd.elastic.TorchState(model, sampler=hvd.elastic.ElasticSampler(Indices()), step=0)
+    calls = []
+
+    @hvd.elastic.run
+    def train(state: Any) -> int:
+        calls.append(state.step)
+        while state.step < 4:
+            state.step += 1
+            if state.step == 2 and len(calls) == 1 and hvd.rank() == 0:
+                state.on_hosts_updated(0.0, 2)
+            state.commit()
+        return int(state.step)
+
+    assert train(state) == 4
+    assert calls == [0, 2]
+    assert same(list(model.state_dict().values()), list(trained(seed=0)[0].state_dict().values()))
+
+
+@pytest.mark.parametrize("count", [0, 1, 4, ROWS])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_an_epoch_is_divided_among_the_ranks(world: rr.Communicator, count: int, shuffle: bool) -> None:
+    """Every index goes to some rank, all ranks get as many, and no more are given twice than that takes."""
+    sampler = hvd.elastic.ElasticSampler(Indices(count), shuffle=shuffle, seed=5)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        everyone = hvd.allgather_object(list(sampler))
+        share = -(-count // world.size)
+        assert [len(each) for each in everyone] == [share] * world.size
+        assert {index for each in everyone for index in each} == set(range(count))
+        assert len(sampler) == share
+        if not shuffle:
+            assert list(sampler) == [place % count for place in range(world.rank, share * world.size, world.size)]
+
+
+def test_epochs_have_orders_of_their_own(world: rr.Communicator) -> None:
+    """The order depends on the sum of seed and epoch alone."""
+    orders = []
+    for seed in (0, 1):
+        sampler = hvd.elastic.ElasticSampler(Indices(), seed=seed)
+        for epoch in (0, 1, 0):
+            sampler.set_epoch(epoch)
+            orders.append(list(sampler.remaining_indices))
+    assert orders[0] == orders[2]
+    assert orders[3] == orders[5]
+    assert len({tuple(order) for order in orders}) == 3
+    assert hvd.allgather_object(orders) == [orders] * world.size
+
+
+def test_processed_indices_are_not_given_out_again(world: rr.Communicator) -> None:
+    """After a sync, what any rank has processed is left out, and the rest is divided among all."""
+    sampler = hvd.elastic.ElasticSampler(Indices(), seed=3)
+    state = hvd.elastic.TorchState(sampler=sampler)
+    mine = list(sampler)
+    for batch in range(world.rank + 1):
+        sampler.record_batch(batch, 2)
+    assert sampler.processed_indices == set(mine[: 2 * (world.rank + 1)])
+    done = set().union(*hvd.allgather_object(sampler.processed_indices))
+    state.sync()
+    assert sampler.processed_indices == done
+    everyone = hvd.allgather_object(list(sampler))
+    assert {index for each in everyone for index in each} == set(range(ROWS)) - done
+    assert len({len(each) for each in everyone}) == 1
+    sampler.record_batch(0, 5)
+    state.restore()
+    assert sampler.processed_indices == done
+    sampler.set_epoch(1)
+    assert sampler.processed_indices == set()
+    assert sorted(sampler.remaining_indices) == list(range(ROWS))
+
+
+def test_the_last_batch_may_be_short(world: rr.Communicator) -> None:
+    """Recording more indices than there are records those that there are; what makes no sense is refused."""
+    sampler = hvd.elastic.ElasticSampler(Indices(), shuffle=False)
+    sampler.record_batch(0, 1000)
+    assert sampler.processed_indices == set(sampler)
+    for wrong in ((-1, 4), (0, 0)):
+        with pytest.raises(rr.ConfigError):
+            sampler.record_batch(*wrong)
+
+
+def test_a_data_loader_takes_the_sampler(world: rr.Communicator) -> None:
+    """The batches of a loader are the sampler's indices in their order."""
+    sampler = hvd.elastic.ElasticSampler(Indices(), seed=1)
+    data = torch.utils.data.TensorDataset(torch.arange(ROWS))
+    loader = torch.utils.data.DataLoader(data, sampler=sampler, batch_size=4)
+    assert torch.cat([rows for (rows,) in loader]).tolist() == list(sampler)

@@ -1,0 +1,159 @@
+"""Elastic training without a framework: what a state keeps, and when the loop begins again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import ringreduce as rr
+from ringreduce.elastic import HostsUpdatedInterrupt, ObjectState, State, run
+from ringreduce.errors import CollectiveError, MismatchError, PeerLostError
+
+
+class Recorded(State):
+    """Writes down what is asked of it."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.log: list[str] = []
+
+    def save(self) -> None:
+        self.log.append("save")
+
+    def restore(self) -> None:
+        self.log.append("restore")
+
+    def sync(self) -> None:
+        self.log.append("sync")
+
+    def reset(self) -> None:
+        self.log.append("reset")
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    """A world of this process alone."""
+    rr.init()
+    yield
+    rr.shutdown()
+
+
+def test_a_state_goes_back_to_what_was_committed() -> None:
+    """Values are copied when they are committed, and again when they are restored, however deep a change is."""
+    state = ObjectState(epoch=1, history=[[1]])
+    state.epoch = 2
+    state.history[0].append(2)
+    state.commit()
+    state.epoch = 3
+    state.history[0].append(3)
+    for _ in range(2):
+        state.restore()
+        assert (state.epoch, state.history) == (2, [[1, 2]])
+        state.history[0].append(4)
+
+
+def test_what_was_never_committed_goes_back_to_the_start() -> None:
+    """The first values are a copy too."""
+    state = ObjectState(values=[1])
+    state.values.append(2)
+    state.restore()
+    assert state.values == [1]
+
+
+def test_sync_takes_the_values_of_rank_0() -> None:
+    """What the broadcast returns becomes the values, and what is gone back to."""
+    state = ObjectState(lambda values: {name: value + 10 for name, value in values.items()}, epoch=1)
+    state.sync()
+    assert state.epoch == 11
+    state.epoch = 12
+    state.restore()
+    assert state.epoch == 11
+
+
+@pytest.mark.parametrize(
+    ("changes", "skip_sync"), [([1], True), ([1, 1], True), ([2], False), ([3], False), ([1, 2], False)]
+)
+def test_changes_of_hosts_interrupt_once(changes: list[int], skip_sync: bool) -> None:
+    """Removals alone leave nothing to synchronise; once they were told, changes are over."""
+    state = ObjectState(epoch=0)
+    state.check_host_updates()
+    for time, change in enumerate(changes):
+        state.on_hosts_updated(time, change)
+    state.epoch = 5
+    with pytest.raises(HostsUpdatedInterrupt) as caught:
+        state.commit()
+    assert caught.value.skip_sync is skip_sync
+    state.commit()
+    state.epoch = 6
+    state.restore()
+    assert state.epoch == 5
+
+
+def test_rank_0_decides_whether_hosts_have_changed() -> None:
+    """What another rank has heard does not count there; what rank 0 has heard counts everywhere."""
+    state = Recorded(bcast_object=lambda changes: 0)
+    state.on_hosts_updated(0.0, 2)
+    state.check_host_updates()
+    state = Recorded(bcast_object=lambda changes: 1)
+    with pytest.raises(HostsUpdatedInterrupt):
+        state.check_host_updates()
+
+
+def test_a_run_without_events_is_one_call(world: None) -> None:
+    """The state is synchronised first; arguments and result are passed through, and the name stays."""
+
+    @run
+    def train(state: Recorded, first: int, *, second: int) -> int:
+        state.log.append("train")
+        return first + second
+
+    state = Recorded()
+    assert train(state, 1, second=2) == 3
+    assert state.log == ["sync", "train"]
+    assert train.__name__ == "train"
+
+
+@pytest.mark.parametrize(
+    ("event", "expected"),
+    [
+        (HostsUpdatedInterrupt(), ["sync", "train", "reset", "first", "second", "sync", "train"]),
+        (HostsUpdatedInterrupt(skip_sync=True), ["sync", "train", "reset", "first", "second", "train"]),
+        (PeerLostError(1, "test"), ["sync", "train", "restore", "reset", "first", "second", "sync", "train"]),
+        (CollectiveError("test"), ["sync", "train", "restore", "reset", "first", "second", "sync", "train"]),
+    ],
+    ids=["updated", "removed", "lost", "raised by the program"],
+)
+def test_a_change_of_ranks_begins_again(world: None, event: Exception, expected: list[str]) -> None:
+    """After a new start, with callbacks in their order; from the last commit only if something was lost."""
+    state = Recorded()
+    state.register_reset_callbacks([lambda: state.log.append("first"), lambda: state.log.append("second")])
+    events = [event]
+    before = rr.world()
+
+    @run
+    def train(state: Recorded) -> str:
+        state.log.append("train")
+        if events:
+            raise events.pop()
+        return "done"
+
+    assert train(state) == "done"
+    assert state.log == expected
+    assert rr.is_initialized()
+    assert rr.world() is not before
+
+
+@pytest.mark.parametrize("error", [MismatchError({0: "a", 1: "b"}), rr.ConfigError("test"), ValueError("test")])
+def test_errors_of_the_program_are_no_change_of_ranks(world: None, error: Exception) -> None:
+    """They go to the caller, who would else train for ever."""
+    state = Recorded()
+
+    @run
+    def train(state: Recorded) -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        train(state)
+    assert state.log == ["sync"]
