@@ -26,7 +26,8 @@ ROWS = (
     ("adasum", "engine"),
     ("process_sets", "timeline"),
     ("metrics",),
-    ("elastic", "runtime"),
+    ("runtime",),
+    ("elastic",),
     ("__init__",),  # the façade, `import ringreduce`: shows what is below and is used by what is above
     ("torch",),
     ("cli", "horovod"),
