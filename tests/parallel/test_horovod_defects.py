@@ -1,0 +1,289 @@
+"""What fails or goes wrong in Horovod 0.28.1 and must hold here: one row for each, and the tests that keep it so.
+
+| in Horovod | test |
+|---|---|
+| no operation is faster than a cycle of the background thread | unit/test_horovod_defects.py::test_an_operation_waits_for_no_clock |
+| idle ranks negotiate in every cycle | unit/test_horovod_defects.py::test_ranks_that_wait_say_so_once |
+| after join, or another number of calls, operations without a name miss each other | test_torch_async.py::test_operations_without_a_name_meet_in_order |
+| joined ranks take part in Min, Max and Product with zeros | test_torch_async.py::test_join_takes_no_part_in_any_op |
+| ``groups`` and ranks that use different parameters: deadlock | test_groups_do_not_need_the_same_graph_on_all_ranks |
+| ``groups``: gradient_predivide_factor is ignored | test_gradients_in_groups_are_divided_before_they_travel |
+| step(closure): ranks end with different weights | test_torch_optimizer.py::test_step_with_a_closure_leaves_equal_weights, ::test_lbfgs_calls_the_closure_many_times |
+| zero_grad(set_to_none=True) is a TypeError | test_torch_optimizer.py::test_trains_like_one_process_on_the_whole_batch, unit/test_torch_optimizer.py::test_zero_grad_means_what_it_means_in_torch |
+| gradients in channels_last are refused | test_torch_optimizer.py::test_channels_last_gradients_keep_their_layout |
+| so is every tensor that is not contiguous | test_every_collective_takes_every_dtype_of_any_strides, test_torch_async.py::test_channels_last, test_torch_ops.py::test_in_place_operations_return_their_tensor |
+| bfloat16 is not supported | test_torch_async.py::test_every_dtype, test_torch_optimizer.py::test_dtypes_may_be_mixed |
+| nor are bool and complex; allreduce and reducescatter take few integers | test_torch_async.py::test_every_dtype, test_every_collective_takes_every_dtype_of_any_strides, test_torch_optimizer.py::test_complex_parameters |
+| nor is fp8 (nor here, but the error says what is) | unit/test_bad_input.py::test_fp8_is_a_clear_type_error |
+| broadcast_optimizer_state changes a fresh optimizer and its weights | test_torch_functions.py::test_broadcast_state_of_a_distributed_optimizer, test_torch_optimizer_options.py::test_a_fresh_optimizer_is_not_touched_by_broadcasting_its_state |
+| an optimizer that is wrapped loses its state | test_torch_optimizer.py::test_an_optimizer_keeps_the_state_it_had |
+| parameters that no rank used are updated (here, unless ``skip_unused``) | test_torch_optimizer.py::test_parameters_that_no_rank_used_are_left_alone, ::test_parameters_that_no_rank_used_get_zeros |
+| counts are 32-bit integers | test_collectives.py::test_more_than_2_to_the_31_elements, test_operations_of_more_than_2_to_the_31_elements |
+| objects are smaller than 2 GiB | test_pickles_of_more_than_2_gib, test_tensors_of_more_than_2_gib_in_objects |
+| hierarchies and pipelining only with NCCL | test_collectives.py::test_collectives_conform_on_several_nodes, unit/test_conformance.py::test_collectives_conform, unit/test_selection.py::test_allreduce_goes_by_size_and_topology |
+| a long operation holds up negotiation, all process sets | test_a_long_operation_holds_up_nothing_else, test_an_operation_that_waits_for_a_rank_holds_up_nothing_else |
+| and shutdown | test_shutdown_waits_for_no_rank_that_never_came, unit/test_engine.py::test_closing_ends_what_is_under_way |
+| no init after shutdown | test_torch_async.py::test_init_again_after_shutdown, test_runtime.py::test_shutdown_and_init_again |
+| an MPI error ends the job | test_an_error_of_mpi_is_an_exception |
+| no elastic training over MPI (here all but the recovery of lost ranks) | test_torch_elastic.py::test_the_function_is_called_again_when_hosts_change |
+| a build takes a compiler and must match torch's | unit/test_horovod_defects.py::test_there_is_nothing_to_compile |
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ringreduce as rr
+from ringreduce.engine import Call
+from ringreduce.testing import caught
+from ringreduce.transport.mpi import MpiMessages
+from ringreduce.transport.waiting import Waiter
+
+torch = pytest.importorskip("torch")
+from mpi4py import MPI  # noqa: E402
+
+import ringreduce.torch as hvd  # noqa: E402
+
+HUGE = 2**31 + 3
+MEMORY_NBYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+DTYPES = [
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bool,
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+]  # fmt: skip
+
+
+# ---- dtypes and strides ----
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_collective_takes_every_dtype_of_any_strides(dtype: Any) -> None:
+    """The collectives that test_torch_async.py does not try with every dtype: in rows that lie far apart in memory."""
+    size, rank = rr.size(), rr.rank()
+    rows = 2 * size + 1
+    everyone = [(torch.arange(3 * rows) % 5 + each).reshape(3, rows).to(dtype).t() for each in range(size)]
+    mine = everyone[rank]
+    assert not mine.is_contiguous()
+    total = torch.stack(everyone).any(0) if dtype is torch.bool else torch.stack(everyone).sum(0).to(dtype)
+    part = total.tensor_split(size)[rank]
+    assert_same(hvd.reducescatter(mine, op=hvd.Sum), part)
+    assert_same(hvd.grouped_reducescatter([mine, mine[:, ::2]], op=hvd.Sum)[1], part[:, ::2])
+    assert_same(hvd.grouped_allreduce([mine, mine[::2]], op=hvd.Sum)[1], total[::2])
+    assert_same(hvd.grouped_allgather([mine[:, 1:]])[0], torch.cat(everyone)[:, 1:])
+    splits = [2] * (size - 1) + [3]
+    received, counts = hvd.alltoall(mine, splits)
+    assert_same(received, torch.cat([each.split(splits)[rank] for each in everyone]))
+    assert counts.tolist() == [splits[rank]] * size
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    """Values, dtype and shape are those of a single process; strides may differ."""
+    torch.testing.assert_close(actual, expected.contiguous(), check_stride=False)
+
+
+# ---- optimizers ----
+
+
+class TwoHeads(torch.nn.Module):
+    """A trunk and two heads, of which a rank uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = torch.nn.Linear(4, 5)
+        self.heads = torch.nn.ModuleList([torch.nn.Linear(5, 3), torch.nn.Linear(5, 3)])
+
+    def loss(self, rank: int, step: int) -> Any:
+        """Return the loss on the data of a rank, through the head that it uses in this step."""
+        inputs = torch.randn(7, 4, generator=torch.Generator().manual_seed(10 * rank + step), dtype=torch.float64)
+        return self.heads[(rank + step) % 2](self.trunk(inputs)).square().mean()
+
+
+@pytest.mark.parametrize("kind", ["number", "lists"])
+def test_groups_do_not_need_the_same_graph_on_all_ranks(kind: str) -> None:
+    """A group of parameters of which every rank has used others is reduced as in one process that used them all."""
+    torch.manual_seed(1)
+    alone = TwoHeads().double()
+    together = copy.deepcopy(alone)
+    single = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    groups = 2 if kind == "number" else [[head.weight for head in together.heads], list(together.trunk.parameters())]
+    inner = torch.optim.SGD(together.parameters(), lr=0.1, momentum=0.9)
+    many = hvd.DistributedOptimizer(inner, groups=groups, skip_unused=True)
+    for step in range(4):
+        single.zero_grad()
+        sum(alone.loss(rank, step) / rr.size() for rank in range(rr.size())).backward()
+        single.step()
+        many.zero_grad()
+        together.loss(rr.rank(), step).backward()
+        many.step()
+    for expected, actual in zip(alone.parameters(), together.parameters(), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
+
+
+class Watching(hvd.compression.Compressor):
+    """Compresses nothing, and notes the first element of all that travels."""
+
+    seen: list[float]
+
+    @classmethod
+    def compress(cls, tensor: Any) -> tuple[Any, Any]:
+        cls.seen.append(tensor.flatten()[0].item())
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        return tensor
+
+
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("groups", [None, 2])
+def test_gradients_in_groups_are_divided_before_they_travel(groups: int | None) -> None:
+    """What ``gradient_predivide_factor`` asks for happens with ``groups`` as without, and the average is the same."""
+    Watching.seen = []
+    model = torch.nn.Linear(3, 1).double()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        gradient_predivide_factor=4.0,
+        groups=groups,
+        compression=Watching,
+    )
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 16.0 * (rr.rank() + 1))
+    optimizer.synchronize()
+    assert Watching.seen == [4.0 * (rr.rank() + 1)] * (groups or 1)
+    for parameter in model.parameters():
+        torch.testing.assert_close(parameter.grad, torch.full_like(parameter, 8.0 * (rr.size() + 1)))
+
+
+# ---- nobody waits for what is not theirs ----
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_an_operation_that_waits_for_a_rank_holds_up_nothing_else() -> None:
+    """While all others wait for rank 0, other names, other process sets and blocking calls go on."""
+    rank, size = rr.rank(), rr.size()
+    others = hvd.add_process_set(range(1, size))
+    if rank > 0:
+        late = hvd.allreduce_async(torch.tensor([float(rank)]), name="late", op=hvd.Sum)
+        assert hvd.allreduce(torch.ones(3), name="x", op=hvd.Sum, process_set=others).tolist() == [size - 1] * 3
+    assert hvd.allreduce(torch.ones(3), name="x", op=hvd.Sum).tolist() == [size] * 3
+    if rank > 0:
+        assert not hvd.poll(late)
+    assert rr.allreduce(np.ones(3)).tolist() == [size] * 3
+    assert hvd.remove_process_set(others)
+    if rank == 0:
+        late = hvd.allreduce_async(torch.tensor([0.0]), name="late", op=hvd.Sum)
+    assert hvd.synchronize(late).tolist() == [sum(range(size))]
+
+
+def test_a_long_operation_holds_up_nothing_else() -> None:
+    """While one is carried out, others are submitted, process sets come and go, and theirs and blocking calls end."""
+    engine = hvd.global_process_set.engine
+    if not engine.threaded:
+        pytest.skip("without threads, an operation runs only while somebody waits for it")
+    size = rr.size()
+    begun, end = threading.Event(), threading.Event()
+
+    def run(communicator: rr.Communicator) -> bool:
+        begun.set()
+        return end.wait(20.0)
+
+    long = Call("long", "long", run)
+    engine.submit(long)
+    try:
+        assert begun.wait(20.0)
+        after = hvd.allreduce_async(torch.ones(3), name="after", op=hvd.Sum)
+        assert rr.allreduce(np.ones(3)).tolist() == [size] * 3
+        if size > 1:
+            some = hvd.add_process_set(range(1, size))
+            if some.included():
+                assert hvd.allreduce(torch.ones(3), op=hvd.Sum, process_set=some).tolist() == [size - 1] * 3
+            assert hvd.remove_process_set(some)
+        assert not hvd.poll(after)
+        assert not long.done
+    finally:
+        end.set()
+    assert engine.wait(long)
+    assert hvd.synchronize(after).tolist() == [size] * 3
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_shutdown_waits_for_no_rank_that_never_came() -> None:
+    """What only one rank has submitted ends in an error that says so, and a new world works."""
+    waiting = hvd.allreduce_async(torch.ones(3), name="never") if rr.rank() == 0 else None
+    hvd.shutdown()
+    try:
+        if waiting is not None:
+            with pytest.raises(hvd.HorovodInternalError, match="shut down"):
+                hvd.synchronize(waiting)
+    finally:
+        hvd.init()
+    assert hvd.allreduce(torch.ones(3), name="never", op=hvd.Sum).tolist() == [rr.size()] * 3
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_an_error_of_mpi_is_an_exception() -> None:
+    """A message that is too long for its place, an error of MPI's own, is raised there, and the world goes on."""
+    messages = MpiMessages(MPI.COMM_WORLD, Waiter(20.0))
+    last = messages.size - 1
+    if messages.rank == 0:
+        requests = [messages.send(np.ones(64, np.uint8), last, 1)]
+    else:
+        requests = [messages.recv(np.ones(8, np.uint8), 0, 1)] if messages.rank == last else []
+    messages.start(requests)
+    error = caught(Waiter(20.0).until, lambda: messages.test_all(requests), lambda: "the message")
+    assert isinstance(error, rr.TransportError) == (messages.rank == last)
+    messages.close()
+    assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [rr.size()] * 3
+
+
+# ---- more than an int counts ----
+
+
+@pytest.mark.slow
+@pytest.mark.sizes(2)
+@pytest.mark.parametrize("collective", ["allreduce", "allgather", "broadcast"])
+def test_operations_of_more_than_2_to_the_31_elements(collective: str) -> None:
+    """Named operations count in 64 bits: the first, the last and the middle element are right, the rest is zero."""
+    places = [0, 1, HUGE // 2, HUGE - 1]
+    if collective == "allgather":
+        mine = torch.zeros(HUGE // 2 + rr.rank(), dtype=torch.uint8)
+        mine[[0, -1]] = rr.rank() + 1
+        result = hvd.allgather(mine, name="huge")
+        places, values = [0, 1, HUGE // 2 - 1, HUGE // 2, HUGE - 1], [1, 0, 1, 2, 2]
+    else:
+        mine = torch.zeros(HUGE, dtype=torch.uint8)
+        mine[[0, HUGE // 2, -1]] = rr.rank() + 1
+        reduces = collective == "allreduce"
+        result = hvd.allreduce_(mine, name="huge", op=hvd.Sum) if reduces else hvd.broadcast_(mine, 1, name="huge")
+        values = [3, 0, 3, 3] if reduces else [2, 0, 2, 2]
+    assert result.shape == (HUGE,)
+    assert result[places].tolist() == values
+    assert np.count_nonzero(result.numpy()) == len(values) - values.count(0)
+
+
+@pytest.mark.slow
+@pytest.mark.sizes(2)
+@pytest.mark.skipif(MEMORY_NBYTES < 20 << 30, reason="takes 16 GiB of memory: several copies of 2 GiB on each rank")
+def test_pickles_of_more_than_2_gib() -> None:
+    """The length of what is pickled has no limit of its own; what follows the long part of a pickle arrives as well."""
+    received = hvd.broadcast_object((bytes(HUGE), "end") if rr.rank() == 1 else None, root_rank=1)
+    assert (len(received[0]), received[1]) == (HUGE, "end")
+
+
+@pytest.mark.slow
+@pytest.mark.sizes(2)
+def test_tensors_of_more_than_2_gib_in_objects() -> None:
+    """Nor has that of the tensors in an object, which are not pickled."""
+    sent = None
+    if rr.rank() == 1:
+        sent = {"huge": torch.zeros(HUGE, dtype=torch.uint8)}
+        sent["huge"][[HUGE // 2, -1]] = 7
+    huge = hvd.broadcast_object(sent, root_rank=1)["huge"]
+    assert huge.shape == (HUGE,)
+    assert huge[[0, HUGE // 2, -2, -1]].tolist() == [0, 7, 0, 7]
