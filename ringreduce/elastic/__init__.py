@@ -1,6 +1,6 @@
 """Training that outlives a change of its ranks: what is kept, when, and how it goes on. Knows no framework."""
 
-from ringreduce.elastic.loop import run
+from ringreduce.elastic.loop import run, run_fn
 from ringreduce.elastic.state import HostsUpdatedInterrupt, ObjectState, State
 
-__all__ = ["HostsUpdatedInterrupt", "ObjectState", "State", "run"]
+__all__ = ["HostsUpdatedInterrupt", "ObjectState", "State", "run", "run_fn"]

@@ -10,7 +10,10 @@ from ringreduce import runtime
 from ringreduce.elastic.state import HostsUpdatedInterrupt, State
 from ringreduce.errors import CollectiveError, PeerLostError
 
-__all__ = ["run"]
+__all__ = ["run", "run_fn"]
+
+#: How often in a row a function is called again after an error without a commit in between.
+_VAIN_RESTARTS = 3
 
 P = ParamSpec("P")
 S = TypeVar("S", bound=State)
@@ -23,15 +26,29 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
     Before each call the state is synchronised, unless the ranks that are there hold the same state already. When hosts
     come or go, the function is called again with the state as it is; when a rank is lost, with what was committed last.
     In between ringreduce is shut down and started anew, and the state's reset callbacks are called. What is no change
-    of the ranks (a mismatch, a wrong argument) is the program's and goes to the caller.
+    of the ranks (a mismatch, a wrong argument) is the program's and goes to the caller, and so does what comes a fourth
+    time without a commit in between.
+
+    The new world is that of ``init()`` without arguments; process sets can be registered anew in a reset callback.
 
     A job whose rank has died ends today, as its launcher ends it; so it is an interrupt, or an error that the program
     raises itself, that leads here to another call.
+    """
+    return run_fn(func, _start_anew)
+
+
+def run_fn(func: Callable[Concatenate[S, P], T], reset: Callable[[], object]) -> Callable[Concatenate[S, P], T]:
+    """Do what `run` does, with a function of one's own that makes the ranks meet anew.
+
+    Args:
+        func: what to call with a state.
+        reset: called before the state's `on_reset`. Collective. What it raises goes to the caller.
     """
 
     @wraps(func)
     def repeated(state: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         skip_sync = False
+        restarts, commits = 0, state.commits
         while True:
             try:
                 if not skip_sync:
@@ -40,15 +57,21 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
             except HostsUpdatedInterrupt as interrupt:
                 skip_sync = interrupt.skip_sync
             except CollectiveError as error:
-                if not _is_a_change_of_ranks(error):
+                restarts = restarts + 1 if state.commits == commits else 1
+                commits = state.commits
+                if not _is_a_change_of_ranks(error) or restarts > _VAIN_RESTARTS:
                     raise
                 state.restore()
                 skip_sync = False
-            runtime.shutdown()
-            runtime.init()
+            reset()
             state.on_reset()
 
     return repeated
+
+
+def _start_anew() -> None:
+    runtime.shutdown()
+    runtime.init()
 
 
 def _is_a_change_of_ranks(error: CollectiveError) -> bool:

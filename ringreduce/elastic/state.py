@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ringreduce.errors import ConfigError
+
 __all__ = ["HostsUpdatedInterrupt", "ObjectState", "State"]
 
 #: What may happen to the hosts of a job; values can be combined with ``|``.
@@ -31,6 +33,9 @@ class State:
     Args:
         bcast_object: returns rank 0's argument on all ranks; collective. None: this rank is alone.
         get_rank: returns this rank; taken for Horovod's sake.
+
+    Attributes:
+        commits: how often `commit` was called on this rank.
     """
 
     def __init__(
@@ -40,6 +45,7 @@ class State:
         self._callbacks: list[Callable[[], object]] = []
         self._updates: list[int] = []
         self._lock = threading.Lock()
+        self.commits = 0
 
     def save(self) -> None:
         """Take a copy of everything, in this process's memory."""
@@ -63,6 +69,7 @@ class State:
             HostsUpdatedInterrupt: they have, on all ranks.
         """
         self.save()
+        self.commits += 1
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -109,6 +116,9 @@ class ObjectState(State):
         bcast_object: as for `State`.
         get_rank: as for `State`.
         **kwargs: the attributes and their first values: anything that can be copied and pickled.
+
+    Raises:
+        ConfigError: a name begins with an underscore, or means something else here.
     """
 
     def __init__(
@@ -118,6 +128,9 @@ class ObjectState(State):
         **kwargs: Any,
     ) -> None:
         super().__init__(bcast_object, get_rank)
+        taken = sorted(name for name in kwargs if name.startswith("_") or hasattr(State, name) or name == "commits")
+        if taken:
+            raise ConfigError(f"a state cannot keep what is called {', '.join(taken)}; give it another name")
         self._names = list(kwargs)
         self._saved: dict[str, Any] = {}
         for name, value in kwargs.items():

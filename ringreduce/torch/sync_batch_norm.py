@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, cast
 
 import torch
-from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ringreduce.errors import ConfigError
@@ -21,13 +21,16 @@ class SyncBatchNorm(_BatchNorm):
     """Normalise each channel by its mean and variance over the batches of all ranks of a process set.
 
     While training, every forward pass and every backward pass is a collective: all ranks of the set call them, in the
-    same order. The batches may have different numbers of rows, and none at all; each element counts the same. Moments
+    same order; a batch requires gradients on all of them or on none. There are no second derivatives. The batches may
+    have different numbers of rows, and none at all; each element counts the same. Moments
     are taken in float32 (in float64 for float64 inputs) and put together as in T. F. Chan, G. H. Golub, R. J. LeVeque,
     "Algorithms for computing the sample variance", The American Statistician 37 (1983), which keeps the digits that
-    ``E[x^2] - E[x]^2`` loses. In evaluation, with running statistics, nothing is communicated.
+    ``E[x^2] - E[x]^2`` loses. In evaluation, with running statistics, nothing is communicated. A process that has
+    nobody to talk to does what `torch.nn.BatchNorm1d` to 3d do.
 
     Parameters, buffers and state dict are those of `torch.nn.BatchNorm1d` to 3d. Gradients of weight and bias are this
-    rank's own, to be averaged like all others by `DistributedOptimizer`.
+    rank's own, to be averaged like all others by `DistributedOptimizer`. A deep copy belongs to the same process set;
+    one that comes out of a pickle to all ranks if the original did, else to a set of the same ranks, to be registered.
 
     Args:
         num_features: channels: the size of the second dimension.
@@ -39,7 +42,8 @@ class SyncBatchNorm(_BatchNorm):
 
     Raises:
         ConfigError: an input has less than two dimensions or the wrong number of channels; or, while training, the
-            batches of all ranks hold less than two values per channel together, on all ranks.
+            batches of all ranks together hold one value per channel, on all ranks; or, in a backward pass between
+            several ranks, a graph of it is asked for.
     """
 
     def __init__(
@@ -60,17 +64,19 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the normalised batch, of the shape, dtype and memory format of ``input``: (rows, channels, ...)."""
         self._check_input_dim(input)
-        if not self.training and self.running_mean is not None:
-            return functional.batch_norm(
-                input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
-            )
-        mean, variance, count = _moments(input.detach(), self._ranks())
+        of_batch = self.training or self.running_mean is None
+        ranks = self._ranks() if of_batch else None
+        if ranks is None:
+            if of_batch:
+                _require_variance(_values(input))
+            return super().forward(input)
+        mean, variance, count = _moments(input.detach(), ranks)
         if self.training and self.running_mean is not None:
             self._track(mean, variance, count)
         scale = torch.rsqrt(variance + self.eps)
         return cast(
             torch.Tensor,
-            _Normalize.apply(input, self.weight, self.bias, mean, scale, count, self._ranks()),  # type: ignore[no-untyped-call]
+            _Normalize.apply(input, self.weight, self.bias, mean, scale, count, ranks),  # type: ignore[no-untyped-call]
         )
 
     @classmethod
@@ -79,6 +85,22 @@ class SyncBatchNorm(_BatchNorm):
     ) -> torch.nn.Module:
         """See the function of this name."""
         return _converted(module, process_set, {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        memo[id(self.process_set)] = self.process_set  # it stands for processes, of which there are no copies
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        everyone = self.process_set is global_process_set
+        return {**self.__dict__, "process_set": None if everyone else self.process_set.ranks}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        ranks = state["process_set"]
+        known = {**state, "process_set": global_process_set if ranks is None else ProcessSet(ranks)}
+        super().__setstate__(known)  # type: ignore[no-untyped-call]
 
     def _ranks(self) -> ProcessSet | None:
         """Return the ranks to talk to, None if there are no others."""
@@ -97,6 +119,8 @@ class SyncBatchNorm(_BatchNorm):
         assert self.num_batches_tracked is not None
         with torch.no_grad():
             self.num_batches_tracked.add_(1)
+            if not count:
+                return
             factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
             unbiased = variance * (count / (count - 1.0))
             self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
@@ -126,8 +150,9 @@ def _converted(
     known[module] = made = module
     if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
         known[module] = made = _like(module, process_set)
-    for name, child in list(module.named_children()):
-        setattr(made, name, _converted(child, process_set, known))
+    for name, child in list(module._modules.items()):  # named_children() leaves out the second name of a child
+        if child is not None:
+            setattr(made, name, _converted(child, process_set, known))
     return made
 
 
@@ -144,44 +169,55 @@ def _like(norm: _BatchNorm, process_set: ProcessSet) -> SyncBatchNorm:
     return made
 
 
-def _moments(batch: torch.Tensor, ranks: ProcessSet | None) -> tuple[torch.Tensor, torch.Tensor, float]:
+def _moments(batch: torch.Tensor, ranks: ProcessSet) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Return mean and (biased) variance of each channel over all ranks, and how many values each is of."""
     exact = _exact(batch)
-    dims = [dim for dim in range(batch.dim()) if dim != 1]
-    count = batch.numel() // batch.shape[1]
+    count = _values(batch)
     if count:
-        variance, mean = torch.var_mean(exact, dims, correction=0)
+        variance, mean = torch.var_mean(exact, _but_channels(batch), correction=0)
     else:
         mean = exact.new_zeros(batch.shape[1])
         variance = torch.zeros_like(mean)
-    if ranks is None:
-        total = float(count)
-    else:
-        mine = torch.cat([exact.new_tensor([float(count)]).to(torch.float64), mean.double(), variance.double()])
-        everyone = allgather(mine.unsqueeze(0), process_set=ranks)
-        counts, means, variances = torch.tensor_split(everyone, [1, 1 + batch.shape[1]], dim=1)
-        total = float(counts.sum())
-        if total > 1:
-            weights = counts / total
-            together = (weights * means).sum(0)
-            variance = (weights * (variances + (means - together).square())).sum(0).to(exact.dtype)
-            mean = together.to(exact.dtype)
-    if total < 2:
-        raise ConfigError(f"to train, more than one value per channel is needed; all batches together have {total:g}")
-    return mean, variance, total
+    mine = torch.cat([mean.new_tensor([count], dtype=torch.float64), mean.double(), variance.double()])
+    everyone = allgather(mine.unsqueeze(0), process_set=ranks)
+    counts, means, variances = torch.tensor_split(everyone, [1, 1 + batch.shape[1]], dim=1)
+    total = float(counts.sum())
+    _require_variance(total)
+    weights = counts / max(total, 1.0)
+    together = (weights * means).sum(0)
+    spread = (weights * (variances + (means - together).square())).sum(0)
+    return together.to(exact.dtype), spread.to(exact.dtype), total
+
+
+def _require_variance(count: float) -> None:
+    if count == 1:  # none at all are no error, as little as in torch
+        raise ConfigError("expected more than 1 value per channel to train with, got 1 in the batches of all ranks")
+
+
+def _values(batch: torch.Tensor) -> int:
+    """Return how many values each channel has."""
+    return batch[:, :1].numel()
+
+
+def _but_channels(batch: torch.Tensor) -> list[int]:
+    return [dim for dim in range(batch.dim()) if dim != 1]
 
 
 def _exact(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
 
 
-def _spread(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Give one value per channel the dimensions of a batch."""
-    return values.view(1, -1, *[1] * (like.dim() - 2))
+def _along_channels(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Give one value per channel the dimensions and the dtype of a batch."""
+    return values.to(like.dtype).view(1, -1, *[1] * (like.dim() - 2))
 
 
 class _Normalize(torch.autograd.Function):
-    """Normalise by moments that depend on the inputs of all ranks, as the backward pass takes into account."""
+    """Normalise by moments that depend on the inputs of all ranks, as the backward pass takes into account.
+
+    It keeps the batch and not the normalised one, as torch does: it takes no memory then that is not in use already,
+    and what comes next may overwrite the output.
+    """
 
     @staticmethod
     def forward(
@@ -192,33 +228,34 @@ class _Normalize(torch.autograd.Function):
         mean: torch.Tensor,
         scale: torch.Tensor,
         count: float,
-        ranks: ProcessSet | None,
+        ranks: ProcessSet,
     ) -> torch.Tensor:
-        normal = (_exact(batch) - _spread(mean, batch)) * _spread(scale, batch)
-        ctx.save_for_backward(normal, weight, scale)
-        ctx.count, ctx.ranks, ctx.dtype = count, ranks, batch.dtype
-        result = normal
-        if weight is not None:
-            result = result * _spread(weight, batch)
-        if bias is not None:
-            result = result + _spread(bias, batch)
+        gain = scale if weight is None else scale * weight
+        ctx.save_for_backward(batch, weight, mean, scale, gain)
+        ctx.count, ctx.ranks = count, ranks
+        exact = _exact(batch)
+        result = exact - _along_channels(mean, exact)
+        if bias is None:
+            result.mul_(_along_channels(gain, exact))
+        else:
+            result = torch.addcmul(_along_channels(bias, exact), result, _along_channels(gain, exact))
         return result.to(batch.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        (grad,) = map(_exact, grads)
-        normal, weight, scale = ctx.saved_tensors
-        dims = [dim for dim in range(grad.dim()) if dim != 1]
-        sum_grad, sum_product = grad.sum(dims), (grad * normal).sum(dims)
+        if torch.is_grad_enabled():  # by create_graph=True; what follows would give wrong numbers and no error
+            raise ConfigError("SyncBatchNorm over several ranks has no second derivatives; leave out create_graph=True")
+        batch, weight, mean, scale, gain = ctx.saved_tensors
+        grad, exact = _exact(grads[0]), _exact(batch)
+        centred = exact - _along_channels(mean, exact)
+        dims = _but_channels(grad)
+        sum_grad, sum_product = grad.sum(dims), (grad * centred).sum(dims) * scale
         of_batch = None
         if ctx.needs_input_grad[0]:
-            both = torch.stack([sum_grad, sum_product]) / ctx.count
-            if ctx.ranks is not None:
-                both = allreduce(both, op=SUM, process_set=ctx.ranks)
-            mean_grad, mean_product = both
-            of_batch = grad - _spread(mean_grad, grad) - normal * _spread(mean_product, grad)
-            of_batch = of_batch * _spread(scale if weight is None else scale * weight, grad)
-            of_batch = of_batch.to(ctx.dtype)
+            both = torch.stack([sum_grad, sum_product]) / max(ctx.count, 1.0)
+            mean_grad, mean_product = allreduce(both, op=SUM, process_set=ctx.ranks)
+            centred.mul_(_along_channels(scale * mean_product, grad)).add_(_along_channels(mean_grad, grad))
+            of_batch = torch.sub(grad, centred, out=centred).mul_(_along_channels(gain, grad)).to(batch.dtype)
         of_weight = sum_product.to(weight.dtype) if ctx.needs_input_grad[1] else None
-        of_bias = sum_grad.to(grads[0].dtype if weight is None else weight.dtype) if ctx.needs_input_grad[2] else None
+        of_bias = sum_grad if ctx.needs_input_grad[2] else None
         return of_batch, of_weight, of_bias, None, None, None, None

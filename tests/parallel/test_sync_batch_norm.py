@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from typing import Any
 
 import pytest
@@ -110,6 +112,57 @@ def test_evaluation_with_running_statistics_talks_to_nobody(world: rr.Communicat
         torch.testing.assert_close(norm(rows), rows / (1 + norm.eps) ** 0.5 * norm.weight + norm.bias)
 
 
+def test_no_rows_anywhere_leave_the_statistics_alone(world: rr.Communicator) -> None:
+    """Batches that are all empty give empty outputs and gradients, and change what torch's layer would change."""
+    check(world, made(), [torch.empty(0, CHANNELS, 2, 2, dtype=torch.float64)] * world.size)
+
+
+def test_layers_in_a_row_and_side_by_side(world: rr.Communicator) -> None:
+    """Of a model with several layers, in which gradients join, inputs and weights get what one process computes."""
+
+    def run(layers: list[Any], batch: Any) -> Any:
+        first, left, right, last = layers
+        hidden = first(batch)
+        return last(torch.tanh(left(hidden)) * right(hidden.square()))
+
+    parts = batches(world, ROWS["uneven"], 2)
+    theirs = [torch.nn.BatchNorm1d(CHANNELS, dtype=torch.float64) for _ in range(4)]
+    ours = [convert_sync_batchnorm(copy.deepcopy(each)) for each in theirs]
+    whole, mine = torch.cat(parts).requires_grad_(), parts[world.rank].clone().requires_grad_()
+    (run(theirs, whole) * weights(whole)).sum().backward()
+    (run(ours, mine) * weights(mine)).sum().backward()
+    expected = whole.grad.split([len(part) for part in parts])[world.rank]
+    torch.testing.assert_close(mine.grad, expected, rtol=1e-10, atol=1e-10)
+    for our, their in zip(ours, theirs, strict=True):
+        total = hvd.allreduce(our.weight.grad, op=hvd.Sum)
+        torch.testing.assert_close(total, their.weight.grad, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("options", [{}, {"affine": False}], ids=str)
+def test_what_follows_may_overwrite_the_output(world: rr.Communicator, options: dict[str, Any]) -> None:
+    """An activation in place after the layer gives the gradient of one that is not."""
+    part = batches(world, ROWS["equal"], 2)[world.rank]
+    grads = []
+    for activation in (torch.relu, torch.relu_):
+        mine = part.clone().requires_grad_()
+        (activation(made(**options)(mine)) * weights(part)).sum().backward()
+        grads.append(mine.grad)
+    torch.testing.assert_close(*grads, rtol=0.0, atol=0.0)
+
+
+def test_a_second_derivative_is_right_or_refused(world: rr.Communicator) -> None:
+    """Over several ranks there is none: the first one with a graph is an error on all, and later passes work."""
+    mine = batches(world, ROWS["equal"])[world.rank].requires_grad_()
+    norm = made(track_running_stats=False)
+    loss = norm(mine).pow(3).sum()
+    if world.size == 1:
+        assert torch.autograd.gradgradcheck(norm, mine.detach().requires_grad_())
+    else:
+        with pytest.raises(rr.ConfigError, match="second derivatives"):
+            torch.autograd.grad(loss, mine, create_graph=True)
+    check(world, made(), batches(world, ROWS["uneven"]))
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2), (torch.float16, 5e-3)])
 def test_narrow_inputs_are_normalised_in_float32(world: rr.Communicator, dtype: Any, tolerance: float) -> None:
     """The result has the dtype of the input and the error of its rounding alone; statistics have that of float32."""
@@ -117,11 +170,12 @@ def test_narrow_inputs_are_normalised_in_float32(world: rr.Communicator, dtype: 
     norm.float()
     parts = [part.to(dtype).double() for part in batches(world, ROWS["equal"], 5)]
     mine = parts[world.rank].to(dtype).requires_grad_()
-    theirs, _, outputs, _ = reference(norm, parts)
+    theirs, _, outputs, grads = reference(norm, parts)
     result = norm(mine)
-    result.float().sum().backward()
+    (result.double() * weights(parts[world.rank])).sum().backward()
     assert (result.dtype, mine.grad.dtype) == (dtype, dtype)
     torch.testing.assert_close(result.detach().double(), outputs[world.rank], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(mine.grad.double(), grads[world.rank], rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(norm.running_var.double(), theirs.running_var, rtol=1e-5, atol=1e-5)
 
 
@@ -171,18 +225,33 @@ def test_a_process_set_normalises_by_itself(world: rr.Communicator) -> None:
     members = hvd.add_process_set(range(world.size - 1))
     parts = batches(world, ROWS["uneven"], 2)[:-1]
     if members.included():
-        norm = made(process_set=members)
+        norm = copy.deepcopy(made(process_set=members))
         theirs, _, outputs, _ = reference(norm, parts)
         torch.testing.assert_close(norm(parts[world.rank]).detach(), outputs[world.rank])
         torch.testing.assert_close(norm.running_var, theirs.running_var)
     hvd.remove_process_set(members)
 
 
+def test_without_a_world_a_layer_normalises_its_own_batch(
+    world: rr.Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before `init` a layer is torch's, with the same error for one value per channel."""
+    monkeypatch.setattr(hvd.sync_batch_norm, "is_initialized", lambda: False)
+    norm = made()
+    part = batches(world, ROWS["equal"], 2)[world.rank]
+    theirs, _, (outputs,), _ = reference(norm, [part])
+    torch.testing.assert_close(norm(part).detach(), outputs)
+    torch.testing.assert_close(norm.running_var, theirs.running_var)
+    with pytest.raises(rr.ConfigError, match="expected more than 1 value per channel"):
+        norm(part[:1, :, 0])
+    assert norm.num_batches_tracked == 1
+
+
 def test_too_few_values_are_an_error_on_all_ranks(world: rr.Communicator) -> None:
     """One value per channel over all ranks has no variance: all ranks say so, and go on."""
     norm = made()
     rows = 1 if world.rank == 0 else 0
-    with pytest.raises(rr.ConfigError, match="more than one value per channel"):
+    with pytest.raises(rr.ConfigError, match="expected more than 1 value per channel"):
         norm(torch.ones(rows, CHANNELS, dtype=torch.float64))
     assert norm.num_batches_tracked == 0
     check(world, norm, batches(world, ROWS["uneven"]))
@@ -220,6 +289,14 @@ def test_a_model_is_converted_in_place(world: rr.Communicator) -> None:
     model[:3](torch.randn(2, 1, 4, 4))
 
 
+def test_a_layer_with_two_names_is_converted_once(world: rr.Communicator) -> None:
+    """A layer that its parent has twice becomes one layer that its parent has twice."""
+    norm = torch.nn.BatchNorm1d(CHANNELS)
+    model = convert_sync_batchnorm(torch.nn.Sequential(norm, torch.nn.ReLU(), norm))
+    assert isinstance(model[0], SyncBatchNorm)
+    assert model[2] is model[0]
+
+
 def test_a_layer_alone_is_converted(world: rr.Communicator) -> None:
     """What is no model but a batch normalisation gives the one that stands for it; ours stays as it is."""
     norm = torch.nn.BatchNorm1d(CHANNELS)
@@ -237,3 +314,30 @@ def test_a_state_dict_fits_torch(world: rr.Communicator) -> None:
     theirs = torch.nn.BatchNorm2d(CHANNELS, dtype=torch.float64)
     theirs.load_state_dict(norm.state_dict())
     norm.load_state_dict(theirs.state_dict())
+
+
+def test_a_layer_can_be_copied_and_pickled(world: rr.Communicator) -> None:
+    """A deep copy and a pickle have values of their own and work with the same ranks as the original."""
+    norm = made()
+    parts = batches(world, ROWS["uneven"])
+    norm(parts[world.rank])
+    file = io.BytesIO()
+    torch.save(norm, file)
+    file.seek(0)
+    for other in (copy.deepcopy(norm), torch.load(file, weights_only=False)):
+        assert other.process_set is hvd.global_process_set
+        assert other.weight is not norm.weight
+        check(world, other, parts)
+    assert norm.num_batches_tracked == 1
+
+
+def test_a_pickle_names_the_ranks_of_its_process_set(world: rr.Communicator) -> None:
+    """What comes out of a pickle works once the set is registered again, and says so before."""
+    norm = made(process_set=hvd.ProcessSet(range(world.size)))
+    file = io.BytesIO()
+    torch.save(norm, file)
+    file.seek(0)
+    other = torch.load(file, weights_only=False)
+    assert other.process_set == norm.process_set
+    with pytest.raises(rr.ConfigError, match="not registered"):
+        other(batches(world, ROWS["equal"])[world.rank])

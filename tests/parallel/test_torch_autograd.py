@@ -98,3 +98,17 @@ def test_compression_keeps_dtype_and_gradient(compression: Any) -> None:
     assert weight.grad.tolist() == [rr.size()] * 3
     parts = hvd.reducescatter(torch.ones(2 * rr.size()), compression=compression, op=hvd.Sum)
     assert parts.tolist() == [rr.size()] * 2
+
+
+def test_gradients_of_unnamed_operations_meet_in_each_process_set(world: rr.Communicator) -> None:
+    """Ranks that used another set before have numbered their operations by themselves, not for the set of all."""
+    if world.size < 2:
+        pytest.skip("one rank has no other set")
+    some = hvd.add_process_set([0])
+    tensor = torch.ones(2, requires_grad=True)
+    if some.included():
+        hvd.allreduce(tensor, op=hvd.Sum, process_set=some).sum().backward()
+        tensor.grad = None
+    hvd.allreduce(tensor, op=hvd.Sum).sum().backward()
+    assert tensor.grad.tolist() == [world.size] * 2
+    hvd.remove_process_set(some)

@@ -196,3 +196,144 @@ def test_a_data_loader_takes_the_sampler(world: rr.Communicator) -> None:
     data = torch.utils.data.TensorDataset(torch.arange(ROWS))
     loader = torch.utils.data.DataLoader(data, sampler=sampler, batch_size=4)
     assert torch.cat([rows for (rows,) in loader]).tolist() == list(sampler)
+
+
+def test_a_distributed_optimizer_works_on_in_the_next_world(world: rr.Communicator) -> None:
+    """It averages over the ranks after a change as before, gradients from before included, and errors are typed."""
+    weight = torch.nn.Parameter(torch.zeros(ROWS))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+    state = hvd.elastic.TorchState(optimizer=optimizer, step=0)
+    mean = (world.size - 1) / 2
+    calls = []
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        calls.append(state.step)
+        while state.step < 4:
+            (weight * hvd.rank()).sum().backward()
+            if len(calls) == 1 and state.step == 2:
+                state.on_hosts_updated(0.0, 1)
+                state.check_host_updates()
+            state.optimizer.step()
+            state.optimizer.zero_grad()
+            state.step += 1
+
+    train(state)
+    assert calls == [0, 2]
+    # Step 2 was begun twice, so its gradient counts twice.
+    assert torch.equal(weight.detach(), torch.full((ROWS,), -5 * mean))
+    assert 0 <= optimizer.communication_s < 60
+
+
+def test_an_optimizer_outside_of_the_state_works_on_too(world: rr.Communicator) -> None:
+    """A step in a new world makes itself known there first; Adasum's as well."""
+    weights = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    plain = [torch.optim.SGD([weight], lr=1.0) for weight in weights]
+    optimizers = [hvd.DistributedOptimizer(plain[0]), hvd.DistributedOptimizer(plain[1], op=hvd.Adasum)]
+    for _ in range(2):
+        hvd.shutdown()
+        hvd.init()
+        for weight, optimizer in zip(weights, optimizers, strict=True):
+            weight.grad = torch.full((3,), 2.0)
+            optimizer.step()
+    # Both kinds leave what is equal on all ranks as it is.
+    for weight in weights:
+        assert torch.equal(weight.detach(), torch.full((3,), -4.0))
+
+
+def test_what_was_processed_is_known_to_all_though_sync_is_skipped(world: rr.Communicator) -> None:
+    """When hosts go, the ranks tell each other first: all divide the same rest, and nothing is given out again."""
+    sampler = hvd.elastic.ElasticSampler(Indices(), shuffle=False)
+    state = hvd.elastic.TorchState(sampler=sampler)
+    done = []
+
+    @hvd.elastic.run
+    def train(state: Any) -> set[int]:
+        mine = list(sampler)
+        if not done:
+            done.extend(mine[:2])
+            sampler.record_batch(0, 2)
+            state.on_hosts_updated(0.0, 1)
+            state.commit()
+        return set(mine)
+
+    left = hvd.allgather_object(train(state))
+    assert set().union(*left) == set(range(ROWS)) - set(range(2 * world.size))
+    assert sampler.processed_indices == set(range(2 * world.size))
+
+
+def test_a_scheduler_is_kept_by_its_state_dict(world: rr.Communicator) -> None:
+    """It stays the scheduler of its optimizer: a copy of one would move the rates of a copy of the other."""
+    model, plain = trained(seed=0)
+    optimizer = hvd.DistributedOptimizer(plain)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.step()  # or torch warns
+    for _ in range(world.rank):
+        scheduler.step()
+    state = hvd.elastic.TorchState(model, optimizer, scheduler=scheduler)
+    state.sync()
+    assert state.scheduler is scheduler
+    assert scheduler.optimizer is optimizer
+    assert scheduler.last_epoch == 0
+    scheduler.step()
+    state.restore()
+    assert scheduler.last_epoch == 0
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_the_same_object_given_again_changes_no_commit(world: rr.Communicator) -> None:
+    """An assignment keeps a new object as it is then; of the one that is there, what was committed counts."""
+    model, _ = trained(seed=4)
+    state = hvd.elastic.TorchState(model)
+    before = [value.clone() for value in model.state_dict().values()]
+    with torch.no_grad():
+        model[0].weight.zero_()
+    state.model = model
+    state.restore()
+    assert same(list(model.state_dict().values()), before)
+
+
+def test_indices_may_come_as_tensors(world: rr.Communicator) -> None:
+    """They are the numbers that they hold."""
+    sampler = hvd.elastic.ElasticSampler(Indices(), shuffle=False)
+    sampler.record_indices(torch.tensor([1, 3]))
+    sampler.reset()
+    assert sampler.remaining_indices == [index for index in range(ROWS) if index not in (1, 3)]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (lambda sampler: sampler.record_indices([ROWS]), "no index 23 in a dataset of length 23"),
+        (lambda sampler: sampler.record_indices(["a"]), "an index must be a whole number, got 'a'"),
+        (lambda sampler: sampler.record_batch(0, 2.5), "batch_size must be a whole number, got 2.5"),
+        (lambda sampler: sampler.set_epoch("1"), "epoch must be a whole number, got '1'"),
+        (lambda sampler: sampler.load_state_dict({"epoch": 1}), "lacks processed_indices"),
+        (lambda sampler: type(sampler)(7), "has a length, not a int"),
+        (lambda sampler: type(sampler)(Indices(), seed=0.5), "seed must be a whole number"),
+    ],
+    ids=["range", "index", "batch", "epoch", "state", "dataset", "seed"],
+)
+def test_a_sampler_refuses_what_makes_no_sense(world: rr.Communicator, wrong: Any, why: str) -> None:
+    """What is wrong is named, and the sampler stays as it was."""
+    sampler = hvd.elastic.ElasticSampler(Indices(), shuffle=False)
+    before = list(sampler), sampler.state_dict()
+    with pytest.raises(rr.ConfigError, match=why):
+        wrong(sampler)
+    assert (list(sampler), sampler.state_dict()) == before
+
+
+def test_a_rank_may_join_before_it_steps_in_the_next_world(world: rr.Communicator) -> None:
+    """After a reset of the state it can stand in for the steps of the others, which average without it."""
+    weight = torch.nn.Parameter(torch.zeros(3))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+    state = hvd.elastic.TorchState(optimizer=optimizer)
+    hvd.shutdown()
+    hvd.init()
+    state.on_reset()
+    if hvd.rank() > 0:
+        weight.grad = torch.full((3,), float(hvd.rank()))
+        optimizer.step()
+    hvd.join()
+    hvd.broadcast_parameters([weight], root_rank=hvd.size() - 1)
+    assert torch.equal(weight.detach(), torch.full((3,), -hvd.size() / 2 if hvd.size() > 1 else 0.0))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import ringreduce as rr
-from ringreduce.elastic import HostsUpdatedInterrupt, ObjectState, State, run
+from ringreduce.elastic import HostsUpdatedInterrupt, ObjectState, State, run, run_fn
 from ringreduce.errors import CollectiveError, MismatchError, PeerLostError
 
 
@@ -157,3 +157,48 @@ def test_errors_of_the_program_are_no_change_of_ranks(world: None, error: Except
     with pytest.raises(type(error)):
         train(state)
     assert state.log == ["sync"]
+
+
+@pytest.mark.parametrize("commits", [False, True], ids=["in vain", "with progress"])
+def test_a_function_that_always_fails_is_not_called_for_ever(commits: bool) -> None:
+    """Four failures without a commit in between are enough; as long as something is committed it goes on."""
+    state, calls = Recorded(), []
+
+    def train(state: Recorded) -> str:
+        calls.append(len(state.log))
+        if len(calls) == 10:
+            return "done"
+        if commits:
+            state.commit()
+        raise CollectiveError("again")
+
+    elastic = run_fn(train, lambda: state.log.append("meet"))
+    if commits:
+        assert elastic(state) == "done"
+        return
+    with pytest.raises(CollectiveError, match="again"):
+        elastic(state)
+    assert len(calls) == 4
+    assert state.log == ["sync", "restore", "meet", "reset"] * 3 + ["sync"]
+
+
+def test_ranks_that_cannot_meet_anew_end_the_loop() -> None:
+    """What the new start raises goes to the caller, of whatever kind it is; nothing is tried again."""
+    state = Recorded()
+
+    def train(state: Recorded) -> None:
+        raise PeerLostError(1, "test")
+
+    def fail() -> None:
+        raise PeerLostError(1, "still")
+
+    with pytest.raises(PeerLostError, match="still"):
+        run_fn(train, fail)(state)
+    assert state.log == ["sync", "restore"]
+
+
+@pytest.mark.parametrize("name", ["_hidden", "commit", "commits", "on_reset"])
+def test_a_state_refuses_names_that_it_needs(name: str) -> None:
+    """A value under such a name would not be kept, or would take a method's place."""
+    with pytest.raises(rr.ConfigError, match=f"cannot keep what is called {name}"):
+        ObjectState(**{name: 1})

@@ -1,5 +1,5 @@
 """Elastic training, under the name of Horovod's module for all frameworks."""
 
-from ringreduce.elastic import ObjectState, State
+from ringreduce.elastic import ObjectState, State, run_fn
 
-__all__ = ["ObjectState", "State"]
+__all__ = ["ObjectState", "State", "run_fn"]

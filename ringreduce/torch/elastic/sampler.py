@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sized
+from operator import index
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ class ElasticSampler(Sampler[int]):
         shuffle: whether each epoch has an order of its own; the same on all ranks.
         seed: of these orders; the same on all ranks.
 
+    Raises:
+        ConfigError: the dataset has no length, or an argument, here or of a method, makes no sense.
+
     Attributes:
         epoch: which one.
         processed_indices: of this epoch, by any rank as far as is known here.
@@ -33,9 +37,11 @@ class ElasticSampler(Sampler[int]):
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        if not hasattr(dataset, "__len__"):
+            raise ConfigError(f"a sampler divides what has a length, not a {type(dataset).__name__}")
         self.dataset = dataset
         self.shuffle = shuffle
-        self.seed = seed
+        self.seed = _whole("seed", seed)
         self.epoch = 0
         self.processed_indices: set[int] = set()
         self.remaining_indices: list[int] = []
@@ -46,7 +52,7 @@ class ElasticSampler(Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, with all indices: after the last one has ended, not when training goes on within one."""
-        self.epoch = epoch
+        self.epoch = _whole("epoch", epoch)
         self.processed_indices = set()
         self.reset()
 
@@ -57,19 +63,20 @@ class ElasticSampler(Sampler[int]):
             batch_idx: how many batches of the current division came before it.
             batch_size: how many indices a batch has; the last may have fewer.
         """
+        batch_idx, batch_size = _whole("batch_idx", batch_idx), _whole("batch_size", batch_size)
         if batch_idx < 0 or batch_size < 1:
             raise ConfigError(f"there is no batch {batch_idx} of {batch_size} indices")
         self.record_indices(self._mine[batch_idx * batch_size : (batch_idx + 1) * batch_size])
 
     def record_indices(self, indices: Iterable[int]) -> None:
-        """Take note that indices were processed."""
-        self.processed_indices.update(indices)
+        """Take note that indices were processed; a tensor or an array of them will do."""
+        self.processed_indices |= self._checked(indices)
 
     def reset(self) -> None:
         """Divide what is left among the ranks there are now."""
         self.num_replicas, self.rank = (size(), rank()) if is_initialized() else (1, 0)
         order = range(len(self.dataset))
-        left = [index for index in self._shuffled(order) if index not in self.processed_indices]
+        left = [place for place in self._shuffled(order) if place not in self.processed_indices]
         self.remaining_indices = left
         share = -(-len(left) // self.num_replicas)
         # A few ranks get indices a second time, from the start, so that all make the same number of steps.
@@ -82,8 +89,11 @@ class ElasticSampler(Sampler[int]):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from there, divided among the ranks there are now."""
-        self.epoch = state_dict["epoch"]
-        self.processed_indices = set(state_dict["processed_indices"])
+        missing = {"epoch", "processed_indices"} - set(state_dict)
+        if missing:
+            raise ConfigError(f"this is no state of an ElasticSampler; it lacks {', '.join(sorted(missing))}")
+        processed = self._checked(state_dict["processed_indices"])
+        self.epoch, self.processed_indices = _whole("epoch", state_dict["epoch"]), processed
         self.reset()
 
     def __iter__(self) -> Iterator[int]:
@@ -97,3 +107,18 @@ class ElasticSampler(Sampler[int]):
             return list(order)
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         return list(torch.randperm(len(order), generator=generator).tolist())
+
+    def _checked(self, indices: Iterable[int]) -> set[int]:
+        # As plain numbers: tensors are equal to nothing but themselves in a set.
+        found = {_whole("an index", each) for each in indices}
+        outside = sorted(each for each in found if not 0 <= each < len(self.dataset))
+        if outside:
+            raise ConfigError(f"there is no index {outside[0]} in a dataset of length {len(self.dataset)}")
+        return found
+
+
+def _whole(what: str, value: Any) -> int:
+    try:
+        return index(value)
+    except TypeError:
+        raise ConfigError(f"{what} must be a whole number, got {value!r}") from None

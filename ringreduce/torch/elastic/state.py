@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from ringreduce.elastic import ObjectState
+from ringreduce.elastic import HostsUpdatedInterrupt, ObjectState
 from ringreduce.runtime import rank
 from ringreduce.torch.elastic.sampler import ElasticSampler
 from ringreduce.torch.functions import broadcast_optimizer_state, broadcast_parameters
 from ringreduce.torch.objects import allgather_object, broadcast_object
+from ringreduce.torch.optimizer import DistributedOptimizer
 
 __all__ = ["TorchState"]
 
@@ -19,8 +20,9 @@ __all__ = ["TorchState"]
 class TorchState(ObjectState):
     """Models, optimizers, samplers, and whatever else is given, as attributes.
 
-    Models, optimizers and `ElasticSampler`s are kept by their state dicts, and stay the objects that they are; anything
-    else is kept by value. An attribute that is given another model later keeps that one.
+    Models, optimizers, `ElasticSampler`s and what else has a state dict (a learning-rate scheduler) are kept by that,
+    and stay the objects that they are; anything else is kept by value. An attribute that is given another model later
+    keeps that one. Gradients are not kept.
 
     Args:
         model: a model, kept as ``state.model``.
@@ -57,15 +59,25 @@ class TorchState(ObjectState):
             keeper.save()
         super().sync()
 
+    def check_host_updates(self) -> None:
+        try:
+            super().check_host_updates()
+        except HostsUpdatedInterrupt:
+            # Now, while those that go can still say what they have processed, and because a sync may be skipped.
+            for keeper in self._keepers.values():
+                if isinstance(keeper, _Sampler):
+                    keeper.sync()
+            raise
+
     def reset(self) -> None:
-        """Divide what is left of the epoch among the ranks there are now."""
+        """Divide what is left of the epoch among the ranks there are now, and let optimizers work with them."""
         for keeper in self._keepers.values():
-            if isinstance(keeper, _Sampler):
-                keeper.sampler.reset()
+            keeper.reset()
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name.startswith("_"):
+        known = None if name.startswith("_") else self._keepers.get(name)
+        if name.startswith("_") or (known is not None and known.kept is value):
             return
         keeper = _keeper_of(value)
         if keeper is not None:
@@ -77,65 +89,63 @@ class TorchState(ObjectState):
             self._names.append(name)
 
 
-class _Keeper(Protocol):
-    """Keeps one object by its state dict."""
+class _Keeper:
+    """Keeps one object by its state dict: a learning-rate scheduler, a GradScaler, or a kind that has its own class."""
 
-    def save(self) -> None: ...
-
-    def restore(self) -> None: ...
-
-    def sync(self) -> None: ...
-
-
-class _Model:
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
+    def __init__(self, kept: Any) -> None:
+        self.kept = kept
 
     def save(self) -> None:
-        self._saved = copy.deepcopy(self._model.state_dict())
+        self._saved = copy.deepcopy(self.kept.state_dict())
 
     def restore(self) -> None:
-        self._model.load_state_dict(self._saved)
+        self.kept.load_state_dict(copy.deepcopy(self._saved))  # which may keep the tensors that it is given
 
     def sync(self) -> None:
-        broadcast_parameters(self._model.state_dict(), root_rank=0)
+        """Make it equal to rank 0's. Collective."""
+        state = broadcast_object(self.kept.state_dict())
+        if rank() != 0:
+            self.kept.load_state_dict(state)
+
+    def reset(self) -> None:
+        """Prepare for other ranks. Collective."""
 
 
-class _Optimizer:
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-
-    def save(self) -> None:
-        self._saved = copy.deepcopy(self._optimizer.state_dict())
-
+class _Model(_Keeper):
     def restore(self) -> None:
-        self._optimizer.load_state_dict(copy.deepcopy(self._saved))  # which may keep the tensors it is given
+        self.kept.load_state_dict(self._saved)  # which copies
 
     def sync(self) -> None:
-        broadcast_optimizer_state(self._optimizer, root_rank=0)
+        broadcast_parameters(self.kept.state_dict(), root_rank=0)
 
 
-class _Sampler:
-    def __init__(self, sampler: ElasticSampler) -> None:
-        self.sampler = sampler
+class _Optimizer(_Keeper):
+    def sync(self) -> None:
+        broadcast_optimizer_state(self.kept, root_rank=0)
 
-    def save(self) -> None:
-        self._saved = self.sampler.state_dict()
+    def reset(self) -> None:
+        if isinstance(self.kept, DistributedOptimizer):
+            self.kept.rejoin()
 
-    def restore(self) -> None:
-        self.sampler.load_state_dict(self._saved)
 
+class _Sampler(_Keeper):
     def sync(self) -> None:
         """Put together what the ranks have processed of rank 0's epoch."""
-        everyone = allgather_object(self.sampler.state_dict())
+        everyone = allgather_object(self.kept.state_dict())
         epoch = everyone[0]["epoch"]
         processed = set().union(*(each["processed_indices"] for each in everyone if each["epoch"] == epoch))
-        self.sampler.load_state_dict({"epoch": epoch, "processed_indices": processed})
+        self.kept.load_state_dict({"epoch": epoch, "processed_indices": processed})
+
+    def reset(self) -> None:
+        self.kept.reset()
 
 
 def _keeper_of(value: Any) -> _Keeper | None:
+    """Return what keeps an object by its state dict; None: it is kept by value."""
     if isinstance(value, torch.nn.Module):
         return _Model(value)
     if isinstance(value, torch.optim.Optimizer):
         return _Optimizer(value)
-    return _Sampler(value) if isinstance(value, ElasticSampler) else None
+    if isinstance(value, ElasticSampler):
+        return _Sampler(value)
+    return _Keeper(value) if hasattr(value, "state_dict") and hasattr(value, "load_state_dict") else None
