@@ -25,6 +25,7 @@ from ringreduce.errors import (
 )
 from ringreduce.instruments import Instrument
 from ringreduce.metrics import Metrics
+from ringreduce.placement import Feedback
 from ringreduce.process_sets import ProcessSet
 from ringreduce.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
 from ringreduce.runtime import (
@@ -71,6 +72,7 @@ __all__ = [
     "Communicator",
     "Config",
     "ConfigError",
+    "Feedback",
     "Instrument",
     "Metrics",
     "MismatchError",

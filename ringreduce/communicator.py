@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ringreduce import selection
 from ringreduce.algorithms import Collective
-from ringreduce.buffers import DType, Operand, like, new, quiet_context
+from ringreduce.buffers import DType, Operand, like, narrow, new, quiet_context, widen
 from ringreduce.config import Config
 from ringreduce.errors import (
     ConfigError,
@@ -26,10 +26,11 @@ from ringreduce.errors import (
 )
 from ringreduce.instruments import Tally
 from ringreduce.partition import Partition
-from ringreduce.placement import Allreduce, BoundCall, Context, Moves, Runner, Signature
+from ringreduce.placement import Allreduce, BoundCall, Context, Feedback, Moves, Runner, Signature, WireAllreduce
 from ringreduce.reduce_ops import SUM, ReduceOp
 from ringreduce.selection import Choice
 from ringreduce.topology import Topology
+from ringreduce.wire import CODECS
 
 __all__ = ["Communicator"]
 
@@ -84,6 +85,7 @@ class Communicator:
         self._context = context
         self._allreduce = Allreduce(context)
         self._moves = Moves(context)
+        self._wire = WireAllreduce(context)
         self._bound: dict[int, BoundCall] = {}  # by the id of the array
         self._signatures: dict[tuple[object, ...], tuple[Choice, Signature]] = {}
         self._reductions: dict[tuple[object, ...], tuple[Choice, Signature, Runner]] = {}
@@ -124,7 +126,16 @@ class Communicator:
 
     # ---- collectives ----
 
-    def allreduce(self, array: Any, op: ReduceOp | str = SUM, *, out: Any = None, algorithm: str | None = None) -> Any:
+    def allreduce(
+        self,
+        array: Any,
+        op: ReduceOp | str = SUM,
+        *,
+        out: Any = None,
+        algorithm: str | None = None,
+        wire: str | None = None,
+        feedback: Feedback | None = None,
+    ) -> Any:
         """Reduce arrays over all ranks, element by element; every rank gets the result, with the same bits.
 
         Args:
@@ -132,13 +143,22 @@ class Communicator:
             op: see `ringreduce.reduce_ops`; must agree.
             out: where the result goes, ``array`` itself for in place; same shape and dtype. None: a new array.
             algorithm: a name from `algorithms`, None for the best known; must agree.
+            wire: a format in `ringreduce.wire.CODECS` in which ranks of different nodes send each other floats, for
+                sums and averages; must agree. Every element is encoded twice: when it is sent to the rank that sums
+                it up, in float32, and when that one sends the sum to all. On one node nothing is encoded. None: as
+                they are.
+            feedback: keeps what rounding lost, and adds it the next time, for an array that is reduced again and
+                again; on all ranks or none.
 
         Returns:
             ``out``, or the new array.
 
         Raises:
-            ConfigError: no such op or algorithm, or the algorithm cannot run here.
+            ConfigError: no such op, algorithm or format, or they do not go together or cannot run here.
+            UnsupportedBufferError: a wire format was asked for, and the array is not of floats.
         """
+        if wire is not None:
+            return self._allreduce_in_format(array, wire, op, out, algorithm, feedback)
         if out is array:
             bound = self._bound.get(id(array))
             if (
@@ -327,6 +347,7 @@ class Communicator:
         if self._failure is None:
             self._allreduce.close()
             self._moves.close()
+            self._wire.close()
             self._context.close()
 
     # ---- inside ----
@@ -345,6 +366,47 @@ class Communicator:
             if run is not None:
                 key = id(array)
                 self._bound[key] = BoundCall(array, target, op, algorithm, run, lambda _: self._bound.pop(key, None))
+        return out
+
+    @_counting_refusals
+    def _allreduce_in_format(
+        self,
+        array: Any,
+        wire: str,
+        op: ReduceOp | str,
+        out: Any,
+        algorithm: str | None,
+        feedback: Feedback | None,
+    ) -> Any:
+        op = ReduceOp.parse(op)
+        if algorithm is not None:
+            raise ConfigError(f"a wire format is an algorithm of its own; give wire={wire!r} or algorithm, not both")
+        source = Operand.of(array)
+        codec = CODECS.get(wire)
+        if codec is None:
+            raise ConfigError(f"unknown wire format {wire!r}; choose one of {', '.join(CODECS)}")
+        if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+            raise ConfigError(f"{op.value} of rounded values makes no sense; wire formats are for sums and averages")
+        if source.dtype.kind != "float":
+            raise UnsupportedBufferError(f"wire formats are for floats, got {source.dtype.name}")
+        if self.topology.single_node:
+            if feedback is not None:
+                feedback.begin(0, 0)
+            return self._allreduce_unbound(array, op, out, None)
+        out, target = self._result(array, source, source.shape, out)
+        plain = source.dtype.name == "float32" and target.contiguous
+        work = target.flat() if plain else np.empty(source.count, np.float32)
+        wide = widen(source.view, source.dtype) if source.dtype.half else source.view
+        if not (plain and _same(source, target)):
+            np.copyto(work.reshape(source.shape), wide, casting="same_kind")
+        argument = f"{op.value} as {wire}{' with feedback' if feedback is not None else ''}"
+        choice, signature = self._choose(Collective.ALLREDUCE, source, None, argument, shape=source.shape)
+        with self._running(Collective.ALLREDUCE, Choice(f"direct as {wire}", choice.transport, ""), source.nbytes):
+            self._quiet.run(self._wire.run, work, op, codec, signature, feedback)
+        if source.dtype.half:
+            narrow(work.reshape(source.shape), target.dtype, target.view)
+        elif not plain:
+            np.copyto(target.view, work.reshape(target.shape), casting="same_kind")
         return out
 
     def allreduce_operands(
@@ -436,7 +498,7 @@ class Communicator:
         if not isinstance(error, MismatchError):
             self._failure = error
         elif not self.topology.single_node:  # at one board a mismatch is seen before any message
-            self._allreduce = Allreduce(self._context)
+            self._allreduce, self._wire = Allreduce(self._context), WireAllreduce(self._context)
             try:
                 self._context.renew()
             except RingReduceError as lost:

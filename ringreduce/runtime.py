@@ -23,6 +23,7 @@ from ringreduce.config import Config, ignored_horovod_variables
 from ringreduce.errors import ConfigError, MismatchError
 from ringreduce.instruments import Instruments
 from ringreduce.metrics import Metrics
+from ringreduce.placement import Feedback
 from ringreduce.process_sets import Parts, ProcessSet, connect
 from ringreduce.reduce_ops import SUM, ReduceOp
 from ringreduce.selection import VENDOR
@@ -314,9 +315,17 @@ def empty(shape: int | Sequence[int], dtype: Any = np.float32) -> npt.NDArray[An
     return world().empty(shape, dtype)
 
 
-def allreduce(array: Any, op: ReduceOp | str = SUM, *, out: Any = None, algorithm: str | None = None) -> Any:
+def allreduce(
+    array: Any,
+    op: ReduceOp | str = SUM,
+    *,
+    out: Any = None,
+    algorithm: str | None = None,
+    wire: str | None = None,
+    feedback: Feedback | None = None,
+) -> Any:
     """Reduce arrays over all ranks; see `Communicator.allreduce`."""
-    return (_world or world()).allreduce(array, op, out=out, algorithm=algorithm)
+    return (_world or world()).allreduce(array, op, out=out, algorithm=algorithm, wire=wire, feedback=feedback)
 
 
 def reduce_scatter(array: Any, op: ReduceOp | str = SUM, *, out: Any = None, algorithm: str | None = None) -> Any:

@@ -24,7 +24,7 @@ from ringreduce.partition import Segment, pieces
 from ringreduce.transport.messages import Messages, Request
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["STREAMS", "Memory", "Plan"]
+__all__ = ["STREAMS", "Memory", "Plan", "Round", "Runner"]
 
 Array = npt.NDArray[Any]
 
@@ -50,13 +50,109 @@ class Memory:
 
 
 @dataclass(slots=True)
-class _Round:
+class Round:
     """One step of one segment, bound: messages to start, calls that need no message, calls that need them all."""
 
     name: str
     requests: list[Request]
     before: list[Call]
     after: list[Call]
+
+
+class Runner:
+    """Runs rounds: those of a stream one after the other, the streams side by side.
+
+    Args:
+        streams: the rounds.
+        messages: what carries messages, None where no round has any.
+        waiter: how to wait for them.
+        waiting_for: says, for error messages, what is waited for.
+        instruments: who is told of steps.
+    """
+
+    def __init__(
+        self,
+        streams: list[list[Round]],
+        messages: Messages | None,
+        waiter: Waiter,
+        waiting_for: Callable[[], str],
+        instruments: Instruments,
+    ) -> None:
+        self._streams = streams
+        self._messages = messages
+        self._waiter = waiter
+        self._waiting_for = waiting_for
+        self._instruments = instruments
+
+    def run(self) -> None:
+        """Carry the rounds out.
+
+        Raises:
+            CollectiveTimeoutError, TransportError: a peer or the transport failed.
+        """
+        if len(self._streams) > 1:
+            self._run_together()
+            return
+        for each in self._streams[0]:
+            if each.requests:
+                self._start(each.requests)
+            for call in each.before:
+                call()
+            if each.requests:
+                self._wait_for_all(each.requests)
+            if self._instruments.observers:
+                self._instruments.step(f"{each.name}: transfer")
+            for call in each.after:
+                call()
+            if each.after and self._instruments.observers:
+                self._instruments.step(f"{each.name}: reduce")
+
+    def _run_together(self) -> None:
+        """Advance whichever stream has its messages; that order varies from run to run, the results do not."""
+        running = [_Cursor(rounds, self._instruments) for rounds in self._streams]
+        for cursor in running:
+            cursor.post(self._start)
+        while running := [cursor for cursor in running if cursor.current is not None]:
+            requests = [request for cursor in running for request in cursor.requests]
+            owners = [cursor for cursor in running for _ in cursor.requests]
+            arrived = self._wait_for_some(requests)
+            if self._instruments.observers:
+                self._instruments.step("wait for messages")
+            for position in arrived:
+                cursor = owners[position]
+                cursor.missing -= 1
+                if cursor.missing == 0:
+                    cursor.post(self._start)
+
+    def close(self) -> None:
+        """Give back the messages; nothing can run again."""
+        for each in (each for stream in self._streams for each in stream if each.requests):
+            assert self._messages is not None
+            self._messages.free(each.requests)
+        self._streams = []
+
+    def _start(self, requests: list[Request]) -> None:
+        assert self._messages is not None
+        self._messages.start(requests)
+
+    def _wait_for_all(self, requests: list[Request]) -> None:
+        assert self._messages is not None
+        if not self._messages.test_all(requests):
+            self._waiter.until(partial(self._messages.test_all, requests), self._waiting_for)
+
+    def _wait_for_some(self, requests: list[Request]) -> Sequence[int]:
+        assert self._messages is not None
+        messages = self._messages
+        done: Sequence[int] = messages.test_some(requests)
+
+        def some() -> bool:
+            nonlocal done
+            done = messages.test_some(requests)
+            return bool(done)
+
+        if not done:
+            self._waiter.until(some, self._waiting_for)
+        return done
 
 
 class Plan:
@@ -98,16 +194,16 @@ class Plan:
         self._memory = memory
         self._kernels = kernels
         self._messages = messages
-        self._waiter = waiter
         self._signature = signature
         self._instruments = Instruments() if instruments is None else instruments
         nstreams = min(STREAMS, len(segments))
-        self._streams: list[list[_Round]] = [[] for _ in range(nstreams)]
+        streams: list[list[Round]] = [[] for _ in range(nstreams)]
         scratches = [_Scratch(memory.mine.dtype) for _ in range(nstreams)]
         for index, segment in enumerate(segments):
             stream = index % nstreams
-            self._streams[stream] += self._bind(index, segment, tag + stream, scratches[stream])
-        self.calls = [call for stream in self._streams for each in stream for call in each.before]
+            streams[stream] += self._bind(index, segment, tag + stream, scratches[stream])
+        self._runner = Runner(streams, messages, waiter, self._waiting_for, self._instruments)
+        self.calls = [call for stream in streams for each in stream for call in each.before]
 
     def run(self) -> None:
         """Carry the steps out.
@@ -121,69 +217,11 @@ class Plan:
             if self._instruments.observers:
                 self._instruments.step("load and store")
             return
-        if len(self._streams) > 1:
-            self._run_together()
-            return
-        for each in self._streams[0]:
-            if each.requests:
-                self._start(each.requests)
-            for call in each.before:
-                call()
-            if each.requests:
-                self._wait_for_all(each.requests)
-            if self._instruments.observers:
-                self._instruments.step(f"{each.name}: transfer")
-            for call in each.after:
-                call()
-            if each.after and self._instruments.observers:
-                self._instruments.step(f"{each.name}: reduce")
-
-    def _run_together(self) -> None:
-        """Advance whichever stream has its messages; that order varies from run to run, the results do not."""
-        running = [_Cursor(rounds, self._instruments) for rounds in self._streams]
-        for cursor in running:
-            cursor.post(self._start)
-        while running := [cursor for cursor in running if cursor.current is not None]:
-            requests = [request for cursor in running for request in cursor.requests]
-            owners = [cursor for cursor in running for _ in cursor.requests]
-            arrived = self._wait_for_some(requests)
-            if self._instruments.observers:
-                self._instruments.step("wait for messages")
-            for position in arrived:
-                cursor = owners[position]
-                cursor.missing -= 1
-                if cursor.missing == 0:
-                    cursor.post(self._start)
+        self._runner.run()
 
     def close(self) -> None:
         """Give back the messages; the plan cannot run again."""
-        for each in (each for stream in self._streams for each in stream if each.requests):
-            assert self._messages is not None
-            self._messages.free(each.requests)
-        self._streams = []
-
-    def _start(self, requests: list[Request]) -> None:
-        assert self._messages is not None
-        self._messages.start(requests)
-
-    def _wait_for_all(self, requests: list[Request]) -> None:
-        assert self._messages is not None
-        if not self._messages.test_all(requests):
-            self._waiter.until(partial(self._messages.test_all, requests), self._waiting_for)
-
-    def _wait_for_some(self, requests: list[Request]) -> Sequence[int]:
-        assert self._messages is not None
-        messages = self._messages
-        done: Sequence[int] = messages.test_some(requests)
-
-        def some() -> bool:
-            nonlocal done
-            done = messages.test_some(requests)
-            return bool(done)
-
-        if not done:
-            self._waiter.until(some, self._waiting_for)
-        return done
+        self._runner.close()
 
     def _waiting_for(self) -> str:
         peers = sorted({each.peer for step in self._schedule.steps for each in step.recvs + step.sends})
@@ -191,14 +229,14 @@ class Plan:
 
     # ---- binding ----
 
-    def _bind(self, index: int, segment: Segment, tag: int, scratch: _Scratch) -> list[_Round]:
+    def _bind(self, index: int, segment: Segment, tag: int, scratch: _Scratch) -> list[Round]:
         rounds = []
         for number, step in enumerate(self._schedule.steps, start=1):
             name = f"step {number} of segment {index + 1}"
             rounds.append(self._bind_step(name, step, index, segment, tag, scratch))
         return rounds
 
-    def _bind_step(self, name: str, step: Step, index: int, segment: Segment, tag: int, scratch: _Scratch) -> _Round:
+    def _bind_step(self, name: str, step: Step, index: int, segment: Segment, tag: int, scratch: _Scratch) -> Round:
         scratch.reset()
         requests, reducing = [], []
         for each in step.sends:
@@ -213,7 +251,7 @@ class Plan:
                 if each.reduce:
                     reducing.append((each, place))
         after = list(self._reductions(reducing, segment, step.by_rank))
-        return _Round(name, requests, list(self._direct_calls(step, index, segment)), after)
+        return Round(name, requests, list(self._direct_calls(step, index, segment)), after)
 
     def _reductions(self, arrived: list[tuple[Transfer, Array]], segment: Segment, by_rank: bool) -> Iterator[Call]:
         """Reduce what messages brought."""
@@ -274,10 +312,10 @@ class Plan:
 class _Cursor:
     """How far a stream has come."""
 
-    def __init__(self, rounds: list[_Round], instruments: Instruments) -> None:
+    def __init__(self, rounds: list[Round], instruments: Instruments) -> None:
         self._rounds = iter(rounds)
         self._instruments = instruments
-        self.current: _Round | None = None
+        self.current: Round | None = None
         self.missing = 0  # messages of the current round that are still under way
 
     @property

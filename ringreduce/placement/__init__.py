@@ -4,5 +4,6 @@ from ringreduce.placement.allreduce import Allreduce, Runner
 from ringreduce.placement.bound import BoundCall
 from ringreduce.placement.context import Context, Signature
 from ringreduce.placement.moves import Moves
+from ringreduce.placement.wire import Feedback, WireAllreduce
 
-__all__ = ["Allreduce", "BoundCall", "Context", "Moves", "Runner", "Signature"]
+__all__ = ["Allreduce", "BoundCall", "Context", "Feedback", "Moves", "Runner", "Signature", "WireAllreduce"]

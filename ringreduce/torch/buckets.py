@@ -33,7 +33,7 @@ from ringreduce.communicator import Communicator
 from ringreduce.engine.fusion import plan
 from ringreduce.errors import UnsupportedBufferError
 from ringreduce.reduce_ops import AVERAGE, MAX, SUM, ReduceOp
-from ringreduce.torch.compression import Compression, Compressor
+from ringreduce.torch.compression import BucketCompression, Compression, Compressor, NoneCompressor, Reducer
 
 __all__ = ["ALIGNMENT_NBYTES", "LARGE_NBYTES", "Bucket", "GradientBuckets", "Slot"]
 
@@ -102,9 +102,11 @@ class Bucket:
     Attributes:
         flat: all of it, one-dimensional.
         slots: the parameters, in order, and their places.
+        places: where these lie in ``flat``.
+        reducer: what reduces it, where that keeps something from step to step; else None.
     """
 
-    __slots__ = ("_spare", "flat", "slots")
+    __slots__ = ("_spare", "flat", "places", "reducer", "slots")
 
     def __init__(self, parameters: Sequence[torch.Tensor], communicator: Communicator) -> None:
         ends = list(accumulate(map(_padded_nbytes, parameters), initial=0))
@@ -114,6 +116,9 @@ class Bucket:
             Slot(parameter, memory[start:end])
             for parameter, (start, end) in zip(parameters, pairwise(ends), strict=True)
         )
+        itemsize = parameters[0].element_size()
+        self.places = [slice(start // itemsize, end // itemsize) for start, end in pairwise(ends)]
+        self.reducer: Reducer | None = None
         self._spare: Bucket | None = None
 
     def spare(self, communicator: Communicator) -> Bucket:
@@ -181,7 +186,7 @@ class GradientBuckets:
         op: `AVERAGE` or `SUM`.
         bucket_nbytes: a bucket that holds so many bytes is closed; must agree on all ranks.
         name_of: says what errors call a parameter.
-        compression: what travels in place of a bucket.
+        compression: what travels in place of a bucket; of those that keep something, float32 buckets alone.
         predivide_factor: of an average, what gradients are divided by before they are summed; the rest comes after.
         groups: the number of its group for each parameter, by id, that travels in a bucket with its group.
         skip_unused: whether trainable parameters that no rank used keep None instead of zeros.
@@ -198,7 +203,7 @@ class GradientBuckets:
         bucket_nbytes: int,
         name_of: Callable[[torch.Tensor], str],
         *,
-        compression: type[Compressor] = Compression.none,
+        compression: type[Compressor] | BucketCompression = Compression.none,
         predivide_factor: float = 1.0,
         groups: Mapping[int, int] | None = None,
         skip_unused: bool = True,
@@ -210,6 +215,9 @@ class GradientBuckets:
         self._bucket_nbytes = bucket_nbytes
         self._name_of = name_of
         self._compression = compression
+        # What has no reducer, because it is not float32, travels as it is.
+        self._compressor = NoneCompressor if isinstance(compression, BucketCompression) else compression
+        self._saved: dict[int, dict[str, torch.Tensor]] = {}
         self._predivide_factor = predivide_factor
         self._groups = groups or {}
         self._skip_unused = skip_unused
@@ -250,6 +258,28 @@ class GradientBuckets:
                 self._reduce_sparse(parameter, state - _SPARSE, active, contributing)
         self.local_s += perf_counter() - started - (self.communication_s - communicated)
 
+    @property
+    def compression_error(self) -> float:
+        """The largest relative error that compressing a bucket made on this rank in the last step."""
+        return max((bucket.reducer.error for bucket in self._buckets if bucket.reducer is not None), default=0.0)
+
+    def state_dict(self) -> dict[int, dict[str, torch.Tensor]]:
+        """Return what compressing keeps on this rank, by the number of the bucket; empty where it keeps nothing."""
+        kept = {number: each.reducer.state_dict() for number, each in enumerate(self._buckets) if each.reducer}
+        return {number: state for number, state in (kept or self._saved).items() if state}
+
+    def load_state_dict(self, state: Mapping[int, dict[str, torch.Tensor]]) -> None:
+        """Go on from what `state_dict` has returned, with buckets that are there and those that will be made."""
+        self._saved = dict(state)
+        for number, bucket in enumerate(self._buckets):
+            if bucket.reducer is not None:
+                self._restore(number, bucket.reducer)
+
+    def _restore(self, number: int, reducer: Reducer) -> None:
+        state = self._saved.pop(number, None)
+        if state is not None:
+            reducer.load_state_dict(state)
+
     def allreduce(self, array: Any, op: ReduceOp) -> None:
         """Reduce any array in place, on the clock of ``communication_s``. Collective."""
         started = perf_counter()
@@ -258,19 +288,19 @@ class GradientBuckets:
 
     def _reduce_bucket(self, bucket: Bucket, used: frozenset[int], active: int, contributing: bool) -> None:
         if not contributing:
-            self._combine(bucket.spare(self._communicator).flat.zero_(), active)
+            self._combine(bucket, bucket.spare(self._communicator).flat.zero_(), active)
         elif bucket.is_kept():
             self._reduce_apart(bucket, used, active)
         else:
             bucket.fill(used)
-            self._combine(bucket.flat, active)
+            self._combine(bucket, bucket.flat, active)
 
     def _reduce_apart(self, bucket: Bucket, used: frozenset[int], active: int) -> None:
         """Reduce a bucket that is kept without writing to it, but for the gradients that still are ``p.grad``."""
         placed = [slot for slot in bucket.slots if slot.parameter.grad is slot.place]
         spare = bucket.spare(self._communicator)
         spare.fill(used)
-        self._combine(spare.flat, active)
+        self._combine(bucket, spare.flat, active)
         for slot in spare.slots:
             if slot.parameter.grad is slot.place:
                 slot.parameter.grad = slot.place.clone()
@@ -278,18 +308,26 @@ class GradientBuckets:
             slot.place.copy_(cast(torch.Tensor, slot.parameter.grad))
             slot.parameter.grad = slot.place
 
-    def _combine(self, flat: torch.Tensor, active: int) -> None:
-        """Reduce a bucket's memory in place."""
+    def _combine(self, bucket: Bucket, flat: torch.Tensor, active: int) -> None:
+        """Reduce a bucket's memory, or what stands for it, in place."""
         averages = self._op is AVERAGE
         plain = self._predivide_factor == 1.0 and active == self._communicator.size
         if self._predivide_factor != 1.0:
             flat.mul_(1.0 / self._predivide_factor)
-        sent, context = self._compression.compress(flat)
-        self.allreduce(sent, self._op if plain else SUM)
-        if sent is not flat:
-            flat.copy_(self._compression.decompress(sent, context))
+        if bucket.reducer is not None:
+            started = perf_counter()
+            bucket.reducer.reduce(self._communicator, flat, average=plain and averages)
+            self.communication_s += perf_counter() - started
+        else:
+            self._allreduce_as(self._compressor, flat, self._op if plain else SUM)
         if averages and not plain:
             flat.mul_(self._predivide_factor / active)
+
+    def _allreduce_as(self, compressor: type[Compressor], flat: torch.Tensor, op: ReduceOp) -> None:
+        sent, context = compressor.compress(flat)
+        self.allreduce(sent, op)
+        if sent is not flat:
+            flat.copy_(compressor.decompress(sent, context))
 
     def _reduce_sparse(self, parameter: torch.Tensor, sparse_dim: int, active: int, contributing: bool) -> None:
         """Sum or average a gradient that is sparse on some rank: gather what the ranks have, make nothing dense."""
@@ -344,6 +382,10 @@ class GradientBuckets:
             items.append(((parameter.dtype, group), _padded_nbytes(parameter) if group is None else 0))
         for members in plan(items, self._bucket_nbytes):
             bucket = Bucket([unique[index] for index in members], self._communicator)
+            if isinstance(self._compression, BucketCompression) and bucket.flat.dtype is torch.float32:
+                shapes = [slot.parameter.shape for slot in bucket.slots]
+                bucket.reducer = self._compression.reducer(shapes, bucket.places)
+                self._restore(len(self._buckets), bucket.reducer)
             self._buckets.append(bucket)
             for slot in bucket.slots:
                 parameter = slot.parameter

@@ -27,6 +27,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -38,7 +39,7 @@ from ringreduce.errors import ConfigError, UnsupportedBufferError
 from ringreduce.process_sets import ProcessSet
 from ringreduce.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
 from ringreduce.runtime import global_process_set
-from ringreduce.torch.compression import Compression, Compressor
+from ringreduce.torch.compression import Compression, Compressor, WireCompressor
 
 __all__ = [
     "Adasum",
@@ -87,7 +88,8 @@ Tensors = Sequence[torch.Tensor]
 Op = ReduceOp | str
 
 _numbers = itertools.count(1)
-_backward_numbers = itertools.count(1)  # for operations without a name, counted alike on all ranks
+#: For operations without a name, counted alike on all ranks of a set.
+_backward_numbers: WeakKeyDictionary[Engine, itertools.count[int]] = WeakKeyDictionary()
 
 
 class Handle(int):
@@ -165,7 +167,8 @@ def allreduce(
         tensor: any shape and strides; shape and dtype must agree on all ranks.
         average: deprecated; use ``op``.
         name: see the module; must agree.
-        compression: what travels; see `Compression`. Must agree.
+        compression: what travels; see `Compression`. Must agree. In fp8, int8 and int4 all ranks have to take part:
+            not after a `join`.
         op: `Average` (also if None), `Sum`, `Min`, `Max`, `Product` or `Adasum`; must agree. Integers are averaged
             toward zero. Gradients flow through `Average` and `Sum`.
         prescale_factor: multiplies what goes in; must agree.
@@ -245,8 +248,8 @@ def grouped_allreduce(
     The other arguments are those of `allreduce`.
     """
     sent, contexts = zip(*map(compression.compress, tensors), strict=True) if tensors else ((), ())
-    how = _op(op, average), prescale_factor, postscale_factor
-    reduced = _apply(_Allreduce, process_set, _backward_name(name, sent), name, *how, *sent)
+    how = _op(op, average), prescale_factor, postscale_factor, _wire(compression)
+    reduced = _apply(_Allreduce, process_set, _backward_name(name, sent, process_set), name, *how, *sent)
     return [compression.decompress(each, context) for each, context in zip(reduced, contexts, strict=True)]
 
 
@@ -367,7 +370,7 @@ def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
     """Gather several tensors as one operation; see `allgather`. Collective."""
-    return list(_apply(_Allgather, process_set, _backward_name(name, tensors), name, *tensors))
+    return list(_apply(_Allgather, process_set, _backward_name(name, tensors, process_set), name, *tensors))
 
 
 def grouped_allgather_async(
@@ -393,9 +396,10 @@ def broadcast(
         name: see the module; must agree.
         process_set: the ranks that take part.
     """
+    backward = _backward_name(name, [tensor], process_set)
     return cast(
         torch.Tensor,
-        _apply(_Broadcast, tensor, process_set.rank_of(root_rank), process_set, _backward_name(name, [tensor]), name),
+        _apply(_Broadcast, tensor, process_set.rank_of(root_rank), process_set, backward, name),
     )
 
 
@@ -445,7 +449,7 @@ def alltoall(
         What the ranks sent here, in rank order; with ``splits`` also how many rows came from each (int32).
     """
     rows = _splits(tensor, splits, process_set)
-    result, received = _apply(_Alltoall, tensor, rows, process_set, _backward_name(name, [tensor]), name)
+    result, received = _apply(_Alltoall, tensor, rows, process_set, _backward_name(name, [tensor], process_set), name)
     return cast(torch.Tensor, result) if splits is None else (result, received)
 
 
@@ -508,7 +512,7 @@ def grouped_reducescatter(
     """Reduce and scatter several tensors as one operation; see `reducescatter`. Collective."""
     sent, contexts = zip(*map(compression.compress, tensors), strict=True) if tensors else ((), ())
     how = op, prescale_factor, postscale_factor
-    parts = _apply(_ReduceScatter, process_set, _backward_name(name, sent), name, *how, *sent)
+    parts = _apply(_ReduceScatter, process_set, _backward_name(name, sent, process_set), name, *how, *sent)
     return [compression.decompress(each, context) for each, context in zip(parts, contexts, strict=True)]
 
 
@@ -560,10 +564,13 @@ def _prepare_allreduce(
     postscale: float,
     process_set: ProcessSet,
     result: Callable[[], Any],
+    wire: str | None = None,
 ) -> _Prepared:
     if not sources:
         raise ConfigError("a group must have at least one tensor")
     text = _allreduce_text(op, prescale, postscale, tuple([(each.shape, each.dtype) for each in sources]))
+    if wire is not None:
+        text = f"{text} as {wire}"
 
     def before() -> None:
         for source, target in zip(sources, targets, strict=True):
@@ -583,6 +590,16 @@ def _prepare_allreduce(
             return after()
 
         return _call("allreduce", name, text, combine, process_set)
+    if wire is not None:
+        _check(sources, targets)
+
+        def encoded(communicator: Communicator) -> Any:
+            before()
+            for target in targets:
+                communicator.allreduce(target, op, out=target, wire=wire if target.is_floating_point() else None)
+            return after()
+
+        return _call("allreduce", name, text, encoded, process_set)
     reduction = Reduction(
         _key("allreduce", name),
         text,
@@ -678,11 +695,12 @@ def _key(kind: str, name: str | None) -> str:
 class _Allreduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, process_set: ProcessSet, backward: str, name: str | None, op: Op, *rest: Any) -> Any:
-        prescale, postscale, *tensors = rest
-        ctx.process_set, ctx.backward_name, ctx.how = process_set, backward, (op, prescale, postscale)
+        prescale, postscale, wire, *tensors = rest
+        ctx.process_set, ctx.backward_name, ctx.how = process_set, backward, (op, prescale, postscale, wire)
         outputs = [torch.empty_like(each) for each in tensors]
         sources = [each.detach() for each in tensors]
-        prepared = _prepare_allreduce(sources, outputs, name, op, prescale, postscale, process_set, lambda: outputs)
+        how = op, prescale, postscale
+        prepared = _prepare_allreduce(sources, outputs, name, *how, process_set, lambda: outputs, wire)
         return tuple(_carried_out(prepared))
 
     @staticmethod
@@ -690,6 +708,7 @@ class _Allreduce(torch.autograd.Function):
         _require_linear(ctx.how[0], "allreduce")
         name = ctx.backward_name
         return (
+            None,
             None,
             None,
             None,
@@ -716,7 +735,7 @@ class _Allgather(torch.autograd.Function):
         )
         starts = everyone[: ctx.process_set.rank()].sum(0).tolist()
         name = ctx.backward_name
-        totals = _apply(_Allreduce, ctx.process_set, f"{name}'", name, SUM, 1.0, 1.0, *grads)
+        totals = _apply(_Allreduce, ctx.process_set, f"{name}'", name, SUM, 1.0, 1.0, None, *grads)
         mine = [total.narrow(0, start, own) for total, start, own in zip(totals, starts, ctx.rows, strict=True)]
         return None, None, None, *mine
 
@@ -732,7 +751,7 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         name = ctx.backward_name
-        (total,) = _apply(_Allreduce, ctx.process_set, f"{name}'", name, SUM, 1.0, 1.0, grads[0])
+        (total,) = _apply(_Allreduce, ctx.process_set, f"{name}'", name, SUM, 1.0, 1.0, None, grads[0])
         mine = total if ctx.process_set.rank() == ctx.root else torch.zeros_like(total)
         return mine, None, None, None, None
 
@@ -787,16 +806,22 @@ def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     return function.forward(_NoGraph(), *arguments)  # half as long
 
 
-def _backward_name(name: str | None, tensors: Tensors) -> str:
+def _backward_name(name: str | None, tensors: Tensors, process_set: ProcessSet) -> str:
     """Return what the backward pass calls its operation: the passes of several operations may come in any order."""
     if name is not None:
         return f"gradient of {name}"
     if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
-        return f"gradient {next(_backward_numbers)}"
+        numbers = _backward_numbers.setdefault(process_set.engine, itertools.count(1))
+        return f"gradient {next(numbers)}"
     return "gradient"
 
 
 # ---- arguments ----
+
+
+def _wire(compression: type[Compressor]) -> str | None:
+    """Return the wire format of a compression that leaves tensors as they are."""
+    return None if compression.compress is not WireCompressor.compress else getattr(compression, "wire", None)
 
 
 def _checked(handle: Handle) -> Handle:

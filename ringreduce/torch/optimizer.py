@@ -23,10 +23,12 @@ from ringreduce.reduce_ops import AVERAGE, SUM, ReduceOp
 from ringreduce.runtime import global_process_set
 from ringreduce.torch.agreement import require_same_tensors
 from ringreduce.torch.buckets import GradientBuckets
-from ringreduce.torch.compression import Compression, Compressor
+from ringreduce.torch.compression import BucketCompression, Compression, Compressor
 from ringreduce.torch.ops import Adasum
 
 __all__ = ["DistributedOptimizer"]
+
+_COMPRESSION = "compression"  # a key of state dicts
 
 #: Where a GradScaler looks at an optimizer's gradients; private to torch. Without it, call `synchronize` by hand.
 _UNSCALING = getattr(getattr(torch.amp.GradScaler, "_unscale_grads_", None), "__code__", None)
@@ -62,7 +64,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ranks, in equal order.
         named_parameters: ``model.named_parameters()``: what errors call the parameters. If given, it must name them
             all.
-        compression: what travels in place of gradients, applied to buckets of them; see `Compression`.
+        compression: what travels in place of gradients, applied to buckets of them; see `Compression`. What it keeps
+            from step to step is saved in `state_dict`, for this rank.
         backward_passes_per_step: how many backward passes come before each step. Right whatever it says, because
             gradients are reduced in `step`; taken for Horovod's sake.
         op: `Average`, `Sum` or `Adasum`; must agree on all ranks.
@@ -89,7 +92,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self,
         optimizer: torch.optim.Optimizer,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-        compression: type[Compressor] = Compression.none,
+        compression: type[Compressor] | BucketCompression = Compression.none,
         backward_passes_per_step: int = 1,
         op: ReduceOp | str = AVERAGE,
         gradient_predivide_factor: float = 1.0,
@@ -105,7 +108,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # would have set is the wrapped optimizer's, by the properties and __getattr__ below.
         self._optimizer = optimizer
         self._process_set = process_set
-        self._communicator = process_set.communicator
+        self._communicator, self._engine = process_set.communicator, process_set.engine
         self._adasum = op == Adasum
         self._op = AVERAGE if op == Adasum else ReduceOp.parse(op)
         if self._op not in (AVERAGE, SUM):
@@ -116,11 +119,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if bucket_nbytes is None:
             bucket_nbytes = self._communicator.config.bucket_nbytes
         self._sparse_as_dense = sparse_as_dense
-        self._buckets = GradientBuckets(
-            process_set.engine.communicator,
-            self._op,
-            bucket_nbytes,
-            self._name_of,
+        self._new_buckets = partial(
+            GradientBuckets,
+            op=self._op,
+            bucket_nbytes=bucket_nbytes,
             compression=compression,
             predivide_factor=gradient_predivide_factor,
             groups=_checked_groups(self._parameters(), num_groups if groups is None else groups),
@@ -130,9 +132,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._skipping = False
         self._waited_s = 0.0
         self.set_backward_passes_per_step(backward_passes_per_step)
-        self._require_same_parameters()
-        self._name = process_set.engine.register("DistributedOptimizer", _weakly(self._reduce))
-        weakref.finalize(self, process_set.engine.unregister, self._name).atexit = False
+        self._register()
 
     # ---- training ----
 
@@ -148,6 +148,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Returns:
             What the wrapped optimizer returns: with a closure, the loss, reduced over the ranks like the gradients.
         """
+        self.rejoin()
         if self._adasum and self._communicator.size > 1:
             return self._adasum_step(closure)
         if closure is not None:
@@ -179,6 +180,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             with optimizer.skip_synchronize():
                 optimizer.step()
         """
+        self.rejoin()
         if self._sparse_as_dense:
             for parameter in self._parameters():
                 if parameter.grad is not None and parameter.grad.is_sparse:
@@ -211,6 +213,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if passes < 1:
             raise ConfigError(f"backward_passes_per_step must be at least 1, got {passes}")
         self.backward_passes_per_step = passes
+
+    def rejoin(self) -> None:
+        """Go on in the world there is now, if ``shutdown()`` and ``init()`` came since the last time. Collective.
+
+        `step` and `synchronize` do so by themselves. It is to be called where a rank may `join` before it steps again.
+        Does nothing while the process set is not registered.
+
+        Raises:
+            MismatchError: the ranks have different parameters.
+        """
+        if self._process_set.process_set_id is None or self._process_set.engine is self._engine:
+            return
+        self._communicator, self._engine = self._process_set.communicator, self._process_set.engine
+        self._waited_s = self.communication_s  # the new buckets count from zero
+        self._register()
 
     @property
     def communication_s(self) -> float:
@@ -264,13 +281,33 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._optimizer.add_param_group(param_group)
         self._require_same_parameters()
 
+    @property
+    def compression_error(self) -> float:
+        """The largest relative error that compressing a bucket of gradients made on this rank in the last step."""
+        return self._buckets.compression_error
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state, as it would save it itself."""
-        return self._optimizer.state_dict()
+        """Return the wrapped optimizer's state, as it would save it itself, and what compression keeps on this rank.
+
+        The latter, under the key ``"compression"``, is this rank's own: a checkpoint that shall lose nothing of it is
+        saved on every rank.
+        """
+        state: dict[str, Any] = self._optimizer.state_dict()
+        kept = self._buckets.state_dict()
+        if kept:
+            place = {"rank": self._communicator.rank, "size": self._communicator.size}
+            state[_COMPRESSION] = {**place, "buckets": kept}
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict`, here or of an optimizer like the wrapped one, has returned."""
-        self._optimizer.load_state_dict(state_dict)
+        """Load what `state_dict`, here or of an optimizer like the wrapped one, has returned.
+
+        What compression has kept on another rank, or among another number of ranks, is left out.
+        """
+        kept = state_dict.get(_COMPRESSION)
+        self._optimizer.load_state_dict({name: value for name, value in state_dict.items() if name != _COMPRESSION})
+        if kept is not None and (kept["rank"], kept["size"]) == (self._communicator.rank, self._communicator.size):
+            self._buckets.load_state_dict(kept["buckets"])
 
     def __getattr__(self, name: str) -> Any:
         # Reached for what is not found here: the wrapped optimizer's hooks and whatever its class adds.
@@ -327,6 +364,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+    def _register(self) -> None:
+        """Make the buckets, and let the engine know what to do in a step. Collective."""
+        self._buckets = self._new_buckets(self._engine.communicator, name_of=self._name_of)
+        self._require_same_parameters()
+        self._name = self._engine.register("DistributedOptimizer", _weakly(self._reduce))
+        weakref.finalize(self, self._engine.unregister, self._name).atexit = False
 
     def _require_same_parameters(self) -> None:
         require_same_tensors(self._communicator, "DistributedOptimizer", self._named_parameters())

@@ -18,7 +18,7 @@ ROWS = (
     ("errors",),
     ("config", "instruments", "partition", "reduce_ops"),
     ("buffers", "topology"),
-    ("transport",),
+    ("transport", "wire"),
     ("algorithms",),
     ("autotune", "selection"),
     ("placement",),

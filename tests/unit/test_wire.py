@@ -1,0 +1,166 @@
+"""Allreduce in wire formats: two roundings, whatever the number of ranks, equal bits on all, nothing lost for good."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import ringreduce as rr
+from ringreduce.config import Config
+from ringreduce.testing import caught, run_ranks
+from ringreduce.wire import CODECS
+
+Floats = npt.NDArray[np.float32]
+
+#: Ranks, and ranks per node: one on each, two on each, nodes of different sizes.
+LAYOUTS = [(2, 1), (3, 1), (4, 1), (4, 2), (5, 2), (4, 3)]
+COUNTS = [0, 1, 5, 257, 40_001]
+#: The relative error of rounding standard normal numbers once, with some room.
+ROUNDING = {"bf16": 2e-3, "fp16": 3e-4, "fp8": 3e-2, "int8": 8e-3, "int4": 0.13}
+#: Several segments, even of small arrays.
+SMALL_SEGMENTS = Config(timeout_s=30.0, segment_nbytes=8 << 10)
+
+
+def contribution(rank: int, count: int, step: int = 0) -> Floats:
+    """Return what a rank contributes: standard normal numbers."""
+    return np.random.default_rng(100 * step + rank).standard_normal(count).astype(np.float32)
+
+
+def exact(size: int, count: int, step: int = 0) -> npt.NDArray[np.float64]:
+    """Return the sum over the ranks, in float64."""
+    total: npt.NDArray[np.float64] = sum(contribution(rank, count, step).astype(np.float64) for rank in range(size))
+    return total
+
+
+@pytest.mark.parametrize("wire", CODECS)
+@pytest.mark.parametrize(("size", "node_size"), LAYOUTS)
+def test_the_error_is_that_of_two_roundings(size: int, node_size: int, wire: str) -> None:
+    """Sums and averages of odd counts, in place and not, are as exact as the format, with equal bits on all ranks."""
+
+    def check(communicator: rr.Communicator) -> list[bytes]:
+        bits = []
+        for count in COUNTS:
+            mine = contribution(communicator.rank, count)
+            total = communicator.allreduce(mine, wire=wire)
+            buffer = communicator.empty(count)
+            buffer[:] = mine
+            assert communicator.allreduce(buffer, "average", out=buffer, wire=wire) is buffer
+            expected = exact(size, count)
+            for result, reference in ((total, expected), (buffer, expected / size)):
+                # Of independent roundings of P terms and of their sum, each so much of its own size.
+                limit = ROUNDING[wire] * 2**0.5 * np.linalg.norm(reference) * (1.5 if count < 300 else 1.1)
+                assert np.linalg.norm(result - reference) <= limit
+                bits.append(result.tobytes())
+            assert (mine == contribution(communicator.rank, count)).all()
+        return bits
+
+    results = run_ranks(size, check, node_size=node_size, config=SMALL_SEGMENTS)
+    assert all(each == results[0] for each in results)
+
+
+@pytest.mark.parametrize("wire", CODECS)
+def test_nothing_is_encoded_on_one_node(wire: str) -> None:
+    """The result has the bits of a plain allreduce, and there is no error."""
+
+    def check(communicator: rr.Communicator) -> None:
+        mine, feedback = contribution(communicator.rank, 1001), rr.Feedback()
+        result = communicator.allreduce(mine, "average", wire=wire, feedback=feedback)
+        assert result.tobytes() == communicator.allreduce(mine, "average").tobytes()
+        assert feedback.error == 0.0
+
+    for size in (1, 3):
+        run_ranks(size, check)
+
+
+@pytest.mark.parametrize(("size", "node_size"), LAYOUTS)
+def test_what_is_lost_is_fed_back(size: int, node_size: int) -> None:
+    """The results of all steps and what is still kept add up to the sum of all contributions; without, they drift."""
+    count, steps = 3001, 12
+
+    def check(communicator: rr.Communicator) -> tuple[float, float]:
+        feedback, measured = rr.Feedback(), rr.Feedback(keep=False)
+        fed, plain = np.zeros(count), np.zeros(count)
+        for step in range(steps):
+            mine = contribution(communicator.rank, count, step)
+            fed += communicator.allreduce(mine, wire="int4", feedback=feedback)
+            plain += communicator.allreduce(mine, wire="int4", feedback=measured)
+        for each in (feedback, measured):
+            if each.sent is not None:
+                assert 0.05 < each.error < 0.2
+        expected = sum(exact(size, count, step) for step in range(steps))
+        scale = float(np.linalg.norm(exact(size, count)))
+        return float(np.linalg.norm(fed - expected)) / scale, float(np.linalg.norm(plain - expected)) / scale
+
+    fed, plain = run_ranks(size, check, node_size=node_size, config=SMALL_SEGMENTS)[0]
+    # One step's loss is left over, however many there were; without feedback losses add up like a random walk.
+    assert fed < 0.3
+    assert plain > 1.5 * fed
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float64])
+def test_other_floats_travel_in_the_format_too(dtype: Any) -> None:
+    """They come back in their own type, from arrays of any strides into arrays of any strides."""
+
+    def check(communicator: rr.Communicator) -> None:
+        mine = contribution(communicator.rank, 3000).astype(dtype).reshape(30, 100).T[::2]
+        out = np.zeros((30, 50), dtype).T
+        assert communicator.allreduce(mine, out=out, wire="int8") is out
+        expected = exact(3, 3000).reshape(30, 100).T[::2]
+        assert np.linalg.norm(out - expected) < 0.013 * np.linalg.norm(expected)
+        assert out.dtype == dtype
+
+    run_ranks(3, check, node_size=1)
+
+
+@pytest.mark.parametrize("wire", CODECS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_arrives_and_is_forgotten(wire: str, bad: float) -> None:
+    """All ranks see that a value of one rank was not finite, where it was; the next step is as if it had never been."""
+
+    def check(communicator: rr.Communicator) -> None:
+        feedback = rr.Feedback()
+        mine = np.ones(2000, np.float32)
+        if communicator.rank == 1:
+            mine[700] = bad
+        result = communicator.allreduce(mine, wire=wire, feedback=feedback)
+        assert not np.isfinite(result[700])
+        assert np.isfinite(result[:256]).all()
+        result = communicator.allreduce(np.ones(2000, np.float32), wire=wire, feedback=feedback)
+        np.testing.assert_allclose(result, 3.0, rtol=0.2)
+
+    run_ranks(3, check, node_size=1)
+
+
+def test_wrong_arguments_are_refused_and_lose_nothing() -> None:
+    """Each error says what is wrong; later calls work."""
+
+    def check(communicator: rr.Communicator) -> None:
+        floats = np.ones(5, np.float32)
+        for error, arguments in (
+            (rr.ConfigError, (floats, "sum", "int7")),
+            (rr.ConfigError, (floats, "max", "int8")),
+            (rr.UnsupportedBufferError, (np.ones(5, np.int32), "sum", "int8")),
+            (rr.UnsupportedBufferError, (np.ones(5, np.complex64), "sum", "bf16")),
+        ):
+            array, op, wire = arguments
+            assert isinstance(caught(communicator.allreduce, array, op, wire=wire), error)
+        assert isinstance(caught(communicator.allreduce, floats, wire="int8", algorithm="ring"), rr.ConfigError)
+        assert communicator.allreduce(floats, wire="int8").tolist() == pytest.approx([2.0] * 5, rel=0.01)
+
+    run_ranks(2, check, node_size=1)
+
+
+def test_different_formats_are_a_mismatch_on_all_ranks() -> None:
+    """Nothing is decoded that was encoded otherwise."""
+
+    def check(communicator: rr.Communicator) -> None:
+        floats = np.ones(5, np.float32)
+        error = caught(communicator.allreduce, floats, wire="int8" if communicator.rank else "int4")
+        assert isinstance(error, rr.MismatchError)
+        assert {"int8", "int4"} <= set(str(error).replace(",", " ").replace(")", " ").split())
+        assert communicator.allreduce(floats, wire="int4").tolist() == pytest.approx([2.0] * 5, rel=0.01)
+
+    run_ranks(2, check, node_size=1)
