@@ -20,8 +20,8 @@ __all__ = [
     "BucketCompression",
     "Compression",
     "Compressor",
-    "FP8Compressor",
     "FP16Compressor",
+    "Float8Compressor",
     "Int4Compressor",
     "Int8Compressor",
     "NoneCompressor",
@@ -102,7 +102,7 @@ class WireCompressor(NoneCompressor):
         return _WireReducer(cls.wire, Feedback(keep=cls.error_feedback))
 
 
-class FP8Compressor(WireCompressor):
+class Float8Compressor(WireCompressor):
     """8-bit floats of 4 significant bits; see `ringreduce.wire`."""
 
     wire = "fp8"
@@ -155,7 +155,7 @@ class Compression:
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
-    fp8 = FP8Compressor
+    fp8 = Float8Compressor
     int8 = Int8Compressor
     int4 = Int4Compressor
 
@@ -176,7 +176,7 @@ class _WireReducer:
         communicator.allreduce(flat, op, out=flat, wire=self._wire, feedback=self._feedback)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        kept = {"sent": self._feedback.sent, "summed": self._feedback.summed}
+        kept = {"sent": self._feedback.sent, "summed": self._feedback.summed} if self._feedback.keep else {}
         return {name: torch.from_numpy(array.copy()) for name, array in kept.items() if array is not None}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:

@@ -1,0 +1,193 @@
+"""Optimizers whose gradients travel compressed between nodes: ranks that are threads, each a node of its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import ringreduce.torch as hvd  # noqa: E402
+from ringreduce.process_sets import ProcessSet  # noqa: E402
+from ringreduce.testing import run_process_sets  # noqa: E402
+
+WIRES = [hvd.Compression.fp16, hvd.Compression.bf16, hvd.Compression.fp8, hvd.Compression.int8, hvd.Compression.int4]
+
+
+class Int4WithoutFeedback(hvd.Compression.int4):  # type: ignore[misc,name-defined]
+    """What rounding loses is lost."""
+
+    error_feedback = False
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Ranks are threads here already."""
+    torch.set_num_threads(1)
+
+
+def model_of() -> Any:
+    """Return a model, the same for every rank; torch's own generator is shared by the threads that are ranks here."""
+    generator = torch.Generator().manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 33), torch.nn.Tanh(), torch.nn.Linear(33, 5))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(-0.2, 0.2, generator=generator)
+    return model
+
+
+def batch(rank: int, step: int) -> tuple[Any, Any]:
+    """Return a rank's batch of a step: a fixed target function of random inputs."""
+    inputs = torch.randn(16, 20, generator=torch.Generator().manual_seed(1000 * step + rank))
+    return inputs, torch.tanh(inputs[:, :5] + inputs[:, 5:10])
+
+
+def loss_of(model: Any, rank: int, step: int) -> Any:
+    inputs, targets = batch(rank, step)
+    return (model(inputs) - targets).square().mean()
+
+
+def trained(process_set: ProcessSet, compression: Any, steps: int, lr: float = 0.2) -> tuple[Any, Any]:
+    """Return a model after some steps of all ranks, and its optimizer."""
+    model = model_of()
+    inner = torch.optim.SGD(model.parameters(), lr=lr)
+    optimizer = hvd.DistributedOptimizer(inner, compression=compression, process_set=process_set)
+    for step in range(steps):
+        train(model, optimizer, process_set.rank(), step)
+    return model, optimizer
+
+
+def train(model: Any, optimizer: Any, rank: int, step: int) -> None:
+    optimizer.zero_grad()
+    loss_of(model, rank, step).backward()
+    optimizer.step()
+
+
+def alone(size: int, steps: int, lr: float = 0.2) -> Any:
+    """Return a model that one process has trained on the batches of all ranks."""
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for step in range(steps):
+        optimizer.zero_grad()
+        sum(loss_of(model, rank, step) / size for rank in range(size)).backward()
+        optimizer.step()
+    return model
+
+
+def flat(model: Any) -> Any:
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+def on_nodes(size: int, check: Callable[[ProcessSet], Any], node_size: int = 1) -> list[Any]:
+    return run_process_sets(size, check, node_size=node_size)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("compression", WIRES, ids=lambda each: each.wire)
+def test_weights_are_equal_on_all_ranks_and_close_to_those_of_one_process(size: int, compression: Any) -> None:
+    """After some steps, bit for bit and within what rounding moves them."""
+
+    def check(process_set: ProcessSet) -> Any:
+        model, optimizer = trained(process_set, compression, steps=5)
+        assert 0.0 < optimizer.compression_error < 0.2 or size == 1
+        return flat(model)
+
+    results = on_nodes(size, check)
+    assert all(torch.equal(each, results[0]) for each in results)
+    expected, start = flat(alone(size, 5)), flat(model_of())
+    assert torch.linalg.norm(results[0] - expected) < 0.15 * torch.linalg.norm(expected - start)
+
+
+def test_error_feedback_keeps_training_on_its_way() -> None:
+    """After many steps the weights are closer to those of exact training with feedback than without."""
+
+    def distance(compression: Any) -> float:
+        models = on_nodes(2, lambda process_set: trained(process_set, compression, steps=60)[0])
+        return float(torch.linalg.norm(flat(models[0]) - flat(alone(2, 60))))
+
+    assert distance(hvd.Compression.int4) < 0.6 * distance(Int4WithoutFeedback)
+
+
+@pytest.mark.parametrize("compression", [hvd.Compression.int8, hvd.Compression.bf16])
+def test_training_goes_on_from_a_state_dict(compression: Any) -> None:
+    """What was kept is saved and loaded, by an optimizer that has made steps and by one that has not."""
+
+    def check(process_set: ProcessSet) -> None:
+        model, optimizer = trained(process_set, compression, steps=3)
+        saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+        assert ("compression" in saved) is (compression is hvd.Compression.int8)
+        train(model, optimizer, process_set.rank(), 3)
+        for steps in (0, 2):
+            other, second = trained(process_set, compression, steps=steps)
+            other.load_state_dict(weights)
+            second.load_state_dict(saved)
+            assert set(second.state_dict()) == set(saved)
+            train(other, second, process_set.rank(), 3)
+            assert torch.equal(flat(other), flat(model))
+
+    on_nodes(2, check)
+
+
+def test_a_state_dict_of_another_rank_or_number_of_ranks_leaves_its_residual_out() -> None:
+    """It would be added to gradients that it was not lost from; the wrapped optimizer's state is loaded."""
+
+    def check(process_set: ProcessSet) -> None:
+        _, optimizer = trained(process_set, hvd.Compression.int8, steps=2)
+        saved = optimizer.state_dict()
+        for name in ("rank", "size"):
+            _, fresh = trained(process_set, hvd.Compression.int8, steps=0)
+            fresh.load_state_dict({**saved, "compression": {**saved["compression"], name: 7}})
+            assert "compression" not in fresh.state_dict()
+
+    on_nodes(2, check)
+
+
+def test_on_one_node_nothing_is_lost() -> None:
+    """Ranks that share memory train as without compression, bit for bit."""
+
+    def check(process_set: ProcessSet) -> Any:
+        model, optimizer = trained(process_set, hvd.Compression.int4, steps=3)
+        plain, _ = trained(process_set, hvd.Compression.none, steps=3)
+        assert optimizer.compression_error == 0.0
+        assert torch.equal(flat(model), flat(plain))
+
+    on_nodes(2, check, node_size=2)
+
+
+def test_parameters_of_other_dtypes_travel_as_they_are() -> None:
+    """Of a model in float64 every bit of the average is right; a mixed model trains."""
+
+    def check(process_set: ProcessSet) -> None:
+        weight = torch.nn.Parameter(torch.zeros(5, dtype=torch.float64))
+        narrow = torch.nn.Parameter(torch.zeros(300))
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([weight, narrow], lr=1.0), compression=hvd.Compression.int8, process_set=process_set
+        )
+        third = torch.full((5,), 1 / 3, dtype=torch.float64) * (process_set.rank() + 1)
+        weight.grad, narrow.grad = third, torch.linspace(-1, 1, 300)
+        optimizer.step()
+        torch.testing.assert_close(weight.detach(), torch.full((5,), -0.5, dtype=torch.float64), rtol=1e-15, atol=0)
+        torch.testing.assert_close(narrow.detach(), -torch.linspace(-1, 1, 300), rtol=0, atol=0.01)
+
+    on_nodes(2, check)
+
+
+@pytest.mark.parametrize("compression", WIRES[2:], ids=lambda each: each.wire)
+def test_allreduce_takes_wire_formats(compression: Any) -> None:
+    """So do groups; gradients flow through, and what are no floats is exact."""
+
+    def check(process_set: ProcessSet) -> None:
+        tensor = torch.linspace(-1, 1, 300).requires_grad_()
+        total = hvd.allreduce(tensor, op=hvd.Sum, compression=compression, process_set=process_set)
+        torch.testing.assert_close(total.detach(), 2 * tensor.detach(), rtol=0.2, atol=0.2)
+        total.sum().backward()
+        torch.testing.assert_close(tensor.grad, torch.full((300,), 2.0), rtol=0.01, atol=0)
+        integers, floats = hvd.grouped_allreduce(
+            [torch.tensor([2, 4]), torch.ones(3)], op=hvd.Sum, compression=compression, process_set=process_set
+        )
+        assert integers.tolist() == [4, 8]
+        torch.testing.assert_close(floats, torch.full((3,), 2.0), rtol=0.01, atol=0)
+
+    on_nodes(2, check)
