@@ -383,7 +383,7 @@ class GradientBuckets:
         for members in plan(items, self._bucket_nbytes):
             bucket = Bucket([unique[index] for index in members], self._communicator)
             if isinstance(self._compression, BucketCompression) and bucket.flat.dtype is torch.float32:
-                shapes = [slot.parameter.shape for slot in bucket.slots]
+                shapes = [_shape_in_memory(slot.place) for slot in bucket.slots]
                 bucket.reducer = self._compression.reducer(shapes, bucket.places)
                 self._restore(len(self._buckets), bucket.reducer)
             self._buckets.append(bucket)
@@ -403,6 +403,12 @@ def _state(parameter: torch.Tensor, skip_unused: bool) -> int:
     if grad.is_sparse:
         return _SPARSE + grad.sparse_dim()
     return _DENSE if grad.layout is torch.strided else _UNSUPPORTED
+
+
+def _shape_in_memory(tensor: torch.Tensor) -> torch.Size:
+    """Return the lengths of the dimensions of a dense tensor, from the one that goes farthest to the nearest."""
+    strides = tensor.stride()
+    return torch.Size(tensor.shape[dim] for dim in sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
 
 
 def _sparse(indices: torch.Tensor, values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

@@ -14,6 +14,8 @@ import torch
 from ringreduce.communicator import Communicator
 from ringreduce.placement import Feedback
 from ringreduce.reduce_ops import AVERAGE, SUM
+from ringreduce.torch.lowrank import PowerSGD
+from ringreduce.torch.topk import TopK
 
 __all__ = [
     "BF16Compressor",
@@ -150,7 +152,10 @@ class BF16Compressor(_HalfCompressor):
 
 
 class Compression:
-    """The compressions to choose from."""
+    """The compressions to choose from.
+
+    ``powersgd`` and ``topk`` are for optimizers alone, and take settings: ``Compression.powersgd(rank=4)``.
+    """
 
     none = NoneCompressor
     fp16 = FP16Compressor
@@ -158,6 +163,8 @@ class Compression:
     fp8 = Float8Compressor
     int8 = Int8Compressor
     int4 = Int4Compressor
+    powersgd = PowerSGD
+    topk = TopK
 
 
 class _WireReducer:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 
@@ -92,7 +92,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self,
         optimizer: torch.optim.Optimizer,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-        compression: type[Compressor] | BucketCompression = Compression.none,
+        compression: type[Compressor] | type[BucketCompression] | BucketCompression = Compression.none,
         backward_passes_per_step: int = 1,
         op: ReduceOp | str = AVERAGE,
         gradient_predivide_factor: float = 1.0,
@@ -123,7 +123,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             GradientBuckets,
             op=self._op,
             bucket_nbytes=bucket_nbytes,
-            compression=compression,
+            compression=_checked_compression(compression),
             predivide_factor=gradient_predivide_factor,
             groups=_checked_groups(self._parameters(), num_groups if groups is None else groups),
             skip_unused=skip_unused,
@@ -383,6 +383,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _name_of(self, parameter: torch.Tensor) -> str:
         return next(name for name, each in self._named_parameters() if each is parameter)
+
+
+def _checked_compression(
+    compression: type[Compressor] | type[BucketCompression] | BucketCompression,
+) -> type[Compressor] | BucketCompression:
+    """Return a compression; one that takes settings, and was given without, with those it has by itself."""
+    if isinstance(compression, type):
+        if issubclass(compression, Compressor) or hasattr(compression, "compress"):
+            return cast("type[Compressor]", compression)
+        if hasattr(compression, "reducer"):
+            return compression()
+    elif isinstance(compression, BucketCompression):
+        return compression
+    raise ConfigError(f"compression is one of hvd.Compression, or a Compressor class; got {compression!r}")
 
 
 def _checked_names(

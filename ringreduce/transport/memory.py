@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,8 +28,9 @@ class MemoryWorld:
     def __init__(self, size: int, timeout_s: float = 60.0) -> None:
         self.size = size
         self.timeout_s = timeout_s
-        # deque.append and popleft are atomic, so the queues need no lock of their own.
-        self.queues: defaultdict[tuple[int, int, int, int], deque[Array]] = defaultdict(deque)
+        # deque.append and popleft are atomic, so the queues need no lock of their own; and so is dict.setdefault, while
+        # a defaultdict may give two threads a queue each.
+        self.queues: dict[tuple[int, int, int, int], deque[Array]] = {}
         self.notes: list[deque[tuple[int, bytes]]] = [deque() for _ in range(size)]
         self.segments: dict[tuple[int, int], Array] = {}
         self.payloads: list[bytes] = [b""] * size
@@ -69,10 +70,13 @@ class MemoryMessages:
         self._subsets = 0
 
     def send(self, data: Array, peer: int, tag: int) -> Request:
-        return _Transfer(self._world.queues[self.rank, peer, tag, self._renewals], data, is_send=True)
+        return _Transfer(self._queue(self.rank, peer, tag), data, is_send=True)
 
     def recv(self, data: Array, peer: int, tag: int) -> Request:
-        return _Transfer(self._world.queues[peer, self.rank, tag, self._renewals], data, is_send=False)
+        return _Transfer(self._queue(peer, self.rank, tag), data, is_send=False)
+
+    def _queue(self, sender: int, receiver: int, tag: int) -> deque[Array]:
+        return self._world.queues.setdefault((sender, receiver, tag, self._renewals), deque())
 
     def start(self, requests: Sequence[Request]) -> None:
         for each in requests:

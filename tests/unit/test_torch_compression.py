@@ -100,6 +100,42 @@ def test_weights_are_equal_on_all_ranks_and_close_to_those_of_one_process(size: 
     assert torch.linalg.norm(results[0] - expected) < 0.15 * torch.linalg.norm(expected - start)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "compression",
+    [hvd.Compression.powersgd, hvd.Compression.powersgd(rank=1), hvd.Compression.topk(fraction=0.1)],
+    ids=["powersgd", "rank 1", "topk"],
+)
+def test_structural_compressions_train(size: int, compression: Any) -> None:
+    """Ranks have equal weights, and lose little more than one process does; training goes on from a state dict."""
+
+    def check(process_set: ProcessSet) -> Any:
+        model, optimizer = trained(process_set, compression, steps=40)
+        saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+        other, second = trained(process_set, compression, steps=0)
+        other.load_state_dict(weights)
+        second.load_state_dict(saved)
+        for each, steps in ((model, optimizer), (other, second)):
+            train(each, steps, process_set.rank(), 40)
+        assert torch.equal(flat(other), flat(model))
+        return model
+
+    models = on_nodes(size, check)
+    assert all(torch.equal(flat(each), flat(models[0])) for each in models)
+    single = alone(size, 41)
+    final = sum(float(loss_of(models[0], 0, step).detach()) for step in range(100, 110))
+    exact = sum(float(loss_of(single, 0, step).detach()) for step in range(100, 110))
+    start = sum(float(loss_of(model_of(), 0, step).detach()) for step in range(100, 110))
+    assert final - exact < 0.3 * (start - exact)
+
+
+def test_what_is_no_compression_is_refused() -> None:
+    """The error says what there is."""
+    sgd = torch.optim.SGD(model_of().parameters(), lr=1.0)
+    with pytest.raises(ValueError, match=r"hvd\.Compression"):
+        run_process_sets(1, lambda alone: hvd.DistributedOptimizer(sgd, compression="int8", process_set=alone))
+
+
 def test_error_feedback_keeps_training_on_its_way() -> None:
     """After many steps the weights are closer to those of exact training with feedback than without."""
 
