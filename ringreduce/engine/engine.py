@@ -205,7 +205,7 @@ class Engine:
 
     def unregister(self, name: str) -> None:
         """Forget a procedure; does nothing if there is none of this name."""
-        self._executor.procedures.pop(name, None)
+        self._executor.forget(name)
 
     def join(self) -> Operation:
         """Say that this rank submits nothing more until all ranks have joined; done then.

@@ -37,7 +37,16 @@ class Executor:
         self._communicator = communicator
         self._size = communicator.size
         self.procedures: dict[str, Callable[[Communicator, int, bool], Any]] = {}
+        self._last = ""  # the procedure that ran last
+        self._retired = ""  # the same, if it was to be forgotten
         self._buffers: OrderedDict[tuple[str, int], tuple[Any, npt.NDArray[Any]]] = OrderedDict()
+
+    def forget(self, name: str) -> None:
+        """Forget a procedure; the last that ran not before another runs, as other ranks may go on with it."""
+        if name == self._last:
+            self._retired = name
+        else:
+            self.procedures.pop(name, None)
 
     def run(self, order: Run, operations: Sequence[Operation | None]) -> None:
         """Carry out one order.
@@ -48,7 +57,11 @@ class Executor:
         """
         first = operations[0]
         if order.operations[0].looks.op == PROCEDURE:
-            result = self.procedures[order.operations[0].name](self._communicator, order.active, first is not None)
+            name = order.operations[0].name
+            if name != self._last:
+                self._last = name
+                self.procedures.pop(self._retired, None)
+            result = self.procedures[name](self._communicator, order.active, first is not None)
             if first is not None:
                 first.result = result
             return

@@ -33,7 +33,14 @@ from ringreduce.communicator import Communicator
 from ringreduce.engine.fusion import plan
 from ringreduce.errors import UnsupportedBufferError
 from ringreduce.reduce_ops import AVERAGE, MAX, SUM, ReduceOp
-from ringreduce.torch.compression import BucketCompression, Compression, Compressor, NoneCompressor, Reducer
+from ringreduce.torch.compression import (
+    BucketCompression,
+    Compression,
+    Compressor,
+    NoneCompressor,
+    Reducer,
+    WireCompressor,
+)
 
 __all__ = ["ALIGNMENT_NBYTES", "LARGE_NBYTES", "Bucket", "GradientBuckets", "Slot"]
 
@@ -80,6 +87,10 @@ class Slot:
     def is_filled(self) -> bool:
         """Whether the gradient is in its place; after ``p.grad.data = ...`` the tensor is, but not its memory."""
         return self.parameter.grad is self.place and self.place.data_ptr() == self._address
+
+    def is_outgrown(self) -> bool:
+        """Whether the parameter has another dtype or shape than it had."""
+        return self.parameter.dtype != self.place.dtype or self.parameter.shape != self.place.shape
 
     def is_kept(self) -> bool:
         """Whether the place, while it is not ``p.grad``, still is something to somebody; takes about 0.3 us."""
@@ -154,11 +165,15 @@ class Bucket:
         elsewhere, missing = [], []
         for slot in self.slots:
             grad = slot.parameter.grad
-            if grad is slot.place:
+            if id(slot.parameter) not in used:  # no rank has a gradient, or some rank has a sparse one
+                if grad is slot.place:
+                    slot.parameter.grad = grad.clone()
+                missing.append(slot.place)
+            elif grad is slot.place:
                 continue
-            if grad is not None:
+            elif grad is not None:
                 elsewhere.append((slot, grad))
-            elif id(slot.parameter) in used:
+            else:
                 missing.append(slot.place)
                 slot.parameter.grad = slot.place
         self._move(elsewhere)
@@ -216,7 +231,8 @@ class GradientBuckets:
         self._name_of = name_of
         self._compression = compression
         # What has no reducer, because it is not float32, travels as it is.
-        self._compressor = NoneCompressor if isinstance(compression, BucketCompression) else compression
+        built_in = isinstance(compression, BucketCompression) and not _overridden(compression)
+        self._compressor = NoneCompressor if built_in else cast("type[Compressor]", compression)
         self._saved: dict[int, dict[str, torch.Tensor]] = {}
         self._predivide_factor = predivide_factor
         self._groups = groups or {}
@@ -248,6 +264,7 @@ class GradientBuckets:
         active = self._communicator.size if active is None else active
         found = self._find(parameters, contributing)
         dense = [parameter for parameter, state in zip(parameters, found, strict=True) if state == _DENSE]
+        self._forget_outgrown()
         self._place([parameter for parameter in dense if id(parameter) not in self._placed])
         ids = frozenset(map(id, dense))
         for bucket in self._buckets:
@@ -372,6 +389,16 @@ class GradientBuckets:
         self.allreduce(self._found, MAX)
         return self._found
 
+    def _forget_outgrown(self) -> None:
+        """Forget buckets of parameters that have another dtype or shape by now, as after ``model.double()``."""
+        kept = []
+        for bucket in self._buckets:
+            if any(slot.is_outgrown() for slot in bucket.slots):
+                self._placed.difference_update(id(slot.parameter) for slot in bucket.slots)
+            else:
+                kept.append(bucket)
+        self._buckets = kept
+
     def _place(self, parameters: Sequence[torch.Tensor]) -> None:
         """Make buckets for parameters that have none, last registered first: in the order of the backward pass."""
         unique = list({id(parameter): parameter for parameter in reversed(parameters)}.values())
@@ -382,9 +409,9 @@ class GradientBuckets:
             items.append(((parameter.dtype, group), _padded_nbytes(parameter) if group is None else 0))
         for members in plan(items, self._bucket_nbytes):
             bucket = Bucket([unique[index] for index in members], self._communicator)
-            if isinstance(self._compression, BucketCompression) and bucket.flat.dtype is torch.float32:
+            if _reduces(self._compression, bucket.flat.dtype):
                 shapes = [_shape_in_memory(slot.place) for slot in bucket.slots]
-                bucket.reducer = self._compression.reducer(shapes, bucket.places)
+                bucket.reducer = cast(BucketCompression, self._compression).reducer(shapes, bucket.places)
                 self._restore(len(self._buckets), bucket.reducer)
             self._buckets.append(bucket)
             for slot in bucket.slots:
@@ -403,6 +430,22 @@ def _state(parameter: torch.Tensor, skip_unused: bool) -> int:
     if grad.is_sparse:
         return _SPARSE + grad.sparse_dim()
     return _DENSE if grad.layout is torch.strided else _UNSUPPORTED
+
+
+def _overridden(compression: type[Compressor] | BucketCompression) -> bool:
+    """Whether a compression is a user's, made of one of ours by giving it other methods."""
+    if not isinstance(compression, type):
+        return False
+    makers = {next(each for each in compression.__mro__ if name in vars(each)) for name in ("compress", "decompress")}
+    return any(each.__module__ != Compressor.__module__ for each in makers)
+
+
+def _reduces(compression: type[Compressor] | BucketCompression, dtype: torch.dtype) -> bool:
+    """Whether a compression reduces buckets of a dtype itself."""
+    if not isinstance(compression, BucketCompression) or _overridden(compression):
+        return False
+    wire = isinstance(compression, type) and issubclass(compression, WireCompressor)
+    return dtype.is_floating_point if wire else dtype is torch.float32
 
 
 def _shape_in_memory(tensor: torch.Tensor) -> torch.Size:

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from ringreduce.communicator import Communicator
 from ringreduce.errors import ConfigError
 from ringreduce.process_sets import ProcessSet
 from ringreduce.runtime import global_process_set
 from ringreduce.torch.agreement import require_same_tensors
-from ringreduce.torch.objects import broadcast_object
+from ringreduce.torch.objects import broadcast_object, carry_out
 from ringreduce.torch.ops import changed
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
@@ -34,11 +35,16 @@ def broadcast_parameters(
         MismatchError: the tensors differ between ranks in more than their values; nothing was overwritten then.
     """
     tensors = _named(params)
-    communicator, root = process_set.communicator, process_set.rank_of(root_rank)
-    require_same_tensors(communicator, "broadcast_parameters", tensors)
+    root = process_set.rank_of(root_rank)
+
+    def run(communicator: Communicator) -> None:
+        require_same_tensors(communicator, "broadcast_parameters", tensors)
+        for _, tensor in tensors:
+            values = tensor.detach()
+            communicator.broadcast(values, root, out=values)
+
+    carry_out("broadcast_parameters", None, run, process_set, f"broadcast_parameters(root {root})")
     for _, tensor in tensors:
-        values = tensor.detach()
-        communicator.broadcast(values, root, out=values)
         changed(tensor)
 
 
@@ -71,7 +77,7 @@ def broadcast_optimizer_state(
 def _named(
     params: Mapping[str, torch.Tensor] | Iterable[torch.Tensor | tuple[str, torch.Tensor]],
 ) -> list[tuple[str, torch.Tensor]]:
-    entries = params.items() if isinstance(params, Mapping) else params
+    entries = sorted(params.items()) if isinstance(params, Mapping) else params
     named = []
     for index, entry in enumerate(entries):
         name, tensor = entry if isinstance(entry, tuple) else (str(index), entry)

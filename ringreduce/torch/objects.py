@@ -19,11 +19,12 @@ import torch
 
 from ringreduce.buffers import DTYPES
 from ringreduce.communicator import Communicator
+from ringreduce.engine import Call
 from ringreduce.errors import ConfigError
 from ringreduce.process_sets import ProcessSet
 from ringreduce.runtime import global_process_set
 
-__all__ = ["allgather_object", "broadcast_object", "gather"]
+__all__ = ["allgather_object", "broadcast_object", "carry_out", "gather"]
 
 
 def broadcast_object(
@@ -34,7 +35,7 @@ def broadcast_object(
     Args:
         obj: what to send, anything that pickles; looked at on the root only.
         root_rank: the sender, as a rank of the world; must agree on all ranks.
-        name: a label without meaning here, taken for Horovod's sake.
+        name: what matches it with the other ranks' calls; None: it meets the other calls without a name in their order.
         process_set: the ranks that take part.
 
     Returns:
@@ -43,7 +44,14 @@ def broadcast_object(
     Raises:
         ConfigError: the object does not pickle. Raised on all ranks.
     """
-    communicator, root = process_set.communicator, process_set.rank_of(root_rank)
+    root = process_set.rank_of(root_rank)
+    skeleton, tensors = carry_out("broadcast_object", name, lambda ranks: _broadcast(ranks, obj, root), process_set)
+    return obj if process_set.rank() == root else _Unpickler(io.BytesIO(skeleton), tensors).load()
+
+
+def _broadcast(communicator: Communicator, obj: Any, root: int) -> tuple[bytes, list[torch.Tensor]]:
+    """Return the root's object in pieces, except on the root itself."""
+    skeleton = b""
     tensors: list[torch.Tensor] = []
     if communicator.rank == root:
         data, failure = _packed(lambda: pickle.dumps(_take_apart(obj, tensors), pickle.HIGHEST_PROTOCOL))
@@ -53,7 +61,7 @@ def broadcast_object(
         tensors = [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in looks]
     for tensor in tensors:
         communicator.broadcast(tensor, root, out=tensor)
-    return obj if communicator.rank == root else _Unpickler(io.BytesIO(skeleton), tensors).load()
+    return skeleton, tensors
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
@@ -61,7 +69,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
     Args:
         obj: what this rank contributes, anything that pickles.
-        name: a label without meaning here, taken for Horovod's sake.
+        name: as for `broadcast_object`.
         process_set: the ranks that take part.
 
     Returns:
@@ -70,11 +78,29 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     Raises:
         ConfigError: some rank's object does not pickle. Raised on all ranks.
     """
-    return gather(process_set.communicator, obj)
+    parts = carry_out("allgather_object", name, lambda communicator: _gather_parts(communicator, obj), process_set)
+    return [pickle.loads(part) for part in parts]
+
+
+def carry_out(
+    kind: str, name: str | None, run: Callable[[Communicator], Any], process_set: ProcessSet, text: str = ""
+) -> Any:
+    """Run a function of blocking collectives on all ranks of a set, as one named operation, and return its result.
+
+    So it may be called from any thread, ends in an error on ranks whose peers have joined, and is seen by the stall
+    watch. Collective.
+    """
+    named = f"{kind} without a name" if name is None else f"{kind} {name}"
+    return process_set.engine.run(Call(named, text or kind, run), unique=name is not None)
 
 
 def gather(communicator: Communicator, obj: Any) -> list[Any]:
     """Do what `allgather_object` says, on any communicator."""
+    return [pickle.loads(part) for part in _gather_parts(communicator, obj)]
+
+
+def _gather_parts(communicator: Communicator, obj: Any) -> list[bytes]:
+    """Return the pickles of the objects of all ranks."""
     data, failure = _packed(lambda: pickle.dumps(obj, pickle.HIGHEST_PROTOCOL))
     headers = communicator.allgather(np.array([[len(data), failure is not None]], np.int64))
     everyone = communicator.allgather(np.frombuffer(data, np.uint8))
@@ -82,7 +108,7 @@ def gather(communicator: Communicator, obj: Any) -> list[Any]:
     for rank, (part, (_, failed)) in enumerate(zip(parts, headers, strict=True)):
         if failed:
             _refuse(rank, part, failure if rank == communicator.rank else None)
-    return [pickle.loads(part) for part in parts]
+    return parts
 
 
 def _packed(pack: Callable[[], bytes]) -> tuple[bytes, Exception | None]:
@@ -114,12 +140,15 @@ class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self.tensors: list[torch.Tensor] = []
+        self._numbers: dict[int, int] = {}  # by id: what occurs twice is one tensor on the other side too
 
     def persistent_id(self, obj: Any) -> Any:
         if not _travels_by_itself(obj):
             return None
-        self.tensors.append(obj)
-        return len(self.tensors) - 1
+        number = self._numbers.setdefault(id(obj), len(self.tensors))
+        if number == len(self.tensors):
+            self.tensors.append(obj)
+        return number
 
 
 class _Unpickler(pickle.Unpickler):

@@ -329,7 +329,7 @@ def sparse_allreduce_async(
     def run(communicator: Communicator) -> torch.Tensor:
         places, numbers = communicator.allgather(indices), communicator.allgather(values)
         total = torch.sparse_coo_tensor(places.t(), numbers, shape, check_invariants=False).coalesce()
-        return total / communicator.size if op is AVERAGE else total
+        return _averaged(total, communicator.size) if op is AVERAGE else total
 
     text = f"sparse_allreduce({op.value}, {_looks(tensor)})"
     handle = _submitted(_call("sparse_allreduce", name, text, run, process_set))
@@ -910,10 +910,19 @@ def _scale(source: torch.Tensor, factor: float, target: torch.Tensor) -> None:
     if factor == 1.0:
         if target is not source:
             target.copy_(source)
-    elif source.is_floating_point() or source.is_complex():
-        torch.mul(source, factor, out=target)
-    else:
-        target.copy_(_scaled(source, factor))
+        return
+    # On whatever thread this is, tensors that were made in inference mode may be changed in it alone.
+    with torch.inference_mode(target.is_inference()), torch.no_grad():
+        if source.is_floating_point() or source.is_complex():
+            torch.mul(source, factor, out=target)
+        else:
+            target.copy_(_scaled(source, factor))
+
+
+def _averaged(total: torch.Tensor, size: int) -> torch.Tensor:
+    """Divide by a number of ranks; integers toward zero."""
+    whole = not (total.is_floating_point() or total.is_complex())
+    return torch.div(total, size, rounding_mode="trunc" if whole else None)
 
 
 def _without_graph(tensor: torch.Tensor) -> torch.Tensor:

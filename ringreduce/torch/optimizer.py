@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 import weakref
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
+from types import MethodType
 from typing import Any, NoReturn, cast
 
 import torch
@@ -19,7 +21,7 @@ from ringreduce.communicator import Communicator
 from ringreduce.engine import Call, Procedure, Reduction
 from ringreduce.errors import ConfigError
 from ringreduce.process_sets import ProcessSet
-from ringreduce.reduce_ops import AVERAGE, SUM, ReduceOp
+from ringreduce.reduce_ops import AVERAGE, MAX, SUM, ReduceOp
 from ringreduce.runtime import global_process_set
 from ringreduce.torch.agreement import require_same_tensors
 from ringreduce.torch.buckets import GradientBuckets
@@ -104,6 +106,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         bucket_nbytes: int | None = None,
         skip_unused: bool = False,
     ) -> None:
+        if isinstance(optimizer, DistributedOptimizer):
+            raise ConfigError("this is a DistributedOptimizer already; wrapped twice, it would reduce gradients twice")
         # Optimizer.__init__ is not called: it would make parameter groups, state and hooks of its own. Whatever it
         # would have set is the wrapped optimizer's, by the properties and __getattr__ below.
         self._optimizer = optimizer
@@ -113,6 +117,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._op = AVERAGE if op == Adasum else ReduceOp.parse(op)
         if self._op not in (AVERAGE, SUM):
             raise ConfigError(f"DistributedOptimizer can average or sum gradients, or use Adasum; got op {op}")
+        if not 0.0 < gradient_predivide_factor < math.inf:
+            raise ConfigError(f"gradient_predivide_factor must be a positive number, got {gradient_predivide_factor}")
         if gradient_predivide_factor != 1.0 and (self._op is not AVERAGE or self._adasum):
             raise ConfigError("gradient_predivide_factor is a part of averaging; use it with op=Average")
         self._names = _checked_names(optimizer, named_parameters)
@@ -128,7 +134,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             groups=_checked_groups(self._parameters(), num_groups if groups is None else groups),
             skip_unused=skip_unused,
         )
-        self._synchronized = self._for_scaler = False
+        self._synchronized = False
+        self._scaler: weakref.ref[Any] | None = None  # a GradScaler that has made it reduce the gradients of a step
         self._skipping = False
         self._waited_s = 0.0
         self.set_backward_passes_per_step(backward_passes_per_step)
@@ -153,21 +160,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return self._adasum_step(closure)
         if closure is not None:
             result = self._optimizer.step(partial(self._evaluate, closure))
-            self._synchronized = self._for_scaler = False
+            self._synchronized, self._scaler = False, None
             return result
-        if not (self._skipping or self._for_scaler):
+        if not (self._skipping or self._reduced_for_scaler()):
             if self._synchronized and self._communicator.size > 1:
                 again = "adds them up" if self._op is SUM else "averages them"
                 warnings.warn(
                     f"step() after synchronize() {again} a second time; call it within skip_synchronize()", stacklevel=2
                 )
             self.synchronize()
-        self._synchronized = self._for_scaler = False
+        self._synchronized, self._scaler = False, None
         return self._optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients. None costs less memory traffic than zeros, here as well."""
-        self._synchronized = self._for_scaler = False
+        self._synchronized, self._scaler = False, None
         self._optimizer.zero_grad(set_to_none)
 
     def synchronize(self) -> None:
@@ -181,6 +188,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 optimizer.step()
         """
         self.rejoin()
+        self._scaler = None
         if self._sparse_as_dense:
             for parameter in self._parameters():
                 if parameter.grad is not None and parameter.grad.is_sparse:
@@ -245,11 +253,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def param_groups(self) -> list[dict[str, Any]]:
         # A GradScaler looks for overflows in the gradients, and divides them by its scale, just before the step or when
         # the program tells it to. If it did so before they are reduced, some ranks would skip the step.
-        # It does so once for each step, made or not: what it has seen before was for an earlier one.
-        unscaling = sys._getframe(1).f_code is _UNSCALING
-        if unscaling and not self._skipping and (self._for_scaler or not self._synchronized):
-            self.synchronize()
-            self._for_scaler = True
+        caller = sys._getframe(1)
+        if caller.f_code is _UNSCALING and not self._skipping:
+            self._prepare_for_scaler(caller.f_locals["self"])
         return self._optimizer.param_groups
 
     @param_groups.setter
@@ -313,7 +319,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # Reached for what is not found here: the wrapped optimizer's hooks and whatever its class adds.
         if name == "_optimizer":
             raise AttributeError(name)
-        return getattr(self._optimizer, name)
+        found = getattr(self._optimizer, name)
+        if isinstance(found, MethodType) and found.__self__ is self._optimizer:
+            return MethodType(found.__func__, self)  # so that its `self.step()` is the one that reduces
+        return found
 
     def __repr__(self) -> str:
         how = Adasum if self._adasum else self._op.value
@@ -327,12 +336,36 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # ---- inside ----
 
+    def _prepare_for_scaler(self, scaler: Any) -> None:
+        """Let a GradScaler see the same overflows on all ranks, so that all make the step or none."""
+        if self._adasum:
+            self._share_overflows()
+        elif not self._synchronized or self._scaler is not None:  # it looks once for each step, made or not
+            self.synchronize()
+            self._scaler = weakref.ref(scaler)
+
+    def _reduced_for_scaler(self) -> bool:
+        """Whether a GradScaler that is about to make this step, and not an earlier one, has had gradients reduced."""
+        scaler = None if self._scaler is None else self._scaler()
+        if scaler is None:
+            return False
+        return bool(scaler._per_optimizer_states[id(self)]["found_inf_per_device"])  # forgotten once a step is over
+
+    def _share_overflows(self) -> None:
+        """Make this rank's gradients overflow if those of any rank do; what Adasum reduces comes after the step."""
+        grads = [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
+        values = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
+        found = torch.tensor([not all(bool(value.isfinite().all()) for value in values)])
+        self._run(Reduction(f"{self._name}: overflow", "overflow of gradients", MAX, [found], [found]))
+        if found and grads:
+            grads[0].mul_(math.inf)
+
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """Call a closure, and make gradients and loss those of all ranks."""
         loss = closure()
         if not self._skipping:
             self.synchronize()
-        if loss is None or self._communicator.size == 1:
+        if self._communicator.size == 1 or not isinstance(loss, (torch.Tensor, int, float)):
             return loss
         common = torch.as_tensor(loss).detach().to(torch.float64, copy=True)
         self._run(Reduction(f"{self._name}: loss", "loss of a closure", self._op, [common], [common]))
@@ -342,10 +375,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         started = perf_counter()
         self._process_set.engine.run(operation)
         self._waited_s += perf_counter() - started
-
-    def _reduce(self, communicator: Communicator, active: int, contributing: bool) -> None:
-        """Carry out `synchronize`; on a rank that has joined, for the others' sake."""
-        self._buckets.reduce(self._parameters(), active, contributing=contributing)
 
     def _adasum_step(self, closure: Callable[[], Any] | None) -> Any:
         """Step with this rank's own gradients; then combine what the ranks have changed."""
@@ -363,13 +392,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return result
 
     def _parameters(self) -> list[torch.Tensor]:
-        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        return _parameters_of(self._optimizer)
 
     def _register(self) -> None:
         """Make the buckets, and let the engine know what to do in a step. Collective."""
-        self._buckets = self._new_buckets(self._engine.communicator, name_of=self._name_of)
+        self._buckets = self._new_buckets(self._engine.communicator, name_of=_weakly(self._name_of))
         self._require_same_parameters()
-        self._name = self._engine.register("DistributedOptimizer", _weakly(self._reduce))
+        # Not a method of this: a rank that has joined may have let go of its optimizer, and has to take part still.
+        reduce = partial(_reduce, self._buckets, self._optimizer)
+        self._name = self._engine.register("DistributedOptimizer", reduce)
         weakref.finalize(self, self._engine.unregister, self._name).atexit = False
 
     def _require_same_parameters(self) -> None:
@@ -383,6 +414,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _name_of(self, parameter: torch.Tensor) -> str:
         return next(name for name, each in self._named_parameters() if each is parameter)
+
+
+def _reduce(
+    buckets: GradientBuckets,
+    optimizer: torch.optim.Optimizer,
+    communicator: Communicator,
+    active: int,
+    contributing: bool,
+) -> None:
+    """Carry out `DistributedOptimizer.synchronize`; on a rank that has joined, for the others' sake."""
+    buckets.reduce(_parameters_of(optimizer), active, contributing=contributing)
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _checked_compression(
