@@ -11,7 +11,7 @@ PyTorch users start at `ringreduce.torch`. Importing this package starts nothing
 """
 
 from ringreduce.communicator import Communicator
-from ringreduce.config import Config
+from ringreduce.config import VERSION, Config
 from ringreduce.errors import (
     CollectiveError,
     CollectiveTimeoutError,
@@ -58,7 +58,7 @@ from ringreduce.runtime import (
 from ringreduce.selection import Choice
 from ringreduce.topology import Topology
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "AVERAGE",

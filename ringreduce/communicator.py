@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from ringreduce import selection
 from ringreduce.algorithms import Collective
+from ringreduce.autotune import Table
 from ringreduce.buffers import DType, Operand, like, narrow, new, quiet_context, widen
 from ringreduce.config import Config
 from ringreduce.errors import (
@@ -89,6 +90,7 @@ class Communicator:
         self._bound: dict[int, BoundCall] = {}  # by the id of the array
         self._signatures: dict[tuple[object, ...], tuple[Choice, Signature]] = {}
         self._reductions: dict[tuple[object, ...], tuple[Choice, Signature, Runner]] = {}
+        self._table: Table | None = None
         self._closed = False
         self._failure: BaseException | None = None
         self._quiet = quiet_context()
@@ -315,6 +317,12 @@ class Communicator:
         """Return the names of the algorithms that can run ``collective`` here."""
         return selection.names(_collective(collective), self.topology, vendor=self._context.messages.has_allreduce)
 
+    def use(self, table: Table | None) -> None:
+        """Choose from a tuning table from now on, None: by the built-in rules. All ranks must use the same."""
+        self._table = table
+        for calls in (self._bound, self._signatures, self._reductions):
+            calls.clear()
+
     def choose(
         self, collective: Collective | str, nbytes: int, dtype: Any = np.float32, algorithm: str | None = None
     ) -> Choice:
@@ -323,7 +331,7 @@ class Communicator:
         DType.of(dtype)
         if algorithm is not None and algorithm != "auto":
             return selection.forced(kind, algorithm, nbytes, self.topology, vendor=vendor)
-        return selection.choose(kind, nbytes, self.topology, self.config, vendor=vendor)
+        return selection.choose(kind, nbytes, self.topology, self.config, vendor=vendor, table=self._table)
 
     def transport_name(self, algorithm: str, collective: Collective | str = Collective.ALLREDUCE) -> str:
         """Return what moves the bytes of ``algorithm`` here: ``"shared"``, ``"mpi"``, ``"shared+mpi"``, ..."""
@@ -334,7 +342,8 @@ class Communicator:
         """Say in words what would carry out ``collective`` on ``nbytes`` bytes per rank, why, and what else could."""
         DType.of(dtype)
         vendor = self._context.messages.has_allreduce
-        return selection.explain(_collective(collective), nbytes, self.topology, self.config, vendor=vendor)
+        kind = _collective(collective)
+        return selection.explain(kind, nbytes, self.topology, self.config, vendor=vendor, table=self._table)
 
     def close(self) -> None:
         """Give everything back; collectives raise `ShutdownError` from here on. Collective, and safe to call twice."""

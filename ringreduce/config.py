@@ -9,7 +9,10 @@ from typing import TypeVar
 
 from ringreduce.errors import ConfigError
 
-__all__ = ["HOROVOD", "Config", "ignored_horovod_variables", "launched_rank", "parse_nbytes"]
+__all__ = ["HOROVOD", "VERSION", "Config", "ignored_horovod_variables", "launched_rank", "parse_nbytes"]
+
+#: Of ringreduce.
+VERSION = "0.1.0"
 
 _T = TypeVar("_T")
 
@@ -83,6 +86,8 @@ class Config:
             ``RINGREDUCE_TIMELINE_MARK_BATCHES``
         bucket_nbytes: gradients travel together in buckets; a bucket that holds so many bytes is closed.
             ``RINGREDUCE_BUCKET``
+        tuning: the folder of the tables that ``ringreduce tune`` makes and `init` looks for; None: none.
+            ``RINGREDUCE_TUNING``, 0 for none; else the folder ``ringreduce`` in that of the user's caches
         launched_size: how many ranks the launcher says it started, None when there was no launcher.
     """
 
@@ -99,6 +104,7 @@ class Config:
     log_level: str | None = None
     timeline: str | None = None
     timeline_marks_batches: bool = False
+    tuning: str | None = None
     launched_size: int | None = None
 
     @classmethod
@@ -126,6 +132,7 @@ class Config:
             timeline_marks_batches=_read(
                 environ, "RINGREDUCE_TIMELINE_MARK_BATCHES", _switch, standard.timeline_marks_batches
             ),
+            tuning=_tuning_folder(environ),
             launched_size=sizes[0] if sizes else None,
         )
 
@@ -166,6 +173,16 @@ def _look_up(environ: Mapping[str, str], name: str) -> tuple[str, str]:
         if text:
             return theirs, text
     return name, ""
+
+
+def _tuning_folder(environ: Mapping[str, str]) -> str | None:
+    folder = environ.get("RINGREDUCE_TUNING")
+    if folder:
+        return None if folder == "0" else folder
+    caches = environ.get("XDG_CACHE_HOME")  # the XDG base directory specification
+    if not caches and environ.get("HOME"):
+        caches = os.path.join(environ["HOME"], ".cache")
+    return os.path.join(caches, "ringreduce") if caches else None
 
 
 def _positive_int(text: str) -> int:

@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.algorithms import Collective, names
+from ringreduce.autotune import Key, Table
 from ringreduce.communicator import Communicator
-from ringreduce.config import Config, ignored_horovod_variables
+from ringreduce.config import VERSION, Config, ignored_horovod_variables
 from ringreduce.errors import ConfigError, MismatchError
 from ringreduce.instruments import Instruments
 from ringreduce.metrics import Metrics
@@ -62,6 +64,7 @@ __all__ = [
     "size",
     "start_timeline",
     "stop_timeline",
+    "tuning_key",
     "world",
 ]
 
@@ -118,6 +121,7 @@ def init(
     if ignored and messages.rank == 0:
         _log.warning("these variables of Horovod have no meaning here: %s", ", ".join(ignored))
     parts = connect(make, settings)
+    _use_table(messages, parts, settings)
     _messages, _world, _clock, _timelines = messages, parts.communicator, Clock.agree(messages), 0
     _register(global_process_set, 0, list(range(messages.size)), parts)
     atexit.register(shutdown)
@@ -275,6 +279,16 @@ def config() -> Config:
     return world().config
 
 
+def tuning_key(communicator: Communicator) -> Key:
+    """Return what a tuning table of these ranks is valid for."""
+    library = "none"
+    if communicator.transport_name("ring") == "mpi":
+        from ringreduce.transport import mpi
+
+        library = mpi.library()
+    return Key(communicator.topology, library, VERSION)
+
+
 def rank() -> int:
     """Return this process's number, 0 to ``size() - 1``."""
     return world().rank
@@ -419,10 +433,29 @@ def _connector(comm: MPI.Intracomm | Sequence[int] | None, settings: Config) -> 
 
 def _check_settings(messages: Messages, settings: Config) -> None:
     """Settings steer algorithms, so ranks with different ones would wait for each other in vain."""
-    common = repr(replace(settings, launched_size=None, log_level=None, timeline=None))
+    common = repr(replace(settings, launched_size=None, log_level=None, timeline=None, tuning=None))
     everyone = [each.decode() for each in messages.exchange(common.encode())]
     if len(set(everyone)) > 1:
         raise MismatchError(dict(enumerate(everyone)))
+
+
+def _use_table(messages: Messages, parts: Parts, settings: Config) -> None:
+    """Choose from the table that ``ringreduce tune`` left for these ranks, if there is one: rank 0 reads it for all."""
+    if messages.size == 1:
+        return
+    text = ""
+    if messages.rank == 0 and settings.tuning is not None:
+        key = tuning_key(parts.communicator)
+        path = Path(settings.tuning) / key.file_name
+        try:
+            text = Table.load(path, key).to_json() if path.exists() else ""
+        except ConfigError as error:
+            _log.warning("going on without a tuning table: %s", error)
+    text = messages.exchange(text.encode())[0].decode()
+    if text:
+        table = Table.from_json(text)
+        for each in (parts.communicator, parts.engine.communicator):
+            each.use(table)
 
 
 def _end_job_on_exceptions() -> None:

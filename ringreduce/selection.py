@@ -1,15 +1,16 @@
 """Which algorithm carries out a collective, and why. The same answer on every rank, from nothing that may differ.
 
-The rules come from measurements (docs/benchmarks.md); a table fitted by measurement can replace them behind the same
-interface, since all that callers see is a `Choice`.
+The rules come from measurements (docs/benchmarks.md); a table that ``ringreduce tune`` made on the same machine takes
+their place, where there is one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ringreduce import algorithms
 from ringreduce.algorithms import Collective
+from ringreduce.autotune import Table
 from ringreduce.config import Config
 from ringreduce.errors import ConfigError
 from ringreduce.topology import Topology
@@ -19,6 +20,8 @@ __all__ = ["VENDOR", "Choice", "choose", "explain", "forced", "names"]
 
 #: The name under which the MPI library's own allreduce is one more algorithm.
 VENDOR = "mpi"
+
+_MEASURED = "as the tuning table has it"
 
 #: Up to this size one barrier with the data beside the flags beats two barriers without a copy.
 _ONE_SHOT_NBYTES = 16 << 10
@@ -54,8 +57,18 @@ def names(collective: Collective, topology: Topology, *, vendor: bool) -> list[s
     return [*ours, VENDOR] if vendor and collective is Collective.ALLREDUCE else ours
 
 
-def choose(collective: Collective, nbytes: int, topology: Topology, config: Config, *, vendor: bool) -> Choice:
+def choose(
+    collective: Collective, nbytes: int, topology: Topology, config: Config, *, vendor: bool, table: Table | None = None
+) -> Choice:
     """Choose for a buffer of ``nbytes`` bytes on every rank.
+
+    Args:
+        collective: which.
+        nbytes: of the buffer.
+        topology: of the ranks.
+        config: may name an algorithm.
+        vendor: whether the transport has an allreduce of its own.
+        table: what was measured on these ranks; the same on all of them.
 
     Raises:
         ConfigError: the configuration names an algorithm that does not exist.
@@ -69,6 +82,8 @@ def choose(collective: Collective, nbytes: int, topology: Topology, config: Conf
             algorithms.find(collective, config.algorithm)  # it may not run here, but it must exist
     if collective is not Collective.ALLREDUCE:
         return _choose_other(collective, topology)
+    if table is not None and (measured := table.choose(nbytes).algorithm) in names(collective, topology, vendor=vendor):
+        return replace(forced(collective, measured, nbytes, topology, vendor=vendor), reason=_MEASURED)
     if topology.single_node:
         if nbytes <= _ONE_SHOT_NBYTES:
             return Choice("one_shot", "shared", f"one node, at most {_ONE_SHOT_NBYTES} bytes: one barrier")
@@ -119,9 +134,13 @@ def _choose_other(collective: Collective, topology: Topology) -> Choice:
     return Choice(name, "messages", "several nodes")
 
 
-def explain(collective: Collective, nbytes: int, topology: Topology, config: Config, *, vendor: bool) -> str:
-    """Say what would run and why, and what else could."""
-    choice = choose(collective, nbytes, topology, config, vendor=vendor)
+def explain(
+    collective: Collective, nbytes: int, topology: Topology, config: Config, *, vendor: bool, table: Table | None = None
+) -> str:
+    """Say what would run and why, and what else could; arguments as for `choose`."""
+    choice = choose(collective, nbytes, topology, config, vendor=vendor, table=table)
+    if table is not None and choice.reason == _MEASURED:
+        choice = replace(choice, reason=table.explain(nbytes).partition(": ")[2])
     others = [name for name in names(collective, topology, vendor=vendor) if name != choice.algorithm]
     return (
         f"{collective.value} of {nbytes} bytes on {topology.describe()}: {choice.algorithm} over {choice.transport} "

@@ -194,7 +194,6 @@ class Plan:
         self._memory = memory
         self._kernels = kernels
         self._messages = messages
-        self._signature = signature
         self._instruments = Instruments() if instruments is None else instruments
         nstreams = min(STREAMS, len(segments))
         streams: list[list[Round]] = [[] for _ in range(nstreams)]
@@ -202,7 +201,9 @@ class Plan:
         for index, segment in enumerate(segments):
             stream = index % nstreams
             streams[stream] += self._bind(index, segment, tag + stream, scratches[stream])
-        self._runner = Runner(streams, messages, waiter, self._waiting_for, self._instruments)
+        # Not a method of this: the cycle would keep the caller's memory until the collector comes.
+        waiting_for = partial(_waiting_for, schedule, signature)
+        self._runner = Runner(streams, messages, waiter, waiting_for, self._instruments)
         self.calls = [call for stream in streams for each in stream for call in each.before]
 
     def run(self) -> None:
@@ -222,10 +223,6 @@ class Plan:
     def close(self) -> None:
         """Give back the messages; the plan cannot run again."""
         self._runner.close()
-
-    def _waiting_for(self) -> str:
-        peers = sorted({each.peer for step in self._schedule.steps for each in step.recvs + step.sends})
-        return f"messages of rank {', '.join(map(str, peers))} in {self._signature}"
 
     # ---- binding ----
 
@@ -362,6 +359,11 @@ class _Scratch:
             self._chunks[self._taken] = np.empty(count, self._dtype)
         self._taken += 1
         return self._chunks[self._taken - 1][:count]
+
+
+def _waiting_for(schedule: Schedule, signature: str) -> str:
+    peers = sorted({each.peer for step in schedule.steps for each in step.recvs + step.sends})
+    return f"messages of rank {', '.join(map(str, peers))} in {signature}"
 
 
 def _span(segment: Segment, blocks: range) -> slice:

@@ -7,7 +7,7 @@ private array of moderate size travels through a buffer of the plan; a large one
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -33,7 +33,7 @@ from ringreduce.partition import Partition, segments_of_buffer
 from ringreduce.placement.context import Cache, Context, Signature
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.selection import Choice
-from ringreduce.transport.board import NOWHERE
+from ringreduce.transport.board import MAILBOX_NBYTES, NOWHERE
 from ringreduce.transport.messages import Request
 from ringreduce.transport.shared import Location
 
@@ -177,6 +177,8 @@ class Allreduce:
         """Reduce in a wider type: exact averages of integers, one rounding of 16-bit floats."""
         wide = widen(source.view, source.dtype)
         operand = Operand(wide, wider(source.dtype))
+        if self.goes_through_mailbox(choice) and operand.nbytes > MAILBOX_NBYTES:
+            choice = replace(choice, algorithm="two_shot")  # the same bits, from buffers of any size
         self.run(operand, operand, op, choice, signature)
         if source.dtype.kind != "float":
             divide_toward_zero(wide, self._context.topology.size)

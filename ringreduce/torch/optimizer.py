@@ -90,6 +90,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # wrapped one. Without, GradScaler unscales the gradients itself.
     _step_supports_amp_scaling = False
 
+    def __new__(cls, optimizer: torch.optim.Optimizer, *arguments: Any, **options: Any) -> DistributedOptimizer:
+        # Also an instance of the wrapped optimizer's class, for programs that ask what kind it is.
+        kind = type(optimizer)
+        if cls is DistributedOptimizer and kind is not torch.optim.Optimizer and not isinstance(optimizer, cls):
+            cls = type(f"Distributed{kind.__name__}", (cls, kind), {})
+        return object.__new__(cls)
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -340,9 +347,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Let a GradScaler see the same overflows on all ranks, so that all make the step or none."""
         if self._adasum:
             self._share_overflows()
-        elif not self._synchronized or self._scaler is not None:  # it looks once for each step, made or not
+        elif not self._synchronized:
             self.synchronize()
-            self._scaler = weakref.ref(scaler)
+            self._synchronized, self._scaler = False, weakref.ref(scaler)  # for the one step that it looks for
 
     def _reduced_for_scaler(self) -> bool:
         """Whether a GradScaler that is about to make this step, and not an earlier one, has had gradients reduced."""

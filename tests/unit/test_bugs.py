@@ -189,3 +189,15 @@ def test_a_dropped_array_is_not_kept_by_the_arena() -> None:
     gone = weakref.ref(array.base)
     del array
     assert gone() is None
+
+
+@pytest.mark.parametrize("count", [16_383, 16_384, 65_537])
+@pytest.mark.parametrize("algorithm", [None, "one_shot"])
+def test_averages_of_integers_may_outgrow_the_mailbox(count: int, algorithm: str | None) -> None:
+    """They are summed in 64 bits, which are eight times as many bytes as those by which the algorithm was chosen."""
+
+    def check(communicator: rr.Communicator) -> None:
+        mine = np.full(count, communicator.rank + 1, np.int8)
+        assert (communicator.allreduce(mine, "average", algorithm=algorithm) == 2).all()
+
+    run_ranks(3, check)

@@ -24,6 +24,7 @@ VARIABLES = {
     "RINGREDUCE_LOG_LEVEL": "log_level",
     "RINGREDUCE_TIMELINE": "timeline",
     "RINGREDUCE_TIMELINE_MARK_BATCHES": "timeline_marks_batches",
+    "RINGREDUCE_TUNING": "tuning",
 }
 
 
@@ -61,6 +62,7 @@ def test_every_setting_has_a_variable_and_says_so() -> None:
         ("RINGREDUCE_LOG_LEVEL", "Fatal", "CRITICAL"),
         ("RINGREDUCE_TIMELINE", "trace.json", "trace.json"),
         ("RINGREDUCE_TIMELINE_MARK_BATCHES", "1", True),
+        ("RINGREDUCE_TUNING", "tables", "tables"),
     ],
 )
 def test_a_variable_sets_its_field_alone(name: str, text: str, value: object) -> None:
@@ -192,3 +194,18 @@ def test_variables_of_horovod_without_meaning() -> None:
     }
     assert ignored_horovod_variables(environ) == ["HOROVOD_CYCLE_TIME", "HOROVOD_TORUS_ALLREDUCE"]
     assert ignored_horovod_variables({}) == []
+
+
+@pytest.mark.parametrize(
+    ("environ", "folder"),
+    [
+        ({"HOME": "/home/u"}, "/home/u/.cache/ringreduce"),
+        ({"HOME": "/home/u", "XDG_CACHE_HOME": "/caches"}, "/caches/ringreduce"),
+        ({"HOME": "/home/u", "RINGREDUCE_TUNING": "tables"}, "tables"),
+        ({"HOME": "/home/u", "RINGREDUCE_TUNING": "0"}, None),
+        ({}, None),
+    ],
+)
+def test_tables_lie_with_the_users_caches(environ: dict[str, str], folder: str | None) -> None:
+    """Unless a variable names another folder, or 0 for none."""
+    assert Config.from_environ(environ).tuning == folder

@@ -148,6 +148,7 @@ def test_settings_come_from_the_environment_at_init() -> None:
         """,
         RINGREDUCE_TIMEOUT="5",
         RINGREDUCE_SEGMENT="1K",
+        RINGREDUCE_TUNING="0",
     )
 
 
