@@ -28,6 +28,7 @@ from ringreduce.metrics import Metrics
 from ringreduce.placement import Feedback
 from ringreduce.process_sets import ProcessSet
 from ringreduce.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
+from ringreduce.reproducible import ReproducibleAccumulator, reproducible_allreduce
 from ringreduce.runtime import (
     add_process_set,
     allgather,
@@ -79,6 +80,7 @@ __all__ = [
     "PeerLostError",
     "ProcessSet",
     "ReduceOp",
+    "ReproducibleAccumulator",
     "RingReduceError",
     "ShutdownError",
     "Topology",
@@ -104,6 +106,7 @@ __all__ = [
     "rank",
     "reduce_scatter",
     "remove_process_set",
+    "reproducible_allreduce",
     "shutdown",
     "size",
     "start_timeline",

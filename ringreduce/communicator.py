@@ -135,6 +135,7 @@ class Communicator:
         *,
         out: Any = None,
         algorithm: str | None = None,
+        deterministic: bool = False,
         wire: str | None = None,
         feedback: Feedback | None = None,
     ) -> Any:
@@ -145,6 +146,9 @@ class Communicator:
             op: see `ringreduce.reduce_ops`; must agree.
             out: where the result goes, ``array`` itself for in place; same shape and dtype. None: a new array.
             algorithm: a name from `algorithms`, None for the best known; must agree.
+            deterministic: add in the order of ranks, so that the bits depend on nothing but the ranks' values: not on
+                size, algorithm, placement, fusion or segments. Between nodes with several ranks each this sends more.
+                Also by ``RINGREDUCE_DETERMINISTIC``; must agree.
             wire: a format in `ringreduce.wire.CODECS` in which ranks of different nodes send each other floats, for
                 sums and averages; must agree. Every element is encoded twice: when it is sent to the rank that sums
                 it up, in float32, and when that one sends the sum to all. On one node nothing is encoded. None: as
@@ -159,6 +163,10 @@ class Communicator:
             ConfigError: no such op, algorithm or format, or they do not go together or cannot run here.
             UnsupportedBufferError: a wire format was asked for, and the array is not of floats.
         """
+        if deterministic:
+            if algorithm is not None:
+                raise ConfigError(f"give deterministic=True or algorithm={algorithm!r}, not both")
+            algorithm = selection.DETERMINISTIC
         if wire is not None:
             return self._allreduce_in_format(array, wire, op, out, algorithm, feedback)
         if out is array:
@@ -330,6 +338,8 @@ class Communicator:
         kind, vendor = _collective(collective), self._context.messages.has_allreduce
         DType.of(dtype)
         if algorithm is not None and algorithm != "auto":
+            if self.config.deterministic and kind is Collective.ALLREDUCE and algorithm != selection.DETERMINISTIC:
+                raise ConfigError(f"RINGREDUCE_DETERMINISTIC is set, so algorithm={algorithm!r} cannot be asked for")
             return selection.forced(kind, algorithm, nbytes, self.topology, vendor=vendor)
         return selection.choose(kind, nbytes, self.topology, self.config, vendor=vendor, table=self._table)
 

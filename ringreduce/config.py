@@ -81,6 +81,8 @@ class Config:
         stall_warning_s: warn about an operation that some rank has not submitted for so long (seconds); None: never.
             ``RINGREDUCE_STALL_WARNING``, 0 for never
         log_level: of the logger ``ringreduce``, which ``init`` sets; None: as it is. ``RINGREDUCE_LOG_LEVEL``
+        deterministic: whether allreduces add in the order of ranks, for the same bits wherever these run; see
+            `Communicator.allreduce`. ``RINGREDUCE_DETERMINISTIC``
         timeline: the file into which `init` starts a timeline; None: none. ``RINGREDUCE_TIMELINE``
         timeline_marks_batches: whether it has marks where operations that travel together start.
             ``RINGREDUCE_TIMELINE_MARK_BATCHES``
@@ -102,6 +104,7 @@ class Config:
     fusion_nbytes: int = 1 << 20
     stall_warning_s: float | None = 60.0
     log_level: str | None = None
+    deterministic: bool = False
     timeline: str | None = None
     timeline_marks_batches: bool = False
     tuning: str | None = None
@@ -128,6 +131,7 @@ class Config:
             fusion_nbytes=_read(environ, "RINGREDUCE_FUSION", parse_nbytes, standard.fusion_nbytes),
             stall_warning_s=_read(environ, "RINGREDUCE_STALL_WARNING", _seconds_or_never, standard.stall_warning_s),
             log_level=_read(environ, "RINGREDUCE_LOG_LEVEL", _log_level, standard.log_level),
+            deterministic=_read(environ, "RINGREDUCE_DETERMINISTIC", _switch, standard.deterministic),
             timeline=_read(environ, "RINGREDUCE_TIMELINE", str, standard.timeline),
             timeline_marks_batches=_read(
                 environ, "RINGREDUCE_TIMELINE_MARK_BATCHES", _switch, standard.timeline_marks_batches

@@ -335,11 +335,14 @@ def allreduce(
     *,
     out: Any = None,
     algorithm: str | None = None,
+    deterministic: bool = False,
     wire: str | None = None,
     feedback: Feedback | None = None,
 ) -> Any:
     """Reduce arrays over all ranks; see `Communicator.allreduce`."""
-    return (_world or world()).allreduce(array, op, out=out, algorithm=algorithm, wire=wire, feedback=feedback)
+    return (_world or world()).allreduce(
+        array, op, out=out, algorithm=algorithm, deterministic=deterministic, wire=wire, feedback=feedback
+    )
 
 
 def reduce_scatter(array: Any, op: ReduceOp | str = SUM, *, out: Any = None, algorithm: str | None = None) -> Any:

@@ -16,7 +16,11 @@ from ringreduce.errors import ConfigError
 from ringreduce.topology import Topology
 from ringreduce.transport.board import MAILBOX_NBYTES
 
-__all__ = ["VENDOR", "Choice", "choose", "explain", "forced", "names"]
+__all__ = ["DETERMINISTIC", "VENDOR", "Choice", "choose", "explain", "forced", "names"]
+
+#: The name that asks for sums in the order of ranks: the same bits from every algorithm that it stands for, so that
+#: they depend neither on placement nor on size, fusion or segments.
+DETERMINISTIC = "deterministic"
 
 #: The name under which the MPI library's own allreduce is one more algorithm.
 VENDOR = "mpi"
@@ -75,6 +79,8 @@ def choose(
     """
     if topology.size == 1:
         return Choice("one_shot" if collective is Collective.ALLREDUCE else "load", "self", "there is one rank")
+    if config.deterministic and collective is Collective.ALLREDUCE:
+        return _deterministic(nbytes, topology)
     if config.algorithm is not None and collective is Collective.ALLREDUCE:
         if config.algorithm in names(collective, topology, vendor=vendor):
             return forced(collective, config.algorithm, nbytes, topology, vendor=vendor)
@@ -85,9 +91,7 @@ def choose(
     if table is not None and (measured := table.choose(nbytes).algorithm) in names(collective, topology, vendor=vendor):
         return replace(forced(collective, measured, nbytes, topology, vendor=vendor), reason=_MEASURED)
     if topology.single_node:
-        if nbytes <= _ONE_SHOT_NBYTES:
-            return Choice("one_shot", "shared", f"one node, at most {_ONE_SHOT_NBYTES} bytes: one barrier")
-        return Choice("two_shot", "shared", f"one node, over {_ONE_SHOT_NBYTES} bytes: the least memory traffic")
+        return _choose_on_one_node(nbytes)
     if nbytes <= _SMALL_NBYTES and vendor:
         return Choice(VENDOR, "messages", f"several nodes, at most {_SMALL_NBYTES} bytes: the library's own is quick")
     if nbytes <= _SMALL_NBYTES:
@@ -105,6 +109,8 @@ def forced(collective: Collective, name: str, nbytes: int, topology: Topology, *
     Raises:
         ConfigError: it does not exist, or cannot run on this topology.
     """
+    if name == DETERMINISTIC and collective is Collective.ALLREDUCE:
+        return _deterministic(nbytes, topology)
     if name == VENDOR and collective is Collective.ALLREDUCE:
         if not vendor:
             raise ConfigError("algorithm 'mpi' takes ranks that talk over MPI")
@@ -120,6 +126,21 @@ def forced(collective: Collective, name: str, nbytes: int, topology: Topology, *
     elif algorithm.cost(topology).touched:
         transport = "shared" if topology.single_node else "shared+messages"
     return Choice(name, transport, "asked for by name")
+
+
+def _choose_on_one_node(nbytes: int) -> Choice:
+    if nbytes <= _ONE_SHOT_NBYTES:
+        return Choice("one_shot", "shared", f"one node, at most {_ONE_SHOT_NBYTES} bytes: one barrier")
+    return Choice("two_shot", "shared", f"one node, over {_ONE_SHOT_NBYTES} bytes: the least memory traffic")
+
+
+def _deterministic(nbytes: int, topology: Topology) -> Choice:
+    """Choose among the algorithms in which one rank adds up all terms of an element, in the order of ranks."""
+    if topology.size == 1:
+        return Choice("one_shot", "self", "there is one rank")
+    if topology.single_node:
+        return _choose_on_one_node(nbytes)
+    return Choice("direct", "messages", "several nodes, deterministic: terms are added in the order of ranks")
 
 
 def _choose_other(collective: Collective, topology: Topology) -> Choice:

@@ -38,6 +38,7 @@ from ringreduce.engine import Call, Engine, Operation, Reduction
 from ringreduce.errors import ConfigError, UnsupportedBufferError
 from ringreduce.process_sets import ProcessSet
 from ringreduce.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
+from ringreduce.reproducible import reproducible_allreduce
 from ringreduce.runtime import global_process_set
 from ringreduce.torch.compression import Compression, Compressor, WireCompressor
 
@@ -48,6 +49,7 @@ __all__ = [
     "Max",
     "Min",
     "Product",
+    "ReproducibleSum",
     "Sum",
     "allgather",
     "allgather_async",
@@ -83,6 +85,9 @@ Average, Sum, Min, Max, Product = AVERAGE, SUM, MIN, MAX, PRODUCT
 
 #: Adaptive summation, see `ringreduce.adasum`.
 Adasum = "adasum"
+
+#: The exact sum, rounded once, whatever the number of ranks; see `ringreduce.reproducible`.
+ReproducibleSum = "reproducible sum"
 
 Tensors = Sequence[torch.Tensor]
 Op = ReduceOp | str
@@ -169,8 +174,8 @@ def allreduce(
         name: see the module; must agree.
         compression: what travels; see `Compression`. Must agree. In fp8, int8 and int4 all ranks have to take part:
             not after a `join`.
-        op: `Average` (also if None), `Sum`, `Min`, `Max`, `Product` or `Adasum`; must agree. Integers are averaged
-            toward zero. Gradients flow through `Average` and `Sum`.
+        op: `Average` (also if None), `Sum`, `Min`, `Max`, `Product`, `Adasum` or `ReproducibleSum`; must agree.
+            Integers are averaged toward zero. Gradients flow through `Average`, `Sum` and `ReproducibleSum`.
         prescale_factor: multiplies what goes in; must agree.
         postscale_factor: multiplies what comes out; must agree. Integers are multiplied in float64, so those up to 2^53
             are taken exactly, and truncated toward zero after each factor.
@@ -590,6 +595,16 @@ def _prepare_allreduce(
             return after()
 
         return _call("allreduce", name, text, combine, process_set)
+    if op == ReproducibleSum:
+        _check(sources, targets)
+
+        def add_up(communicator: Communicator) -> Any:
+            before()
+            for target in targets:
+                reproducible_allreduce(communicator, target, out=target)
+            return after()
+
+        return _call("allreduce", name, text, add_up, process_set)
     if wire is not None:
         _check(sources, targets)
 
@@ -839,7 +854,7 @@ def _op(op: Op | None, average: bool | None) -> Op:
         return Average if average else Sum
     if op is None:
         return Average
-    return op if op == Adasum else ReduceOp.parse(op)
+    return op if op in (Adasum, ReproducibleSum) else ReduceOp.parse(op)
 
 
 def _check(sources: Tensors, targets: Tensors = ()) -> None:
@@ -871,7 +886,7 @@ def _splits(tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None, p
 
 
 def _require_linear(op: Op, collective: str) -> None:
-    if op not in (AVERAGE, SUM, "average", "sum"):
+    if op not in (AVERAGE, SUM, "average", "sum", ReproducibleSum):
         word = op.value if isinstance(op, ReduceOp) else op
         raise ConfigError(f"no gradient flows through {collective} with op {word}; use average or sum, or detach")
 

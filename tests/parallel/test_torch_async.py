@@ -339,3 +339,15 @@ def test_init_again_after_shutdown() -> None:
         with pytest.raises(ValueError, match="init"):
             hvd.allreduce(torch.ones(2))
         hvd.init()
+
+
+def test_reproducible_sums_are_exact(world: rr.Communicator) -> None:
+    """Terms that cancel leave what is left of them, with the same bits on all ranks, in groups and through autograd."""
+    first, others = [1e8, 1.0, -0.5], [-1e8 / max(1, world.size - 1), 1.0, 0.25]
+    tensor = torch.tensor(first if world.rank == 0 else others)
+    exact = sum(torch.tensor(each, dtype=torch.float64) for each in hvd.allgather_object(tensor.double().tolist()))
+    (result,) = hvd.grouped_allreduce([tensor.requires_grad_()], op=hvd.ReproducibleSum)
+    assert torch.equal(result.detach(), exact.float())
+    result.sum().backward()
+    assert tensor.grad.tolist() == [world.size] * 3
+    assert torch.equal(hvd.synchronize(hvd.allreduce_async(tensor, op=hvd.ReproducibleSum)), exact.float())

@@ -664,3 +664,53 @@ def test_known_calls_that_are_confused_are_one_mismatch(node_size: int | None) -
     assert results[0] == results[1] == results[2]
     assert all(sorted(values) == [0, 1, 2] for values, _ in results[0])
     assert all(values[0] == values[2] != values[1] for values, _ in results[0])
+
+
+# ---- deterministic sums ----
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64", "complex64"])
+@pytest.mark.parametrize("op", ["sum", "average"])
+def test_deterministic_sums_have_the_bits_of_any_placement(size: int, dtype: str, op: str) -> None:
+    """One node or several, large or small, whole or in parts, in place or not: terms are added in rank order."""
+    count = 40_003
+    data = [np.random.default_rng(rank).standard_normal(count).astype(dtype) for rank in range(size)]
+
+    def check(communicator: rr.Communicator) -> list[bytes]:
+        mine = data[communicator.rank]
+        whole = communicator.allreduce(mine, op, deterministic=True)
+        parts = [communicator.allreduce(part, op, deterministic=True) for part in np.array_split(mine, 7)]
+        buffer = communicator.empty(count, dtype)
+        buffer[:] = mine
+        communicator.allreduce(buffer, op, out=buffer, deterministic=True)
+        assert whole.tobytes() == np.concatenate(parts).tobytes() == buffer.tobytes()
+        return [whole.tobytes(), communicator.allreduce(mine[:5], op, deterministic=True).tobytes()]
+
+    results = [result for node_size in (None, 1, 2) for result in run_ranks(size, check, node_size=node_size)]
+    assert all(each == results[0] for each in results)
+
+
+def test_all_allreduces_are_deterministic_where_the_settings_say_so() -> None:
+    """Without a word in the call; an algorithm that adds otherwise is refused."""
+
+    def check(communicator: rr.Communicator) -> bytes:
+        mine = np.random.default_rng(communicator.rank).standard_normal(5001).astype(np.float32)
+        assert isinstance(caught(communicator.allreduce, mine, algorithm="ring"), rr.ConfigError)
+        result = communicator.allreduce(mine)
+        assert result.tobytes() == communicator.allreduce(mine, deterministic=True).tobytes()
+        return result.tobytes()
+
+    config = rr.Config(timeout_s=30.0, deterministic=True)
+    results = [each for node_size in (None, 1, 2) for each in run_ranks(4, check, node_size=node_size, config=config)]
+    assert len(set(results)) == 1
+
+
+def test_deterministic_and_an_algorithm_do_not_go_together() -> None:
+    """The error says so, and nothing has moved."""
+
+    def check(communicator: rr.Communicator) -> None:
+        error = caught(communicator.allreduce, np.ones(3), deterministic=True, algorithm="ring")
+        assert isinstance(error, rr.ConfigError)
+
+    run_ranks(2, check)
