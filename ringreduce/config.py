@@ -97,7 +97,7 @@ class Config:
     node_size: int | None = None
     shared_memory: bool = True
     algorithm: str | None = None
-    segment_nbytes: int = 256 << 10
+    segment_nbytes: int = 128 << 10
     # On one node, 1 to 100 MiB differ by no more than the measurement does; this is small enough for gradients that are
     # copied into a bucket to be still in the last-level cache when it is reduced.
     bucket_nbytes: int = 4 << 20

@@ -29,9 +29,9 @@ _MEASURED = "as the tuning table has it"
 
 #: Up to this size one barrier with the data beside the flags beats two barriers without a copy.
 _ONE_SHOT_NBYTES = 16 << 10
-#: Between nodes, latency decides up to this size, and logarithmic depth up to the next.
-_SMALL_NBYTES = 16 << 10
-_MIDDLE_NBYTES = 512 << 10
+#: Between nodes, latency decides up to this size, and the number of rounds up to the next.
+_SMALL_NBYTES = 4 << 10
+_MIDDLE_NBYTES = 48 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +92,7 @@ def choose(
         return replace(forced(collective, measured, nbytes, topology, vendor=vendor), reason=_MEASURED)
     if topology.single_node:
         return _choose_on_one_node(nbytes)
-    if nbytes <= _SMALL_NBYTES and vendor:
-        return Choice(VENDOR, "messages", f"several nodes, at most {_SMALL_NBYTES} bytes: the library's own is quick")
-    if nbytes <= _SMALL_NBYTES:
-        return Choice("recursive_doubling", "messages", f"several nodes, at most {_SMALL_NBYTES} bytes: fewest rounds")
-    if max(len(node) for node in topology.nodes) > 1:
-        return Choice("hierarchical", "shared+messages", "several nodes with several ranks: one lane per local rank")
-    if nbytes <= _MIDDLE_NBYTES:
-        return Choice("halving_doubling", "messages", f"one rank per node, at most {_MIDDLE_NBYTES} bytes: few rounds")
-    return Choice("ring", "messages", f"one rank per node, over {_MIDDLE_NBYTES} bytes: fills every link")
+    return _choose_between_nodes(nbytes, topology, vendor=vendor)
 
 
 def forced(collective: Collective, name: str, nbytes: int, topology: Topology, *, vendor: bool) -> Choice:
@@ -132,6 +124,24 @@ def _choose_on_one_node(nbytes: int) -> Choice:
     if nbytes <= _ONE_SHOT_NBYTES:
         return Choice("one_shot", "shared", f"one node, at most {_ONE_SHOT_NBYTES} bytes: one barrier")
     return Choice("two_shot", "shared", f"one node, over {_ONE_SHOT_NBYTES} bytes: the least memory traffic")
+
+
+def _choose_between_nodes(nbytes: int, topology: Topology, *, vendor: bool) -> Choice:
+    nodes = len(topology.nodes)
+    lanes = max(len(node) for node in topology.nodes) > 1
+    halves = nodes & (nodes - 1) == 0
+    if nbytes <= _SMALL_NBYTES and vendor and not lanes:
+        return Choice(VENDOR, "messages", f"several nodes, at most {_SMALL_NBYTES} bytes: the library's own is quick")
+    if nbytes <= _MIDDLE_NBYTES:
+        reason = f"several nodes, at most {_MIDDLE_NBYTES} bytes: fewest rounds"
+        if lanes:
+            return Choice("hierarchical_doubling", "shared+messages", reason)
+        return Choice("recursive_doubling", "messages", reason)
+    reason = f"over {_MIDDLE_NBYTES} bytes: fills every link" + (" in the fewest rounds" if halves else "")
+    if lanes:
+        name = "hierarchical_halving" if halves else "hierarchical"
+        return Choice(name, "shared+messages", f"several nodes, {reason}, one lane per local rank")
+    return Choice("halving_doubling" if halves else "ring", "messages", f"one rank per node, {reason}")
 
 
 def _deterministic(nbytes: int, topology: Topology) -> Choice:

@@ -47,6 +47,7 @@ ALGORITHMS: tuple[Algorithm, ...] = (
     ring.ALLREDUCE,
     hierarchical.ALLREDUCE,
     hierarchical.ALLREDUCE_DOUBLING,
+    hierarchical.ALLREDUCE_HALVING,
     two_shot.REDUCE_SCATTER,
     direct.REDUCE_SCATTER,
     ring.REDUCE_SCATTER,

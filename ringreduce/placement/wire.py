@@ -3,8 +3,8 @@
 Between nodes it is the direct algorithm, whose every element is encoded twice, whatever the number of ranks: by those
 who send it to the rank that sums it up, and by that one, who sends the sum to all (itself included, so that all have
 the same bits). A ring would round at every hop. Within a node nothing is encoded: ranks first sum up what the node has,
-each its lane, and copy the results from each other. Segments of a few hundred KiB take turns, so that some are encoded
-or summed up while others travel.
+each its lane, and copy the results from each other. Segments take turns, so that some are encoded or
+summed up while others travel.
 
 What rounding loses can be fed back: it is added to what is sent the next time (Seide et al., "1-bit stochastic gradient
 descent", Interspeech 2014; both directions as in Tang et al., "DoubleSqueeze", ICML 2019).
@@ -35,6 +35,10 @@ Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
 _FLOAT = DType.of(np.dtype(np.float32))
+
+#: Of an encoded message. Open MPI sends 64 KiB over TCP only when the receiver has answered, and by then the link idles.
+_MESSAGE_NBYTES = 32 << 10
+_MANY = 1 << 20
 
 
 class Feedback:
@@ -175,8 +179,8 @@ class _Exchange:
         self._factor = 1.0 / context.topology.size if op is ReduceOp.AVERAGE else None
         self._data: Floats = np.empty(0, np.float32)
         self._feedback: Feedback | None = None
-        limit = max(1, context.config.segment_nbytes // 4)
-        segments = segments_of_buffer(count, len(self._group), limit)
+        limit = min(_MANY * _MESSAGE_NBYTES // codec.nbytes(_MANY), context.config.segment_nbytes // 4)
+        segments = segments_of_buffer(count, len(self._group), max(1, limit))
         owned = [each[self._me] for each in segments]
         starts = np.cumsum([0, *(part.stop - part.start for part in owned)]).tolist()
         self._owned_count = starts[-1]

@@ -137,9 +137,17 @@ def test_fit_of_nothing_is_nothing():
 def test_the_same_under_two_names_is_measured_once():
     """On one node the hierarchical algorithms are the two-shot, with one rank on each they are those between nodes."""
     listed = [*names(Collective.ALLREDUCE, NODE), "mpi"]
-    assert [name for name in listed if name not in distinct(listed, NODE)] == ["hierarchical", "hierarchical_doubling"]
+    assert [name for name in listed if name not in distinct(listed, NODE)] == [
+        "hierarchical",
+        "hierarchical_doubling",
+        "hierarchical_halving",
+    ]
     listed = list(names(Collective.ALLREDUCE, FLAT))
-    assert [name for name in listed if name not in distinct(listed, FLAT)] == ["hierarchical", "hierarchical_doubling"]
+    assert [name for name in listed if name not in distinct(listed, FLAT)] == [
+        "hierarchical",
+        "hierarchical_doubling",
+        "hierarchical_halving",
+    ]
     listed = list(names(Collective.ALLREDUCE, GRID))
     assert distinct(listed, GRID) == listed
 

@@ -12,16 +12,18 @@ from ringreduce.selection import VENDOR, Choice
 from ringreduce.topology import Topology
 
 #: Where the rules change, bytes; docs and claims quote these.
-ONE_SHOT, SMALL, MIDDLE = 16 << 10, 16 << 10, 512 << 10
+ONE_SHOT, SMALL, MIDDLE = 16 << 10, 4 << 10, 48 << 10
 
-ONE, NODE, FLAT, GRID, UNEVEN = (
+ONE, NODE, FLAT, THREE, GRID, UNEVEN, UNEVEN_THREE = (
     Topology.uniform(1, 1),
     Topology.uniform(1, 4),
     Topology.uniform(4, 1),
+    Topology.uniform(3, 1),
     Topology.uniform(2, 4),
     Topology.from_hosts("aab"),
+    Topology.from_hosts("aabcc"),
 )
-TOPOLOGIES = [ONE, NODE, FLAT, GRID, UNEVEN]
+TOPOLOGIES = [ONE, NODE, FLAT, THREE, GRID, UNEVEN, UNEVEN_THREE]
 
 
 def choose(topology: Topology, nbytes: int, collective: Collective = Collective.ALLREDUCE, **settings) -> Choice:
@@ -37,12 +39,17 @@ def choose(topology: Topology, nbytes: int, collective: Collective = Collective.
         (NODE, ONE_SHOT, "one_shot", "shared"),
         (NODE, ONE_SHOT + 1, "two_shot", "shared"),
         (FLAT, SMALL, VENDOR, "messages"),
-        (FLAT, SMALL + 1, "halving_doubling", "messages"),
-        (FLAT, MIDDLE, "halving_doubling", "messages"),
-        (FLAT, MIDDLE + 1, "ring", "messages"),
-        (GRID, 8, VENDOR, "messages"),
-        (GRID, 1 << 20, "hierarchical", "shared+messages"),
-        (UNEVEN, 1 << 20, "hierarchical", "shared+messages"),
+        (FLAT, SMALL + 1, "recursive_doubling", "messages"),
+        (FLAT, MIDDLE, "recursive_doubling", "messages"),
+        (FLAT, MIDDLE + 1, "halving_doubling", "messages"),
+        (THREE, SMALL, VENDOR, "messages"),
+        (THREE, MIDDLE, "recursive_doubling", "messages"),
+        (THREE, MIDDLE + 1, "ring", "messages"),
+        (GRID, 8, "hierarchical_doubling", "shared+messages"),
+        (GRID, MIDDLE, "hierarchical_doubling", "shared+messages"),
+        (GRID, MIDDLE + 1, "hierarchical_halving", "shared+messages"),
+        (UNEVEN, 1 << 20, "hierarchical_halving", "shared+messages"),
+        (UNEVEN_THREE, 1 << 20, "hierarchical", "shared+messages"),
     ],
 )
 def test_allreduce_goes_by_size_and_topology(topology: Topology, nbytes: int, algorithm: str, transport: str) -> None:
@@ -103,7 +110,7 @@ def test_the_librarys_own_takes_a_library() -> None:
 def test_the_configured_algorithm_is_used_wherever_it_can_run() -> None:
     """The setting rules allreduces of all sizes, yields to the rules where it cannot run, and must exist."""
     assert {choose(FLAT, nbytes, algorithm="double_tree").algorithm for nbytes in (8, 1 << 30)} == {"double_tree"}
-    assert choose(FLAT, 1 << 30, algorithm="two_shot").algorithm == "ring"
+    assert choose(FLAT, 1 << 30, algorithm="two_shot").algorithm == "halving_doubling"
     assert choose(FLAT, 8, algorithm=VENDOR, vendor=False).algorithm == "recursive_doubling"
     assert choose(FLAT, 8, Collective.BROADCAST, algorithm="double_tree").algorithm == "binomial"
     for topology in (NODE, FLAT):
