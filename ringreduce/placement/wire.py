@@ -36,7 +36,7 @@ Bytes = npt.NDArray[np.uint8]
 
 _FLOAT = DType.of(np.dtype(np.float32))
 
-#: Of an encoded message. Open MPI sends 64 KiB over TCP only when the receiver has answered, and by then the link idles.
+#: Of an encoded message. Of 64 KiB, Open MPI over TCP asks the receiver before it sends, and meanwhile the link idles.
 _MESSAGE_NBYTES = 32 << 10
 _MANY = 1 << 20
 
