@@ -192,25 +192,27 @@ def open_peers(names: tuple[str, ...], world: Communicator) -> Iterator[dict[str
 
 @contextlib.contextmanager
 def gloo_process_group(world: Communicator) -> Iterator[None]:
-    """Make all ranks torch.distributed's default group over Gloo and the loopback interface; collective.
+    """Make all ranks torch.distributed's default group over Gloo; collective.
 
-    The ranks find each other through a file in a directory that only this user can enter, so nothing listens for
-    strangers. Each rank's share of the cores is what torch may use.
+    On one machine they talk over the loopback interface, and otherwise over the one that Gloo finds or
+    ``GLOO_SOCKET_IFNAME`` names. They find each other through a file in a directory that only this user can enter, so
+    nothing listens for strangers. Each rank's share of the cores is what torch may use.
 
     Raises:
-        ConfigError: torch is missing, or the ranks are on several machines.
+        ConfigError: torch is missing, or the ranks are on several machines that do not see the same temporary files.
     """
     try:
         import torch
         import torch.distributed as dist
     except ImportError as error:
         raise ConfigError(f"measuring Gloo takes torch: {error}; pip install ringreduce[torch]") from None
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if world.hosts.single_node:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.size))
     folder = _agree_on_folder(world)
     try:
         if not world.allreduce(np.array([os.path.isdir(folder)]), MIN)[0]:
-            raise ConfigError("Gloo is measured on one machine only: its ranks meet on the loopback interface")
+            raise ConfigError("Gloo's ranks meet through a file: TMPDIR has to be a folder that all machines see")
         store = dist.FileStore(os.path.join(folder, "store"), world.size)  # type: ignore[attr-defined]
         limit = timedelta(seconds=world.config.timeout_s)
         dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit)
