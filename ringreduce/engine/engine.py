@@ -187,13 +187,13 @@ class Engine:
         self._take_note_of_wait()
         return self._await(operation)
 
-    def register(self, kind: str, procedure: Callable[[Communicator, int, bool], Any]) -> str:
+    def register(self, kind: str, procedure: Callable[[Communicator, int, bool, str], Any]) -> str:
         """Say what to do when a `Procedure` runs; on all ranks, in the same order.
 
         Args:
             kind: what the name begins with.
-            procedure: takes the communicator, how many ranks have submitted it, and whether this rank has. If not, it
-                has joined, and contributes what changes nothing.
+            procedure: takes the communicator, how many ranks have submitted it, whether this rank has, and which part
+                is to run. If this rank has not submitted it, it has joined, and contributes what changes nothing.
 
         Returns:
             The name under which to submit it, the same on all ranks.

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ringreduce.buffers import DType, divide, divide_toward_zero, narrow, typed, widen
 from ringreduce.communicator import Communicator
 from ringreduce.engine.negotiation import Run
-from ringreduce.engine.operations import PROCEDURE, Call, Operation, Reduction
+from ringreduce.engine.operations import PROCEDURE, Call, Operation, Reduction, parted
 from ringreduce.reduce_ops import AVERAGE, MIN, PRODUCT, SUM, ReduceOp
 
 __all__ = ["Executor"]
@@ -36,7 +36,7 @@ class Executor:
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._size = communicator.size
-        self.procedures: dict[str, Callable[[Communicator, int, bool], Any]] = {}
+        self.procedures: dict[str, Callable[[Communicator, int, bool, str], Any]] = {}
         self._last = ""  # the procedure that ran last
         self._retired = ""  # the same, if it was to be forgotten
         self._buffers: OrderedDict[tuple[str, int], tuple[Any, npt.NDArray[Any]]] = OrderedDict()
@@ -57,11 +57,11 @@ class Executor:
         """
         first = operations[0]
         if order.operations[0].looks.op == PROCEDURE:
-            name = order.operations[0].name
+            name, part = parted(order.operations[0].name)
             if name != self._last:
                 self._last = name
                 self.procedures.pop(self._retired, None)
-            result = self.procedures[name](self._communicator, order.active, first is not None)
+            result = self.procedures[name](self._communicator, order.active, first is not None, part)
             if first is not None:
                 first.result = result
             return

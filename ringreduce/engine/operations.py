@@ -14,10 +14,12 @@ from ringreduce.communicator import Communicator
 from ringreduce.engine.negotiation import Looks
 from ringreduce.reduce_ops import ReduceOp
 
-__all__ = ["PROCEDURE", "Call", "Join", "Operation", "Procedure", "Reduction"]
+__all__ = ["PROCEDURE", "Call", "Join", "Operation", "Procedure", "Reduction", "parted"]
 
 #: What stands in place of a reduce op in the looks of a `Procedure`.
 PROCEDURE = "procedure"
+
+_PART = ", part "
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
@@ -137,12 +139,19 @@ class Procedure(Operation):
     Args:
         name: what `Engine.register` returned.
         text: all that must agree, in words.
+        part: which part of what was registered; parts are matched and run one by one.
     """
 
     __slots__ = ()
 
-    def __init__(self, name: str, text: str) -> None:
-        super().__init__(name, Looks(text, PROCEDURE))
+    def __init__(self, name: str, text: str, part: str = "") -> None:
+        super().__init__(f"{name}{_PART}{part}" if part else name, Looks(text, PROCEDURE))
+
+
+def parted(name: str) -> tuple[str, str]:
+    """Return under which name a `Procedure` was registered, and its part."""
+    registered, _, part = name.partition(_PART)
+    return registered, part
 
 
 def _call_site() -> tuple[CodeType, int]:

@@ -9,14 +9,13 @@ Places are lent: after `zero_grad` somebody may still hold the tensor that was `
 that compares the gradients of several tasks. A place that is kept is not written to. Until it is free again, its bucket
 is reduced in spare memory, and gradients come back from there as tensors of their own, as torch would make them.
 
-Everything is reduced when the caller says so, never during the backward pass. Reducing a bucket as soon as it was
-complete took as long, as far as could be measured (25 M parameters, 2 ranks on one node), and ranks that go through
-different parts of the graph, or that look at gradients on one rank only, would find themselves in the middle of a
-collective that the others do not call.
+On one node everything is reduced when the caller says so, and not during the backward pass: that took as long, as far
+as could be measured (25 M parameters, 2 ranks). Between nodes see `ringreduce.torch.early`.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -31,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ringreduce.communicator import Communicator
 from ringreduce.engine.fusion import plan
-from ringreduce.errors import UnsupportedBufferError
+from ringreduce.errors import RingReduceError, UnsupportedBufferError
 from ringreduce.reduce_ops import AVERAGE, MAX, SUM, ReduceOp
 from ringreduce.torch.compression import (
     BucketCompression,
@@ -41,8 +40,11 @@ from ringreduce.torch.compression import (
     Reducer,
     WireCompressor,
 )
+from ringreduce.torch.early import EarlyReduction
 
 __all__ = ["ALIGNMENT_NBYTES", "LARGE_NBYTES", "Bucket", "GradientBuckets", "Slot"]
+
+_log = logging.getLogger(__name__)
 
 #: From this size on (bytes), gradients are collected as soon as they are there. It is where glibc's malloc begins to
 #: hand freed memory back to the kernel: gradients that live until the next `zero_grad` cost a page fault per 4 KiB.
@@ -55,6 +57,8 @@ ALIGNMENT_NBYTES = 64
 # its dimensions are.
 _NONE, _DENSE, _SPARSE, _UNSUPPORTED = 0, 1, 2, 255
 
+
+_WRONG_GUESSES = 3  # steps in which something was reduced too early, after which nothing more is
 
 #: How many tensors hold a storage. Private to torch; without it only the holders of the gradient itself are noticed.
 _storage_uses: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
@@ -115,9 +119,10 @@ class Bucket:
         slots: the parameters, in order, and their places.
         places: where these lie in ``flat``.
         reducer: what reduces it, where that keeps something from step to step; else None.
+        early: its reduction during the backward pass; None: there is none.
     """
 
-    __slots__ = ("_spare", "flat", "places", "reducer", "slots")
+    __slots__ = ("_spare", "early", "flat", "places", "reducer", "slots")
 
     def __init__(self, parameters: Sequence[torch.Tensor], communicator: Communicator) -> None:
         ends = list(accumulate(map(_padded_nbytes, parameters), initial=0))
@@ -130,6 +135,7 @@ class Bucket:
         itemsize = parameters[0].element_size()
         self.places = [slice(start // itemsize, end // itemsize) for start, end in pairwise(ends)]
         self.reducer: Reducer | None = None
+        self.early: EarlyReduction | None = None
         self._spare: Bucket | None = None
 
     def spare(self, communicator: Communicator) -> Bucket:
@@ -205,6 +211,8 @@ class GradientBuckets:
         predivide_factor: of an average, what gradients are divided by before they are summed; the rest comes after.
         groups: the number of its group for each parameter, by id, that travels in a bucket with its group.
         skip_unused: whether trainable parameters that no rank used keep None instead of zeros.
+        start: lets all ranks call `reduce_early` with a number, once all have called this with it; returns at once.
+            None: nothing is reduced early.
 
     Attributes:
         communication_s: seconds spent in collectives so far.
@@ -222,6 +230,7 @@ class GradientBuckets:
         predivide_factor: float = 1.0,
         groups: Mapping[int, int] | None = None,
         skip_unused: bool = True,
+        start: Callable[[int], None] | None = None,
     ) -> None:
         self.communication_s = 0.0
         self.local_s = 0.0
@@ -237,6 +246,8 @@ class GradientBuckets:
         self._predivide_factor = predivide_factor
         self._groups = groups or {}
         self._skip_unused = skip_unused
+        self._start = start
+        self._wrong_guesses = 0
         self._buckets: list[Bucket] = []
         self._placed: set[int] = set()
         self._found = np.empty(0, np.uint8)
@@ -262,18 +273,63 @@ class GradientBuckets:
         """
         started, communicated = perf_counter(), self.communication_s
         active = self._communicator.size if active is None else active
-        found = self._find(parameters, contributing)
+        found, wrong = self._find(parameters, contributing)
         dense = [parameter for parameter, state in zip(parameters, found, strict=True) if state == _DENSE]
-        self._forget_outgrown()
-        self._place([parameter for parameter in dense if id(parameter) not in self._placed])
         ids = frozenset(map(id, dense))
+        for bucket, guess in zip(self._buckets, wrong, strict=True):
+            self._conclude_early(bucket, ids, active, contributing, wrong=bool(guess))
+        outgrown = self._forget_outgrown()
+        self._place([parameter for parameter in dense if id(parameter) not in self._placed])
         for bucket in self._buckets:
-            if any(id(slot.parameter) in ids for slot in bucket.slots):
+            wanted = any(id(slot.parameter) in ids for slot in bucket.slots)
+            early = bucket.early
+            if wanted and (early is None or early.active is None):
                 self._reduce_bucket(bucket, ids, active, contributing)
+            if early is not None:
+                early.begin_step(wanted)
+        self._wrong_guesses += any(wrong)
+        if self._start is not None and (outgrown or self._wrong_guesses == _WRONG_GUESSES):
+            self._give_up_early()
         for parameter, state in zip(parameters, found, strict=True):
             if state >= _SPARSE:
                 self._reduce_sparse(parameter, state - _SPARSE, active, contributing)
         self.local_s += perf_counter() - started - (self.communication_s - communicated)
+
+    def start_rest(self) -> None:
+        """Start what is reduced early and was not started by the backward pass, before `reduce` on this rank."""
+        for bucket in self._buckets:
+            if bucket.early is not None and bucket.early.may_start():
+                self.start_early(bucket.early)
+
+    def start_early(self, early: EarlyReduction) -> None:
+        """Start to reduce a bucket as it is now; if it is one of those that are reduced early still."""
+        number = next((number for number, bucket in enumerate(self._buckets) if bucket.early is early), None)
+        if number is None or self._start is None:
+            return
+        early.fill()
+        try:
+            self._start(number)
+        except RingReduceError as error:  # as after a join; `reduce` will say what there is to say
+            early.started = False
+            _log.debug("bucket %d is not reduced early: %s", number, error)
+
+    def reduce_early(self, number: int, active: int, *, contributing: bool = True) -> None:
+        """Reduce what was copied of a bucket, for `reduce` to use. Collective.
+
+        Args:
+            number: of the bucket, as ``start`` was given it.
+            active: as in `reduce`.
+            contributing: as in `reduce`.
+        """
+        bucket = self._buckets[number]
+        early = bucket.early
+        assert early is not None, "all ranks give up in the same step"
+        if not contributing:
+            early.copy.flat.zero_()
+        if bucket.reducer is not None:
+            early.before = bucket.reducer.state_dict()
+        self._combine(bucket, early.copy.flat, active)
+        early.active = active
 
     @property
     def compression_error(self) -> float:
@@ -302,6 +358,27 @@ class GradientBuckets:
         started = perf_counter()
         self._communicator.allreduce(array, op, out=array)
         self.communication_s += perf_counter() - started
+
+    def _conclude_early(
+        self, bucket: Bucket, used: frozenset[int], active: int, contributing: bool, *, wrong: bool
+    ) -> None:
+        """Use what was reduced early, or forget it."""
+        early = bucket.early
+        if early is None or early.active is None:
+            return
+        if wrong or early.active != active:
+            early.active = None
+            if bucket.reducer is not None:
+                bucket.reducer.load_state_dict(early.before)
+        elif contributing:
+            bucket.fill(used)
+            bucket.flat.copy_(early.copy.flat)
+
+    def _give_up_early(self) -> None:
+        _log.info("gradients change between the backward pass and the step: from here on they are reduced in the step")
+        for bucket in self._buckets:
+            bucket.early = None
+        self._start = None
 
     def _reduce_bucket(self, bucket: Bucket, used: frozenset[int], active: int, contributing: bool) -> None:
         if not contributing:
@@ -366,20 +443,22 @@ class GradientBuckets:
         total = _sparse(places.t(), numbers, parameter.shape)
         parameter.grad = total / active if self._op is AVERAGE else total
 
-    def _find(self, parameters: Sequence[torch.Tensor], contributing: bool) -> list[int]:
-        """Return for each parameter what the ranks found in its ``grad``."""
+    def _find(self, parameters: Sequence[torch.Tensor], contributing: bool) -> tuple[list[int], list[int]]:
+        """Return for each parameter what the ranks found in its ``grad``, and for each bucket a wrong early guess."""
         if contributing:
-            mine = bytes(_state(parameter, self._skip_unused) for parameter in parameters)
+            wrong = [each.early is not None and each.early.was_wrong() for each in self._buckets]
+            mine = bytes(_state(parameter, self._skip_unused) for parameter in parameters) + bytes(wrong)
         else:
-            mine = bytes(len(parameters))
-        found = self._exchange(mine)
+            mine = bytes(len(parameters) + len(self._buckets))
+        everyone = self._exchange(mine)
+        found, guesses = everyone[: len(parameters)], everyone[len(parameters) :]
         if (found == _UNSUPPORTED).any():
             name = self._name_of(parameters[int((found == _UNSUPPORTED).argmax())])
             raise UnsupportedBufferError(
                 f"the gradient of {name} is not on the CPU, or of a layout that is neither strided nor sparse COO, "
                 "on some rank"
             )
-        return cast("list[int]", found.tolist())
+        return found.tolist(), guesses.tolist()
 
     def _exchange(self, mine: bytes) -> npt.NDArray[np.uint8]:
         """Return the maximum over the ranks, element by element."""
@@ -389,15 +468,21 @@ class GradientBuckets:
         self.allreduce(self._found, MAX)
         return self._found
 
-    def _forget_outgrown(self) -> None:
-        """Forget buckets of parameters that have another dtype or shape by now, as after ``model.double()``."""
+    def _forget_outgrown(self) -> bool:
+        """Forget buckets of parameters that have another dtype or shape by now, as after ``model.double()``.
+
+        Returns:
+            Whether there were any.
+        """
         kept = []
         for bucket in self._buckets:
             if any(slot.is_outgrown() for slot in bucket.slots):
                 self._placed.difference_update(id(slot.parameter) for slot in bucket.slots)
             else:
                 kept.append(bucket)
+        found = len(kept) < len(self._buckets)
         self._buckets = kept
+        return found
 
     def _place(self, parameters: Sequence[torch.Tensor]) -> None:
         """Make buckets for parameters that have none, last registered first: in the order of the backward pass."""
@@ -413,10 +498,14 @@ class GradientBuckets:
                 shapes = [_shape_in_memory(slot.place) for slot in bucket.slots]
                 bucket.reducer = cast(BucketCompression, self._compression).reducer(shapes, bucket.places)
                 self._restore(len(self._buckets), bucket.reducer)
+            if self._start is not None:
+                bucket.early = EarlyReduction(bucket, bucket.spare(self._communicator))
             self._buckets.append(bucket)
-            for slot in bucket.slots:
+            for index, slot in enumerate(bucket.slots):
                 parameter = slot.parameter
                 self._placed.add(id(parameter))
+                if bucket.early is not None and parameter.is_leaf and parameter.requires_grad:
+                    self._hooks.append(_count_early(parameter, bucket.early, index, weakref.ref(self)))
                 if slot.place.nbytes >= LARGE_NBYTES and parameter.is_leaf and parameter.requires_grad:
                     self._hooks.append(_collect_early(parameter, bucket))
 
@@ -464,6 +553,18 @@ def _collect_early(parameter: torch.Tensor, bucket: Bucket) -> RemovableHandle:
     # freed large ones, and malloc could reuse neither.
     register = parameter.register_post_accumulate_grad_hook
     hook: RemovableHandle = register(lambda _: bucket.collect())  # type: ignore[no-untyped-call]
+    return hook
+
+
+def _count_early(
+    parameter: torch.Tensor, early: EarlyReduction, index: int, owner: weakref.ref[GradientBuckets]
+) -> RemovableHandle:
+    def count(_: torch.Tensor) -> None:
+        buckets = owner()
+        if early.count(index) and buckets is not None:
+            buckets.start_early(early)
+
+    hook: RemovableHandle = parameter.register_post_accumulate_grad_hook(count)  # type: ignore[no-untyped-call]
     return hook
 
 

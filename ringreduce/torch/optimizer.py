@@ -80,6 +80,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         bucket_nbytes: gradients travel together in buckets; a bucket that holds so many bytes is closed. Must agree on
             all ranks. None: `Config.bucket_nbytes`.
         skip_unused: leave the gradient of a parameter that no rank used None, so that the step does not touch it.
+        overlap: reduce buckets while the backward pass goes on, from the third step; see `ringreduce.torch.early`. Takes
+            the memory of the gradients once more. Must agree on all ranks. None: if there are several nodes.
 
     Raises:
         ConfigError: an argument is wrong; names are missing or used twice.
@@ -112,6 +114,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         *,
         bucket_nbytes: int | None = None,
         skip_unused: bool = False,
+        overlap: bool | None = None,
     ) -> None:
         if isinstance(optimizer, DistributedOptimizer):
             raise ConfigError("this is a DistributedOptimizer already; wrapped twice, it would reduce gradients twice")
@@ -132,6 +135,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if bucket_nbytes is None:
             bucket_nbytes = self._communicator.config.bucket_nbytes
         self._sparse_as_dense = sparse_as_dense
+        self._overlap = overlap
         self._new_buckets = partial(
             GradientBuckets,
             op=self._op,
@@ -201,6 +205,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 if parameter.grad is not None and parameter.grad.is_sparse:
                     parameter.grad = parameter.grad.to_dense()
         if self._communicator.size > 1 and not self._adasum:
+            self._buckets.start_rest()
             self._run(Procedure(self._name, f"step of {self!r}"))
         self._synchronized = True
 
@@ -403,12 +408,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _register(self) -> None:
         """Make the buckets, and let the engine know what to do in a step. Collective."""
-        self._buckets = self._new_buckets(self._engine.communicator, name_of=_weakly(self._name_of))
+        communicator = self._engine.communicator
+        overlap = not communicator.topology.single_node if self._overlap is None else self._overlap
+        start = _weakly(self._start_bucket) if overlap and self._engine.threaded and not self._adasum else None
+        self._buckets = self._new_buckets(communicator, name_of=_weakly(self._name_of), start=start)
         self._require_same_parameters()
         # Not a method of this: a rank that has joined may have let go of its optimizer, and has to take part still.
         reduce = partial(_reduce, self._buckets, self._optimizer)
         self._name = self._engine.register("DistributedOptimizer", reduce)
         weakref.finalize(self, self._engine.unregister, self._name).atexit = False
+
+    def _start_bucket(self, number: int) -> None:
+        self._engine.submit(Procedure(self._name, f"bucket {number} of {self._name}", part=str(number)))
 
     def _require_same_parameters(self) -> None:
         require_same_tensors(self._communicator, "DistributedOptimizer", self._named_parameters())
@@ -429,8 +440,12 @@ def _reduce(
     communicator: Communicator,
     active: int,
     contributing: bool,
+    part: str,
 ) -> None:
-    """Carry out `DistributedOptimizer.synchronize`; on a rank that has joined, for the others' sake."""
+    """Carry out `DistributedOptimizer.synchronize`, or reduce one bucket; on a rank that has joined, for the others."""
+    if part:
+        buckets.reduce_early(int(part), active, contributing=contributing)
+        return
     buckets.reduce(_parameters_of(optimizer), active, contributing=contributing)
 
 

@@ -366,26 +366,26 @@ def test_a_collective_that_needs_all_ranks_is_refused_after_a_join() -> None:
 
 
 def test_procedures_run_on_joined_ranks_too() -> None:
-    """They learn how many ranks have submitted it, and whether this one has."""
+    """They learn how many ranks have submitted it, whether this one has, and which part of it is to run."""
 
     def program(engine: Engine) -> Any:
-        seen: list[tuple[int, bool]] = []
+        seen: list[tuple[int, bool, str]] = []
 
-        def procedure(communicator: Communicator, active: int, mine: bool) -> float:
-            seen.append((active, mine))
+        def procedure(communicator: Communicator, active: int, mine: bool, part: str) -> float:
+            seen.append((active, mine, part))
             return float(communicator.allreduce(np.full(1, float(mine)))[0])
 
         name = engine.register("test", procedure)
-        result = engine.run(Procedure(name, "sum")) if engine.communicator.rank else None
+        result = engine.run(Procedure(name, "sum", part="a, b")) if engine.communicator.rank else None
         engine.wait(engine.join())
         engine.unregister(name)
         engine.unregister(name)
         return name, seen, result
 
     assert run_engines(3, program, config=SETTINGS) == [
-        ("test 1", [(2, False)], None),
-        ("test 1", [(2, True)], 2.0),
-        ("test 1", [(2, True)], 2.0),
+        ("test 1", [(2, False, "a, b")], None),
+        ("test 1", [(2, True, "a, b")], 2.0),
+        ("test 1", [(2, True, "a, b")], 2.0),
     ]
 
 
