@@ -80,7 +80,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         bucket_nbytes: gradients travel together in buckets; a bucket that holds so many bytes is closed. Must agree on
             all ranks. None: `Config.bucket_nbytes`.
         skip_unused: leave the gradient of a parameter that no rank used None, so that the step does not touch it.
-        overlap: reduce buckets while the backward pass goes on, from the third step; see `ringreduce.torch.early`. Takes
+        overlap: reduce buckets during the backward pass, from the third step on; see `ringreduce.torch.early`. Takes
             the memory of the gradients once more. Must agree on all ranks. None: if there are several nodes.
 
     Raises:
