@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -96,8 +96,10 @@ class Allreduce:
 
         It must not hold on to the array, or the array would never be freed.
         """
-        if choice.transport != "shared" or _averages_integers(op, target.dtype):
+        if choice.transport == "self" or _averages_integers(op, target.dtype):
             return None
+        if choice.transport != "shared":
+            return self._repetition_over_messages(array, target, op, choice, signature)
         if self.goes_through_mailbox(choice):
             plan = self.one_shot(target.dtype, target.shape, op, signature)
             if array is target.view:
@@ -117,6 +119,18 @@ class Allreduce:
                 two_shot.run_private(flat, flat)
 
             return run
+        return None
+
+    def _repetition_over_messages(
+        self, array: Any, target: Operand, op: ReduceOp, choice: Choice, signature: Signature
+    ) -> Callable[[Any], object] | None:
+        if target.dtype.half:
+            return None
+        messages = self._messages(target, op, choice, signature)
+        if messages.located:
+            return lambda _: messages.run(None, None)
+        if array is target.view:
+            return lambda same: messages.run(same, same)
         return None
 
     def close(self) -> None:
@@ -187,26 +201,59 @@ class Allreduce:
     def _over_messages(
         self, source: Operand, target: Operand, op: ReduceOp, choice: Choice, signature: Signature
     ) -> None:
-        context = self._context
+        messages = self._messages(target, op, choice, signature)
+        if messages.located and source.address == target.address:
+            messages.run(None, None)
+        elif messages.located:
+            messages.run(source.view, None)
+        else:
+            messages.run(source.view, target.view)
+
+    def _messages(self, target: Operand, op: ReduceOp, choice: Choice, signature: Signature) -> _OverMessages:
         vendor = choice.algorithm == selection.VENDOR
-        plans = self._vendor_plans if vendor else self._message_plans
         location = None if vendor else self.locate(target)
-        keep = location is not None or source.nbytes <= _OWN_BUFFER_NBYTES
+        keep = location is not None or target.nbytes <= _OWN_BUFFER_NBYTES
+        plans = (self._vendor_plans if vendor else self._message_plans) if keep else None
+        make = partial(_MessagePlan, self._context, choice, target.dtype, target.count, location, op, signature)
+        return _OverMessages(self._context, choice, signature, location, plans, make)
 
-        def make() -> _MessagePlan:
-            return _MessagePlan(context, choice, source.dtype, source.count, location, op, signature)
 
-        if vendor:
-            context.meet(signature)  # before the plan is set up together
-        plan = plans.get((signature.code, location), make) if keep else make()
-        if location is None or source.address != target.address:
-            np.copyto(plan.memory.reshape(source.shape), source.view)
-        if not vendor and not plan.shared:
-            context.meet(signature)
+class _OverMessages:
+    """An allreduce over messages, of whatever memory; finds or makes its plan in each call.
+
+    Attributes:
+        located: whether the target's own memory is reduced in place; otherwise what is reduced is copied in and out.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        choice: Choice,
+        signature: Signature,
+        location: Location | None,
+        plans: Cache[_MessagePlan] | None,
+        make: Callable[[], _MessagePlan],
+    ) -> None:
+        self._context = context
+        self._meets = choice.transport == "messages"  # otherwise at the board of the node
+        self._signature = signature
+        self._key = signature.code, location
+        self._plans = plans
+        self._make = make
+        self.located = location is not None
+
+    def run(self, source: Array | None, target: Array | None) -> None:
+        """Reduce; ``source`` is copied in first and the result copied to ``target``, unless these are None."""
+        if self._meets:
+            self._context.meet(self._signature)  # before the library's own is set up by all ranks together
+        plans = self._plans
+        plan = plans.get(self._key, self._make) if plans is not None else self._make()
+        if source is not None:
+            np.copyto(plan.memory.reshape(source.shape), source)
         plan.run()
-        if location is None:
-            np.copyto(target.view, plan.memory.reshape(target.shape))
-        if not keep:
+        if target is not None:
+            np.copyto(target, plan.memory.reshape(target.shape))
+        if plans is None:
             plan.close()
 
 
