@@ -32,6 +32,8 @@ _ONE_SHOT_NBYTES = 16 << 10
 #: Between nodes, latency decides up to this size, and the number of rounds up to the next.
 _SMALL_NBYTES = 4 << 10
 _MIDDLE_NBYTES = 48 << 10
+#: So many nodes may send to one at once: switches have buffers for that, and everyone has messages for it.
+_FEW_NODES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,15 +135,29 @@ def _choose_between_nodes(nbytes: int, topology: Topology, *, vendor: bool) -> C
     if nbytes <= _SMALL_NBYTES and vendor and not lanes:
         return Choice(VENDOR, "messages", f"several nodes, at most {_SMALL_NBYTES} bytes: the library's own is quick")
     if nbytes <= _MIDDLE_NBYTES:
-        reason = f"several nodes, at most {_MIDDLE_NBYTES} bytes: fewest rounds"
+        reason = f"several nodes, at most {_MIDDLE_NBYTES} bytes: few rounds"
         if lanes:
             return Choice("hierarchical_doubling", "shared+messages", reason)
-        return Choice("recursive_doubling", "messages", reason)
-    reason = f"over {_MIDDLE_NBYTES} bytes: fills every link" + (" in the fewest rounds" if halves else "")
+        return Choice("recursive_doubling" if halves else "double_tree", "messages", reason)
+    name, why = _fills_links(nodes)
     if lanes:
-        name = "hierarchical_halving" if halves else "hierarchical"
-        return Choice(name, "shared+messages", f"several nodes, {reason}, one lane per local rank")
-    return Choice("halving_doubling" if halves else "ring", "messages", f"one rank per node, {reason}")
+        hierarchical = {
+            "halving_doubling": "hierarchical_halving",
+            "direct": "hierarchical_direct",
+            "ring": "hierarchical",
+        }
+        reason = f"several nodes, over {_MIDDLE_NBYTES} bytes: {why}, one lane per local rank"
+        return Choice(hierarchical[name], "shared+messages", reason)
+    return Choice(name, "messages", f"one rank per node, over {_MIDDLE_NBYTES} bytes: {why}")
+
+
+def _fills_links(nodes: int) -> tuple[str, str]:
+    """Return the allreduce that keeps the links between so many nodes busy, and why."""
+    if nodes & (nodes - 1) == 0:
+        return "halving_doubling", "fills every link in the fewest rounds"
+    if nodes <= _FEW_NODES:
+        return "direct", f"at most {_FEW_NODES} nodes, two rounds fill every link"
+    return "ring", "fills every link"
 
 
 def _deterministic(nbytes: int, topology: Topology) -> Choice:

@@ -48,6 +48,7 @@ ALGORITHMS: tuple[Algorithm, ...] = (
     hierarchical.ALLREDUCE,
     hierarchical.ALLREDUCE_DOUBLING,
     hierarchical.ALLREDUCE_HALVING,
+    hierarchical.ALLREDUCE_DIRECT,
     two_shot.REDUCE_SCATTER,
     direct.REDUCE_SCATTER,
     ring.REDUCE_SCATTER,

@@ -10,7 +10,7 @@ Cost, with N nodes, at most M ranks on a node, mu the time to load or store one 
     between nodes) 2 (N-1) alpha + 2 (n/L) (N-1)/N beta + 2 (n/L) (M-1) mu and two steps inside the node;
     hierarchical_doubling (recursive doubling between nodes) lg N alpha + (n/L) lg N beta, and hierarchical_halving
     (halving-doubling between nodes) 2 lg N alpha + 2 (n/L) (N-1)/N beta, and the same inside the node; for N not a
-    power of two see these.
+    power of two see these; hierarchical_direct (direct between nodes) 2 alpha + 2 (n/L) (N-1)/N beta and the same.
 Bits: the ranks of a lane hold equal bits after the allreduce between the nodes, since that has the property, and stores
     copy: equal on all ranks. Inside a node terms are added in the order of ranks (`Step.by_rank`).
 Races: slice l of every buffer of a node is touched by the node's rank in lane l and by nobody else: loads, messages and
@@ -27,12 +27,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ringreduce.algorithms import halving_doubling, recursive_doubling, ring
+from ringreduce.algorithms import direct, halving_doubling, recursive_doubling, ring
 from ringreduce.algorithms.patterns import peers_after, relabelled
 from ringreduce.algorithms.schedule import Algorithm, Collective, Cost, Step, Transfer
 from ringreduce.topology import Topology
 
-__all__ = ["ALLREDUCE", "ALLREDUCE_DOUBLING", "ALLREDUCE_HALVING"]
+__all__ = ["ALLREDUCE", "ALLREDUCE_DIRECT", "ALLREDUCE_DOUBLING", "ALLREDUCE_HALVING"]
 
 
 def _lanes(topology: Topology) -> int:
@@ -90,4 +90,10 @@ ALLREDUCE_HALVING = _make(
     "hierarchical_halving",
     halving_doubling.ALLREDUCE,
     "reduces in shared memory, then halving-doubling between nodes; wins for large buffers on 2^k nodes",
+)
+
+ALLREDUCE_DIRECT = _make(
+    "hierarchical_direct",
+    direct.ALLREDUCE,
+    "reduces in shared memory, then everyone with everyone between nodes; wins for large buffers on a few nodes",
 )

@@ -136,20 +136,10 @@ def test_fit_of_nothing_is_nothing():
 
 def test_the_same_under_two_names_is_measured_once():
     """On one node the hierarchical algorithms are the two-shot, with one rank on each they are those between nodes."""
-    listed = [*names(Collective.ALLREDUCE, NODE), "mpi"]
-    assert [name for name in listed if name not in distinct(listed, NODE)] == [
-        "hierarchical",
-        "hierarchical_doubling",
-        "hierarchical_halving",
-    ]
-    listed = list(names(Collective.ALLREDUCE, FLAT))
-    assert [name for name in listed if name not in distinct(listed, FLAT)] == [
-        "hierarchical",
-        "hierarchical_doubling",
-        "hierarchical_halving",
-    ]
-    listed = list(names(Collective.ALLREDUCE, GRID))
-    assert distinct(listed, GRID) == listed
+    hierarchical = [f"hierarchical{suffix}" for suffix in ("", "_doubling", "_halving", "_direct")]
+    for topology, same in ((NODE, hierarchical), (FLAT, hierarchical), (Topology.uniform(4, 2), [])):
+        listed = list(names(Collective.ALLREDUCE, topology))
+        assert [name for name in listed if name not in distinct(listed, topology)] == same
 
 
 def test_choose_at_a_measured_size():

@@ -14,7 +14,7 @@ from ringreduce.topology import Topology
 #: Where the rules change, bytes; docs and claims quote these.
 ONE_SHOT, SMALL, MIDDLE = 16 << 10, 4 << 10, 48 << 10
 
-ONE, NODE, FLAT, THREE, GRID, UNEVEN, UNEVEN_THREE = (
+ONE, NODE, FLAT, THREE, GRID, UNEVEN, UNEVEN_THREE, MANY, MANY_LANES = (
     Topology.uniform(1, 1),
     Topology.uniform(1, 4),
     Topology.uniform(4, 1),
@@ -22,8 +22,10 @@ ONE, NODE, FLAT, THREE, GRID, UNEVEN, UNEVEN_THREE = (
     Topology.uniform(2, 4),
     Topology.from_hosts("aab"),
     Topology.from_hosts("aabcc"),
+    Topology.uniform(17, 1),
+    Topology.uniform(17, 2),
 )
-TOPOLOGIES = [ONE, NODE, FLAT, THREE, GRID, UNEVEN, UNEVEN_THREE]
+TOPOLOGIES = [ONE, NODE, FLAT, THREE, GRID, UNEVEN, UNEVEN_THREE, MANY, MANY_LANES]
 
 
 def choose(topology: Topology, nbytes: int, collective: Collective = Collective.ALLREDUCE, **settings) -> Choice:
@@ -43,13 +45,15 @@ def choose(topology: Topology, nbytes: int, collective: Collective = Collective.
         (FLAT, MIDDLE, "recursive_doubling", "messages"),
         (FLAT, MIDDLE + 1, "halving_doubling", "messages"),
         (THREE, SMALL, VENDOR, "messages"),
-        (THREE, MIDDLE, "recursive_doubling", "messages"),
-        (THREE, MIDDLE + 1, "ring", "messages"),
+        (THREE, MIDDLE, "double_tree", "messages"),
+        (THREE, MIDDLE + 1, "direct", "messages"),
+        (MANY, MIDDLE + 1, "ring", "messages"),
         (GRID, 8, "hierarchical_doubling", "shared+messages"),
         (GRID, MIDDLE, "hierarchical_doubling", "shared+messages"),
         (GRID, MIDDLE + 1, "hierarchical_halving", "shared+messages"),
         (UNEVEN, 1 << 20, "hierarchical_halving", "shared+messages"),
-        (UNEVEN_THREE, 1 << 20, "hierarchical", "shared+messages"),
+        (UNEVEN_THREE, 1 << 20, "hierarchical_direct", "shared+messages"),
+        (MANY_LANES, 1 << 20, "hierarchical", "shared+messages"),
     ],
 )
 def test_allreduce_goes_by_size_and_topology(topology: Topology, nbytes: int, algorithm: str, transport: str) -> None:
