@@ -39,6 +39,15 @@ class Run:
     ranks: int
     timeout_s: int
     command: str
+    hosts: int = 1
+    rate: str = ""
+
+    @property
+    def launcher(self) -> str:
+        """What stands before the command."""
+        if self.hosts == 1:
+            return f"mpirun -np {self.ranks} python"
+        return f"scripts/virtual_cluster run -np {self.ranks} python"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +78,16 @@ class Claim:
         """Take the claimed figure out of the JSON report of its run."""
         if self.measure == "step_ratio":
             return float(report["ratios"][f"ringreduce/{self.peer}"])
+        if self.measure == "format_speedup":
+            return float(report["formats"][self.peer]["speedup"])
         result = self._result(report, self.type)
         if self.measure == "bound_share":
             return float(result["bound_share"])
         ours = result["time_us"]["median"]
+        if self.measure == "link_share":
+            assert self.size is not None
+            hosts = report["hosts"]
+            return float(2 * (hosts - 1) / hosts * self.size * 8e-3 / report["stream_gbit_s"] / ours)
         if self.measure == "type_ratio":
             return float(ours / self._result(report, "float")["time_us"]["median"])
         other = result["vs"][self.peer]
@@ -113,9 +128,27 @@ def load(path: Path = CLAIMS) -> tuple[dict[str, Run], list[Claim]]:
 
 def measure(run: Run) -> dict[str, Any] | str:
     """Carry out one run in a process group of its own and return its report, or what went wrong in a line."""
+    if run.hosts == 1:
+        return launch(run, ["mpirun"])
+    cluster = [str(ROOT / "scripts" / "virtual_cluster"), "--name", "claims"]
+    made = subprocess.run([*cluster, "up", str(run.hosts), "--rate", run.rate], check=False, capture_output=True)
+    if made.returncode != 0:
+        return made.stderr.decode().strip().removeprefix("virtual_cluster: ")
+    try:
+        stream = subprocess.run([*cluster, "stream"], check=True, capture_output=True, text=True)
+        report = launch(run, [*cluster, "run"])
+        if isinstance(report, str):
+            return report
+        return {**report, "hosts": run.hosts, "stream_gbit_s": float(stream.stdout)}
+    finally:
+        subprocess.run([*cluster, "down"], check=True)
+
+
+def launch(run: Run, launcher: Sequence[str]) -> dict[str, Any] | str:
+    """Start the ranks of a run; return as `measure` does."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "report.json")
-        command = ["mpirun", "-np", str(run.ranks), sys.executable, *shlex.split(run.command), "-J", str(output)]
+        command = [*launcher, "-np", str(run.ranks), sys.executable, *shlex.split(run.command), "-J", str(output)]
         # Where ranks outnumber cores the library must not spin, or the comparison would flatter us.
         yielding = str(int(run.ranks > len(os.sched_getaffinity(0))))
         environment = {**os.environ, "OMPI_MCA_mpi_yield_when_idle": yielding}
@@ -192,7 +225,7 @@ def main() -> int:
     for run in runs.values():
         if arguments.runs and run.id not in arguments.runs:
             continue
-        print(f"# {run.id}: mpirun -np {run.ranks} python {run.command}", flush=True)
+        print(f"# {run.id}: {run.launcher} {run.command}", flush=True)
         for verdict in judge([claim for claim in claims if claim.run == run.id], measure(run)):
             verdicts.append(verdict)
             print(line(verdict), flush=True)

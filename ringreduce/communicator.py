@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from math import prod
 from time import perf_counter
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,9 @@ import numpy.typing as npt
 from ringreduce import selection
 from ringreduce.algorithms import Collective
 from ringreduce.autotune import Table
-from ringreduce.buffers import DType, Operand, like, narrow, new, quiet_context, widen
+from ringreduce.buffers import DType, Operand, like, narrow, new, operand_of, quiet_context, widen
+from ringreduce.buffers.cuda.arrays import DeviceOperand
+from ringreduce.buffers.cuda.cupy_driver import cuda_driver
 from ringreduce.config import Config
 from ringreduce.errors import (
     ConfigError,
@@ -27,16 +29,31 @@ from ringreduce.errors import (
 )
 from ringreduce.instruments import Tally
 from ringreduce.partition import Partition
-from ringreduce.placement import Allreduce, BoundCall, Context, Feedback, Moves, Runner, Signature, WireAllreduce
+from ringreduce.placement import (
+    Allreduce,
+    BoundCall,
+    Context,
+    Feedback,
+    Gpu,
+    Moves,
+    Runner,
+    Signature,
+    WireAllreduce,
+    ordinal,
+)
 from ringreduce.reduce_ops import SUM, ReduceOp
 from ringreduce.selection import Choice
 from ringreduce.topology import Topology
-from ringreduce.wire import CODECS
+from ringreduce.wire import CODECS, Codec
 
 __all__ = ["Communicator"]
 
 
 _REMEMBERED = 4096  # kinds of calls
+
+# What carries out an allreduce of arrays in device memory; not to be asked for by name.
+_ON_DEVICE = Choice("device", "device", "kernels reduce the ranks' arrays where they lie")
+_STAGED = Choice("staged", "shared+messages", "arrays go through host memory, in segments")
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -61,8 +78,15 @@ class Communicator:
     Every method but `empty`, `explain` and `choose` is collective: all ranks call it, in the same order, with arguments
     that agree where the method says so. Calls block until this rank's result is there. Not thread-safe.
 
-    Arrays are NumPy arrays or torch CPU tensors of any dtype in `ringreduce.buffers.DTYPES`, of any strides; results
-    come in the library of the input. Different libraries on different ranks are fine.
+    Arrays are NumPy or CuPy arrays or torch tensors of any dtype in `ringreduce.buffers.DTYPES`, of any strides;
+    results come in the library of the input. Anything else with ``__cuda_array_interface__`` is taken, too; new arrays
+    are CuPy's then. Different libraries on different ranks are fine.
+
+    Arrays in device memory are ordered by streams: a collective begins, for the GPU, after what the caller has
+    enqueued on its current stream, and what the caller enqueues there after the call sees the result. Where the data
+    goes through host memory, the call itself returns when this rank's input was read and reduced, and the result may
+    still be on its way. An allreduce takes arrays in device memory on all ranks or on none; in all other collectives
+    the ranks may differ.
 
     All methods raise, besides what they list:
 
@@ -78,6 +102,7 @@ class Communicator:
         context: the ranks and what connects them.
 
     Attributes:
+        gpu: this rank's, once it is used.
         instruments: the observers of its collectives.
         tallies: what the calls of each collective add up to, by its name.
     """
@@ -94,6 +119,7 @@ class Communicator:
         self._closed = False
         self._failure: BaseException | None = None
         self._quiet = quiet_context()
+        self.gpu = Gpu(context, cuda_driver)
         self.instruments = context.instruments
         self.tallies = {each.value: Tally() for each in Collective}
         self._reduced = self.tallies[Collective.ALLREDUCE.value]
@@ -208,7 +234,7 @@ class Communicator:
             out: room for this rank's part; None: a new array.
         """
         op = ReduceOp.parse(op)
-        source = Operand.of(array)
+        source = operand_of(array)
         _require_rows(source, "reduce_scatter")
         rows = Partition.first_larger(source.shape[0], self.size).segment
         row = prod(source.shape[1:])
@@ -216,9 +242,10 @@ class Communicator:
         out, target = self._result(array, source, shape, out)
         counts = [(part.stop - part.start) * row for part in rows]
         choice, signature = self._choose(Collective.REDUCE_SCATTER, source, algorithm, op.value, shape=source.shape)
-        with self._running(Collective.REDUCE_SCATTER, choice, source.nbytes), _flat_target(target) as flat:
+        running = self._running(Collective.REDUCE_SCATTER, choice, source.nbytes)
+        with running, self._on_host(source, target) as (given, taken), _flat_target(taken) as flat:
             reduce_scatter = self._moves.reduce_scatter
-            self._quiet.run(reduce_scatter, source.flat(), source.dtype, counts, flat, op, choice, signature)
+            self._quiet.run(reduce_scatter, given.flat(), given.dtype, counts, flat, op, choice, signature)
         return out
 
     @_counting_refusals
@@ -230,16 +257,16 @@ class Communicator:
                 must agree.
             algorithm: as for `allreduce`.
         """
-        source = Operand.of(array)
+        source = operand_of(array)
         _require_rows(source, "allgather")
         rows = self._exchange_counts([source.shape[0]], source, Collective.ALLGATHER)[:, 0]
-        out = like(array, (int(rows.sum()), *source.shape[1:]))
-        target = Operand.of(out)
+        out, target = _new_result(array, source, (int(rows.sum()), *source.shape[1:]))
         row = prod(source.shape[1:])
         counts = [int(each) * row for each in rows]
         choice, signature = self._choose(Collective.ALLGATHER, source, algorithm, shape=_any_rows(source))
-        with self._running(Collective.ALLGATHER, choice, target.nbytes):
-            self._moves.allgather(source.flat(), counts, target.flat(), choice, signature)
+        running = self._running(Collective.ALLGATHER, choice, target.nbytes)
+        with running, self._on_host(source, target) as (given, taken):
+            self._moves.allgather(given.flat(), counts, taken.flat(), choice, signature)
         return out
 
     @_counting_refusals
@@ -257,13 +284,17 @@ class Communicator:
         """
         if not 0 <= root < self.size:
             raise ConfigError(f"root must be a rank, 0 to {self.size - 1}, got {root}")
-        source = Operand.of(array)
+        source = operand_of(array)
         out, target = self._result(array, source, source.shape, out)
-        if self.rank == root and not _same(source, target):
-            np.copyto(target.view, source.view)
+        am_root = self.rank == root
         choice, signature = self._choose(Collective.BROADCAST, source, algorithm, f"root {root}", shape=source.shape)
-        with self._running(Collective.BROADCAST, choice, source.nbytes), _flat_target(target) as flat:
-            self._moves.broadcast(flat, root, choice, signature)
+        running = self._running(Collective.BROADCAST, choice, source.nbytes)
+        lent = self._on_host(source, target, fetch=am_root, store=not am_root or source is not target)
+        with running, lent as (given, taken):
+            if am_root and not _same(given, taken):
+                np.copyto(taken.view, given.view)
+            with _flat_target(taken) as flat:
+                self._moves.broadcast(flat, root, choice, signature)
         return out
 
     @_counting_refusals
@@ -282,17 +313,17 @@ class Communicator:
         Raises:
             ConfigError: the splits do not add up to the rows, or the rows do not divide equally.
         """
-        source = Operand.of(array)
+        source = operand_of(array)
         _require_rows(source, "alltoall")
         mine = _check_splits(splits, source.shape[0], self.size)
         rows = self._exchange_counts(mine, source, Collective.ALLTOALL)
         received = rows[:, self.rank]
-        out = like(array, (int(received.sum()), *source.shape[1:]))
-        target = Operand.of(out)
+        out, target = _new_result(array, source, (int(received.sum()), *source.shape[1:]))
         choice, signature = self._choose(Collective.ALLTOALL, source, algorithm, shape=_any_rows(source))
-        with self._running(Collective.ALLTOALL, choice, source.nbytes):
+        running = self._running(Collective.ALLTOALL, choice, source.nbytes)
+        with running, self._on_host(source, target) as (given, taken):
             row = prod(source.shape[1:])
-            self._moves.alltoall(source.flat(), rows * row, target.flat(), choice, signature)
+            self._moves.alltoall(given.flat(), rows * row, taken.flat(), choice, signature)
         return out if splits is None else (out, received.tolist())
 
     def barrier(self) -> None:
@@ -306,17 +337,42 @@ class Communicator:
 
     # ---- buffers, choices ----
 
-    def empty(self, shape: int | Sequence[int], dtype: Any = np.float32) -> npt.NDArray[Any]:
+    @overload
+    def empty(
+        self, shape: int | Sequence[int], dtype: Any = np.float32, *, device: None = None
+    ) -> npt.NDArray[Any]: ...
+
+    @overload
+    def empty(self, shape: int | Sequence[int], dtype: Any = np.float32, *, device: str | None) -> Any: ...
+
+    def empty(self, shape: int | Sequence[int], dtype: Any = np.float32, *, device: str | None = None) -> Any:
         """Return an uninitialised array that collectives use without a copy: a communication buffer.
 
         It lies in memory that the ranks of the node share, starts on a page, and goes back when the array and all its
         views are gone. Local: ranks may make different buffers, or none. ``dtype`` ``"bfloat16"`` takes ml_dtypes.
+
+        Args:
+            shape: of the array.
+            dtype: of its elements.
+            device: ``"cuda"``, or ``"cuda:1"``, for a CuPy array in device memory. The ranks of a communicator begin
+                to use device memory together: the first such buffer (or the first allreduce of arrays there) is made
+                by all of them at once, all later ones by whoever likes. Let go of a buffer when the work on it is done.
+
+        Returns:
+            A NumPy array, or a CuPy array.
+
+        Raises:
+            UnsupportedBufferError: a device was asked for, and CuPy or the GPU is missing.
+            MismatchError: this was the first use of device memory, and other ranks did something else.
         """
         self._require_open()
         row = DType.of(dtype)
         dims = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
         if any(length < 0 for length in dims):
             raise ConfigError(f"an array cannot have the shape {dims}")
+        if device not in (None, "cpu"):
+            self._join_gpus(ordinal(device))
+            return self.gpu.empty(dims, row)
         memory = self._context.arena.array(prod(dims) * row.itemsize)
         native: np.dtype[Any] = new((0,), row, "numpy").dtype
         return memory.view(native).reshape(dims)
@@ -349,11 +405,15 @@ class Communicator:
         return choice.transport.replace("messages", self._context.messages.name)
 
     def explain(self, nbytes: int, dtype: Any = np.float32, collective: Collective | str = Collective.ALLREDUCE) -> str:
-        """Say in words what would carry out ``collective`` on ``nbytes`` bytes per rank, why, and what else could."""
+        """Say in words what would carry out ``collective`` on ``nbytes`` bytes per rank, why, and what else could.
+
+        Of arrays in device memory it says how they are reduced, once there were any.
+        """
         DType.of(dtype)
         vendor = self._context.messages.has_allreduce
         kind = _collective(collective)
-        return selection.explain(kind, nbytes, self.topology, self.config, vendor=vendor, table=self._table)
+        said = selection.explain(kind, nbytes, self.topology, self.config, vendor=vendor, table=self._table)
+        return f"{said}\nin device memory: {self.gpu.way}" if kind is Collective.ALLREDUCE and self.gpu.way else said
 
     def close(self) -> None:
         """Give everything back; collectives raise `ShutdownError` from here on. Collective, and safe to call twice."""
@@ -364,6 +424,7 @@ class Communicator:
         self._reductions.clear()
         self._context.leave()
         if self._failure is None:
+            self.gpu.close()
             self._allreduce.close()
             self._moves.close()
             self._wire.close()
@@ -374,9 +435,12 @@ class Communicator:
     @_counting_refusals
     def _allreduce_unbound(self, array: Any, op: ReduceOp | str, out: Any, algorithm: str | None) -> Any:
         kind = ReduceOp.parse(op)
-        source = Operand.of(array)
+        source = operand_of(array)
+        if isinstance(source, DeviceOperand):
+            return self._allreduce_on_device(array, source, kind, out, algorithm)
         in_place, new = out is array, out is None
         out, target = self._result(array, source, source.shape, out)
+        assert isinstance(target, Operand)
         if not (new or in_place) and np.may_share_memory(source.view, target.view) and not _same(source, target):
             source = Operand(source.view.copy(), source.dtype)
         choice, signature = self.allreduce_operands(source, target, kind, algorithm)
@@ -400,7 +464,7 @@ class Communicator:
         op = ReduceOp.parse(op)
         if algorithm is not None:
             raise ConfigError(f"a wire format is an algorithm of its own; give wire={wire!r} or algorithm, not both")
-        source = Operand.of(array)
+        source = operand_of(array)
         codec = CODECS.get(wire)
         if codec is None:
             raise ConfigError(f"unknown wire format {wire!r}; choose one of {', '.join(CODECS)}")
@@ -413,30 +477,52 @@ class Communicator:
                 feedback.begin(0, 0)
             return self._allreduce_unbound(array, op, out, None)
         out, target = self._result(array, source, source.shape, out)
+        argument = f"{op.value} as {wire}{' with feedback' if feedback is not None else ''}"
+        choice, signature = self._choose(Collective.ALLREDUCE, source, None, argument, shape=source.shape)
+        running = self._running(Collective.ALLREDUCE, Choice(f"direct as {wire}", choice.transport, ""), source.nbytes)
+        with running, self._on_host(source, target) as (given, taken):
+            self._exchange_in_format(given, taken, op, codec, signature, feedback)
+        return out
+
+    def _exchange_in_format(
+        self,
+        source: Operand,
+        target: Operand,
+        op: ReduceOp,
+        codec: Codec,
+        signature: Signature,
+        feedback: Feedback | None,
+    ) -> None:
         plain = source.dtype.name == "float32" and target.contiguous
         work = target.flat() if plain else np.empty(source.count, np.float32)
         wide = widen(source.view, source.dtype) if source.dtype.half else source.view
         if not (plain and _same(source, target)):
             np.copyto(work.reshape(source.shape), wide, casting="same_kind")
-        argument = f"{op.value} as {wire}{' with feedback' if feedback is not None else ''}"
-        choice, signature = self._choose(Collective.ALLREDUCE, source, None, argument, shape=source.shape)
-        with self._running(Collective.ALLREDUCE, Choice(f"direct as {wire}", choice.transport, ""), source.nbytes):
-            self._quiet.run(self._wire.run, work, op, codec, signature, feedback)
+        self._quiet.run(self._wire.run, work, op, codec, signature, feedback)
         if source.dtype.half:
             narrow(work.reshape(source.shape), target.dtype, target.view)
         elif not plain:
             np.copyto(target.view, work.reshape(target.shape), casting="same_kind")
-        return out
 
     def allreduce_operands(
-        self, source: Operand, target: Operand, op: ReduceOp, algorithm: str | None = None
+        self,
+        source: Operand | DeviceOperand,
+        target: Operand | DeviceOperand,
+        op: ReduceOp,
+        algorithm: str | None = None,
     ) -> tuple[Choice, Signature]:
         """Do what `allreduce` does for operands that were checked: alike, writable, the same or apart.
+
+        Both lie in host memory, or both in device memory in C order.
 
         Returns:
             What carried it out.
         """
         self._require_open()
+        if isinstance(source, DeviceOperand):
+            assert isinstance(target, DeviceOperand) and source.contiguous and target.contiguous
+            return self._reduce_on_device(source, target, op, algorithm)
+        assert isinstance(target, Operand)
         key = op, algorithm, source.view.shape, source.dtype.name
         found = self._reductions.get(key)
         if found is None:
@@ -450,13 +536,125 @@ class Communicator:
             self._quiet.run(run, source, target)
         return choice, signature
 
-    def _result(self, array: Any, source: Operand, shape: tuple[int, ...], out: Any) -> tuple[Any, Operand]:
+    def _allreduce_on_device(
+        self, array: Any, source: DeviceOperand, op: ReduceOp, out: Any, algorithm: str | None
+    ) -> Any:
+        out, target = self._result(array, source, source.shape, out)
+        assert isinstance(target, DeviceOperand)
+        given, taken = source.in_order(), target.room()
+        if given.may_overlap(taken) and not given.same_memory(taken):
+            given = given.in_order(copy=True)
+        self._reduce_on_device(given, taken, op, algorithm)
+        target.assign(taken)
+        return out
+
+    def _reduce_on_device(
+        self, source: DeviceOperand, target: DeviceOperand, op: ReduceOp, algorithm: str | None
+    ) -> tuple[Choice, Signature]:
+        """Reduce arrays in C order by kernels where the ranks share device memory, else through host memory.
+
+        Kernels add in the order of ranks, so they may take the place of the deterministic algorithm.
+        """
+        staging = self.gpu.staging(source.device)
+        parts = staging.segments(source)
+        lengths = {_length(parts[0]), _length(parts[-1])}
+        run = {count: self._segment_runner(source, parts, count, op, algorithm) for count in lengths}
+        signature = run[_length(parts[0])][0]
+        if self.size == 1:
+            choice = self.choose(Collective.ALLREDUCE, source.nbytes)
+            with self._running(Collective.ALLREDUCE, choice, source.nbytes):
+                staging.copy(source, target)
+            return choice, signature
+        kernels = None
+        if (self.config.algorithm if algorithm is None else algorithm) in (None, "auto", selection.DETERMINISTIC):
+            self._join_gpus(source.device)
+            kernels = self.gpu.kernels
+
+        def reduce(segment: Operand) -> None:
+            self._quiet.run(run[segment.count][1], segment, segment)
+
+        choice = _ON_DEVICE if kernels is not None and kernels.supports(source.dtype, op) else _STAGED
+        with self._running(Collective.ALLREDUCE, choice, source.nbytes), staging.in_order(source, target) as stream:
+            addresses = source.address, target.address
+            if kernels is None or choice is _STAGED:
+                staging.allreduce(source, target, parts, reduce)
+            elif not kernels.run(*addresses, source.count, source.dtype, op, stream, signature):
+                choice = _STAGED
+                staging.allreduce(source, target, parts, reduce)
+        return choice, signature
+
+    def _segment_runner(
+        self, source: DeviceOperand, parts: Sequence[slice], count: int, op: ReduceOp, algorithm: str | None
+    ) -> tuple[Signature, Runner]:
+        """Return the signature and what reduces a segment of an array in device memory, in place.
+
+        Its signature says all that must agree about the whole array, so that a mismatch is seen at the first segment.
+        A shorter last segment has a signature of its own, as plans go by signatures, and by lengths.
+        """
+        key = "staged", op, algorithm, source.shape, source.dtype.name, count
+        found = self._reductions.get(key)
+        if found is None:
+            last = "" if count == _length(parts[0]) else f", its last {count} elements"
+            choice, signature = self._choose(
+                Collective.ALLREDUCE,
+                source,
+                algorithm,
+                f"{op.value} in device memory{last}",
+                shape=source.shape,
+                nbytes=count * source.dtype.itemsize,
+            )
+            if len(self._reductions) > _REMEMBERED:
+                self._reductions.clear()
+            run = self._allreduce.runner(source.dtype, (count,), op, choice, signature)
+            found = self._reductions[key] = choice, signature, run
+        return found[1], found[2]
+
+    def _on_host(
+        self,
+        source: Operand | DeviceOperand,
+        target: Operand | DeviceOperand,
+        *,
+        fetch: bool = True,
+        store: bool = True,
+    ) -> AbstractContextManager[tuple[Operand, Operand]]:
+        """Lend arrays in host memory for these two, which `_result` checked: themselves, where they lie there.
+
+        Args:
+            source: what goes into the collective.
+            target: what comes out of it.
+            fetch: whether this rank's input is wanted.
+            store: whether the result is new to this rank.
+        """
+        if isinstance(source, Operand):
+            assert isinstance(target, Operand)
+            return nullcontext((source, target))
+        assert isinstance(target, DeviceOperand)
+        return self._staged(source, target, fetch, store)
+
+    @contextmanager
+    def _staged(
+        self, source: DeviceOperand, target: DeviceOperand, fetch: bool, store: bool
+    ) -> Iterator[tuple[Operand, Operand]]:
+        given = source.in_order() if fetch else source
+        taken = given if target is source and source.contiguous else target.room()
+        with self.gpu.staging(source.device).lend(given, taken, fetch=fetch, store=store) as lent:
+            yield lent
+        if store:
+            target.assign(taken)
+
+    def _result(
+        self, array: Any, source: Operand | DeviceOperand, shape: tuple[int, ...], out: Any
+    ) -> tuple[Any, Operand | DeviceOperand]:
         """Return where the result goes: ``out`` once it is checked, or a new array."""
-        self._require_open()
+        self._require_usable(source)
         if out is None:
-            out = like(array, shape)
-            return out, Operand.of(out)
-        target = source if out is array else Operand.of(out)
+            return _new_result(array, source, shape)
+        target = source
+        if out is not array:
+            target = operand_of(out)
+            self._require_usable(target)
+        if type(target) is not type(source):
+            raise UnsupportedBufferError("array and out must both lie in host memory or both in device memory")
         if target.shape != shape or target.dtype != source.dtype:
             raise UnsupportedBufferError(
                 f"out has shape {target.shape} and dtype {target.dtype.name}, "
@@ -468,17 +666,24 @@ class Communicator:
     def _choose(
         self,
         collective: Collective,
-        source: Operand,
+        source: Operand | DeviceOperand,
         algorithm: str | None,
         argument: str = "",
         *,
         shape: tuple[object, ...],
+        nbytes: int | None = None,
     ) -> tuple[Choice, Signature]:
-        """Return the algorithm and the signature of a call; they depend on nothing that may differ between ranks."""
+        """Return the algorithm and the signature of a call; they depend on nothing that may differ between ranks.
+
+        The algorithm is that for ``nbytes``; None: for the whole source.
+        """
         key = collective.name, argument, algorithm, shape, source.dtype.name
         found = self._signatures.get(key)
         if found is None:
-            nbytes = source.nbytes if collective is Collective.ALLREDUCE else 0  # the others' choice has no use for it
+            if collective is not Collective.ALLREDUCE:
+                nbytes = 0  # the others' choice has no use for it
+            elif nbytes is None:
+                nbytes = source.nbytes
             choice = self.choose(collective, nbytes, source.dtype.name, algorithm)
             arguments = [argument, f"shape {_shape(shape)}", source.dtype.name]
             if algorithm is not None:
@@ -489,9 +694,11 @@ class Communicator:
             found = self._signatures[key] = choice, Signature.of(text)
         return found
 
-    def _exchange_counts(self, mine: Sequence[int], source: Operand, collective: Collective) -> npt.NDArray[np.int64]:
+    def _exchange_counts(
+        self, mine: Sequence[int], source: Operand | DeviceOperand, collective: Collective
+    ) -> npt.NDArray[np.int64]:
         """Gather a few numbers of every rank, as (size, len(mine)), that say how many rows will come from whom."""
-        self._require_open()
+        self._require_usable(source)
         own = np.array(mine, np.int64)
         gathered = np.empty((self.size, own.size), np.int64)
         what = f"{collective.value}(rows of shape {_shape(_any_rows(source))}, {source.dtype.name})"
@@ -506,6 +713,15 @@ class Communicator:
     def _running(self, collective: Collective, choice: Choice, nbytes: int) -> _Running:
         """Return the context in which a collective runs."""
         return _Running(self, collective.value, choice.algorithm, nbytes)
+
+    def _join_gpus(self, number: int | None) -> None:
+        """Find out what the ranks share of device memory, if nobody did; collective then."""
+        self.gpu.staging(number)  # which may be refused, and that is this rank's affair
+        try:
+            self.gpu.join()
+        except BaseException as error:
+            self._failed(error)
+            raise
 
     def _failed(self, error: BaseException) -> None:
         """After a mismatch, which all ranks see, go on with fresh channels; after anything else, refuse to go on.
@@ -522,6 +738,12 @@ class Communicator:
                 self._context.renew()
             except RingReduceError as lost:
                 self._failure = lost
+
+    def _require_usable(self, operand: Operand | DeviceOperand) -> None:
+        """Refuse what cannot be used here, before the ranks meet."""
+        self._require_open()
+        if isinstance(operand, DeviceOperand):
+            self.gpu.staging(operand.device)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -564,6 +786,17 @@ class _Running:
             instruments.tell("collective_finished", self._collective, self._algorithm, self._nbytes, seconds)
 
 
+def _new_result(
+    array: Any, source: Operand | DeviceOperand, shape: tuple[int, ...]
+) -> tuple[Any, Operand | DeviceOperand]:
+    out = like(array, shape) if isinstance(source, Operand) else source.like(shape)
+    return out, operand_of(out)
+
+
+def _length(part: slice) -> int:
+    return int(part.stop - part.start)
+
+
 def _same(source: Operand, target: Operand) -> bool:
     return source.address == target.address and source.view.strides == target.view.strides
 
@@ -585,7 +818,7 @@ def _collective(name: Collective | str) -> Collective:
         raise ConfigError(f"unknown collective {name!r}; choose one of {names}") from None
 
 
-def _require_rows(source: Operand, what: str) -> None:
+def _require_rows(source: Operand | DeviceOperand, what: str) -> None:
     if not source.shape:
         raise UnsupportedBufferError(f"{what} needs an array with at least one dimension, got a scalar")
 
@@ -601,7 +834,7 @@ def _check_splits(splits: Sequence[int] | None, rows: int, size: int) -> list[in
     return mine
 
 
-def _any_rows(source: Operand) -> tuple[object, ...]:
+def _any_rows(source: Operand | DeviceOperand) -> tuple[object, ...]:
     """Return the shape with a star for the rows, which may differ between ranks."""
     return ("*", *source.shape[1:])
 

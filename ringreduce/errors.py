@@ -28,6 +28,7 @@ __all__ = [
     "ShutdownError",
     "TransportError",
     "UnsupportedBufferError",
+    "name_ranks",
 ]
 
 
@@ -61,7 +62,7 @@ class MismatchError(CollectiveError, ValueError):
         groups: dict[str, list[int]] = {}
         for rank, value in self.values.items():
             groups.setdefault(value, []).append(rank)
-        lines = (f"  {_ranks(ranks)}: {value}" for value, ranks in groups.items())
+        lines = (f"  {name_ranks(ranks)}: {value}" for value, ranks in groups.items())
         super().__init__("the ranks called different collectives:\n" + "\n".join(lines))
 
     def __reduce__(self) -> tuple[type[MismatchError], tuple[dict[int, str]]]:
@@ -96,7 +97,7 @@ class ShutdownError(CollectiveError):
     """ringreduce was shut down while, or before, the operation ran."""
 
 
-def _ranks(ranks: list[int]) -> str:
+def name_ranks(ranks: list[int]) -> str:
     """Write ``[0, 1, 2, 5]`` as ``ranks 0-2, 5``."""
     runs: list[list[int]] = []
     for rank in ranks:

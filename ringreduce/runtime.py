@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -324,9 +324,17 @@ def is_homogeneous() -> bool:
     return world().hosts.homogeneous
 
 
-def empty(shape: int | Sequence[int], dtype: Any = np.float32) -> npt.NDArray[Any]:
+@overload
+def empty(shape: int | Sequence[int], dtype: Any = np.float32, *, device: None = None) -> npt.NDArray[Any]: ...
+
+
+@overload
+def empty(shape: int | Sequence[int], dtype: Any = np.float32, *, device: str | None) -> Any: ...
+
+
+def empty(shape: int | Sequence[int], dtype: Any = np.float32, *, device: str | None = None) -> Any:
     """Return a communication buffer; see `Communicator.empty`."""
-    return world().empty(shape, dtype)
+    return world().empty(shape, dtype, device=device)
 
 
 def allreduce(

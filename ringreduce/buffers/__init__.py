@@ -1,6 +1,6 @@
 """Memory that collectives work on: dtypes, views of arrays, and the kernels that combine, cast and copy."""
 
-from ringreduce.buffers.arrays import Operand, like, new, typed
+from ringreduce.buffers.arrays import Operand, like, new, operand_of, typed
 from ringreduce.buffers.casts import divide_toward_zero, narrow, widen, wider
 from ringreduce.buffers.dtypes import DTYPES, DType
 from ringreduce.buffers.kernels import Call, Kernels, divide, kernels_for, quiet_context
@@ -17,6 +17,7 @@ __all__ = [
     "like",
     "narrow",
     "new",
+    "operand_of",
     "quiet_context",
     "typed",
     "widen",

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from ringreduce.buffers.cuda.arrays import DeviceOperand, on_device
 from ringreduce.buffers.dtypes import DType, ml_bfloat16
+from ringreduce.buffers.layout import overlaps_itself
 from ringreduce.errors import UnsupportedBufferError
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Operand", "like", "new", "typed"]
+__all__ = ["Operand", "like", "new", "operand_of", "typed"]
 
 
 class Operand:  # a frozen dataclass would take three times as long to make
@@ -46,6 +48,8 @@ class Operand:  # a frozen dataclass would take three times as long to make
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(array, torch.Tensor):
             return cls._of_torch(array, torch)
+        if on_device(array):
+            raise UnsupportedBufferError("arrays in device memory are not supported here; pass one in host memory")
         raise UnsupportedBufferError(f"expected a NumPy array or a torch tensor, got {type(array).__name__}")
 
     @classmethod
@@ -63,7 +67,7 @@ class Operand:  # a frozen dataclass would take three times as long to make
         if tensor.layout is not torch.strided:
             raise UnsupportedBufferError(f"tensors of layout {tensor.layout} are not supported; pass a dense one")
         if not tensor.is_cpu:
-            raise UnsupportedBufferError(f"tensors on {tensor.device} are not supported yet; pass a CPU tensor")
+            raise UnsupportedBufferError(f"tensors on {tensor.device} are not supported here; pass a CPU tensor")
         dtype = DType.of(tensor.dtype)
         plain = tensor.detach() if tensor.requires_grad else tensor
         try:
@@ -114,11 +118,22 @@ class Operand:  # a frozen dataclass would take three times as long to make
             raise UnsupportedBufferError(
                 "the array is read-only (or a lazy conjugate of another), so no result can be stored in it; pass a copy"
             )
-        if _overlaps_itself(self.view):
+        if not self.contiguous and overlaps_itself(self.view.shape, self.view.strides, self.view.itemsize):
             raise UnsupportedBufferError(
                 f"elements of the array share memory (shape {self.view.shape}, strides {self.view.strides}), "
                 "as after expand or broadcast_to; pass a copy"
             )
+
+
+def operand_of(array: Any) -> Operand | DeviceOperand:
+    """Look at an array in host or device memory, without a copy.
+
+    Raises:
+        UnsupportedBufferError: it is none, or its elements or layout are not supported.
+    """
+    if isinstance(array, np.ndarray):
+        return Operand._of_numpy(array)
+    return DeviceOperand.of(array) or Operand.of(array)
 
 
 def new(shape: Sequence[int], dtype: DType, library: str) -> Any:
@@ -145,14 +160,3 @@ def like(array: Any, shape: Sequence[int] | None = None) -> Any:
     """Return an uninitialised private array of the same library and dtype (and shape, unless one is given)."""
     library = "numpy" if isinstance(array, np.ndarray) else "torch"
     return new(tuple(array.shape) if shape is None else shape, DType.of(array.dtype), library)
-
-
-def _overlaps_itself(view: npt.NDArray[Any]) -> bool:
-    if view.size <= 1 or view.flags.c_contiguous:
-        return False
-    reach = view.itemsize
-    for stride, length in sorted((abs(s), n) for s, n in zip(view.strides, view.shape, strict=True) if n > 1):
-        if stride < reach:
-            return True
-        reach = stride * (length - 1) + reach
-    return False

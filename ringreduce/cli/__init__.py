@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import click
 
 import ringreduce
-from ringreduce.cli import commands, tune
+from ringreduce.cli import commands, doctor, tune
 from ringreduce.config import launched_rank
 from ringreduce.errors import ConfigError, RingReduceError, UnsupportedBufferError
 
@@ -56,6 +56,7 @@ def main() -> None:
 
 main.add_command(commands.bench)
 main.add_command(commands.explain)
+main.add_command(doctor.command)
 main.add_command(tune.command)
 
 

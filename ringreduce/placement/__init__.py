@@ -3,7 +3,19 @@
 from ringreduce.placement.allreduce import Allreduce, Runner
 from ringreduce.placement.bound import BoundCall
 from ringreduce.placement.context import Context, Signature
+from ringreduce.placement.gpu import Gpu, ordinal
 from ringreduce.placement.moves import Moves
 from ringreduce.placement.wire import Feedback, WireAllreduce
 
-__all__ = ["Allreduce", "BoundCall", "Context", "Feedback", "Moves", "Runner", "Signature", "WireAllreduce"]
+__all__ = [
+    "Allreduce",
+    "BoundCall",
+    "Context",
+    "Feedback",
+    "Gpu",
+    "Moves",
+    "Runner",
+    "Signature",
+    "WireAllreduce",
+    "ordinal",
+]

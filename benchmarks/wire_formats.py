@@ -1,0 +1,76 @@
+"""Measure allreduces in wire formats between hosts beside the same in float32, in turn, in one run.
+
+    scripts/virtual_cluster up 4 --rate 1gbit
+    scripts/virtual_cluster run -np 4 python benchmarks/wire_formats.py
+
+The arrays are communication buffers of normally distributed values, averaged in place. A barrier goes before each call,
+the slowest rank's time counts, figures are medians. "error" is how far the result is from that in float64, relative, in
+the Euclidean norm. On one host nothing is encoded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import ringreduce
+from ringreduce.config import parse_nbytes
+from ringreduce.wire import CODECS, relative_error
+
+
+def measure(nbytes: int, formats: list[str], iterations: int) -> list[dict[str, Any]]:
+    """Return name, median time and error of float32 and each format; the times are the same on all ranks."""
+    count = nbytes // 4
+    given = np.random.default_rng(ringreduce.rank()).standard_normal(count).astype(np.float32)
+    exact = ringreduce.allreduce(given.astype(np.float64), "average")
+    array = ringreduce.empty(count, np.float32)
+    names: list[str | None] = [None, *formats]
+    times = np.empty((len(names), iterations))
+    errors = [0.0] * len(names)
+    for iteration in range(-1, iterations):
+        for place, name in enumerate(names):
+            array[:] = given
+            ringreduce.barrier()
+            begin = time.perf_counter()
+            ringreduce.allreduce(array, "average", out=array, wire=name)
+            if iteration >= 0:
+                times[place, iteration] = time.perf_counter() - begin
+            else:
+                errors[place] = relative_error(exact, array)
+    medians = np.median(ringreduce.allreduce(times, "max"), axis=1)
+    return [
+        {"name": name or "float32", "median_ms": median * 1e3, "speedup": medians[0] / median, "error": error}
+        for name, median, error in zip(names, medians.tolist(), errors, strict=True)
+    ]
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--formats", default=",".join(CODECS), help=f"which, separated by commas ({','.join(CODECS)})")
+    parser.add_argument("-b", "--nbytes", type=parse_nbytes, default=16 << 20, help="size of the arrays (16M)")
+    parser.add_argument("-n", "--iters", type=int, default=11, help="timed calls of each (11)")
+    parser.add_argument("-J", "--output_file", type=Path, help="write the figures there, as JSON")
+    arguments = parser.parse_args()
+    ringreduce.init()
+    rows = measure(arguments.nbytes, arguments.formats.split(","), arguments.iters)
+    if ringreduce.rank() == 0:
+        print(f"{arguments.nbytes} bytes, {ringreduce.world().topology.describe()}; median of {arguments.iters}")
+        print(f"{'format':<10}{'time (ms)':>10}{'speed-up':>10}{'error':>10}")
+        for row in rows:
+            print(f"{row['name']:<10}{row['median_ms']:>10.1f}{row['speedup']:>9.2f}x{row['error']:>10.2g}")
+        if arguments.output_file:
+            report = {"formats": {row["name"]: row for row in rows}}
+            arguments.output_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    ringreduce.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""GPU memory and what is done there."""

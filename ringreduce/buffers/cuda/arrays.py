@@ -1,0 +1,310 @@
+"""Arrays in device memory, of any library, as addresses and layouts; and new ones of the same library.
+
+CuPy arrays and torch tensors are taken as they are. Anything else with ``__cuda_array_interface__`` (Numba, RMM, JAX)
+is taken by what that says. Libraries are only imported where the caller's arrays come from them already.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any, Protocol
+
+import numpy as np
+
+from ringreduce.buffers.cuda.driver import Stream
+from ringreduce.buffers.dtypes import DType, ml_bfloat16
+from ringreduce.buffers.layout import c_order, is_c_order, overlaps_itself
+from ringreduce.errors import UnsupportedBufferError
+
+__all__ = ["INSTALL", "DeviceOperand", "empty_on_device", "on_device"]
+
+#: What a message says where CuPy is missing.
+INSTALL = "pip install 'ringreduce[cuda12x]', or 'ringreduce[cuda13x]' for a driver of CUDA 13"
+
+#: What ``__cuda_array_interface__`` gives for the legacy default stream, as 0 may not be given.
+_LEGACY_STREAM = 1
+
+
+class _Library(Protocol):
+    """What the library of an array does with it, on its current stream."""
+
+    def empty(self, shape: Sequence[int], dtype: DType, device: int | None) -> Any:
+        """Return an uninitialised array in C order."""
+        ...
+
+    def contiguous(self, array: Any) -> Any:
+        """Return a copy in C order."""
+        ...
+
+    def assign(self, target: Any, source: Any) -> None:
+        """Copy between two arrays of one shape."""
+        ...
+
+
+class DeviceOperand:
+    """An argument of a collective that lies in device memory.
+
+    What the caller enqueued on ``stream`` before the call is done to the array first; what is enqueued there after the
+    call comes after it.
+
+    Attributes:
+        array: the caller's array, which must live as long as this is used.
+        address: where its first element lies.
+        shape: its shape.
+        strides: in bytes.
+        dtype: the type of its elements.
+        device: the ordinal of its GPU in this process, None if only the driver can tell.
+        stream: the caller's stream on that GPU; the legacy default stream where an array's interface names none.
+        writable: whether results may be stored there.
+    """
+
+    __slots__ = ("_library", "address", "array", "device", "dtype", "shape", "stream", "strides", "writable")
+
+    def __init__(
+        self,
+        array: Any,
+        address: int,
+        shape: Sequence[int],
+        strides: Sequence[int] | None,
+        dtype: DType,
+        *,
+        library: _Library,
+        device: int | None = None,
+        stream: Stream = 0,
+        writable: bool = True,
+    ) -> None:
+        self.array = array
+        self.address = address
+        self.shape = tuple(shape)
+        self.strides = c_order(self.shape, dtype.itemsize) if strides is None else tuple(strides)
+        self.dtype = dtype
+        self.device = device
+        self.stream = stream
+        self.writable = writable
+        self._library = library
+
+    @classmethod
+    def of(cls, array: Any) -> DeviceOperand | None:
+        """Look at an array without a copy; None if it does not lie in device memory.
+
+        Raises:
+            UnsupportedBufferError: it does, and its elements or layout are not supported.
+        """
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(array, torch.Tensor):
+            return _of_torch(array, torch) if array.is_cuda else None
+        cupy = sys.modules.get("cupy")
+        if cupy is not None and isinstance(array, cupy.ndarray):
+            return _of_cupy(array, cupy)
+        interface = getattr(array, "__cuda_array_interface__", None)
+        return None if interface is None else _of_interface(array, interface)
+
+    @property
+    def count(self) -> int:
+        """Elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.dtype.itemsize
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the elements lie one after the other in C order."""
+        return is_c_order(self.shape, self.strides, self.dtype.itemsize)
+
+    def require_writable(self) -> None:
+        """Check that results can be stored here.
+
+        Raises:
+            UnsupportedBufferError: the memory is read-only, or several elements share one place.
+        """
+        if not self.writable:
+            raise UnsupportedBufferError("the array is read-only, so no result can be stored in it; pass a copy")
+        if overlaps_itself(self.shape, self.strides, self.dtype.itemsize):
+            raise UnsupportedBufferError(
+                f"elements of the array share memory (shape {self.shape}, strides {self.strides}), "
+                "as after expand or broadcast_to; pass a copy"
+            )
+
+    def same_memory(self, other: DeviceOperand) -> bool:
+        """Return whether two operands of one shape and dtype are one."""
+        return self.address == other.address and self.strides == other.strides
+
+    def may_overlap(self, other: DeviceOperand) -> bool:
+        """Return whether the two might have a byte in common; never False where they have."""
+        (low, high), (other_low, other_high) = self._bounds(), other._bounds()
+        return low < other_high and other_low < high
+
+    def like(self, shape: Sequence[int] | None = None) -> Any:
+        """Return an uninitialised array of the same library, device and dtype (and shape, unless one is given)."""
+        return self._library.empty(self.shape if shape is None else shape, self.dtype, self.device)
+
+    def in_order(self, *, copy: bool = False) -> DeviceOperand:
+        """Return this if it is in C order, else (or with ``copy``) a copy that is, made on the caller's stream."""
+        if self.contiguous and not copy:
+            return self
+        made = DeviceOperand.of(self._library.contiguous(self.array))
+        assert made is not None and made.contiguous
+        return made
+
+    def room(self) -> DeviceOperand:
+        """Return this if it is in C order, else new memory of that kind whose content `assign` can copy here."""
+        if self.contiguous:
+            return self
+        made = DeviceOperand.of(self.like())
+        assert made is not None
+        return made
+
+    def assign(self, source: DeviceOperand) -> None:
+        """Copy from what `room` returned, on the caller's stream; nothing to do if that was this."""
+        if source is not self:
+            self._library.assign(self.array, source.array)
+
+    def _bounds(self) -> tuple[int, int]:
+        """Return the addresses of the first byte and of the one after the last."""
+        if not self.count:
+            return self.address, self.address
+        reaches = [stride * (length - 1) for length, stride in zip(self.shape, self.strides, strict=True)]
+        below = sum(reach for reach in reaches if reach < 0)
+        above = sum(reach for reach in reaches if reach > 0)
+        return self.address + below, self.address + above + self.dtype.itemsize
+
+
+def on_device(array: Any) -> bool:
+    """Return whether an array lies in device memory."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        return bool(array.is_cuda)
+    return hasattr(array, "__cuda_array_interface__")
+
+
+def empty_on_device(address: int, nbytes: int, shape: Sequence[int], dtype: DType, device: int, owner: object) -> Any:
+    """Return a CuPy array of memory that is there already; it and its views keep ``owner`` alive.
+
+    Args:
+        address: where the memory begins.
+        nbytes: how much there is, at least what the array needs.
+        shape: of the array.
+        dtype: of the array; bfloat16 takes ml_dtypes.
+        device: the GPU's ordinal.
+        owner: what gives the memory back when nobody refers to it any more.
+    """
+    cupy = _cupy("a buffer in device memory")
+    memory = cupy.cuda.UnownedMemory(address, nbytes, owner, device_id=device)
+    return cupy.ndarray(tuple(shape), _native(dtype), memptr=cupy.cuda.MemoryPointer(memory, 0))
+
+
+# ---- the libraries ----
+
+
+class _Cupy:
+    def empty(self, shape: Sequence[int], dtype: DType, device: int | None) -> Any:
+        cupy = _cupy("a result in device memory")
+        if device is None:
+            return cupy.empty(tuple(shape), _native(dtype))
+        with cupy.cuda.Device(device):
+            return cupy.empty(tuple(shape), _native(dtype))
+
+    def contiguous(self, array: Any) -> Any:
+        cupy = _cupy("an array in device memory that is not in C order")
+        array = cupy.asarray(array)  # no copy
+        with array.device:
+            return array.copy(order="C")
+
+    def assign(self, target: Any, source: Any) -> None:
+        cupy = _cupy("an array in device memory that is not in C order")
+        target = cupy.asarray(target)
+        with target.device:
+            target[...] = source
+
+
+class _Torch:
+    def empty(self, shape: Sequence[int], dtype: DType, device: int | None) -> Any:
+        import torch
+
+        return torch.empty(tuple(shape), dtype=getattr(torch, dtype.name), device=f"cuda:{device}")
+
+    def contiguous(self, array: Any) -> Any:
+        import torch
+
+        return array.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+    def assign(self, target: Any, source: Any) -> None:
+        target.detach().copy_(source)
+
+
+_CUPY, _TORCH = _Cupy(), _Torch()
+
+
+def _of_torch(tensor: Any, torch: Any) -> DeviceOperand:
+    if tensor.layout is not torch.strided:
+        raise UnsupportedBufferError(f"tensors of layout {tensor.layout} are not supported; pass a dense one")
+    dtype = DType.of(tensor.dtype)
+    # Lazy views, whose memory holds something else: a copy has what they stand for, and nobody stores there.
+    lazy = tensor.is_conj() or tensor.is_neg()
+    if lazy:
+        tensor = _TORCH.contiguous(tensor)
+    strides = [stride * dtype.itemsize for stride in tensor.stride()]
+    stream = torch.cuda.current_stream(tensor.device).cuda_stream
+    return DeviceOperand(
+        tensor,
+        tensor.data_ptr(),
+        tensor.shape,
+        strides,
+        dtype,
+        library=_TORCH,
+        device=tensor.device.index,
+        stream=stream,
+        writable=not lazy,
+    )
+
+
+def _of_cupy(array: Any, cupy: Any) -> DeviceOperand:
+    device = array.device.id
+    with array.device:
+        stream = cupy.cuda.get_current_stream().ptr
+    return DeviceOperand(
+        array,
+        array.data.ptr,
+        array.shape,
+        array.strides,
+        DType.of(array.dtype),
+        library=_CUPY,
+        device=device,
+        stream=stream,
+    )
+
+
+def _of_interface(array: Any, interface: Mapping[str, Any]) -> DeviceOperand:
+    if interface.get("mask") is not None:
+        raise UnsupportedBufferError("masked arrays are not supported; fill them")
+    address, read_only = interface["data"]
+    dtype = np.dtype(interface["typestr"])
+    if dtype.kind == "V":  # what NumPy has no code for; bfloat16, if its own dtype says so
+        dtype = getattr(array, "dtype", dtype)
+    stream = interface.get("stream")  # None: the array may be used at once, on any stream
+    return DeviceOperand(
+        array,
+        address,
+        interface["shape"],
+        interface.get("strides"),
+        DType.of(dtype),
+        library=_CUPY,
+        stream=0 if stream in (None, _LEGACY_STREAM) else stream,
+        writable=not read_only,
+    )
+
+
+def _cupy(what: str) -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise UnsupportedBufferError(f"{what} takes CuPy: {INSTALL} ({error})") from error
+    return cupy
+
+
+def _native(dtype: DType) -> np.dtype[Any]:
+    return ml_bfloat16() if dtype.name == "bfloat16" else dtype.storage

@@ -1,0 +1,193 @@
+"""``doctor``: what this machine and this job offer, what is wrong there, and what to do about it.
+
+Every rank collects `ringreduce.cli.facts`; those of all ranks become `ringreduce.cli.findings`; these are printed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+import numpy as np
+
+import ringreduce
+from ringreduce.buffers.cuda.cupy_driver import cuda_driver
+from ringreduce.buffers.cuda.driver import Driver
+from ringreduce.cli.facts import Facts, World, collect, stranger
+from ringreduce.cli.findings import LEVELS, Finding, by_rank, examine
+from ringreduce.communicator import Communicator
+from ringreduce.config import VERSION, launched_rank
+from ringreduce.errors import MismatchError, RingReduceError
+from ringreduce.runtime import tuning_key
+from ringreduce.transport.device import join_devices
+from ringreduce.transport.memory import MemoryWorld
+from ringreduce.transport.messages import Messages
+from ringreduce.transport.node import Node, host_name, join
+from ringreduce.transport.shared import MemfdSegments
+from ringreduce.transport.waiting import Waiter
+
+__all__ = ["command", "probe_ipc", "to_json", "to_text"]
+
+_COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
+
+
+@click.command("doctor", short_help="Say what this machine offers, and what is wrong.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: the findings, and what they were made of.")
+@click.option("--probe", is_flag=True, help="Try whether the ranks can open each other's GPU memory.")
+def command(as_json: bool, probe: bool) -> int:
+    """Say what this machine offers to the ranks of this job, what is wrong, and what to do about it.
+
+    Run it alone, and as the job will run: mpirun -np N python -m ringreduce doctor. Where ranks differ, the report
+    names them. The exit status is 1 if there is a problem; warnings are about speed.
+    """
+    foreign = stranger(os.environ)
+    world = World(nodes=((launched_rank(),),)) if foreign else _start_world()
+    mine = collect(world, ringreduce.rank() if ringreduce.is_initialized() else launched_rank(), foreign)
+    ranks = _gather(ringreduce.world(), mine) if ringreduce.is_initialized() else [mine]
+    found = examine(ranks)
+    if probe and ringreduce.is_initialized():
+        found["GPU"].append(_probe(ringreduce.world(), len(mine.gpu.devices)))
+    if mine.rank or launched_rank():
+        return 0  # rank 0 speaks for all, and must have spoken before a launcher hears of a failure
+    # A launcher lends its ranks a terminal, wherever its own output goes: colours would be letters in a file.
+    paint = _paint if not mine.launcher[0] else _plain
+    click.echo(to_json(found, ranks) if as_json else to_text(found, paint), nl=False)
+    return int(any(each.level == "problem" for row in found.values() for each in row))
+
+
+def probe_ipc(messages: Messages, node: Node, waiter: Waiter, find_driver: Callable[[], Driver]) -> Finding:
+    """Try whether each rank can open the GPU memory of its neighbours. Collective.
+
+    Args:
+        messages: the ranks.
+        node: this one's.
+        waiter: how it waits.
+        find_driver: gives this rank's GPU, or raises `RingReduceError` saying why there is none.
+    """
+    with _heard() as said:
+        devices = join_devices(messages, node, find_driver)
+    if devices is None:
+        reason = said[0].split(": ", 1)[-1] if said else "no rank has a GPU to try it with"
+        remedy = "Arrays on GPUs go through host memory: start containers with --ipc=host and --pid=host."
+        return Finding("CUDA IPC", reason, "warning" if said else "ok", remedy if said else "")
+    leaders = len(devices.leaders)
+    devices.close(waiter)
+    return Finding("CUDA IPC", f"works between the ranks of a machine, on {leaders} GPU{'s' * (leaders != 1)} here")
+
+
+def _probe(world: Communicator, gpus: int) -> Finding:
+    """Set up what `probe_ipc` needs, apart from what the world uses. Collective."""
+    waiter = Waiter(world.config.timeout_s)
+    if world.size == 1:
+        messages: Messages = MemoryWorld(1).messages(0)
+    else:
+        from ringreduce.transport import mpi
+
+        messages = mpi.MpiMessages(mpi.world(), waiter)
+    node = join(messages, waiter, world.config, host_name(), MemfdSegments, warn=False)
+    local = world.hosts.local_rank(world.rank)
+    finding = probe_ipc(messages, node, waiter, lambda: cuda_driver(local % gpus if gpus else None))
+    messages.exchange(b"")  # nobody lets go of the board while others still look at it
+    node.arena.close()
+    messages.close()
+    return finding
+
+
+def _plain(text: str, level: str) -> str:
+    return text
+
+
+def _paint(text: str, level: str) -> str:
+    return click.style(text, fg=_COLOURS[level])
+
+
+def _start_world() -> World:
+    """Start the world, and keep what is said meanwhile; a failure becomes a complaint. Collective."""
+    try:
+        with _heard() as said, warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            ringreduce.init()
+    except RingReduceError as error:
+        return World(nodes=((launched_rank(),),), complaint=_complaint(error))
+    said += [str(each.message) for each in warned if issubclass(each.category, RuntimeWarning)]
+    here, config = ringreduce.world(), ringreduce.config()
+    table = Path(config.tuning) / tuning_key(here).file_name if config.tuning else None
+    return World(
+        nodes=here.hosts.nodes,
+        shared=here.topology == here.hosts,
+        config=config,
+        tuning=str(table or ""),
+        tuned=table is not None and table.exists(),
+        said=tuple(said),
+    )
+
+
+@contextmanager
+def _heard() -> Iterator[list[str]]:
+    """Keep the warnings that the log gets meanwhile."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("ringreduce")
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+
+
+def _complaint(error: RingReduceError) -> str:
+    """Write an error in one line; where settings differ, only what differs of them."""
+    if not isinstance(error, MismatchError):
+        return " ".join(str(error).split())
+    settings = {rank: text.removeprefix("Config(").rstrip(")").split(", ") for rank, text in error.values.items()}
+    common = set.intersection(*map(set, settings.values()))
+    own = {rank: ", ".join(each for each in mine if each not in common) for rank, mine in settings.items()}
+    return f"the ranks have different settings: {by_rank(own, len(own))}"
+
+
+def _gather(communicator: Communicator, facts: Facts) -> list[Facts]:
+    """Return the facts of all ranks. Collective."""
+    text = np.frombuffer(pickle.dumps(facts), np.uint8)
+    ends = np.cumsum(communicator.allgather(np.array([text.size])))
+    return [pickle.loads(part.tobytes()) for part in np.split(communicator.allgather(text), ends[:-1])]
+
+
+def to_text(found: Mapping[str, Sequence[Finding]], paint: Callable[[str, str], str]) -> str:
+    """Write the report: a line for each finding, and one more for each remedy.
+
+    Args:
+        found: section -> findings.
+        paint: gets a text and its level, and may colour it.
+    """
+    lines = [f"ringreduce {VERSION}"]
+    width = max(len(each.topic) for row in found.values() for each in row)
+    for section, row in found.items():
+        lines += ["", section] if row else []
+        for each in row:
+            lines.append(f"  {paint(f'{each.level:<7}', each.level)}  {each.topic:<{width}}  {each.value}")
+            lines += [f"  {'':7}  {'':{width}}  -> {each.remedy}"] if each.remedy else []
+    counts = {level: sum(each.level == level for row in found.values() for each in row) for level in LEVELS}
+    return "\n".join([*lines, "", _verdict(counts["problem"], counts["warning"]), ""])
+
+
+def _verdict(problems: int, warned: int) -> str:
+    if not problems and not warned:
+        return "No problems."
+    parts = [(problems, "problem"), (warned, "warning")]
+    return ", ".join(f"{number} {word}{'s' * (number != 1)}" for number, word in parts if number) + "."
+
+
+def to_json(found: Mapping[str, Sequence[Finding]], ranks: Sequence[Facts]) -> str:
+    """Write the findings, and the facts that they were made of, as a JSON document."""
+    findings = [{"section": section, **asdict(each)} for section, row in found.items() for each in row]
+    document = {"version": VERSION, "findings": findings, "ranks": [asdict(facts) for facts in ranks]}
+    return json.dumps(document, indent=2) + "\n"

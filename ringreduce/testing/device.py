@@ -1,0 +1,797 @@
+"""GPUs that are not there: a driver that does everything in host memory, late and in an order drawn by lot.
+
+What is enqueued waits in the queues of its streams. It is done when somebody waits for it, or at random before; of what
+streams and events allow to be next, a seeded generator chooses. So a wait that is missing somewhere shows as a wrong
+result under most seeds, which on a GPU it does once a month. Beyond what a GPU checks:
+
+- copies and kernels touch only memory that their rank allocated, opened or pinned, and that still exists;
+- new memory is full of NaNs (the first megabyte of it);
+- nobody frees what a peer has open, opens what is their own, or opens anything twice;
+- no kernel waits for kernels of other processes on a GPU that they share.
+
+Breaches are assertions. Every driver keeps a list of what it was asked for, with names in place of addresses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import re
+import threading
+import time
+from bisect import bisect_right, insort
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ringreduce.buffers import DTYPES, DType, narrow, widen
+from ringreduce.buffers.cuda.driver import Device, Driver, Event, Stream
+from ringreduce.buffers.cuda.kernels import FLAGS_NBYTES, MAX_BLOCKS, ONE_SHOT_NBYTES
+from ringreduce.errors import TransportError
+from ringreduce.reduce_ops import ReduceOp
+
+__all__ = [
+    "HostArray",
+    "HostDriver",
+    "HostMachine",
+    "KernelCode",
+    "addresses_at",
+    "check_driver",
+    "numbers",
+    "reduced",
+]
+
+Array = npt.NDArray[Any]
+#: What a kernel does, given the driver that launched it and the arguments. One that waits for other kernels yields
+#: wherever it would spin.
+KernelCode = Callable[["HostDriver", Sequence[object]], Iterator[None] | None]
+
+_ALIGNMENT = 256
+_POISON, _POISONED_NBYTES = 0xFF, 1 << 20  # a NaN in every float type
+_EAGERNESS = 0.25  # how often something that could be done is done before anybody waits for it
+_PATIENCE_S = 20.0
+_FAMILIES: dict[str, Callable[[str], KernelCode]] = {}
+
+
+@dataclass(eq=False, slots=True)
+class _Task:
+    """Something enqueued: what to do, and what must be done first."""
+
+    work: Callable[[], Iterator[None] | None]
+    before: list[_Task]
+    driver: HostDriver
+    running: Iterator[None] | None = None
+    done: bool = False
+
+    def ready(self) -> bool:
+        return all(each.done for each in self.before)
+
+
+@dataclass(eq=False, slots=True)
+class _Memory:
+    """Device memory of one `allocate`."""
+
+    owner: HostDriver
+    name: str
+    address: int
+    nbytes: int
+    array: Array
+    opened_by: set[HostDriver] = field(default_factory=set)
+    freed: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Event:
+    owner: HostDriver
+    name: str
+    shared: bool
+    task: _Task | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Stream:
+    owner: HostDriver
+    name: str
+    last: _Task | None = None
+
+
+class HostMachine:
+    """The GPUs of one node, for drivers of ranks that are threads of this process.
+
+    Args:
+        seed: chooses the order in which things are done.
+        nbytes: memory of each GPU.
+
+    Attributes:
+        families: kernel family -> what makes the code of an instance from its name; tests may add some.
+    """
+
+    def __init__(self, seed: int = 0, nbytes: int = 1 << 30) -> None:
+        self.nbytes = nbytes
+        self.families: dict[str, Callable[[str], KernelCode]] = dict(_FAMILIES)
+        self.lock = threading.Condition(threading.RLock())
+        self.drivers: list[HostDriver] = []
+        self._random = random.Random(seed)
+        self._pending: list[_Task] = []
+        self._bases: list[int] = []
+        self._memory: dict[int, _Memory] = {}
+        self._handles: dict[bytes, _Memory | _Event] = {}
+        self._error: BaseException | None = None
+
+    def driver(self, gpu: int = 0) -> HostDriver:
+        """Return the driver of one more rank, on a GPU."""
+        return HostDriver(self, gpu)
+
+    def leftovers(self) -> list[str]:
+        """Return what was not given back: memory, what is open of other ranks', pinned memory, streams, events."""
+        left = []
+        with self.lock:
+            for memory in self._memory.values():
+                place = f"{memory.owner.name}:{memory.name}"
+                left += [] if memory.freed else [place]
+                left += [f"{place} open at {driver.name}" for driver in memory.opened_by]
+            for driver in self.drivers:
+                left += driver.leftovers()
+        return sorted(left)
+
+    # ---- for the drivers ----
+
+    def shared(self, uuid: str) -> bool:
+        """Return whether several drivers use a GPU."""
+        return sum(driver.device.uuid == uuid for driver in self.drivers) > 1
+
+    def require(self, driver: HostDriver, nbytes: int) -> None:
+        """Raise `MemoryError` if the driver's GPU has less free memory than that."""
+        memories = [each for each in self._memory.values() if each.owner.device.uuid == driver.device.uuid]
+        free = self.nbytes - sum(each.nbytes for each in memories if not each.freed)
+        if nbytes > free:
+            raise MemoryError(f"{nbytes} bytes asked for, {free} of {self.nbytes} free")
+
+    def add(self, memory: _Memory) -> None:
+        insort(self._bases, memory.address)
+        self._memory[memory.address] = memory
+
+    def find(self, address: int) -> _Memory | None:
+        """Return the device memory that an address lies in, None for host memory."""
+        index = bisect_right(self._bases, address) - 1
+        memory = self._memory[self._bases[index]] if index >= 0 else None
+        return memory if memory is not None and address < memory.address + memory.nbytes else None
+
+    def publish(self, thing: _Memory | _Event) -> bytes:
+        handle = f"{thing.owner.name}:{thing.name}".encode()
+        self._handles[handle] = thing
+        return handle
+
+    def published(self, handle: bytes) -> _Memory | _Event:
+        try:
+            return self._handles[handle]
+        except KeyError:
+            raise TransportError(f"nothing was exported as {handle!r}") from None
+
+    def enqueue(self, task: _Task) -> None:
+        self._check()
+        self._pending.append(task)
+        while self._random.random() < _EAGERNESS:
+            self._advance(self._pending)
+        self.lock.notify_all()
+
+    def finish(self, tasks: Sequence[_Task]) -> None:
+        """Return when all of these are done; what others must enqueue first is waited for."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while not all(task.done for task in tasks):
+            needed = _needed(tasks)
+            if not self._advance(needed if self._random.random() > _EAGERNESS else self._pending):
+                assert time.monotonic() < deadline, "a kernel waits for what nobody launches"
+                self.lock.wait(0.001)
+        self._check()
+
+    def step(self) -> None:
+        """Do one thing that can be done, if there is one: time goes by on a GPU."""
+        self._advance(self._pending)
+        self._check()
+
+    def pending(self, driver: HostDriver) -> list[_Task]:
+        return [task for task in self._pending if task.driver is driver]
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _advance(self, tasks: Sequence[_Task]) -> bool:
+        """Take one of the tasks that are ready a step further; return whether it was anything but waiting."""
+        ready = [task for task in tasks if not task.done and task.ready()]
+        if not ready:
+            return False
+        task = self._random.choice(ready)
+        try:
+            if task.running is None:
+                task.running = task.work() or iter(())
+            next(task.running)
+            return False
+        except StopIteration:
+            pass
+        except BaseException as error:
+            self._error = error  # as on a GPU, nothing works after a kernel that failed
+        task.done = True
+        task.before = []
+        self._pending.remove(task)
+        self.lock.notify_all()
+        return True
+
+
+def _needed(tasks: Sequence[_Task]) -> list[_Task]:
+    """Return the tasks and all that must be done before them, without what is done."""
+    found: dict[int, _Task] = {}
+    left = list(tasks)
+    while left:
+        task = left.pop()
+        if not task.done and id(task) not in found:
+            found[id(task)] = task
+            left += task.before
+    return list(found.values())
+
+
+class HostDriver:
+    """A `ringreduce.buffers.cuda.driver.Driver` of one rank over host memory; see the module.
+
+    Args:
+        machine: what it shares with the drivers of other ranks; None: a machine of its own.
+        gpu: which of the machine's GPUs; several drivers may use one.
+
+    Attributes:
+        name: "rank 0" for the first driver of the machine, and so on.
+        log: what was asked, one line each; polling (`done`) is left out. Memory, pinned memory, streams and events are
+            named m, h, s and e and numbered as they were made; what is another driver's bears that driver's name.
+            Stream 0 is s0, other host memory ``host``.
+    """
+
+    def __init__(self, machine: HostMachine | None = None, gpu: int = 0) -> None:
+        self.machine = machine if machine is not None else HostMachine()
+        with self.machine.lock:
+            self.name = f"rank {len(self.machine.drivers)}"
+            self.machine.drivers.append(self)
+        self._device = Device(gpu, f"GPU-{gpu}", "GPU in host memory", 90, 4, self.machine.nbytes)
+        self.log: list[str] = []
+        self._pinned: dict[int, tuple[str, int]] = {}  # address -> (name, nbytes)
+        self._streams: dict[Stream, _Stream] = {0: _Stream(self, "s0")}
+        self._events: dict[Event, _Event] = {}
+        self._made: dict[str, int] = {}
+        self._faults: dict[str, int] = {}
+
+    @property
+    def device(self) -> Device:
+        return self._device
+
+    def fail(self, method: str, *, after: int = 0) -> None:
+        """Let calls of a method (allocate, export, open, register, kernel, launch, ...) fail once it succeeded often.
+
+        Args:
+            method: its name.
+            after: how many more calls succeed.
+        """
+        self._faults[method] = after
+
+    def view(self, address: int, nbytes: int) -> Array:
+        """Return bytes that this rank's kernels may touch, as they are now."""
+        memory = self.machine.find(address)
+        if memory is None:
+            pinned = any(
+                base <= address and address + nbytes <= base + size for base, (_, size) in self._pinned.items()
+            )
+            assert pinned or nbytes == 0, (
+                f"{self.name}: {nbytes} bytes at {address:#x} are neither device nor pinned memory"
+            )
+            return _host_bytes(address, nbytes)
+        assert not memory.freed, f"{self.name}: {self.place(address)} was freed"
+        assert memory.owner is self or self in memory.opened_by, f"{self.name}: {self.place(address)} is not opened"
+        offset = address - memory.address
+        assert offset + nbytes <= memory.nbytes, (
+            f"{self.name}: {nbytes} bytes at {self.place(address)} reach over its end"
+        )
+        return memory.array[offset : offset + nbytes]
+
+    def put(self, values: Array, stream: Stream | None = None, *, shift: int = 0) -> HostArray:
+        """Return a new device array with the values.
+
+        Args:
+            values: any array; bfloat16 as that of ml_dtypes or as uint16.
+            stream: what fills it, as late as it may; None: it is filled at once.
+            shift: bytes by which it begins beyond an aligned address.
+        """
+        values = np.array(values)
+        with self.machine.lock:
+            address = self.allocate(values.nbytes + shift) + shift
+            if stream is None:
+                self.view(address, values.nbytes)[:] = _bytes_of(values)
+            else:
+                self.log.append(f"fill {values.nbytes} {self.place(address)} on {self._streams[stream].name}")
+                self._enqueue(stream, lambda: np.copyto(self.view(address, values.nbytes), _bytes_of(values)))
+        return HostArray(self, address, values.shape, values.dtype)
+
+    def place(self, address: int) -> str:
+        """Return the name that the log has for an address."""
+        memory = self.machine.find(address)
+        if memory is not None:
+            name = memory.name if memory.owner is self else f"{memory.owner.name}:{memory.name}"
+            return _with_offset(name, address - memory.address)
+        for base, (name, nbytes) in self._pinned.items():
+            if base <= address < base + nbytes:
+                return _with_offset(name, address - base)
+        return "host"
+
+    # ---- memory ----
+
+    def allocate(self, nbytes: int) -> int:
+        with self.machine.lock:
+            self._may_fail("allocate", MemoryError)
+            self.machine.require(self, nbytes)
+            room = np.empty(max(1, nbytes) + _ALIGNMENT, np.uint8)
+            room[:_POISONED_NBYTES] = _POISON
+            skip = -room.__array_interface__["data"][0] % _ALIGNMENT
+            address = room.__array_interface__["data"][0] + skip
+            memory = _Memory(self, self._new("m"), address, max(1, nbytes), room[skip : skip + max(1, nbytes)])
+            self.machine.add(memory)
+            self.log.append(f"allocate {memory.name} {nbytes}")
+            return int(address)
+
+    def free(self, address: int) -> None:
+        with self.machine.lock:
+            self.log.append(f"free {self.place(address)}")
+            self.machine.finish(self.machine.pending(self))
+            memory = self._own(address)
+            users = ", ".join(sorted(driver.name for driver in memory.opened_by))
+            assert not users, f"{self.name} frees {memory.name}, which {users} has open"
+            memory.freed = True  # and kept, so that no other is ever at this address
+
+    def export(self, address: int) -> bytes:
+        with self.machine.lock:
+            self._may_fail("export")
+            self.log.append(f"export {self.place(address)}")
+            return self.machine.publish(self._own(address))
+
+    def open(self, handle: bytes) -> int:
+        with self.machine.lock:
+            self._may_fail("open")
+            memory = self.machine.published(handle)
+            assert isinstance(memory, _Memory)
+            self.log.append(f"open {self.place(memory.address)}")
+            if memory.freed:
+                raise TransportError(f"{self.place(memory.address)} was freed")
+            assert memory.owner is not self, "a process cannot open what it exported"
+            assert self not in memory.opened_by, f"{self.name} opens {self.place(memory.address)} twice"
+            memory.opened_by.add(self)
+            return memory.address
+
+    def close(self, address: int) -> None:
+        with self.machine.lock:
+            self.log.append(f"close {self.place(address)}")
+            self.machine.finish(self.machine.pending(self))
+            memory = self.machine.find(address)
+            assert memory is not None and memory.address == address and self in memory.opened_by, "it is not open"
+            memory.opened_by.remove(self)
+
+    def register(self, address: int, nbytes: int) -> None:
+        with self.machine.lock:
+            self._may_fail("register")
+            self._pinned[address] = self._new("h"), nbytes
+            self.log.append(f"register {self.place(address)} {nbytes}")
+
+    def unregister(self, address: int) -> None:
+        with self.machine.lock:
+            self.log.append(f"unregister {self.place(address)}")
+            self.machine.finish(self.machine.pending(self))
+            del self._pinned[address]
+
+    # ---- order ----
+
+    def make_stream(self) -> Stream:
+        with self.machine.lock:
+            self._may_fail("make_stream")
+            name = self._new("s")
+            self._streams[self._made["s"]] = _Stream(self, name)
+            self.log.append(f"make {name}")
+            return self._made["s"]
+
+    def free_stream(self, stream: Stream) -> None:
+        with self.machine.lock:
+            # What is enqueued there is still done.
+            self.log.append(f"free {self._streams.pop(stream).name}")
+
+    def make_event(self, *, shared: bool = False) -> Event:
+        with self.machine.lock:
+            self._may_fail("make_event")
+            name = self._new("e")
+            self._events[self._made["e"]] = _Event(self, name, shared)
+            self.log.append(f"make shared {name}" if shared else f"make {name}")
+            return self._made["e"]
+
+    def export_event(self, event: Event) -> bytes:
+        with self.machine.lock:
+            self._may_fail("export_event")
+            assert self._events[event].shared, "only shared events can be exported"
+            self.log.append(f"export {self._events[event].name}")
+            return self.machine.publish(self._events[event])
+
+    def open_event(self, handle: bytes) -> Event:
+        with self.machine.lock:
+            self._may_fail("open_event")
+            event = self.machine.published(handle)
+            assert isinstance(event, _Event) and event.owner is not self
+            self._new("e")
+            self._events[self._made["e"]] = event
+            self.log.append(f"open {self._event_name(self._made['e'])}")
+            return self._made["e"]
+
+    def free_event(self, event: Event) -> None:
+        with self.machine.lock:
+            self.log.append(f"free {self._event_name(event)}")
+            del self._events[event]
+
+    def record(self, event: Event, stream: Stream) -> None:
+        with self.machine.lock:
+            self.log.append(f"record {self._event_name(event)} on {self._streams[stream].name}")
+            self._events[event].task = self._streams[stream].last
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        with self.machine.lock:
+            self.log.append(f"{self._streams[stream].name} waits for {self._event_name(event)}")
+            task = self._events[event].task
+            if task is not None and not task.done:
+                self._enqueue(stream, lambda: None, [task])
+
+    def done(self, event: Event) -> bool:
+        with self.machine.lock:
+            self.machine.step()
+            task = self._events[event].task
+            return task is None or task.done
+
+    def synchronize(self, event: Event) -> None:
+        with self.machine.lock:
+            self.log.append(f"synchronize {self._event_name(event)}")
+            task = self._events[event].task
+            if task is not None:
+                self.machine.finish([task])
+
+    # ---- work ----
+
+    def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
+        with self.machine.lock:
+            self._may_fail("copy")
+            name = self._streams[stream].name
+            self.log.append(f"copy {nbytes} {self.place(source)} -> {self.place(target)} on {name}")
+            if nbytes == 0:
+                return
+            pageable = "host" in (self.place(source), self.place(target))
+            into, out = (self._reach(address, nbytes) for address in (target, source))
+            task = self._enqueue(stream, lambda: np.copyto(into(), out()))
+            if pageable:
+                self.machine.finish([task])
+
+    def kernel(self, family: str, name: str) -> _HostKernel:
+        with self.machine.lock:
+            self._may_fail("kernel")
+            return _HostKernel(self, f"{family} {name}", self.machine.families[family](name))
+
+    def launch(self, name: str, code: KernelCode, arguments: Sequence[object], stream: Stream) -> None:
+        """Enqueue a kernel; for `kernel`."""
+        with self.machine.lock:
+            self._may_fail("launch")
+            self.log.append(f"launch {name} on {self._streams[stream].name}")
+
+            def work() -> Iterator[None] | None:
+                waiting = code(self, arguments)
+                assert waiting is None or not self.machine.shared(self.device.uuid), f"{name} spins on a shared GPU"
+                return waiting
+
+            self._enqueue(stream, work)
+
+    # ---- own ----
+
+    def leftovers(self) -> list[str]:
+        """Return the driver's part of `HostMachine.leftovers`, without device memory."""
+        names = [name for name, _ in self._pinned.values()]
+        names += [stream.name for number, stream in self._streams.items() if number]
+        return [f"{self.name}:{name}" for name in [*names, *map(self._event_name, self._events)]]
+
+    def _enqueue(self, stream: Stream, work: Callable[[], Iterator[None] | None], after: Sequence[_Task] = ()) -> _Task:
+        queue = self._streams[stream]
+        task = _Task(work, [*([queue.last] if queue.last is not None else []), *after], self)
+        queue.last = task
+        self.machine.enqueue(task)
+        return task
+
+    def _reach(self, address: int, nbytes: int) -> Callable[[], Array]:
+        """Return what gives the bytes when they are touched; that they exist and may be is checked now, too."""
+        if self.place(address) == "host":
+            return lambda: _host_bytes(address, nbytes)
+        self.view(address, nbytes)
+        return lambda: self.view(address, nbytes)
+
+    def _own(self, address: int) -> _Memory:
+        memory = self.machine.find(address)
+        assert memory is not None and memory.address == address, "no allocation begins there"
+        assert memory.owner is self and not memory.freed, f"{self.place(address)} is not (or no longer) this driver's"
+        return memory
+
+    def _new(self, kind: str) -> str:
+        self._made[kind] = self._made.get(kind, 0) + 1
+        return f"{kind}{self._made[kind]}"
+
+    def _event_name(self, number: Event) -> str:
+        event = self._events[number]
+        return event.name if event.owner is self else f"{event.owner.name}:{event.name}"
+
+    def _may_fail(self, method: str, error: type[Exception] = TransportError) -> None:
+        if method in self._faults:
+            self._faults[method] -= 1
+            if self._faults[method] < 0:
+                raise error(f"{self.name} was told to fail to {method}")
+
+
+@dataclass(frozen=True, slots=True)
+class _HostKernel:
+    driver: HostDriver
+    name: str
+    code: KernelCode
+
+    def launch(self, grid: int, block: int, arguments: Sequence[object], stream: Stream) -> None:
+        assert grid > 0 and 0 < block <= 1024, f"{self.name}: {grid} blocks of {block} threads"
+        self.driver.launch(self.name, self.code, tuple(arguments), stream)
+
+
+class HostArray:
+    """A C-contiguous array in the memory of a `HostDriver`, as CuPy's arrays are in that of a GPU.
+
+    Attributes:
+        driver: whose memory it is.
+        address: where it begins.
+        shape, dtype: as NumPy's.
+        stream: what its interface names as the stream that its content waits for; None: none.
+    """
+
+    __hash__: ClassVar[Callable[[object], int]] = object.__hash__
+
+    def __init__(self, driver: HostDriver, address: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
+        self.driver = driver
+        self.address = address
+        self.shape = shape
+        self.dtype: np.dtype[Any] = np.dtype(dtype)
+        self.stream: Stream | None = None
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape))
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        # Stream 0 may not be named in the interface: 1 stands for it.
+        stream = None if self.stream is None else self.stream or 1
+        data = (self.address if self.size else 0, False)
+        return {"shape": self.shape, "typestr": self.dtype.str, "data": data, "version": 3, "stream": stream}
+
+    def get(self, stream: Stream | None = None) -> Array:
+        """Return the content as a NumPy array: when the stream is done, or (None) as it is now."""
+        driver = self.driver
+        with driver.machine.lock:
+            if stream is not None:
+                last = driver._streams[stream].last
+                driver.machine.finish([last] if last is not None else [])
+            content: Array = driver.view(self.address, self.nbytes).copy().view(self.dtype).reshape(self.shape)
+            return content
+
+
+def _with_offset(name: str, offset: int) -> str:
+    return f"{name}+{offset}" if offset else name
+
+
+def _host_bytes(address: int, nbytes: int) -> Array:
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+
+
+def _bytes_of(values: Array) -> Array:
+    return np.frombuffer(np.ascontiguousarray(values).tobytes(), np.uint8)
+
+
+def check_driver(driver: Driver) -> None:
+    """Check what any driver must do within one process: copies, order, kernels, errors. For real GPUs too.
+
+    Raises:
+        AssertionError: it does something else.
+    """
+    count = 100_003
+    host = np.zeros((3, count), np.float32)  # one array: no two that are pinned may share a page
+    values, results = host[0], host[1:]
+    values[:] = np.arange(count)
+    nbytes = values.nbytes
+    first, second, third, tables = (driver.allocate(size) for size in (nbytes, nbytes, nbytes + 4, 64))
+    assert first % _ALIGNMENT == second % _ALIGNMENT == 0, "memory begins at multiples of 256 bytes"
+    streams, event, last = [driver.make_stream(), driver.make_stream()], driver.make_event(), driver.make_event()
+    assert driver.done(event), "an event that stands for nothing is done"
+    driver.register(host.ctypes.data, host.nbytes)
+    driver.copy(first, values.ctypes.data, nbytes, streams[0])
+    driver.copy(second, first, nbytes, streams[0])
+    rows = np.array([first, second, third + 4], np.uint64)
+    driver.copy(tables, rows.ctypes.data, rows.nbytes, streams[0])
+    driver.record(event, streams[0])
+    driver.wait(streams[1], event)
+    arguments = (tables, np.uint32(2), tables + 16, np.uint32(1), np.uint64(count), np.uint32(2))
+    driver.kernel("reduce", "combine<float32,sum>").launch(7, 128, arguments, streams[1])
+    driver.copy(results[0].ctypes.data, third + 4, nbytes, streams[1])
+    driver.record(event, streams[1])
+    driver.wait(0, event)
+    driver.copy(results[1].ctypes.data, second, nbytes, 0)
+    driver.record(last, 0)
+    driver.synchronize(last)
+    assert driver.done(event), "what an event waited for is done when that one is"
+    assert np.array_equal(results[0], 2 * values), "a kernel on a stream that waited for the copies sees them"
+    assert np.array_equal(results[1], values), "copies arrive"
+    _check_errors(driver)
+    driver.unregister(host.ctypes.data)
+    for each in (event, last):
+        driver.free_event(each)
+    for stream in streams:
+        driver.free_stream(stream)
+    for address in (first, second, third, tables):
+        driver.free(address)
+
+
+def _check_errors(driver: Driver) -> None:
+    calls: list[tuple[type[Exception], Callable[[], int]]] = [
+        (MemoryError, lambda: driver.allocate(1 << 50)),
+        (TransportError, lambda: driver.open(bytes(64))),
+        (TransportError, lambda: driver.open_event(bytes(64))),
+    ]
+    for error, call in calls:
+        try:
+            call()
+        except error:
+            continue
+        raise AssertionError(f"no {error.__name__} where there is none of what was asked for")
+
+
+# ---- kernels ----
+
+
+def _combine_instance(name: str) -> KernelCode:
+    """Return the code of an instance of the family ``reduce``: ``combine<dtype,op>``."""
+    parsed = re.fullmatch(r"combine<(\w+),(\w+)>", name)
+    assert parsed is not None, f"there is no kernel {name} in the family reduce"
+    dtype, op = DTYPES[parsed[1]], ReduceOp(parsed[2])
+    assert op is not ReduceOp.AVERAGE or dtype.kind in ("float", "complex"), f"{name}: integers are not averaged"
+
+    def run(driver: HostDriver, arguments: Sequence[object]) -> None:
+        sources, nsources, targets, ntargets, count, size = numbers(arguments, "QIQIQI")
+        nbytes = count * dtype.itemsize
+        views = [driver.view(address, nbytes) for address in addresses_at(driver, sources, nsources)]
+        into = [driver.view(address, nbytes) for address in addresses_at(driver, targets, ntargets)]
+        with np.errstate(all="ignore"):
+            result = reduced([view.copy().view(dtype.storage) for view in views], dtype, op, size)
+        for view in into:
+            view[:] = result.view(np.uint8)
+
+    return run
+
+
+_FAMILIES["reduce"] = _combine_instance
+
+
+def _shots_instance(name: str) -> KernelCode:
+    """Return the code of an instance of the family ``shots``: ``one_shot<dtype,op>`` or ``two_shot<dtype,op>``.
+
+    All blocks of a kernel go through its barriers together, by the flags of the first one.
+    """
+    parsed = re.fullmatch(r"(one|two)_shot<(\w+),(\w+)>", name)
+    assert parsed is not None, f"there is no kernel {name} in the family shots"
+    dtype, op = DTYPES[parsed[2]], ReduceOp(parsed[3])
+    run = _one_shot if parsed[1] == "one" else _two_shot
+    return lambda driver, arguments: run(driver, dtype, op, arguments)
+
+
+def _two_shot(driver: HostDriver, dtype: DType, op: ReduceOp, arguments: Sequence[object]) -> Iterator[None]:
+    sources, targets, flags, rank, nranks, count, size, _, error = numbers(arguments, "QQQIIQIQQ")
+    group = _Group(driver, flags, rank, nranks, error)
+    if group.failed():
+        return
+    yield from group.meet()
+    part = -(-count // nranks)
+    begin, end = min(count, rank * part), min(count, (rank + 1) * part)
+    offset, nbytes = begin * dtype.itemsize, (end - begin) * dtype.itemsize
+    if nbytes:
+        parts = [driver.view(address + offset, nbytes) for address in addresses_at(driver, sources, nranks)]
+        with np.errstate(all="ignore"):
+            result = reduced([each.copy().view(dtype.storage) for each in parts], dtype, op, size)
+        for address in addresses_at(driver, targets, nranks):
+            yield  # the peers do not get their parts at once
+            driver.view(address + offset, nbytes)[:] = result.view(np.uint8)
+    yield from group.meet()
+
+
+def _one_shot(driver: HostDriver, dtype: DType, op: ReduceOp, arguments: Sequence[object]) -> Iterator[None]:
+    source, target, scratch, flags, rank, nranks, count, size, _, error = numbers(arguments, "QQQQIIQIQQ")
+    group = _Group(driver, flags, rank, nranks, error)
+    if group.failed():
+        return
+    nbytes = count * dtype.itemsize
+    place = group.round() % 2 * ONE_SHOT_NBYTES
+    areas = [driver.view(address + place, nbytes) for address in addresses_at(driver, scratch, nranks)]
+    areas[rank][:] = driver.view(source, nbytes)
+    yield from group.meet()
+    with np.errstate(all="ignore"):
+        result = reduced([each.copy().view(dtype.storage) for each in areas], dtype, op, size)
+    driver.view(target, nbytes)[:] = result.view(np.uint8)
+
+
+_FAMILIES["shots"] = _shots_instance
+
+
+class _Group:
+    """The barrier of kernels that meet, as their flags have it."""
+
+    def __init__(self, driver: HostDriver, flags: int, rank: int, nranks: int, error: int) -> None:
+        areas = [driver.view(address, FLAGS_NBYTES).view(np.uint32) for address in addresses_at(driver, flags, nranks)]
+        self._mine, self._rank = areas[rank], rank
+        self._arrived = [area[MAX_BLOCKS : MAX_BLOCKS + nranks] for area in areas]
+        self._error = driver.view(error, 4).view(np.uint32)
+
+    def failed(self) -> bool:
+        return bool(self._error[0])
+
+    def round(self) -> int:
+        """Return the number of the last barrier."""
+        return int(self._mine[0])
+
+    def meet(self) -> Iterator[None]:
+        number = self._mine[0] = self._mine[0] + 1
+        for area in self._arrived:
+            area[self._rank] = number
+            yield
+        while (self._arrived[self._rank] < number).any():
+            yield
+
+
+def numbers(arguments: Sequence[object], format: str) -> tuple[int, ...]:
+    """Return the arguments of a kernel as integers, having looked that they have its ABI's sizes.
+
+    Args:
+        arguments: what was passed.
+        format: a letter for each: Q for 64 bits (int or NumPy), I for 32 bits (NumPy only).
+    """
+    assert len(arguments) == len(format), f"{len(arguments)} arguments, {len(format)} expected"
+    for each, letter in zip(arguments, format, strict=True):
+        good = (np.uint32, np.int32) if letter == "I" else (int, np.uint64, np.int64)
+        assert isinstance(each, good), f"{each!r} of type {type(each).__name__} where {letter} is expected"
+    return tuple(int(each) for each in arguments)  # type: ignore[call-overload]
+
+
+def addresses_at(driver: HostDriver, address: int, count: int) -> list[int]:
+    """Return a table of addresses that lies in device memory."""
+    return [int(each) for each in driver.view(address, 8 * count).copy().view(np.uint64)]
+
+
+def reduced(arrays: Sequence[Array], dtype: DType, op: ReduceOp, size: int) -> Array:
+    """Return the reduction of arrays in ``dtype.storage``, one after the other; 16-bit floats in float32."""
+    wide = [widen(each, dtype) if dtype.half else each for each in arrays]
+    total: Array = wide[0].copy()
+    ufunc: np.ufunc = {
+        ReduceOp.SUM: np.add,
+        ReduceOp.AVERAGE: np.add,
+        ReduceOp.MIN: np.minimum,
+        ReduceOp.MAX: np.maximum,
+        ReduceOp.PRODUCT: np.multiply,
+    }[op]
+    for each in wide[1:]:
+        ufunc(total, each, out=total)
+    if op is ReduceOp.AVERAGE:
+        total /= total.dtype.type(size)
+    if not dtype.half:
+        return total
+    result = np.empty(total.shape, dtype.storage)
+    narrow(total, dtype, result)
+    return result

@@ -1,0 +1,426 @@
+"""Device memory that the ranks of a node share, and the events by which they order their work on it.
+
+A rank's exported memory is handed out by an `Arena` like that of host memory, in segments that are one allocation of
+the driver each. What names a segment to the peers is a handle, and the handles stand in a directory in shared host
+memory:
+
+    entry 0      1 once this rank has closed all that it opened
+    entry 1 ...  of each segment: bytes of its handle, bytes of the segment, the handle
+
+An entry is written before its segment's number is told to anybody (at the board, which orders the two), and never
+again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import secrets
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import astuple, dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ringreduce.buffers.cuda.driver import Driver, Event, Stream
+from ringreduce.errors import CollectiveTimeoutError, RingReduceError, TransportError
+from ringreduce.transport.messages import Messages
+from ringreduce.transport.node import Node
+from ringreduce.transport.shared import Arena, Block, Location, Segments
+from ringreduce.transport.waiting import Waiter
+
+__all__ = ["DeviceArena", "DeviceBlock", "DeviceNode", "join_devices"]
+
+Array = npt.NDArray[Any]
+
+_log = logging.getLogger(__name__)
+
+_ENTRY_NBYTES = 128  # CUDA's handles have 64
+_SEGMENTS = 4096
+_SECRET_NBYTES = 32
+_CLOSING_S = 2.0  # how long memory that a peer has open is waited for before it is left to the end of the process
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceBlock:
+    """A piece of device memory; the arena takes it back when the block is gone.
+
+    The arena knows nothing of streams: who lets go of a block while its work on it is under way must see to it that
+    what the next owner enqueues comes after that.
+
+    Attributes:
+        address: where it begins, on this rank; aligned to 256 bytes.
+        nbytes: how many were asked for.
+        location: where the peers of the node find it.
+    """
+
+    address: int
+    nbytes: int
+    location: Location
+    _owner: Array = field(repr=False)
+
+
+class DeviceArena:
+    """Hands out exportable device memory of this rank and finds that of the peers. Local, not collective.
+
+    Args:
+        driver: this rank's GPU.
+        host: memory that the ranks of the node share, for the directory.
+
+    Attributes:
+        directory: where the directory lies in ``host``; peers are told before they open anything.
+    """
+
+    def __init__(self, driver: Driver, host: Arena) -> None:
+        self._segments = _DeviceSegments(driver, host)
+        self._arena = Arena(self._segments)
+        self.directory = self._segments.block.location
+        self._lent: list[tuple[weakref.ref[Array], int]] = []  # what is not back yet, and the segment it is in
+
+    def know(self, directories: dict[int, Location]) -> None:
+        """Learn where the directories of the peers lie: rank -> location."""
+        self._segments.directories.update(directories)
+
+    def allocate(self, nbytes: int) -> DeviceBlock:
+        """Return a block of undefined content.
+
+        Raises:
+            MemoryError: the GPU has no more.
+            TransportError: what it has cannot be exported.
+        """
+        owner = self._arena.array(nbytes)
+        address = _address_of(owner)
+        location = self._arena.locate(address, nbytes)
+        assert location is not None
+        self._lent = [(lent, segment) for lent, segment in self._lent if lent() is not None]
+        self._lent.append((weakref.ref(owner), location.segment))
+        return DeviceBlock(address, nbytes, location, owner)
+
+    def locate(self, address: int, nbytes: int) -> Location | None:
+        """Return where ``nbytes`` bytes at ``address`` lie in the arena, None if they are not part of it."""
+        return self._arena.locate(address, nbytes)
+
+    def peer_address(self, rank: int, location: Location) -> int:
+        """Return where something in a peer's arena lies for this rank; opens the segment when it is asked for first.
+
+        Raises:
+            TransportError: it cannot be reached.
+        """
+        return _address_of(self._segments.open(rank, location.segment)) + location.offset
+
+    def let_go(self) -> None:
+        """Close what was opened of the peers'; nothing enqueued may still use it."""
+        self._segments.close_opened()
+
+    def wait_for_peers(self, waiter: Waiter) -> bool:
+        """Return whether all peers that live have let go; they are waited for, but not long."""
+        return self._segments.wait_for_peers(waiter)
+
+    def free(self) -> None:
+        """Free what no peer has open; what a user still has stays until the process ends."""
+        self._segments.free({segment for lent, segment in self._lent if lent() is not None})
+
+
+class DeviceNode:
+    """The GPUs of a node's ranks, and what this rank shares with the others.
+
+    Attributes:
+        driver: this rank's GPU.
+        arena: exportable memory on it.
+        rank: this one.
+        members: the ranks of the node, ascending.
+        leaders: the lowest rank on each GPU, ascending.
+        ready, finished: events of each member, by rank, which it records and the others wait for. An event stands for
+            what it was recorded for last, so a rank must know (from the board) that it was recorded, and must have
+            begun to wait before it is recorded again.
+    """
+
+    def __init__(
+        self, driver: Driver, arena: DeviceArena, rank: int, members: Sequence[int], uuids: Sequence[str]
+    ) -> None:
+        self.driver = driver
+        self.arena = arena
+        self.rank = rank
+        self.members = tuple(members)
+        lowest: dict[str, int] = {}
+        for member, uuid in zip(members, uuids, strict=True):
+            lowest.setdefault(uuid, member)
+        self.leaders = tuple(lowest.values())
+        self.ready: dict[int, Event] = {}
+        self.finished: dict[int, Event] = {}
+        self._stream: Stream = driver.make_stream()  # for copies that must not wait for the user's
+        self._copied: Event | None = None
+
+    def introduce(self) -> list[bytes]:
+        """Make this rank's events; return what the peers open them with."""
+        self._copied = self.driver.make_event()
+        for events in (self.ready, self.finished):
+            events[self.rank] = self.driver.make_event(shared=True)
+        return [self.driver.export_event(events[self.rank]) for events in (self.ready, self.finished)]
+
+    def meet(self, peer: int, handles: Sequence[bytes]) -> None:
+        """Open a peer's events."""
+        for events, handle in zip((self.ready, self.finished), handles, strict=True):
+            events[peer] = self.driver.open_event(handle)
+
+    def read(self, address: int, nbytes: int) -> bytes:
+        """Return bytes of device memory, as they are now."""
+        content = np.zeros(nbytes, np.uint8)
+        self._copy(_address_of(content), address, nbytes)
+        return content.tobytes()
+
+    def write(self, address: int, content: bytes) -> None:
+        """Store bytes into device memory; returns when they are there."""
+        self._copy(address, _address_of(np.frombuffer(content, np.uint8)), len(content))
+
+    def _copy(self, target: int, source: int, nbytes: int) -> None:
+        assert self._copied is not None
+        self.driver.copy(target, source, nbytes, self._stream)
+        # A copy from host memory that is not pinned may return when it has left that, on its way to the device.
+        self.driver.record(self._copied, self._stream)
+        self.driver.synchronize(self._copied)
+
+    def let_go(self) -> None:
+        """Give back what is of the peers; nothing enqueued may still use it."""
+        for events in (self.ready, self.finished):
+            for peer in [peer for peer in events if peer != self.rank]:
+                self.driver.free_event(events.pop(peer))
+        self.arena.let_go()
+
+    def free(self) -> None:
+        """Give back what is this rank's, once the peers have let go."""
+        own = [*self.ready.values(), *self.finished.values()]
+        for event in own if self._copied is None else (*own, self._copied):
+            self.driver.free_event(event)
+        self.ready.clear()
+        self.finished.clear()
+        self._copied = None
+        self.driver.free_stream(self._stream)
+        self.arena.free()
+
+    def close(self, waiter: Waiter) -> None:
+        """Give everything back, as soon as the peers have let go of it; while the host arena still exists.
+
+        Every rank does, but they need not meet: what a peer does not let go of stays until the process ends.
+        """
+        self.let_go()
+        if self.arena.wait_for_peers(waiter):
+            self.free()
+
+
+def join_devices(messages: Messages, node: Node, find_driver: Callable[[], Driver]) -> DeviceNode | None:
+    """Find out whether all ranks of every node reach each other's device memory. Collective over ``messages``.
+
+    Args:
+        messages: the ranks.
+        node: where this one is.
+        find_driver: gives this rank's GPU, or raises `RingReduceError` saying why there is none.
+
+    Returns:
+        What this rank shares; None on all ranks if any of them failed, with the reason in one line of the log, unless
+        there is no GPU at all.
+    """
+    driver, problem = None, ""
+    try:
+        driver = find_driver()
+    except RingReduceError as error:
+        problem = str(error)
+    everyone = _exchange(messages, {"uuid": driver.device.uuid if driver is not None else "", "problem": problem})
+    if not any(each["uuid"] for each in everyone):
+        return None
+    made: DeviceNode | None = None
+    try:
+        _raise_first(messages, [each["problem"] for each in everyone])
+        assert driver is not None
+        joining = _Joining(messages, node, driver, [each["uuid"] for each in everyone])
+        made = joining.run()
+    except _NotSharedError as reason:
+        if messages.rank == 0:
+            _log.warning("no device memory is shared between ranks, arrays on GPUs go through host memory: %s", reason)
+    return made
+
+
+class _NotSharedError(Exception):
+    """Some rank cannot share device memory; raised on all ranks at once."""
+
+
+class _Joining:
+    """The steps of `join_devices` from the first that takes anything, all of which is given back if one fails."""
+
+    def __init__(self, messages: Messages, node: Node, driver: Driver, uuids: Sequence[str]) -> None:
+        self._messages = messages
+        self._node = node
+        self._driver = driver
+        members = node.board.members
+        self._members = members
+        self._uuids = [uuids[member] for member in members]
+        self._secret = secrets.token_hex(_SECRET_NBYTES // 2)
+        self._made: DeviceNode | None = None
+
+    def run(self) -> DeviceNode:
+        """Return what this rank shares.
+
+        Raises:
+            _NotSharedError: on all ranks, with the reason of the first rank that has one.
+        """
+        said: dict[str, Any] = {}
+        blocks: list[DeviceBlock] = []
+        try:
+            self._on_all_ranks(lambda: said.update(self._make(blocks)))
+            everyone = _exchange(self._messages, said)
+            self._on_all_ranks(lambda: self._look(everyone))
+        except _NotSharedError:
+            self._give_back(blocks)
+            raise
+        assert self._made is not None
+        return self._made
+
+    def _make(self, blocks: list[DeviceBlock]) -> dict[str, Any]:
+        """Make memory with a secret in it, and events; return what the peers need to find them."""
+        arena = DeviceArena(self._driver, self._node.arena)
+        made = self._made = DeviceNode(self._driver, arena, self._messages.rank, self._members, self._uuids)
+        handles = made.introduce()
+        block = made.arena.allocate(_SECRET_NBYTES)
+        blocks.append(block)
+        made.write(block.address, self._secret.encode())
+        return {
+            "directory": astuple(made.arena.directory),
+            "place": astuple(block.location),
+            "secret": self._secret,
+            "events": [handle.hex() for handle in handles],
+        }
+
+    def _look(self, everyone: Sequence[dict[str, Any]]) -> None:
+        """Open what the peers made and look whether it is that."""
+        made = self._made
+        assert made is not None
+        peers = {member: everyone[member] for member in self._members if member != self._messages.rank}
+        made.arena.know({peer: Location(*said["directory"]) for peer, said in peers.items()})
+        for peer, said in peers.items():
+            address = made.arena.peer_address(peer, Location(*said["place"]))
+            if made.read(address, _SECRET_NBYTES) != said["secret"].encode():
+                raise TransportError(f"it finds other device memory in place of rank {peer}'s")
+            made.meet(peer, [bytes.fromhex(each) for each in said["events"]])
+
+    def _give_back(self, blocks: list[DeviceBlock]) -> None:
+        blocks.clear()
+        if self._made is not None:
+            self._made.let_go()
+        self._messages.exchange(b"")  # nobody frees what a peer has open
+        if self._made is not None:
+            self._made.free()
+
+    def _on_all_ranks(self, step: Callable[[], object]) -> None:
+        problem = ""
+        try:
+            step()
+        except (TransportError, MemoryError) as error:
+            problem = str(error) or repr(error)
+        _raise_first(self._messages, _exchange(self._messages, problem))
+
+
+class _DeviceSegments(Segments):
+    """Segments of device memory, as arrays of addresses: nothing may look into them.
+
+    An `Arena` only cuts its arrays into pieces. No array of these leaves this module but as the owner of a block.
+    """
+
+    def __init__(self, driver: Driver, host: Arena) -> None:
+        self._driver = driver
+        self._host = host
+        self.block: Block = host.allocate(_SEGMENTS * _ENTRY_NBYTES)
+        self._entries = self.block.memory[: _SEGMENTS * _ENTRY_NBYTES].reshape(_SEGMENTS, _ENTRY_NBYTES)
+        self._entries[0, :8].view(np.int64)[0] = 0
+        self.directories: dict[int, Location] = {}
+        self._own: list[Array] = []
+        self._opened: dict[tuple[int, int], Array] = {}
+
+    def create(self, nbytes: int) -> tuple[int, Array]:
+        number = len(self._own) + 1
+        if number == _SEGMENTS:
+            raise TransportError(f"this rank has {_SEGMENTS - 1} pieces of device memory to share, which is the limit")
+        address = self._driver.allocate(nbytes)
+        try:
+            handle = self._driver.export(address)
+        except TransportError:
+            self._driver.free(address)
+            raise
+        assert 0 < len(handle) <= _ENTRY_NBYTES - 16
+        entry = self._entries[number]
+        entry[:16].view(np.int64)[:] = len(handle), nbytes
+        entry[16 : 16 + len(handle)] = np.frombuffer(handle, np.uint8)
+        self._own.append(_untouchable(address, nbytes))
+        return number, self._own[-1]
+
+    def discard(self, segment_id: int, offset: int, nbytes: int) -> None:
+        pass  # device memory has no pages to give back
+
+    def open(self, rank: int, segment_id: int) -> Array:
+        key = rank, segment_id
+        if key not in self._opened:
+            entry = self._directory(rank)[segment_id]
+            length, nbytes = (int(each) for each in entry[:16].view(np.int64))
+            address = self._driver.open(entry[16 : 16 + length].tobytes())
+            self._opened[key] = _untouchable(address, nbytes)
+        return self._opened[key]
+
+    def alive(self, rank: int) -> bool:
+        return self._host.alive(rank)
+
+    def close_opened(self) -> None:
+        """Close what was opened of the peers', and tell them."""
+        while self._opened:
+            self._driver.close(_address_of(self._opened.popitem()[1]))
+        self._entries[0, :8].view(np.int64)[0] = 1
+
+    def wait_for_peers(self, waiter: Waiter) -> bool:
+        """Return whether all peers that live have closed what they opened, some of which may be this rank's."""
+        flags = {rank: self._directory(rank)[0, :8].view(np.int64) for rank in self.directories}
+
+        def left() -> list[int]:
+            return [rank for rank, flag in flags.items() if not flag[0] and self.alive(rank)]
+
+        patient = Waiter(min(_CLOSING_S, waiter.timeout_s), waiter.crowded)
+        try:
+            patient.until(lambda: not left(), lambda: f"ranks {left()} to let go of device memory")
+        except CollectiveTimeoutError as error:
+            _log.debug("device memory stays until the process ends: %s", error)
+            return False
+        return True
+
+    def free(self, used: Collection[int]) -> None:
+        """Free all segments but those that are in use."""
+        for number, memory in enumerate(self._own, 1):
+            if number not in used:
+                self._driver.free(_address_of(memory))
+        self._own.clear()
+
+    def close(self) -> None:
+        self.free(())
+
+    def _directory(self, rank: int) -> Array:
+        nbytes = _SEGMENTS * _ENTRY_NBYTES
+        found = self._host.peer_view(rank, self.directories[rank], np.dtype(np.uint8), nbytes)
+        return found.reshape(_SEGMENTS, _ENTRY_NBYTES)
+
+
+def _untouchable(address: int, nbytes: int) -> Array:
+    """Return an array that stands for device memory."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+
+
+def _address_of(array: Array) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def _exchange(messages: Messages, said: Any) -> list[Any]:
+    return [json.loads(each) for each in messages.exchange(json.dumps(said).encode())]
+
+
+def _raise_first(messages: Messages, problems: Sequence[str]) -> None:
+    for rank, problem in enumerate(problems):
+        if problem:
+            raise _NotSharedError(f"rank {rank}: {problem}")

@@ -1,0 +1,38 @@
+"""``doctor`` as a whole job under mpirun."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+
+def topics(report: str) -> dict[str, dict[str, Any]]:
+    return {each["topic"]: each for each in json.loads(report)["findings"]}
+
+
+def test_the_ranks_of_a_job_are_examined_together(run_job: Callable[..., Any]):
+    """Rank 0 speaks once for all ranks, and a job that works has no problem."""
+    done = run_job(2, "-m", "ringreduce", "doctor", "--json", "--probe", HOROVOD_CYCLE_TIME="1")
+    assert done.returncode == 0, done.stderr
+    found = topics(done.stdout)
+    assert {each["level"] for each in found.values()} <= {"ok", "warning"}
+    assert found["nodes"]["value"].endswith(": ranks 0-1")
+    assert "HOROVOD_CYCLE_TIME" in found["settings"]["remedy"]
+    assert found["CUDA IPC"]
+    assert [each["rank"] for each in json.loads(done.stdout)["ranks"]] == [0, 1]
+
+
+def test_ranks_that_cannot_start_a_world_are_examined(run_job: Callable[..., Any]):
+    """Settings that differ between ranks are named in a report of one rank, and the exit status is 1."""
+    source = """
+        import os, sys
+        os.environ["RINGREDUCE_TIMEOUT"] = str(30 + int(os.environ["OMPI_COMM_WORLD_RANK"]))
+        from ringreduce.cli import main
+        main(["doctor", "--json"])
+    """
+    done = run_job(2, source=source)
+    assert done.returncode == 1
+    start = topics(done.stdout)["start"]
+    assert start["level"] == "problem"
+    assert start["value"] == "the ranks have different settings: rank 0: timeout_s=30.0; rank 1: timeout_s=31.0"

