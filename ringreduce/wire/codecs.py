@@ -47,7 +47,7 @@ Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
 #: Elements per piece: 64 KiB of float32, so that a piece and its temporaries stay in the L2 cache.
-_PIECE: Final = 1 << 14
+_PIECE: Final = 1 << 15
 _SMALLEST_NORMAL: Final = np.finfo(np.float32).smallest_normal
 _BFLOAT16: Final = DTYPES["bfloat16"]
 _SCALE_NBYTES: Final = 2
