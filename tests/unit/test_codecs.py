@@ -20,7 +20,7 @@ SCALED = {"fp8": 448, "int8": 127, "int4": 7}
 BLOCKS = {"bf16": 1, "fp16": 1, "fp8": 256, "int8": 256, "int4": 64}
 SMALLEST_NORMAL = 2.0**-126
 LARGEST = float(np.finfo(np.float32).max)
-SEVERAL_PIECES = 3 * 16384 + 256 + 77
+SEVERAL_PIECES = 3 * 32768 + 256 + 77
 
 #: Few elements of any kind, repeated with growing factors, so that most arrays have several blocks of many sizes.
 FLOATS = hnp.arrays(np.float32, st.integers(0, 70), elements=st.floats(width=32))
@@ -335,7 +335,7 @@ def test_threads_share_a_codec(codec: Codec, rng: np.random.Generator) -> None:
 
 @ALL
 def test_scratch_does_not_grow_with_the_array(codec: Codec) -> None:
-    """A million elements take less than 512 KiB of memory beside the caller's arrays."""
+    """A million elements, 4 MiB, take less than 1 MiB of memory beside the caller's arrays."""
     values = np.ones(1 << 20, np.float32)
     wire = encoded(codec, values)
     tracemalloc.start()
@@ -344,7 +344,7 @@ def test_scratch_does_not_grow_with_the_array(codec: Codec) -> None:
     codec.decode_add(wire, values)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 512 << 10
+    assert peak < 1 << 20
 
 
 def test_relative_error_is_a_ratio_of_norms() -> None:
