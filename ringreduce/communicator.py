@@ -36,6 +36,7 @@ from ringreduce.placement import (
     Feedback,
     Gpu,
     Moves,
+    OnDevice,
     Runner,
     Signature,
     WireAllreduce,
@@ -44,6 +45,7 @@ from ringreduce.placement import (
 from ringreduce.reduce_ops import SUM, ReduceOp
 from ringreduce.selection import Choice
 from ringreduce.topology import Topology
+from ringreduce.transport.nccl import cupy_nccl
 from ringreduce.wire import CODECS, Codec
 
 __all__ = ["Communicator"]
@@ -51,9 +53,10 @@ __all__ = ["Communicator"]
 
 _REMEMBERED = 4096  # kinds of calls
 
-# What carries out an allreduce of arrays in device memory; not to be asked for by name.
-_ON_DEVICE = Choice("device", "device", "kernels reduce the ranks' arrays where they lie")
+# What carries out an allreduce of arrays in device memory where nothing on the GPUs does; not to be asked for by name.
 _STAGED = Choice("staged", "shared+messages", "arrays go through host memory, in segments")
+
+_WHOLE = "arrays go through host memory, whole"
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -119,7 +122,7 @@ class Communicator:
         self._closed = False
         self._failure: BaseException | None = None
         self._quiet = quiet_context()
-        self.gpu = Gpu(context, cuda_driver)
+        self.gpu = Gpu(context, cuda_driver, cupy_nccl)
         self.instruments = context.instruments
         self.tallies = {each.value: Tally() for each in Collective}
         self._reduced = self.tallies[Collective.ALLREDUCE.value]
@@ -377,9 +380,20 @@ class Communicator:
         native: np.dtype[Any] = new((0,), row, "numpy").dtype
         return memory.view(native).reshape(dims)
 
-    def algorithms(self, collective: Collective | str = Collective.ALLREDUCE) -> list[str]:
-        """Return the names of the algorithms that can run ``collective`` here."""
-        return selection.names(_collective(collective), self.topology, vendor=self._context.messages.has_allreduce)
+    def algorithms(
+        self, collective: Collective | str = Collective.ALLREDUCE, *, device: str | None = None
+    ) -> list[str]:
+        """Return the names of the algorithms that can run ``collective`` here.
+
+        Args:
+            collective: which.
+            device: where the arrays lie, as for `empty`. In device memory ``"nccl"`` can be asked for, too; where that
+                cannot run, the ranks do without.
+        """
+        kind = _collective(collective)
+        names = selection.names(kind, self.topology, vendor=self._context.messages.has_allreduce)
+        on_device = device not in (None, "cpu") and kind is Collective.ALLREDUCE
+        return [*names, selection.NCCL] if on_device else names
 
     def use(self, table: Table | None) -> None:
         """Choose from a tuning table from now on, None: by the built-in rules. All ranks must use the same."""
@@ -401,17 +415,36 @@ class Communicator:
 
     def transport_name(self, algorithm: str, collective: Collective | str = Collective.ALLREDUCE) -> str:
         """Return what moves the bytes of ``algorithm`` here: ``"shared"``, ``"mpi"``, ``"shared+mpi"``, ..."""
+        if algorithm == selection.NCCL:
+            return algorithm
         choice = self.choose(collective, 1, algorithm=algorithm)
         return choice.transport.replace("messages", self._context.messages.name)
 
-    def explain(self, nbytes: int, dtype: Any = np.float32, collective: Collective | str = Collective.ALLREDUCE) -> str:
+    def explain(
+        self,
+        nbytes: int,
+        dtype: Any = np.float32,
+        collective: Collective | str = Collective.ALLREDUCE,
+        *,
+        device: str | None = None,
+    ) -> str:
         """Say in words what would carry out ``collective`` on ``nbytes`` bytes per rank, why, and what else could.
 
-        Of arrays in device memory it says how they are reduced, once there were any.
+        Args:
+            nbytes: of the array.
+            dtype: of its elements.
+            collective: which.
+            device: ``"cuda"`` for an array in device memory; how that is reduced is known once there was one. None, or
+                ``"cpu"``: in host memory, and device memory too where that was used.
         """
         DType.of(dtype)
-        vendor = self._context.messages.has_allreduce
         kind = _collective(collective)
+        if device not in (None, "cpu"):
+            ordinal(device)
+            return f"{kind.value} of {nbytes} bytes in device memory on {self.topology.describe()}: " + (
+                self.gpu.explain(self._wanted_on_device()) if kind is Collective.ALLREDUCE else _WHOLE
+            )
+        vendor = self._context.messages.has_allreduce
         said = selection.explain(kind, nbytes, self.topology, self.config, vendor=vendor, table=self._table)
         return f"{said}\nin device memory: {self.gpu.way}" if kind is Collective.ALLREDUCE and self.gpu.way else said
 
@@ -565,23 +598,33 @@ class Communicator:
             with self._running(Collective.ALLREDUCE, choice, source.nbytes):
                 staging.copy(source, target)
             return choice, signature
-        kernels = None
-        if (self.config.algorithm if algorithm is None else algorithm) in (None, "auto", selection.DETERMINISTIC):
-            self._join_gpus(source.device)
-            kernels = self.gpu.kernels
+        kernels = self._on_device(source, op, algorithm)
 
         def reduce(segment: Operand) -> None:
             self._quiet.run(run[segment.count][1], segment, segment)
 
-        choice = _ON_DEVICE if kernels is not None and kernels.supports(source.dtype, op) else _STAGED
+        choice = _STAGED if kernels is None else kernels.choice
         with self._running(Collective.ALLREDUCE, choice, source.nbytes), staging.in_order(source, target) as stream:
             addresses = source.address, target.address
-            if kernels is None or choice is _STAGED:
+            if kernels is None:
                 staging.allreduce(source, target, parts, reduce)
             elif not kernels.run(*addresses, source.count, source.dtype, op, stream, signature):
                 choice = _STAGED
                 staging.allreduce(source, target, parts, reduce)
         return choice, signature
+
+    def _on_device(self, source: DeviceOperand, op: ReduceOp, algorithm: str | None) -> OnDevice | None:
+        """Return what reduces such an array without host memory; None if nothing does. The same on all ranks."""
+        wanted = self._wanted_on_device(algorithm)
+        if wanted not in (None, "auto", selection.DETERMINISTIC, selection.NCCL):
+            return None
+        self._join_gpus(source.device, nccl=wanted == selection.NCCL)
+        ways = (self.gpu.nccl if wanted == selection.NCCL else None, self.gpu.kernels)
+        return next((way for way in ways if way is not None and way.supports(source.dtype, op)), None)
+
+    def _wanted_on_device(self, algorithm: str | None = None) -> str | None:
+        """Return the name of what is asked for, of a call or of all."""
+        return selection.DETERMINISTIC if self.config.deterministic else algorithm or self.config.algorithm
 
     def _segment_runner(
         self, source: DeviceOperand, parts: Sequence[slice], count: int, op: ReduceOp, algorithm: str | None
@@ -595,11 +638,14 @@ class Communicator:
         found = self._reductions.get(key)
         if found is None:
             last = "" if count == _length(parts[0]) else f", its last {count} elements"
+            by_nccl = algorithm == selection.NCCL
+            if by_nccl and self.config.deterministic:
+                raise ConfigError("RINGREDUCE_DETERMINISTIC is set, so algorithm='nccl' cannot be asked for")
             choice, signature = self._choose(
                 Collective.ALLREDUCE,
                 source,
-                algorithm,
-                f"{op.value} in device memory{last}",
+                None if by_nccl else algorithm,
+                f"{op.value} in device memory{' by nccl' if by_nccl else ''}{last}",
                 shape=source.shape,
                 nbytes=count * source.dtype.itemsize,
             )
@@ -714,11 +760,13 @@ class Communicator:
         """Return the context in which a collective runs."""
         return _Running(self, collective.value, choice.algorithm, nbytes)
 
-    def _join_gpus(self, number: int | None) -> None:
-        """Find out what the ranks share of device memory, if nobody did; collective then."""
+    def _join_gpus(self, number: int | None, *, nccl: bool = False) -> None:
+        """Find out what the ranks share of device memory, and of NCCL, if nobody did; collective then."""
         self.gpu.staging(number)  # which may be refused, and that is this rank's affair
         try:
             self.gpu.join()
+            if nccl:
+                self.gpu.join_nccl()
         except BaseException as error:
             self._failed(error)
             raise

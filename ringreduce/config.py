@@ -9,7 +9,15 @@ from typing import TypeVar
 
 from ringreduce.errors import ConfigError
 
-__all__ = ["HOROVOD", "VERSION", "Config", "ignored_horovod_variables", "launched_rank", "parse_nbytes"]
+__all__ = [
+    "HOROVOD",
+    "VERSION",
+    "Config",
+    "gpu_switches",
+    "ignored_horovod_variables",
+    "launched_rank",
+    "parse_nbytes",
+]
 
 #: Of ringreduce.
 VERSION = "0.1.0"
@@ -36,6 +44,8 @@ _LAUNCHER_RANKS = (
     "FLUX_TASK_RANK",
     "JSM_NAMESPACE_RANK",
 )
+#: In which MPI libraries are told to take addresses of GPU memory, and NCCL to take several ranks on one GPU.
+_GPU_SWITCHES = ("MV2_USE_CUDA", "MPICH_GPU_SUPPORT_ENABLED", "NCCL_MULTI_RANK_GPU_ENABLE")
 
 
 def _as_is(text: str) -> str:
@@ -90,6 +100,8 @@ class Config:
             ``RINGREDUCE_BUCKET``
         tuning: the folder of the tables that ``ringreduce tune`` makes and `init` looks for; None: none.
             ``RINGREDUCE_TUNING``, 0 for none; else the folder ``ringreduce`` in that of the user's caches
+        cuda_aware: whether the MPI library takes addresses of GPU memory; None: ask it. ``RINGREDUCE_CUDA_AWARE``, 1, 0
+            or auto
         launched_size: how many ranks the launcher says it started, None when there was no launcher.
     """
 
@@ -108,6 +120,7 @@ class Config:
     timeline: str | None = None
     timeline_marks_batches: bool = False
     tuning: str | None = None
+    cuda_aware: bool | None = None
     launched_size: int | None = None
 
     @classmethod
@@ -137,6 +150,7 @@ class Config:
                 environ, "RINGREDUCE_TIMELINE_MARK_BATCHES", _switch, standard.timeline_marks_batches
             ),
             tuning=_tuning_folder(environ),
+            cuda_aware=_read(environ, "RINGREDUCE_CUDA_AWARE", _switch_or_auto, standard.cuda_aware),
             launched_size=sizes[0] if sizes else None,
         )
 
@@ -150,6 +164,11 @@ def ignored_horovod_variables(environ: Mapping[str, str] = os.environ) -> list[s
 def launched_rank(environ: Mapping[str, str] = os.environ) -> int:
     """Return which of its processes the launcher says this is, 0 without a launcher: for who speaks before ``init``."""
     return next((int(environ[name]) for name in _LAUNCHER_RANKS if environ.get(name, "").isdigit()), 0)
+
+
+def gpu_switches(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the switches of MPI libraries and NCCL that concern GPUs, those that are set; they may differ by rank."""
+    return {name: environ[name] for name in _GPU_SWITCHES if environ.get(name)}
 
 
 def parse_nbytes(text: str) -> int:
@@ -221,3 +240,7 @@ def _switch(text: str) -> bool:
     if text.lower() not in values:
         raise ValueError("expected 1 or 0")
     return values[text.lower()]
+
+
+def _switch_or_auto(text: str) -> bool | None:
+    return None if text.lower() == "auto" else _switch(text)

@@ -28,7 +28,7 @@ from ringreduce.metrics import Metrics
 from ringreduce.placement import Feedback
 from ringreduce.process_sets import Parts, ProcessSet, connect
 from ringreduce.reduce_ops import SUM, ReduceOp
-from ringreduce.selection import VENDOR
+from ringreduce.selection import NCCL, VENDOR
 from ringreduce.timeline import Clock, Timeline, Track
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.messages import Messages
@@ -114,8 +114,8 @@ def init(
     make = _connector(comm, settings)
     messages = make(Waiter(settings.timeout_s))
     _check_settings(messages, settings)
-    if settings.algorithm is not None and settings.algorithm not in (*names(Collective.ALLREDUCE), VENDOR):
-        known = ", ".join(names(Collective.ALLREDUCE))
+    if settings.algorithm is not None and settings.algorithm not in (*names(Collective.ALLREDUCE), VENDOR, NCCL):
+        known = ", ".join((*names(Collective.ALLREDUCE), VENDOR, NCCL))
         raise ConfigError(f"RINGREDUCE_ALGORITHM={settings.algorithm!r} in the environment: expected one of {known}")
     ignored = ignored_horovod_variables()
     if ignored and messages.rank == 0:
@@ -378,9 +378,9 @@ def barrier() -> None:
     world().barrier()
 
 
-def explain(nbytes: int, dtype: Any = np.float32, collective: str = "allreduce") -> str:
+def explain(nbytes: int, dtype: Any = np.float32, collective: str = "allreduce", *, device: str | None = None) -> str:
     """Say what would carry out a collective and why; see `Communicator.explain`."""
-    return world().explain(nbytes, dtype, collective)
+    return world().explain(nbytes, dtype, collective, device=device)
 
 
 def _register(process_set: ProcessSet, number: int, ranks: list[int], parts: Parts | None) -> None:

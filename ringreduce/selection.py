@@ -16,7 +16,7 @@ from ringreduce.errors import ConfigError
 from ringreduce.topology import Topology
 from ringreduce.transport.board import MAILBOX_NBYTES
 
-__all__ = ["DETERMINISTIC", "VENDOR", "Choice", "choose", "explain", "forced", "names"]
+__all__ = ["DETERMINISTIC", "NCCL", "VENDOR", "Choice", "choose", "explain", "forced", "names"]
 
 #: The name that asks for sums in the order of ranks: the same bits from every algorithm that it stands for, so that
 #: they depend neither on placement nor on size, fusion or segments.
@@ -24,6 +24,9 @@ DETERMINISTIC = "deterministic"
 
 #: The name under which the MPI library's own allreduce is one more algorithm.
 VENDOR = "mpi"
+
+#: The name under which NCCL is one, for arrays in device memory.
+NCCL = "nccl"
 
 _MEASURED = "as the tuning table has it"
 
@@ -86,7 +89,7 @@ def choose(
     if config.algorithm is not None and collective is Collective.ALLREDUCE:
         if config.algorithm in names(collective, topology, vendor=vendor):
             return forced(collective, config.algorithm, nbytes, topology, vendor=vendor)
-        if config.algorithm != VENDOR:
+        if config.algorithm not in (VENDOR, NCCL):
             algorithms.find(collective, config.algorithm)  # it may not run here, but it must exist
     if collective is not Collective.ALLREDUCE:
         return _choose_other(collective, topology)
@@ -109,6 +112,8 @@ def forced(collective: Collective, name: str, nbytes: int, topology: Topology, *
         if not vendor:
             raise ConfigError("algorithm 'mpi' takes ranks that talk over MPI")
         return Choice(VENDOR, "messages", "asked for by name")
+    if name == NCCL and collective is Collective.ALLREDUCE:
+        raise ConfigError("algorithm 'nccl' takes arrays in device memory")
     algorithm = algorithms.find(collective, name)
     if (why_not := algorithm.refuses(topology)) is not None:
         raise ConfigError(f"{collective.value} algorithm {name!r} cannot run here: {why_not}")

@@ -42,11 +42,13 @@ class Memory:
         mine: this rank's buffer, one-dimensional and contiguous.
         peers: the buffers of ranks whose memory can be touched, by rank.
         peer_segments: for peers whose blocks lie elsewhere than here: their segments, by rank.
+        room: makes memory of the same kind for so many elements that messages bring; None: NumPy does.
     """
 
     mine: Array
     peers: dict[int, Array] = field(default_factory=dict)
     peer_segments: dict[int, list[Segment]] = field(default_factory=dict)
+    room: Callable[[int], Array] | None = None
 
 
 @dataclass(slots=True)
@@ -197,7 +199,8 @@ class Plan:
         self._instruments = Instruments() if instruments is None else instruments
         nstreams = min(STREAMS, len(segments))
         streams: list[list[Round]] = [[] for _ in range(nstreams)]
-        scratches = [_Scratch(memory.mine.dtype) for _ in range(nstreams)]
+        room = partial(np.empty, dtype=memory.mine.dtype) if memory.room is None else memory.room
+        scratches = [_Scratch(room) for _ in range(nstreams)]
         for index, segment in enumerate(segments):
             stream = index % nstreams
             streams[stream] += self._bind(index, segment, tag + stream, scratches[stream])
@@ -343,8 +346,8 @@ class _Cursor:
 class _Scratch:
     """Where one stream receives what is to be reduced; each step uses it from the start."""
 
-    def __init__(self, dtype: np.dtype[Any]) -> None:
-        self._dtype = dtype
+    def __init__(self, room: Callable[[int], Array]) -> None:
+        self._room = room
         self._chunks: list[Array] = []
         self._taken = 0
 
@@ -354,9 +357,9 @@ class _Scratch:
     def take(self, count: int) -> Array:
         """Return ``count`` elements that no other take since the reset has."""
         if self._taken == len(self._chunks):
-            self._chunks.append(np.empty(count, self._dtype))
+            self._chunks.append(self._room(count))
         elif self._chunks[self._taken].size < count:
-            self._chunks[self._taken] = np.empty(count, self._dtype)
+            self._chunks[self._taken] = self._room(count)
         self._taken += 1
         return self._chunks[self._taken - 1][:count]
 

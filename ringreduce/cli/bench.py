@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import importlib.metadata
 import os
 import platform
@@ -14,15 +15,17 @@ import numpy as np
 import numpy.typing as npt
 
 import ringreduce
-from ringreduce.cli.cases import COLLECTIVES, Case, sizes
+from ringreduce.cli.cases import COLLECTIVES, TYPES, Case, sizes
 from ringreduce.cli.formats import WRITERS
-from ringreduce.cli.measure import Contender, Summary, bound_contenders, iterations_for, time_in_turn, warmup_for
+from ringreduce.cli.measure import Contender, Summary, iterations_for, time_in_turn, warmup_for
 from ringreduce.cli.ours import Ours
-from ringreduce.cli.peers import Peer, mpi_library, open_peers
+from ringreduce.cli.peers import DEVICE_PEERS, PEERS, Peer, mpi_library, open_peers
+from ringreduce.cli.places import OnDevice, OnHost, Place
 from ringreduce.cli.reference import Reference, rest_value
 from ringreduce.cli.results import Bound, Machine, Report, Result, Row, Settings
 from ringreduce.communicator import Communicator
 from ringreduce.errors import ConfigError
+from ringreduce.reduce_ops import AVERAGE
 
 __all__ = ["Bench", "describe_machine", "exit_code", "run"]
 
@@ -32,27 +35,34 @@ _PROBES = 3  # timed calls of each candidate for the bound
 _BOUND = "bound"
 
 
-def run(world: Communicator, settings: Settings, write: Callable[[str], None]) -> Report:
+def run(world: Communicator, settings: Settings, write: Callable[[str], None], place: Place | None = None) -> Report:
     """Measure everything that ``settings`` ask for; collective.
 
     Args:
         world: the ranks to measure.
         settings: equal on all ranks.
         write: gets the text, row by row, on rank 0.
+        place: where the arrays lie; None: as the settings have it.
 
     Returns:
         The report; ranks can differ in the count of wrong elements only where they fail to tell each other.
 
     Raises:
         ConfigError: an algorithm, peer or root that is not there; on every rank, before anything is measured.
+        UnsupportedBufferError: arrays on a GPU are asked for, and it or CuPy is missing.
     """
     show = write if world.rank == 0 else _say_nothing
     writer = WRITERS[settings.format](settings)
     _check(world, settings)
-    with open_peers(settings.peers, world) as peers:
-        machine = describe_machine(world, settings)
+    if place is None:
+        place = OnDevice(world) if settings.device == "cuda" else OnHost(world)
+    makers: Mapping[str, Callable[[Communicator], Peer]] = PEERS
+    if isinstance(place, OnDevice):
+        makers = {name: functools.partial(maker, place) for name, maker in DEVICE_PEERS.items()}
+    with open_peers(settings.peers, world, makers) as peers:
+        bench, rows = Bench(world, settings, peers, place), []
+        machine = describe_machine(world, place)
         show(writer.head(machine))
-        bench, rows = Bench(world, settings, peers), []
         for case, algorithm in bench.plan():
             rows.append(bench.measure(case, algorithm))
             show(writer.row(rows[-1]))
@@ -73,15 +83,16 @@ class Bench:
         bounds: size in bytes -> the memory-traffic bound, as last measured for it.
     """
 
-    def __init__(self, world: Communicator, settings: Settings, peers: Mapping[str, Peer]) -> None:
+    def __init__(self, world: Communicator, settings: Settings, peers: Mapping[str, Peer], place: Place) -> None:
         self.bounds: dict[int, Bound] = {}
         self._world = world
         self._settings = settings
         self._peers = peers
+        self._place = place
         self._collective = COLLECTIVES[settings.collective]
         self._seed = 0
         largest = max(case.nbytes for case, _ in self.plan())
-        self._ours = Ours(world, largest, shared=settings.shared_buffers)
+        self._ours = Ours(world, largest, place, shared=settings.shared_buffers)
 
     def plan(self) -> Iterator[tuple[Case, str]]:
         """Yield every case and the algorithm (``"auto"`` or a name) to run it with, in the order of the table."""
@@ -124,17 +135,18 @@ class Bench:
         wrong = [self._count_wrong(case, ours) for _ in range(settings.check)]
         group = [ours, *rivals]
         for contender in group:
-            contender.source.fill(rest_value(case.op))
+            self._place.store(contender.source, lambda array: array.fill(rest_value(case.op)))
         iterations = settings.iterations or iterations_for(case.nbytes)
         warmup = warmup_for(iterations) if settings.warmup is None else settings.warmup
-        times = time_in_turn(self._world, group, iterations, warmup)
+        times = time_in_turn(self._world, group, iterations, warmup, watch=self._place.watch)
         found = {each.name: Summary.of_seconds(row) for each, row in zip(group, times, strict=True)}
         if settings.check:
             wrong.append(self._count_wrong(case, ours))
+        algorithm, transport = self._path(case, name)
         return Result(
             case=case,
-            algorithm=name,
-            transport=self._world.transport_name(name, case.collective.name),
+            algorithm=algorithm,
+            transport=transport,
             buffers=settings.buffers,
             in_place=in_place,
             time=found[ours.name],
@@ -142,6 +154,12 @@ class Bench:
             bound_share=self._share_of_bound(case, found) if _BOUND in found else None,
             peers={peer: found.get(peer) for peer in settings.peers} if rivals else {},
         )
+
+    def _path(self, case: Case, name: str) -> tuple[str, str]:
+        row = TYPES[case.type_name]
+        reducible = case.op is not AVERAGE or row.kind in ("float", "complex")
+        chosen = self._settings.algorithm == "auto"
+        return self._place.path(name, case.collective.name, chosen=chosen, reducible=reducible)
 
     def _rivals(self, case: Case) -> list[Contender]:
         """Return what takes turns with ours: the peers that can do this case (and do it right), and the bound."""
@@ -153,8 +171,8 @@ class Bench:
 
     def _bound_contender(self, case: Case) -> Contender:
         """Find the fastest way to read and write as many bytes in place; the same on all ranks."""
-        ways = bound_contenders(np.zeros(case.nbytes, np.uint8))
-        times = time_in_turn(self._world, ways, _PROBES, 1)
+        ways = self._place.bounds(case.nbytes)
+        times = time_in_turn(self._world, ways, _PROBES, 1, watch=self._place.watch)
         fastest = ways[min(range(len(ways)), key=lambda way: float(np.median(times[way])))]
         self.bounds[case.nbytes] = Bound(case.nbytes, 0.0, fastest.name)
         return Contender(_BOUND, fastest.source, fastest.call)
@@ -171,19 +189,23 @@ class Bench:
         """
         self._seed += 1
         reference = Reference(case, self._seed)
-        reference.fill(contender.source, self._world.rank)
-        mine = reference.count_wrong(contender.call(), self._world.rank)
+        self._place.store(contender.source, lambda array: reference.fill(array, self._world.rank))
+        if contender.output is not None:
+            self._place.poison(contender.output)
+        mine = reference.count_wrong(self._place.fetch(contender.call()), self._world.rank)
         everyone = self._world.allgather(np.array([mine]))
         return max(mine, int(everyone.sum()))
 
 
-def describe_machine(world: Communicator, settings: Settings) -> Machine:
+def describe_machine(world: Communicator, place: Place) -> Machine:
     """Collect what a reader of the figures has to know about where they came from."""
     packages = ["numpy", "mpi4py"] + [name for name in ("torch", "ml_dtypes") if name in sys.modules]
     versions = {"ringreduce": ringreduce.__version__, "python": platform.python_version()}
     for package in packages:
         if package in sys.modules:
             versions[package] = importlib.metadata.version(package)
+    if place.describe() is not None and "cupy" in sys.modules:
+        versions["cupy"] = sys.modules["cupy"].__version__  # its distributions have other names
     return Machine(
         versions=versions,
         mpi_library=mpi_library(),
@@ -193,6 +215,7 @@ def describe_machine(world: Communicator, settings: Settings) -> Machine:
         cores=len(os.sched_getaffinity(0)),
         cpu=_cpu_name(),
         timestamp=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        gpu=place.describe(),
     )
 
 

@@ -63,6 +63,7 @@ _EXAMPLES = """\b
 Examples:
   mpirun -np 4 python -m ringreduce bench allreduce -b 8 -e 64M -f 8
   mpirun -np 2 python -m ringreduce bench allreduce -b 64K -e 64M -f 4 --buffers shared --vs mpi,gloo
+  mpirun -np 4 python -m ringreduce bench allreduce -b 1M -e 256M -f 4 --device cuda --buffers shared
   mpirun -np 2 python -m ringreduce bench async
 """
 
@@ -100,6 +101,13 @@ Examples:
     show_default=True,
     help="Arrays of ringreduce.empty, or of numpy.empty.",
 )
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help="Where the arrays lie; on GPUs, which the ranks of a node take in turn, private ones are CuPy's own.",
+)
 @click.option("--vs", type=_Names(tuple(PEERS)), help="Measure mpi and/or gloo in turn with ours.")
 @click.option(
     "--format", "layout", type=click.Choice(list(WRITERS)), default="nccl", show_default=True, help="Layout of results."
@@ -116,6 +124,9 @@ def bench(**options: Any) -> int:
     For allreduce, the column "bound" is the share of the machine's own limit that was reached: the time in which all
     ranks at once read and write as many bytes of their own memory in place, measured in turn with the collective.
     "vs": how many times longer another library took, N/A where it cannot do the job or gets it wrong.
+
+    With --device cuda, times are those between events on the stream, "bound" is the share of the GPU's own copy
+    bandwidth (2 P n bytes for P ranks on it), and the peers are MPI by hand through pinned memory and Gloo on tensors.
 
     With async, measure named asynchronous allreduces instead: the latency of one of 4 B, and 160 of 64 KiB that are
     submitted together. Of the options, -n and --format json have a meaning there.
@@ -147,13 +158,18 @@ def bench(**options: Any) -> int:
     show_default=True,
     help="Element type.",
 )
-def explain(collective: str, minbytes: int, maxbytes: int | None, stepfactor: int, datatype: str) -> None:
+@click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where the arrays lie."
+)
+def explain(collective: str, minbytes: int, maxbytes: int | None, stepfactor: int, datatype: str, device: str) -> None:
     """Say for each size what a COLLECTIVE (allreduce unless named) would run here, and why."""
     last = _last_size(minbytes, maxbytes, 64 << 20)
     ringreduce.init()
+    if device != "cpu":
+        ringreduce.empty(0, device=device)  # the first use, in which the ranks find out what they share
     if ringreduce.rank() == 0:
         for nbytes in sizes(minbytes, last, None, stepfactor):
-            reason = ringreduce.explain(nbytes, native_dtype(TYPES[datatype]), collective)
+            reason = ringreduce.explain(nbytes, native_dtype(TYPES[datatype]), collective, device=device)
             click.echo(f"{format_nbytes(nbytes):>10}  {reason}")
 
 
@@ -181,6 +197,7 @@ def _settings(options: dict[str, Any]) -> Settings:
         format=options["layout"],
         output_file=options["output_file"],
         per_iteration=options["per_iter_timing"],
+        device=options["device"],
     )
 
 

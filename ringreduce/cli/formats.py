@@ -55,7 +55,11 @@ class NcclWriter:
         ]
         if settings.iterations is None:
             lines.append("auto: 300 iterations for small sizes, 1 GiB / size from 3.4 MiB, never fewer than 16")
-        if settings.peers:
+        if machine.gpu is not None:
+            lines.append(f"arrays on the GPU, times by events on the stream; {machine.gpu}")
+        if settings.peers and machine.gpu is not None:
+            lines.append("mpi: by hand, through pinned memory; gloo: on CUDA tensors; they and ours take short turns")
+        elif settings.peers:
             lines.append(
                 f"{', '.join(settings.peers)}: blocking calls on private buffers; they and ours take short turns"
             )
@@ -75,10 +79,10 @@ class NcclWriter:
         lines = [f"Out of bounds values : {verdict}", f"Avg bus bandwidth    : {report.mean_bus_bw:g}"]
         if report.bounds:
             bound = report.bounds[-1]
-            lines.append(
-                f"Memory-traffic bound : {bound.time_us:.1f} us to read and write {format_nbytes(bound.nbytes)} "
-                f"in place on every rank at once ({bound.method}): {bound.gb_per_s:.1f} GB/s per rank"
-            )
+            work = f"read and write {format_nbytes(bound.nbytes)} in place on every rank at once ({bound.method})"
+            if self.settings.device == "cuda":
+                work = f"copy {format_nbytes(bound.nbytes)} within the GPU once for each of its ranks"
+            lines.append(f"Memory-traffic bound : {bound.time_us:.1f} us to {work}: {bound.gb_per_s:.1f} GB/s per rank")
         lines.append(f"Collective test concluded: {COLLECTIVES[self.settings.collective].nccl_name}")
         return "".join(f"# {line}\n" for line in lines) + "#\n"
 

@@ -16,7 +16,9 @@ import numpy.typing as npt
 from ringreduce.reduce_ops import MAX, ReduceOp
 
 __all__ = [
+    "Clock",
     "Contender",
+    "Stopwatch",
     "Summary",
     "Synchroniser",
     "bound_contenders",
@@ -39,6 +41,35 @@ class Synchroniser(Protocol):
     def allreduce(self, array: Array, op: ReduceOp = ..., *, out: Array | None = None) -> Array: ...
 
 
+class Stopwatch(Protocol):
+    """What takes the time of a call."""
+
+    def ready(self) -> None:
+        """Return when nothing is under way that could count as part of the next call."""
+
+    def time(self, call: Callable[[], object]) -> float:
+        """Make the call, and return the seconds until all of it was done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """A stopwatch for calls that are done when they return.
+
+    Attributes:
+        now: returns seconds since some time or other.
+    """
+
+    now: Callable[[], float]
+
+    def ready(self) -> None:
+        pass
+
+    def time(self, call: Callable[[], object]) -> float:
+        begin = self.now()
+        call()
+        return self.now() - begin
+
+
 @dataclass(frozen=True, slots=True)
 class Contender:
     """Something that can be timed beside others on the same job.
@@ -47,11 +78,13 @@ class Contender:
         name: who it is, e.g. ``"ringreduce"``, ``"mpi"``.
         source: where its input has to be put before a call; in-place ones overwrite it.
         call: does the job once and returns the result; all ranks call it together.
+        output: where the result goes, if that is neither the source nor new each time.
     """
 
     name: str
     source: Array
     call: Callable[[], Array]
+    output: Array | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +145,13 @@ def time_in_turn(
     iterations: int,
     warmup: int,
     clock: Callable[[], float] = time.perf_counter,
+    watch: Stopwatch | None = None,
 ) -> list[Array]:
     """Time the contenders in short turns, one after the other, so that noise of the machine meets all of them.
 
     A turn begins with two calls that are not timed: they bring back what the others drove out of the caches, as if each
-    ran alone. A barrier goes before each call, the clock runs around it, and the slowest rank's time counts.
+    ran alone. A barrier goes before each call, the clock runs around it, and the slowest rank's time counts. Calls that
+    return before they are done take a ``watch`` that knows when they are.
 
     Returns:
         For each contender its ``iterations`` times in seconds, the same on every rank.
@@ -124,6 +159,7 @@ def time_in_turn(
     for contender in contenders:
         for _ in range(warmup):
             contender.call()
+    watch = Clock(clock) if watch is None else watch
     times = np.empty((len(contenders), iterations))
     turn = turn_for(iterations)
     with _no_garbage_collection():
@@ -132,10 +168,9 @@ def time_in_turn(
                 contender.call()
                 contender.call()
                 for iteration in range(first, min(first + turn, iterations)):
+                    watch.ready()
                     world.barrier()
-                    begin = clock()
-                    contender.call()
-                    row[iteration] = clock() - begin
+                    row[iteration] = watch.time(contender.call)
     return list(world.allreduce(times, MAX))
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from ringreduce.cli.cases import Case
 from ringreduce.cli.measure import Contender
+from ringreduce.cli.places import Place
 from ringreduce.communicator import Communicator
 
 __all__ = ["Ours"]
@@ -23,17 +22,17 @@ class Ours:
     Memory is touched once, and what the communicator knows about an address stays true.
     """
 
-    def __init__(self, world: Communicator, largest_nbytes: int, *, shared: bool) -> None:
+    def __init__(self, world: Communicator, largest_nbytes: int, place: Place, *, shared: bool) -> None:
         """Allocate an input and an output of ``largest_nbytes`` bytes each.
 
         Args:
             world: the ranks.
             largest_nbytes: the size of the largest case.
+            place: where they lie.
             shared: take communication buffers, which peers of the node can reach, instead of private arrays.
         """
         self._world = world
-        make: Callable[..., Array] = world.empty if shared else np.empty
-        self._input, self._output = (make(largest_nbytes, np.uint8) for _ in range(2))
+        self._input, self._output = (place.empty(largest_nbytes, shared=shared) for _ in range(2))
         for memory in (self._input, self._output):
             memory.fill(0)
 
@@ -63,7 +62,8 @@ class Ours:
             return result
 
         calls = {each.__name__: each for each in (allreduce, reduce_scatter, allgather, broadcast, alltoall)}
-        return Contender("ringreduce", source, calls[case.collective.name])
+        name = case.collective.name
+        return Contender("ringreduce", source, calls[name], None if name in ("allgather", "alltoall") else out)
 
     def in_place(self, case: Case, algorithm: str | None) -> Contender:
         """Prepare an allreduce or a broadcast whose result overwrites the input."""

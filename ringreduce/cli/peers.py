@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -22,11 +22,23 @@ import numpy.typing as npt
 from ringreduce.buffers import DType
 from ringreduce.cli.cases import TYPES, Case
 from ringreduce.cli.measure import Contender
+from ringreduce.cli.places import OnDevice
 from ringreduce.communicator import Communicator
-from ringreduce.errors import ConfigError
+from ringreduce.errors import ConfigError, TransportError
 from ringreduce.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
 
-__all__ = ["PEERS", "GlooPeer", "MpiPeer", "Peer", "gloo_process_group", "mpi_library", "open_peers"]
+__all__ = [
+    "DEVICE_PEERS",
+    "PEERS",
+    "GlooOnDevice",
+    "GlooPeer",
+    "MpiPeer",
+    "Peer",
+    "StagedMpi",
+    "gloo_process_group",
+    "mpi_library",
+    "open_peers",
+]
 
 Array = npt.NDArray[Any]
 
@@ -127,17 +139,28 @@ class GlooPeer:
 
     def contender(self, case: Case) -> Contender | None:
         row = TYPES[case.type_name]
-        if row.name not in self._TYPES or (case.op_name and case.op is AVERAGE):
+        if not self.offers(case):
             return None
         source = np.empty(case.input_count, case.dtype)
         result = source if case.collective.in_place else np.empty(case.output_count, case.dtype)
-        return Contender("gloo", source, self._call(case, row, source, result))
+        call = self.calls(case, _tensor(source, row), _tensor(result, row))
+
+        def run() -> Array:
+            call()
+            return result
+
+        return Contender("gloo", source, run)
+
+    def offers(self, case: Case) -> bool:
+        """Return whether torch has such a collective."""
+        return TYPES[case.type_name].name in self._TYPES and not (case.op_name and case.op is AVERAGE)
 
     def close(self) -> None:
         self._open.close()
 
     @staticmethod
-    def _call(case: Case, row: DType, source: Array, result: Array) -> Callable[[], Array]:
+    def calls(case: Case, given: Any, got: Any) -> Callable[[], object]:
+        """Return what does a case on two tensors."""
         import torch.distributed as dist
 
         ops: dict[ReduceOp, Any] = {
@@ -149,43 +172,121 @@ class GlooPeer:
         # torch renamed these two; the old names warn.
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        op, root, given, got = ops[case.op], case.root, _tensor(source, row), _tensor(result, row)
+        # Where nothing is reduced, the operation has no meaning.
+        op, root = ops[case.op], case.root
 
-        def allreduce() -> Array:
-            dist.all_reduce(got, op)
-            return result
+        def allreduce() -> object:
+            return dist.all_reduce(got, op)
 
-        def reduce_scatter() -> Array:
-            scatter(got, given, op)
-            return result
+        def reduce_scatter() -> object:
+            return scatter(got, given, op)
 
-        def allgather() -> Array:
-            gather(got, given)
-            return result
+        def allgather() -> object:
+            return gather(got, given)
 
-        def broadcast() -> Array:
-            dist.broadcast(got, root)
-            return result
+        def broadcast() -> object:
+            return dist.broadcast(got, root)
 
-        def alltoall() -> Array:
-            dist.all_to_all_single(got, given)
-            return result
+        def alltoall() -> object:
+            return dist.all_to_all_single(got, given)
 
         calls = {each.__name__: each for each in (allreduce, reduce_scatter, allgather, broadcast, alltoall)}
         return calls[case.collective.name]
 
 
+class StagedMpi:
+    """MPI on arrays of a GPU, as one does it by hand: down into pinned host memory, the collective, up again."""
+
+    def __init__(self, place: OnDevice, world: Communicator) -> None:
+        """Do what `MpiPeer` does; collective."""
+        self._place = place
+        self._mpi = MpiPeer(world)
+        self._pinned: list[Array] = []  # kept for as long as it is pinned
+
+    def contender(self, case: Case) -> Contender | None:
+        self._unpin()
+        inner = self._mpi.contender(case)
+        if inner is None:
+            return None
+        place, source = self._place, self._place.new(case.input_count, case.dtype)
+        result = source if case.collective.in_place else place.new(case.output_count, case.dtype)
+        for array in (inner.source, *([] if case.collective.in_place else [_whole(inner.call())])):
+            self._pin(_whole(array))
+
+        def call() -> Any:
+            place.down(inner.source, source)
+            got = inner.call()
+            place.up(result, got)
+            return result
+
+        return Contender("mpi", source, call)
+
+    def close(self) -> None:
+        self._unpin()
+        self._mpi.close()
+
+    def _pin(self, array: Array) -> None:
+        if any(each is array for each in self._pinned):
+            return
+        try:
+            self._place.driver.register(array.ctypes.data, array.nbytes)
+        except TransportError:  # small arrays share pages; then it goes as it would without
+            return
+        self._pinned.append(array)
+
+    def _unpin(self) -> None:
+        while self._pinned:
+            self._place.driver.unregister(self._pinned.pop().ctypes.data)
+
+
+class GlooOnDevice:
+    """torch.distributed over Gloo on CUDA tensors, which it takes through host memory itself."""
+
+    def __init__(self, place: OnDevice, world: Communicator) -> None:
+        """Do what `GlooPeer` does; collective."""
+        self._place = place
+        self._gloo = GlooPeer(world)
+
+    def contender(self, case: Case) -> Contender | None:
+        """Prepare one case; None also where Gloo refuses tensors on a GPU, as for some collectives."""
+        row = TYPES[case.type_name]
+        if not self._gloo.offers(case):
+            return None
+        source = self._place.new(case.input_count, case.dtype)
+        result = source if case.collective.in_place else self._place.new(case.output_count, case.dtype)
+        call = self._gloo.calls(case, _on_device(source, row), _on_device(result, row))
+        try:
+            call()
+            self._place.watch.ready()
+        except (RuntimeError, ValueError, NotImplementedError):  # on all ranks, before anything is sent
+            return None
+
+        def run() -> Any:
+            call()
+            return result
+
+        return Contender("gloo", source, run)
+
+    def close(self) -> None:
+        self._gloo.close()
+
+
 #: Name for ``--vs`` -> library.
 PEERS: dict[str, Callable[[Communicator], Peer]] = {"mpi": MpiPeer, "gloo": GlooPeer}
 
+#: The same for arrays on a GPU.
+DEVICE_PEERS: dict[str, Callable[[OnDevice, Communicator], Peer]] = {"mpi": StagedMpi, "gloo": GlooOnDevice}
+
 
 @contextlib.contextmanager
-def open_peers(names: tuple[str, ...], world: Communicator) -> Iterator[dict[str, Peer]]:
+def open_peers(
+    names: tuple[str, ...], world: Communicator, makers: Mapping[str, Callable[[Communicator], Peer]] = PEERS
+) -> Iterator[dict[str, Peer]]:
     """Open the named peers and close them at the end; collective."""
     with contextlib.ExitStack() as stack:
         opened = {}
         for name in names:
-            opened[name] = PEERS[name](world)
+            opened[name] = makers[name](world)
             stack.callback(opened[name].close)
         yield opened
 
@@ -243,6 +344,20 @@ def _agree_on_folder(world: Communicator) -> str:
         message[: len(path)] = np.frombuffer(path, np.uint8)
     world.broadcast(message, 0, out=message)
     return os.fsdecode(message.tobytes().rstrip(b"\0"))
+
+
+def _whole(array: Array) -> Array:
+    """Return the array that this is a view of."""
+    return array if array.base is None else array.base
+
+
+def _on_device(array: Any, row: DType) -> Any:
+    """View an array on a GPU as a torch tensor; bfloat16 by its bits."""
+    import torch
+
+    if row.name == "bfloat16":
+        return torch.as_tensor(array.view(np.int16), device="cuda").view(torch.bfloat16)
+    return torch.as_tensor(array, device="cuda")
 
 
 def _tensor(array: Array, row: DType) -> Any:

@@ -35,6 +35,7 @@ class Settings:
         format: ``"nccl"``, ``"osu"``, ``"json"`` or ``"csv"``.
         output_file: where to write the JSON report as well.
         per_iteration: whether to show how the iterations' times spread.
+        device: ``"cpu"``, or ``"cuda"`` for arrays in the memory of a GPU.
     """
 
     collective: str
@@ -54,6 +55,7 @@ class Settings:
     format: str = "nccl"
     output_file: str | None = None
     per_iteration: bool = False
+    device: str = "cpu"
 
     @property
     def buffers(self) -> str:
@@ -73,6 +75,7 @@ class Machine:
         cores: that rank 0 may run on.
         cpu: model name, as far as the system tells.
         timestamp: UTC, ISO 8601.
+        gpu: of arrays on a GPU, which one it is and how allreduces are done there.
     """
 
     versions: Mapping[str, str]
@@ -83,11 +86,15 @@ class Machine:
     cores: int
     cpu: str
     timestamp: str
+    gpu: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """How long every rank takes, all at once, to read and write ``nbytes`` bytes of its own memory in place."""
+    """How long every rank takes, all at once, to read and write ``nbytes`` bytes of its own memory in place.
+
+    On a GPU: how long it takes to copy so many bytes once for each of its ranks.
+    """
 
     nbytes: int
     time_us: float

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -31,8 +31,9 @@ from ringreduce.engine.negotiation import (
     Refuse,
     Run,
     Stalled,
+    Withdrawn,
 )
-from ringreduce.engine.operations import Join, Operation
+from ringreduce.engine.operations import Join, Operation, Retirement
 from ringreduce.engine.stall import StallWatch
 from ringreduce.errors import (
     CollectiveTimeoutError,
@@ -128,9 +129,10 @@ class Engine:
         self._changed = threading.Condition(self._lock)  # an operation is done, or nobody drives
         self._bell = threading.Lock()  # released to wake the progress thread: many times cheaper than a condition
         self._bell.acquire()
-        self._inbox: deque[Operation | None] = deque()  # what the program did, in its order; None: it waited
+        self._inbox: deque[Operation | Retirement | None] = deque()  # what the program did, in order; None: it waited
         self._pending: defaultdict[str, deque[Operation]] = defaultdict(deque)
         self._names: set[str] = set()
+        self._retiring: list[Retirement] = []
         self._join: Operation | None = None  # while it is under way
         self._under_way = 0  # operations that are not done
         self._waiters = 0
@@ -203,9 +205,18 @@ class Engine:
         self._executor.procedures[name] = procedure
         return name
 
-    def unregister(self, name: str) -> None:
-        """Forget a procedure; does nothing if there is none of this name."""
-        self._executor.forget(name)
+    def unregister(self, name: str, parts: Sequence[Operation] = ()) -> None:
+        """Forget a procedure; does nothing if there is none of this name. Takes no lock, for finalizers.
+
+        Args:
+            name: what `register` returned.
+            parts: those parts of it that this rank has submitted and that may be under way still. They are withdrawn;
+                if other ranks have taken one up already, it runs, and the procedure is forgotten after that.
+        """
+        if all(part.done for part in parts):
+            self._executor.forget(name)
+        else:
+            self._inbox.append(Retirement(name, parts))
 
     def join(self) -> Operation:
         """Say that this rank submits nothing more until all ranks have joined; done then.
@@ -460,9 +471,13 @@ class Engine:
         for note in notes:
             self._obey(self._member.hear(note))
 
-    def _take_in(self, operation: Operation | None) -> list[list[Any]]:
+    def _take_in(self, operation: Operation | Retirement | None) -> list[list[Any]]:
         if operation is None:
             return self._member.wait()
+        if isinstance(operation, Retirement):
+            self._retiring.append(operation)
+            self._retire()  # those may have run since
+            return [note for part in operation.parts if not part.done for note in self._member.withdraw(part.name)]
         if isinstance(operation, Join):
             return self._member.join()
         self._pending[operation.name].append(operation)
@@ -493,6 +508,9 @@ class Engine:
             if self._join is not None:
                 self._join.result = order.last
                 self._finish([self._join])
+        elif isinstance(order, Withdrawn):
+            if order.rank == self._communicator.rank:
+                self._end(order.name, ShutdownError(f"{order.name} was withdrawn"))
         elif isinstance(order, Late):
             self.tally.late = self._clock(), order.rank, order.seconds
         elif isinstance(order, Lost):
@@ -564,6 +582,14 @@ class Engine:
             self._under_way -= len(operations)
             if self._waiters:
                 self._changed.notify_all()
+        if self._retiring:
+            self._retire()
+
+    def _retire(self) -> None:
+        """Forget procedures whose parts have come to an end."""
+        for each in [each for each in self._retiring if all(part.done for part in each.parts)]:
+            self._retiring.remove(each)
+            self._executor.forget(each.name)
 
     def _end_lost(self, rank: int) -> None:
         for operation in self._take_all():

@@ -11,8 +11,9 @@ import numpy.typing as npt
 
 from ringreduce.buffers import DType, divide, divide_toward_zero, narrow, typed, widen
 from ringreduce.communicator import Communicator
-from ringreduce.engine.negotiation import Run
+from ringreduce.engine.negotiation import OFFER, Run
 from ringreduce.engine.operations import PROCEDURE, Call, Operation, Reduction, parted
+from ringreduce.errors import TransportError
 from ringreduce.reduce_ops import AVERAGE, MIN, PRODUCT, SUM, ReduceOp
 
 __all__ = ["Executor"]
@@ -56,11 +57,13 @@ class Executor:
             operations: this rank's own, in the order's order; None for each if this rank has joined.
         """
         first = operations[0]
-        if order.operations[0].looks.op == PROCEDURE:
+        if order.operations[0].looks.op in (PROCEDURE, OFFER):
             name, part = parted(order.operations[0].name)
             if name != self._last:
                 self._last = name
                 self.procedures.pop(self._retired, None)
+            if name not in self.procedures:
+                raise TransportError(f"other ranks run {order.operations[0].name!r}, which was forgotten on this one")
             result = self.procedures[name](self._communicator, order.active, first is not None, part)
             if first is not None:
                 first.result = result

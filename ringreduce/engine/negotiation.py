@@ -17,6 +17,8 @@ be sent, so that every interleaving can be played through in a test.
 * A rank that has joined needs no longer submit anything: allreduces run without it, and it learns their looks to take
   part with neutral elements.
 
+What is offered need not be submitted by all ranks: nobody is waited for, and it can be withdrawn until it runs.
+
 An operation without a name takes one that it shares with all others of its kind and looks; these match in order.
 """
 
@@ -31,6 +33,7 @@ from ringreduce.buffers import DType
 from ringreduce.engine.fusion import plan
 
 __all__ = [
+    "OFFER",
     "Expired",
     "Joined",
     "Late",
@@ -45,7 +48,11 @@ __all__ = [
     "Run",
     "Stalled",
     "Waiting",
+    "Withdrawn",
 ]
+
+#: What stands in place of a reduce op in the looks of what is offered: other ranks may submit it or not.
+OFFER = "offer"
 
 #: What is sent: a list of plain values, its kind first.
 Note = list[Any]
@@ -149,13 +156,21 @@ class Expired:
 
 
 @dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """``rank`` has withdrawn what it offered under this name; it did not run and will not."""
+
+    rank: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Lost:
     """A rank takes part in nothing any more, so nothing can run."""
 
     rank: int
 
 
-Order = Run | Refuse | Joined | Late | Stalled | Expired | Lost
+Order = Run | Refuse | Joined | Late | Stalled | Expired | Withdrawn | Lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +252,10 @@ class Member:
         """Take note that the program submits nothing more until all ranks have joined."""
         return [*self.wait(), ["join"]]
 
+    def withdraw(self, name: str) -> list[Note]:
+        """Take note that what was offered under a name is not offered any more."""
+        return [["withdraw", name]]
+
     def leave(self) -> list[Note]:
         """Take note that the program ends."""
         return [["leave"]]
@@ -269,6 +288,8 @@ class Member:
             return Joined(*said)
         if kind == "late":
             return Late(*said)
+        if kind == "withdrawn":
+            return Withdrawn(*said)
         if kind == "lost":
             return Lost(*said)
         if kind == "stalled":
@@ -376,17 +397,25 @@ class Leader:
             return self._ungroup(said[0])
         if kind == "join":
             return self._join(rank)
+        if kind == "withdraw":
+            return self._withdraw(rank, *said)
         assert kind == "leave", note
         return self._leave(rank)
 
     def waiting(self) -> list[Waiting]:
-        """Return what is not ready, in the order of first submission under each name."""
+        """Return what is not ready, in the order of first submission under each name; but for offers."""
         found = []
         for number, ranks in self._whole.items():
             missing = tuple(rank for rank in range(self._size) if rank not in ranks)
             since = min(ranks.values())
-            found += [Waiting(name, since, tuple(sorted(ranks)), missing) for name, _ in self._operations(number)]
+            found += [
+                Waiting(name, since, tuple(sorted(ranks)), missing)
+                for name, looks in self._operations(number)
+                if looks.op != OFFER
+            ]
         for name, claims in self._claims.items():
+            if any(queue[0].looks.op == OFFER for queue in claims.values()):
+                continue
             missing = tuple(rank for rank in self._expected() if rank not in claims)
             since = min(queue[0].since for queue in claims.values())
             found.append(Waiting(name, since, tuple(sorted(claims)), missing))
@@ -576,6 +605,13 @@ class Leader:
             self._joined.clear()
             notes.append(["joined", rank])
         return notes
+
+    def _withdraw(self, rank: int, name: str) -> list[Note]:
+        self._open(name)
+        if rank not in self._claims.get(name, ()):  # it has run, which this rank will hear before long
+            return []
+        self._take(name, [rank])
+        return [["withdrawn", rank, name]]
 
     def _leave(self, rank: int) -> list[Note]:
         self._left = True

@@ -11,10 +11,10 @@ from typing import Any
 
 from ringreduce.buffers import Operand
 from ringreduce.communicator import Communicator
-from ringreduce.engine.negotiation import Looks
+from ringreduce.engine.negotiation import OFFER, Looks
 from ringreduce.reduce_ops import ReduceOp
 
-__all__ = ["PROCEDURE", "Call", "Join", "Operation", "Procedure", "Reduction", "parted"]
+__all__ = ["PROCEDURE", "Call", "Join", "Operation", "Procedure", "Reduction", "Retirement", "parted"]
 
 #: What stands in place of a reduce op in the looks of a `Procedure`.
 PROCEDURE = "procedure"
@@ -139,13 +139,29 @@ class Procedure(Operation):
     Args:
         name: what `Engine.register` returned.
         text: all that must agree, in words.
-        part: which part of what was registered; parts are matched and run one by one.
+        part: which part of what was registered; parts are matched and run one by one. They are offers: nobody waits for
+            a rank that does not submit one, and what was not taken up can be withdrawn.
     """
 
     __slots__ = ()
 
     def __init__(self, name: str, text: str, part: str = "") -> None:
-        super().__init__(f"{name}{_PART}{part}" if part else name, Looks(text, PROCEDURE))
+        super().__init__(f"{name}{_PART}{part}" if part else name, Looks(text, OFFER if part else PROCEDURE))
+
+
+class Retirement:
+    """Word that a procedure is not needed any more, once its parts that are under way have come to an end.
+
+    Args:
+        name: what `Engine.register` returned.
+        parts: the parts, which are withdrawn.
+    """
+
+    __slots__ = ("name", "parts")
+
+    def __init__(self, name: str, parts: Sequence[Operation]) -> None:
+        self.name = name
+        self.parts = parts
 
 
 def parted(name: str) -> tuple[str, str]:
@@ -163,4 +179,4 @@ def _call_site() -> tuple[CodeType, int]:
 
 
 def _is_ours(path: str) -> bool:
-    return path.startswith(_PACKAGE) or "/torch/autograd/" in path
+    return path.startswith(_PACKAGE) or "/torch/autograd/" in path or path.endswith("/torch/_tensor.py")

@@ -3,7 +3,7 @@
 from ringreduce.placement.allreduce import Allreduce, Runner
 from ringreduce.placement.bound import BoundCall
 from ringreduce.placement.context import Context, Signature
-from ringreduce.placement.gpu import Gpu, ordinal
+from ringreduce.placement.gpu import Gpu, OnDevice, ordinal
 from ringreduce.placement.moves import Moves
 from ringreduce.placement.wire import Feedback, WireAllreduce
 
@@ -14,6 +14,7 @@ __all__ = [
     "Feedback",
     "Gpu",
     "Moves",
+    "OnDevice",
     "Runner",
     "Signature",
     "WireAllreduce",

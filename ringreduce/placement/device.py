@@ -48,6 +48,7 @@ from ringreduce.errors import CollectiveTimeoutError, TransportError
 from ringreduce.partition import Partition
 from ringreduce.placement.context import Cache, Context, Signature
 from ringreduce.reduce_ops import ReduceOp
+from ringreduce.selection import Choice
 from ringreduce.transport.board import NOWHERE
 from ringreduce.transport.device import DeviceBlock, DeviceNode
 from ringreduce.transport.shared import Location
@@ -74,8 +75,11 @@ class DeviceAllreduce:
     """Carries out allreduces of one process set on device memory; one at a time, from one thread. See `of`.
 
     Attributes:
+        choice: what it is called.
         description: how it is done, for `explain` and the log.
     """
+
+    choice = Choice("device", "device", "kernels reduce the ranks' arrays where they lie")
 
     def __init__(self, context: Context, devices: DeviceNode) -> None:
         self._context = context

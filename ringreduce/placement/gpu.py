@@ -6,24 +6,60 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 from ringreduce.buffers import DType
 from ringreduce.buffers.cuda.arrays import empty_on_device
-from ringreduce.buffers.cuda.driver import Driver
+from ringreduce.buffers.cuda.driver import Driver, Stream
+from ringreduce.config import gpu_switches
 from ringreduce.errors import ConfigError, UnsupportedBufferError
+from ringreduce.placement.aware import AwareAllreduce, agree_on_awareness
 from ringreduce.placement.context import Context, Signature
 from ringreduce.placement.device import DeviceAllreduce
+from ringreduce.placement.nccl import NcclAllreduce
 from ringreduce.placement.staged import Staging
+from ringreduce.reduce_ops import ReduceOp
+from ringreduce.selection import NCCL, Choice
 from ringreduce.transport.device import DeviceNode, join_devices
+from ringreduce.transport.nccl import Nccl
 
-__all__ = ["Gpu", "ordinal"]
+__all__ = ["Gpu", "OnDevice", "ordinal"]
 
 _log = logging.getLogger(__name__)
 
 #: What the ranks meet under to find out about each other's device memory.
 _FIRST_USE = Signature.of("the first use of device memory: an allreduce of arrays there, or empty(device=...)")
+_FIRST_NCCL = Signature.of("the first use of NCCL: an allreduce of arrays in device memory with algorithm 'nccl'")
 _THROUGH_HOST = "arrays go through host memory, in segments"
+
+
+class OnDevice(Protocol):
+    """An allreduce of device memory that leaves it there: `DeviceAllreduce`, `AwareAllreduce`, `NcclAllreduce`.
+
+    Attributes:
+        choice: what it is called.
+        description: how it is done.
+    """
+
+    @property
+    def choice(self) -> Choice: ...
+
+    @property
+    def description(self) -> str: ...
+
+    def supports(self, dtype: DType, op: ReduceOp) -> bool:
+        """Return whether `run` takes such elements; the same on all ranks."""
+        ...
+
+    def run(
+        self, source: int, target: int, count: int, dtype: DType, op: ReduceOp, stream: Stream, signature: Signature
+    ) -> bool:
+        """Reduce; False on all ranks if it cannot be done so. See `DeviceAllreduce.run`. Collective."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back."""
+        ...
 
 
 class Gpu:
@@ -32,20 +68,27 @@ class Gpu:
     Args:
         context: the ranks.
         drivers: returns the driver of a GPU by its ordinal, of the current one for None.
+        libraries: returns NCCL on a GPU by its ordinal.
 
     Attributes:
-        drivers: the same.
-        kernels: what reduces device memory where it lies; None where that cannot be, and before `join`.
+        drivers, libraries: the same.
+        kernels: what reduces device memory without the host's; None where that cannot be, and before `join`.
+        nccl: what does so if NCCL is asked for; None where that cannot be, and before `join_nccl`.
         way: how arrays on it are reduced, in words; None before `join`.
     """
 
-    def __init__(self, context: Context, drivers: Callable[[int | None], Driver]) -> None:
+    def __init__(
+        self, context: Context, drivers: Callable[[int | None], Driver], libraries: Callable[[int], Nccl]
+    ) -> None:
         self._context = context
         self.drivers = drivers
+        self.libraries = libraries
         self._staging: Staging | None = None
         self._joined = False
+        self._joined_nccl = False
         self._devices: DeviceNode | None = None
-        self.kernels: DeviceAllreduce | None = None
+        self.kernels: OnDevice | None = None
+        self.nccl: OnDevice | None = None
         self.way: str | None = None
 
     def staging(self, number: int | None = None) -> Staging:
@@ -80,15 +123,74 @@ class Gpu:
         self.way = _THROUGH_HOST
         if context.topology.size == 1:
             self.way = "there is one rank"
-        elif context.topology.single_node:
+        else:
             context.meet(_FIRST_USE)
-            self._devices = join_devices(context.messages, context.node, lambda: driver)
-            self.kernels = DeviceAllreduce.of(context, self._devices)
-            if self.kernels is not None:
-                self.way = self.kernels.description
+            self._find_kernels(driver)
         self._joined = True
         if context.rank == 0:
             _log.info("allreduce of arrays in device memory: %s", self.way)
+
+    def _find_kernels(self, driver: Driver) -> None:
+        context = self._context
+        if context.topology.single_node:
+            self._devices = join_devices(context.messages, context.node, lambda: driver)
+            self.kernels = DeviceAllreduce.of(context, self._devices)
+        if self.kernels is None:
+            why_not = self._find_awareness(driver)
+            self.way = f"{_THROUGH_HOST} ({why_not})"
+        if self.kernels is not None:
+            self.way = self.kernels.description
+
+    def _find_awareness(self, driver: Driver) -> str:
+        """Let CUDA-aware MPI do it, or say why it does not."""
+        context = self._context
+        aware = agree_on_awareness(context, gpu_switches())
+        if not aware.aware:
+            return f"MPI does not take it from the GPU: {aware.reason}"
+        if not context.topology.single_node and any(len(node) > 1 for node in context.topology.nodes):
+            # Every rank would send every block to other nodes; through the host, each node sends each block once.
+            return "MPI could take it from the GPU, but several ranks of each node would send the same blocks"
+        self.kernels = AwareAllreduce(context, driver, aware.reason)
+        return ""
+
+    def join_nccl(self) -> None:
+        """Find out whether the ranks can use NCCL; nothing to do the second time. After `join`. Collective.
+
+        Raises:
+            MismatchError: not all ranks call this for the first time.
+        """
+        assert self._joined
+        if self._joined_nccl:
+            return
+        context = self._context
+        if context.topology.size > 1:
+            context.meet(_FIRST_NCCL)
+            self.nccl = NcclAllreduce.of(context, self.staging().driver, self.libraries, gpu_switches())
+        self._joined_nccl = True
+
+    def explain(self, wanted: str | None) -> str:
+        """Say how arrays are reduced, why, and what else could be asked for. Local.
+
+        Args:
+            wanted: the algorithm that was asked for by name, None for none.
+        """
+        if not self._joined:
+            return (
+                "not known before the first use, which is an allreduce of arrays there or empty(device='cuda') on all "
+                "ranks: kernels on the GPUs if the ranks reach each other's memory, else CUDA-aware MPI, else through "
+                "host memory"
+            )
+        assert self.way is not None
+        if self._context.topology.size == 1:
+            return self.way
+        if wanted == NCCL and self.nccl is not None:
+            return f"{self.nccl.description}, asked for by name; also possible: {self.way}"
+        others = [] if self.kernels is None else [_THROUGH_HOST + ", by the name of an algorithm"]
+        if not self._joined_nccl:
+            others.append("NCCL, if it is there, by the name nccl")
+        elif self.nccl is not None:
+            others.append("NCCL, by its name")
+        return f"{self.way}; also possible: {'; '.join(others) or 'nothing else'}"
 
     def empty(self, shape: Sequence[int], dtype: DType) -> Any:
         """Return an uninitialised CuPy array, in memory that the ranks share where they can; after `join`. Local.
@@ -106,11 +208,12 @@ class Gpu:
         """Give everything back. On all ranks, in any order, after which they call nothing here."""
         if self._staging is not None:
             self._staging.close()
-        if self.kernels is not None:
-            self.kernels.close()
+        for way in (self.nccl, self.kernels):
+            if way is not None:
+                way.close()
         if self._devices is not None:
             self._devices.close(self._context.waiter)
-        self._staging, self.kernels, self._devices = None, None, None
+        self._staging, self.kernels, self.nccl, self._devices = None, None, None, None
 
 
 class _Allocation:

@@ -9,14 +9,18 @@ Places are lent: after `zero_grad` somebody may still hold the tensor that was `
 that compares the gradients of several tasks. A place that is kept is not written to. Until it is free again, its bucket
 is reduced in spare memory, and gradients come back from there as tensors of their own, as torch would make them.
 
-On one node everything is reduced when the caller says so, and not during the backward pass: that took as long, as far
-as could be measured (25 M parameters, 2 ranks). Between nodes see `ringreduce.torch.early`.
+On one node everything on the CPU is reduced when the caller says so, and not during the backward pass: that took as
+long, as far as could be measured (25 M parameters, 2 ranks). Between nodes and on GPUs see `ringreduce.torch.early`.
+
+Buckets of parameters on a GPU are in exportable memory there, and all that the step does with them is on the stream of
+who makes it, whichever thread enqueues it.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import accumulate, pairwise
@@ -29,8 +33,9 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ringreduce.communicator import Communicator
+from ringreduce.engine import Operation
 from ringreduce.engine.fusion import plan
-from ringreduce.errors import RingReduceError, UnsupportedBufferError
+from ringreduce.errors import ConfigError, ShutdownError, TransportError, UnsupportedBufferError
 from ringreduce.reduce_ops import AVERAGE, MAX, SUM, ReduceOp
 from ringreduce.torch.compression import (
     BucketCompression,
@@ -40,7 +45,8 @@ from ringreduce.torch.compression import (
     Reducer,
     WireCompressor,
 )
-from ringreduce.torch.early import EarlyReduction
+from ringreduce.torch.early import EarlyReduction, settled
+from ringreduce.torch.streams import current_stream, gpu_of, on_host, working_on
 
 __all__ = ["ALIGNMENT_NBYTES", "LARGE_NBYTES", "Bucket", "GradientBuckets", "Slot"]
 
@@ -58,7 +64,7 @@ ALIGNMENT_NBYTES = 64
 _NONE, _DENSE, _SPARSE, _UNSUPPORTED = 0, 1, 2, 255
 
 
-_WRONG_GUESSES = 3  # steps in which something was reduced too early, after which nothing more is
+_WRONG_GUESSES = 3  # steps in a row in which something was reduced too early, after which nothing more is
 
 #: How many tensors hold a storage. Private to torch; without it only the holders of the gradient itself are noticed.
 _storage_uses: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
@@ -69,22 +75,24 @@ class Slot:
 
     Args:
         parameter: of any strides.
-        memory: room for the gradient, as bytes.
+        memory: room for the gradient, an array of bytes where the parameter lies: NumPy's or CuPy's.
 
     Attributes:
         place: a tensor with the parameter's shape and, if those are dense, its strides, so that optimizers see
             gradients laid out like their parameters.
     """
 
-    __slots__ = ("_address", "_unshared", "parameter", "place")
+    __slots__ = ("_address", "_dtype", "_on_gpu", "_unshared", "parameter", "place")
 
-    def __init__(self, parameter: torch.Tensor, memory: npt.NDArray[np.uint8]) -> None:
+    def __init__(self, parameter: torch.Tensor, memory: Any) -> None:
         self.parameter = parameter
+        self._dtype = parameter.dtype  # the place's changes with ``p.grad``, as in ``model.double()``
+        self._on_gpu = parameter.is_cuda
         # Not a view in autograd's sense: it could not be detached in place, and all would share a version counter. Its
         # storage is its own, so that uses of it can be told from uses of the bucket's other places.
-        self.place = torch.empty(0, dtype=parameter.dtype)
+        self.place = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         strides = torch.empty_like(parameter, device="meta").stride()
-        self.place.set_(torch.from_numpy(memory).untyped_storage(), 0, parameter.shape, strides)
+        self.place.set_(_as_tensor(memory, parameter).untyped_storage(), 0, parameter.shape, strides)
         self._address = self.place.data_ptr()
         self._unshared = self._references()
 
@@ -93,8 +101,10 @@ class Slot:
         return self.parameter.grad is self.place and self.place.data_ptr() == self._address
 
     def is_outgrown(self) -> bool:
-        """Whether the parameter has another dtype or shape than it had."""
-        return self.parameter.dtype != self.place.dtype or self.parameter.shape != self.place.shape
+        """Whether the parameter has another dtype or shape than it had, or was moved between CPU and GPU."""
+        parameter = self.parameter
+        moved = parameter.is_cuda is not self._on_gpu
+        return moved or parameter.dtype != self._dtype or parameter.shape != self.place.shape
 
     def is_kept(self) -> bool:
         """Whether the place, while it is not ``p.grad``, still is something to somebody; takes about 0.3 us."""
@@ -111,7 +121,7 @@ class Bucket:
     """Some gradients in one piece of communication memory.
 
     Args:
-        parameters: whose gradients, all of one dtype.
+        parameters: whose gradients, all of one dtype and on one device.
         communicator: makes the memory.
 
     Attributes:
@@ -120,14 +130,16 @@ class Bucket:
         places: where these lie in ``flat``.
         reducer: what reduces it, where that keeps something from step to step; else None.
         early: its reduction during the backward pass; None: there is none.
+        early_hooks: what counts for that.
+        hooks: further hooks of the parameters that hold on to the bucket.
     """
 
-    __slots__ = ("_spare", "early", "flat", "places", "reducer", "slots")
+    __slots__ = ("_spare", "early", "early_hooks", "flat", "hooks", "places", "reducer", "slots")
 
     def __init__(self, parameters: Sequence[torch.Tensor], communicator: Communicator) -> None:
         ends = list(accumulate(map(_padded_nbytes, parameters), initial=0))
-        memory = communicator.empty(ends[-1], np.uint8)
-        self.flat = torch.from_numpy(memory).zero_().view(parameters[0].dtype)
+        memory = _empty(communicator, ends[-1], parameters[0])
+        self.flat = _as_tensor(memory, parameters[0]).zero_().view(parameters[0].dtype)
         self.slots = tuple(
             Slot(parameter, memory[start:end])
             for parameter, (start, end) in zip(parameters, pairwise(ends), strict=True)
@@ -136,7 +148,23 @@ class Bucket:
         self.places = [slice(start // itemsize, end // itemsize) for start, end in pairwise(ends)]
         self.reducer: Reducer | None = None
         self.early: EarlyReduction | None = None
+        self.early_hooks: list[RemovableHandle] = []
+        self.hooks: list[RemovableHandle] = []
         self._spare: Bucket | None = None
+
+    def give_up_early(self) -> None:
+        """Reduce it in the step from now on."""
+        for hook in self.early_hooks:
+            hook.remove()
+        self.early_hooks.clear()
+        self.early, self._spare = None, None
+
+    def retire(self) -> None:
+        """Let go of the parameters' hooks; the bucket is of no use any more."""
+        for hook in (*self.early_hooks, *self.hooks):
+            hook.remove()
+        self.early_hooks.clear()
+        self.hooks.clear()
 
     def spare(self, communicator: Communicator) -> Bucket:
         """Return a bucket for the same gradients in memory of its own, which nobody is lent."""
@@ -211,10 +239,11 @@ class GradientBuckets:
         predivide_factor: of an average, what gradients are divided by before they are summed; the rest comes after.
         groups: the number of its group for each parameter, by id, that travels in a bucket with its group.
         skip_unused: whether trainable parameters that no rank used keep None instead of zeros.
-        start: lets all ranks call `reduce_early` with a number, once all have called this with it; returns at once.
-            None: nothing is reduced early.
+        early: whether buckets are reduced during the backward pass; the same on all ranks.
 
     Attributes:
+        start: lets all ranks call `reduce_early` with a part, once all have called this with it; returns at once. To be
+            set before the second step if there are early reductions.
         communication_s: seconds spent in collectives so far.
         local_s: seconds spent on everything else here.
     """
@@ -230,7 +259,7 @@ class GradientBuckets:
         predivide_factor: float = 1.0,
         groups: Mapping[int, int] | None = None,
         skip_unused: bool = True,
-        start: Callable[[int], None] | None = None,
+        early: bool = False,
     ) -> None:
         self.communication_s = 0.0
         self.local_s = 0.0
@@ -246,14 +275,17 @@ class GradientBuckets:
         self._predivide_factor = predivide_factor
         self._groups = groups or {}
         self._skip_unused = skip_unused
-        self._start = start
-        self._wrong_guesses = 0
+        self.start: Callable[[str], Operation] | None = None
+        self._early = early
+        self._steps = 0  # so many calls of `reduce`, on all ranks
+        self._wrong_guesses = 0  # in a row
+        self._reducing = threading.Lock()  # held by who uses the reducers before the step
         self._buckets: list[Bucket] = []
+        weakref.finalize(self, _retire, self._buckets).atexit = False
         self._placed: set[int] = set()
         self._found = np.empty(0, np.uint8)
-        hooks: list[RemovableHandle] = []
-        self._hooks = hooks
-        weakref.finalize(self, _remove, hooks).atexit = False
+        self._device: torch.device | None = None  # of the buckets on a GPU
+        self._stream: Any = None  # on it, that of who called `follow_this_stream`
 
     def reduce(
         self, parameters: Sequence[torch.Tensor], active: int | None = None, *, contributing: bool = True
@@ -268,17 +300,31 @@ class GradientBuckets:
             contributing: whether this rank does. If not, its gradients stay as they are.
 
         Raises:
-            UnsupportedBufferError: on all ranks, if some rank has a gradient that is not on the CPU, or of a layout
-                that is neither strided nor sparse COO.
+            UnsupportedBufferError: on all ranks, if some rank has a gradient that is neither on the CPU nor on a GPU
+                that it can use, or of a layout that is neither strided nor sparse COO.
         """
+        with working_on(self._stream):
+            self._reduce(parameters, active, contributing)
+
+    def follow_this_stream(self, device: torch.device | None) -> None:
+        """Let `reduce` be ordered, from now on, as if it was done on the caller's current stream.
+
+        Args:
+            device: the GPU; None: that of the buckets, if one is on a GPU.
+        """
+        device = self._device if device is None else device
+        self._stream = None if device is None else current_stream(device)
+
+    def _reduce(self, parameters: Sequence[torch.Tensor], active: int | None, contributing: bool) -> None:
         started, communicated = perf_counter(), self.communication_s
         active = self._communicator.size if active is None else active
         found, wrong = self._find(parameters, contributing)
         dense = [parameter for parameter, state in zip(parameters, found, strict=True) if state == _DENSE]
         ids = frozenset(map(id, dense))
+        reduced_early = any(bucket.early is not None and bucket.early.active is not None for bucket in self._buckets)
         for bucket, guess in zip(self._buckets, wrong, strict=True):
             self._conclude_early(bucket, ids, active, contributing, wrong=bool(guess))
-        outgrown = self._forget_outgrown()
+        self._forget_outgrown()
         self._place([parameter for parameter in dense if id(parameter) not in self._placed])
         for bucket in self._buckets:
             wanted = any(id(slot.parameter) in ids for slot in bucket.slots)
@@ -287,9 +333,9 @@ class GradientBuckets:
                 self._reduce_bucket(bucket, ids, active, contributing)
             if early is not None:
                 early.begin_step(wanted)
-        self._wrong_guesses += any(wrong)
-        if self._start is not None and (outgrown or self._wrong_guesses == _WRONG_GUESSES):
-            self._give_up_early()
+        self._steps += 1
+        if self._early:
+            self._judge_guesses(reduced_early, any(wrong))
         for parameter, state in zip(parameters, found, strict=True):
             if state >= _SPARSE:
                 self._reduce_sparse(parameter, state - _SPARSE, active, contributing)
@@ -298,37 +344,44 @@ class GradientBuckets:
     def start_rest(self) -> None:
         """Start what is reduced early and was not started by the backward pass, before `reduce` on this rank."""
         for bucket in self._buckets:
-            if bucket.early is not None and bucket.early.may_start():
+            if bucket.early is not None and bucket.early.should_start():
                 self.start_early(bucket.early)
 
     def start_early(self, early: EarlyReduction) -> None:
         """Start to reduce a bucket as it is now; if it is one of those that are reduced early still."""
         number = next((number for number, bucket in enumerate(self._buckets) if bucket.early is early), None)
-        if number is None or self._start is None:
+        if number is None or self.start is None:
             return
         early.fill()
         try:
-            self._start(number)
-        except RingReduceError as error:  # as after a join; `reduce` will say what there is to say
+            early.part = self.start(f"{self._steps}.{number}")
+        except (ConfigError, ShutdownError, TransportError) as error:
+            # This rank has joined, or nothing goes on any more. `reduce` will say what there is to say.
             early.started = False
             _log.debug("bucket %d is not reduced early: %s", number, error)
 
-    def reduce_early(self, number: int, active: int, *, contributing: bool = True) -> None:
+    def reduce_early(self, part: str, active: int, *, contributing: bool = True) -> None:
         """Reduce what was copied of a bucket, for `reduce` to use. Collective.
 
         Args:
-            number: of the bucket, as ``start`` was given it.
+            part: what ``start`` was given: the number of the step, so that a part that came to nothing is never taken
+                for a later one, and that of the bucket.
             active: as in `reduce`.
             contributing: as in `reduce`.
         """
-        bucket = self._buckets[number]
+        step, _, number = part.partition(".")
+        assert int(step) == self._steps, "ranks submit the parts of a step before the step"
+        bucket = self._buckets[int(number)]
         early = bucket.early
         assert early is not None, "all ranks give up in the same step"
-        if not contributing:
-            early.copy.flat.zero_()
-        if bucket.reducer is not None:
-            early.before = bucket.reducer.state_dict()
-        self._combine(bucket, early.copy.flat, active)
+        with self._reducing, early.reducing(self._communicator):
+            if contributing:
+                early.sign()
+            else:
+                early.copy.flat.zero_()
+            if bucket.reducer is not None:
+                early.reducer_state = bucket.reducer.state_dict()
+            self._combine(bucket, early.copy.flat, active)
         early.active = active
 
     @property
@@ -338,15 +391,30 @@ class GradientBuckets:
 
     def state_dict(self) -> dict[int, dict[str, torch.Tensor]]:
         """Return what compressing keeps on this rank, by the number of the bucket; empty where it keeps nothing."""
-        kept = {number: each.reducer.state_dict() for number, each in enumerate(self._buckets) if each.reducer}
+        with self._reducing:
+            kept = {number: _state_of(each) for number, each in enumerate(self._buckets) if each.reducer is not None}
         return {number: state for number, state in (kept or self._saved).items() if state}
 
     def load_state_dict(self, state: Mapping[int, dict[str, torch.Tensor]]) -> None:
         """Go on from what `state_dict` has returned, with buckets that are there and those that will be made."""
         self._saved = dict(state)
-        for number, bucket in enumerate(self._buckets):
-            if bucket.reducer is not None:
-                self._restore(number, bucket.reducer)
+        with self._reducing:
+            for number, bucket in enumerate(self._buckets):
+                if bucket.reducer is not None:
+                    self._restore(number, bucket.reducer)
+                    if bucket.early is not None:  # what was reduced with the old state is not used
+                        bucket.early.spoil()
+                        bucket.early.reducer_state = bucket.reducer.state_dict()
+
+    def retire(self) -> list[Operation]:
+        """Let go of the parameters: nothing is started any more. Takes no lock, for finalizers.
+
+        Returns:
+            What this rank has started, some of which may be under way still.
+        """
+        self.start = None
+        _retire(self._buckets)
+        return [each.early.part for each in self._buckets if each.early is not None and each.early.part is not None]
 
     def _restore(self, number: int, reducer: Reducer) -> None:
         state = self._saved.pop(number, None)
@@ -366,19 +434,25 @@ class GradientBuckets:
         early = bucket.early
         if early is None or early.active is None:
             return
+        early.come_back()
         if wrong or early.active != active:
             early.active = None
             if bucket.reducer is not None:
-                bucket.reducer.load_state_dict(early.before)
+                bucket.reducer.load_state_dict(early.reducer_state)
         elif contributing:
             bucket.fill(used)
             bucket.flat.copy_(early.copy.flat)
 
-    def _give_up_early(self) -> None:
+    def _judge_guesses(self, reduced_early: bool, wrong: bool) -> None:
+        """Give up early reductions if guesses are wrong all the time."""
+        if reduced_early:
+            self._wrong_guesses = self._wrong_guesses + 1 if wrong else 0
+        if self._wrong_guesses < _WRONG_GUESSES:
+            return
         _log.info("gradients change between the backward pass and the step: from here on they are reduced in the step")
+        self._early = False
         for bucket in self._buckets:
-            bucket.early = None
-        self._start = None
+            bucket.give_up_early()
 
     def _reduce_bucket(self, bucket: Bucket, used: frozenset[int], active: int, contributing: bool) -> None:
         if not contributing:
@@ -410,7 +484,11 @@ class GradientBuckets:
             flat.mul_(1.0 / self._predivide_factor)
         if bucket.reducer is not None:
             started = perf_counter()
-            bucket.reducer.reduce(self._communicator, flat, average=plain and averages)
+            if flat.is_cuda and not _is_wire(self._compression):
+                with on_host([flat]) as (lent,):
+                    bucket.reducer.reduce(self._communicator, lent, average=plain and averages)
+            else:
+                bucket.reducer.reduce(self._communicator, flat, average=plain and averages)
             self.communication_s += perf_counter() - started
         else:
             self._allreduce_as(self._compressor, flat, self._op if plain else SUM)
@@ -427,7 +505,7 @@ class GradientBuckets:
         """Sum or average a gradient that is sparse on some rank: gather what the ranks have, make nothing dense."""
         grad = parameter.grad if contributing else None
         if grad is None:
-            indices = torch.empty(sparse_dim, 0, dtype=torch.int64)
+            indices = torch.empty(sparse_dim, 0, dtype=torch.int64, device=parameter.device)
             values = parameter.new_empty(0, *parameter.shape[sparse_dim:])
             mine = _sparse(indices, values, parameter.shape)
         elif grad.is_sparse and grad.sparse_dim() == sparse_dim:
@@ -446,8 +524,8 @@ class GradientBuckets:
     def _find(self, parameters: Sequence[torch.Tensor], contributing: bool) -> tuple[list[int], list[int]]:
         """Return for each parameter what the ranks found in its ``grad``, and for each bucket a wrong early guess."""
         if contributing:
-            wrong = [each.early is not None and each.early.was_wrong() for each in self._buckets]
-            mine = bytes(_state(parameter, self._skip_unused) for parameter in parameters) + bytes(wrong)
+            wrong = settled([each.early is not None and each.early.compare() for each in self._buckets])
+            mine = bytes(self._state(parameter) for parameter in parameters) + bytes(wrong)
         else:
             mine = bytes(len(parameters) + len(self._buckets))
         everyone = self._exchange(mine)
@@ -455,10 +533,30 @@ class GradientBuckets:
         if (found == _UNSUPPORTED).any():
             name = self._name_of(parameters[int((found == _UNSUPPORTED).argmax())])
             raise UnsupportedBufferError(
-                f"the gradient of {name} is not on the CPU, or of a layout that is neither strided nor sparse COO, "
-                "on some rank"
+                f"the gradient of {name} is neither on the CPU nor on a GPU that can be used (one for each process), "
+                "or of a layout that is neither strided nor sparse COO, on some rank"
             )
         return found.tolist(), guesses.tolist()
+
+    def _state(self, parameter: torch.Tensor) -> int:
+        grad = parameter.grad
+        if grad is None:
+            return _NONE if self._skip_unused or not parameter.requires_grad else _DENSE
+        if not (grad.is_cpu or self._has_gpu_of(grad)):
+            return _UNSUPPORTED
+        if grad.is_sparse:
+            return _SPARSE + grad.sparse_dim()
+        return _DENSE if grad.layout is torch.strided else _UNSUPPORTED
+
+    def _has_gpu_of(self, grad: torch.Tensor) -> bool:
+        if not grad.is_cuda:
+            return False
+        try:
+            self._communicator.gpu.staging(grad.device.index)
+        except UnsupportedBufferError as error:
+            _log.warning("a gradient on %s cannot be reduced: %s", grad.device, error)
+            return False
+        return True
 
     def _exchange(self, mine: bytes) -> npt.NDArray[np.uint8]:
         """Return the maximum over the ranks, element by element."""
@@ -468,21 +566,16 @@ class GradientBuckets:
         self.allreduce(self._found, MAX)
         return self._found
 
-    def _forget_outgrown(self) -> bool:
-        """Forget buckets of parameters that have another dtype or shape by now, as after ``model.double()``.
-
-        Returns:
-            Whether there were any.
-        """
+    def _forget_outgrown(self) -> None:
+        """Forget buckets of parameters that have another dtype or shape by now, as after ``model.double()``."""
         kept = []
         for bucket in self._buckets:
             if any(slot.is_outgrown() for slot in bucket.slots):
                 self._placed.difference_update(id(slot.parameter) for slot in bucket.slots)
+                bucket.retire()
             else:
                 kept.append(bucket)
-        found = len(kept) < len(self._buckets)
-        self._buckets = kept
-        return found
+        self._buckets[:] = kept
 
     def _place(self, parameters: Sequence[torch.Tensor]) -> None:
         """Make buckets for parameters that have none, last registered first: in the order of the backward pass."""
@@ -491,34 +584,43 @@ class GradientBuckets:
         for parameter in unique:
             group = self._groups.get(id(parameter))
             # A group's bucket is never full.
-            items.append(((parameter.dtype, group), _padded_nbytes(parameter) if group is None else 0))
+            items.append(
+                ((parameter.dtype, parameter.is_cuda, group), _padded_nbytes(parameter) if group is None else 0)
+            )
         for members in plan(items, self._bucket_nbytes):
             bucket = Bucket([unique[index] for index in members], self._communicator)
             if _reduces(self._compression, bucket.flat.dtype):
                 shapes = [_shape_in_memory(slot.place) for slot in bucket.slots]
                 bucket.reducer = cast(BucketCompression, self._compression).reducer(shapes, bucket.places)
                 self._restore(len(self._buckets), bucket.reducer)
-            if self._start is not None:
+            if self._early:
                 bucket.early = EarlyReduction(bucket, bucket.spare(self._communicator))
             self._buckets.append(bucket)
+            self._device = gpu_of([bucket.flat]) or self._device
             for index, slot in enumerate(bucket.slots):
                 parameter = slot.parameter
                 self._placed.add(id(parameter))
                 if bucket.early is not None and parameter.is_leaf and parameter.requires_grad:
-                    self._hooks.append(_count_early(parameter, bucket.early, index, weakref.ref(self)))
-                if slot.place.nbytes >= LARGE_NBYTES and parameter.is_leaf and parameter.requires_grad:
-                    self._hooks.append(_collect_early(parameter, bucket))
+                    bucket.early_hooks.append(_count_early(parameter, bucket.early, index, weakref.ref(self)))
+                large = slot.place.nbytes >= LARGE_NBYTES and not parameter.is_cuda
+                if large and parameter.is_leaf and parameter.requires_grad:
+                    bucket.hooks.append(_collect_early(parameter, bucket))
 
 
-def _state(parameter: torch.Tensor, skip_unused: bool) -> int:
-    grad = parameter.grad
-    if grad is None:
-        return _NONE if skip_unused or not parameter.requires_grad else _DENSE
-    if not grad.is_cpu:
-        return _UNSUPPORTED
-    if grad.is_sparse:
-        return _SPARSE + grad.sparse_dim()
-    return _DENSE if grad.layout is torch.strided else _UNSUPPORTED
+def _empty(communicator: Communicator, nbytes: int, parameter: torch.Tensor) -> Any:
+    """Return communication memory where a parameter lies, an array of bytes."""
+    if parameter.is_cuda:
+        return communicator.empty(nbytes, np.uint8, device=str(parameter.device))
+    return communicator.empty(nbytes, np.uint8)
+
+
+def _as_tensor(memory: Any, parameter: torch.Tensor) -> torch.Tensor:
+    """Return memory that `_empty` gave for a parameter as a tensor that keeps it."""
+    if not parameter.is_cuda:
+        return torch.from_numpy(memory)
+    if not memory.size:
+        return torch.empty(0, dtype=torch.uint8, device=parameter.device)
+    return torch.as_tensor(memory, device=parameter.device)
 
 
 def _overridden(compression: type[Compressor] | BucketCompression) -> bool:
@@ -533,8 +635,12 @@ def _reduces(compression: type[Compressor] | BucketCompression, dtype: torch.dty
     """Whether a compression reduces buckets of a dtype itself."""
     if not isinstance(compression, BucketCompression) or _overridden(compression):
         return False
-    wire = isinstance(compression, type) and issubclass(compression, WireCompressor)
-    return dtype.is_floating_point if wire else dtype is torch.float32
+    return dtype.is_floating_point if _is_wire(compression) else dtype is torch.float32
+
+
+def _is_wire(compression: type[Compressor] | BucketCompression) -> bool:
+    """Whether a compression leaves it to the communicator, which takes buckets from any device."""
+    return isinstance(compression, type) and issubclass(compression, WireCompressor)
 
 
 def _shape_in_memory(tensor: torch.Tensor) -> torch.Size:
@@ -568,9 +674,16 @@ def _count_early(
     return hook
 
 
-def _remove(hooks: list[RemovableHandle]) -> None:
-    for hook in hooks:
-        hook.remove()
+def _retire(buckets: list[Bucket]) -> None:
+    for bucket in buckets:
+        bucket.retire()
+
+
+def _state_of(bucket: Bucket) -> dict[str, torch.Tensor]:
+    """Return what a bucket's reducer keeps, as it was before a reduction that may not be used."""
+    assert bucket.reducer is not None
+    early = bucket.early
+    return early.reducer_state if early is not None and early.active is not None else bucket.reducer.state_dict()
 
 
 def _padded_nbytes(tensor: torch.Tensor) -> int:

@@ -7,19 +7,35 @@ complete is copied, the copy is reduced under a name of the bucket's own (as ran
 different parts of the graph), and when the step comes, all ranks compare what they sent with what they have then. If
 one finds a difference, the bucket is reduced again, as it would have been anyway: a wrong guess costs time and nothing
 else.
+
+Who touches what: `count` and `fill` run where the backward pass does, or at the beginning of the step, until the bucket
+is submitted; from then on the copy is the engine's, on whichever thread drives it, until it is reduced; `compare` and
+`begin_step` run in the engine's procedure for the step. A rank submits all parts that it owes before it submits the
+step, so all that was sent has been reduced, on all ranks, when the step begins.
+
+On a GPU the copy is made on the stream of the backward pass, and reduced on a stream of the ranks' own; the step's
+stream waits for that. Checksums are made and compared there, of all buckets at once: the host waits for the GPU once in
+a step. Whatever wrote to a gradient is noticed, as it is the bytes that are compared.
 """
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
+from ringreduce.torch.streams import Lane, gpu_of
+
 if TYPE_CHECKING:
+    from ringreduce.communicator import Communicator
+    from ringreduce.engine import Operation
     from ringreduce.torch.buckets import Bucket
 
-__all__ = ["EarlyReduction"]
+__all__ = ["EarlyReduction", "settled"]
 
 
 class EarlyReduction:
@@ -34,10 +50,25 @@ class EarlyReduction:
         started: whether this rank has sent the bucket since the last step.
         active: how many ranks took part; None: it was not reduced since the last step. The same on all ranks.
         wanted: whether some rank had a gradient for it in the last step; the same on all ranks.
-        before: what the bucket's reducer has kept from earlier steps; for `GradientBuckets`.
+        part: what this rank has submitted last; None: nothing yet.
+        reducer_state: of the bucket's reducer before ``copy`` was reduced.
     """
 
-    __slots__ = ("_bucket", "_counts", "_expected", "_left", "_sent", "active", "before", "copy", "started", "wanted")
+    __slots__ = (
+        "_bucket",
+        "_counts",
+        "_expected",
+        "_faithful",
+        "_incomplete",
+        "_lane",
+        "_sent_checksum",
+        "active",
+        "copy",
+        "part",
+        "reducer_state",
+        "started",
+        "wanted",
+    )
 
     def __init__(self, bucket: Bucket, copy: Bucket) -> None:
         self._bucket = bucket
@@ -45,38 +76,74 @@ class EarlyReduction:
         self.started = False
         self.active: int | None = None
         self.wanted = False
-        self.before: dict[str, torch.Tensor] = {}
-        self._sent: tuple[int, bytes] | None = None
+        self.part: Operation | None = None
+        self.reducer_state: dict[str, torch.Tensor] = {}
+        self._faithful = False  # whether the copy was made of what this rank has
+        self._sent_checksum: int | torch.Tensor = 0
+        device = gpu_of([bucket.flat])
+        self._lane = None if device is None else Lane(device)
         self._counts = [0] * len(bucket.slots)
         self._expected = [0] * len(bucket.slots)
-        self._left = 0
+        self._incomplete = 0
 
     def count(self, index: int) -> bool:
         """Take note that something was added to a gradient; return whether the bucket seems to be complete now."""
+        if self._lane is not None:
+            self._lane.note()
         self._counts[index] += 1
         if self._counts[index] == self._expected[index]:
-            self._left -= 1
-            return self._left == 0 and self.may_start()
+            self._incomplete -= 1
+            return self._incomplete == 0 and self.should_start()
         return False
 
-    def may_start(self) -> bool:
-        """Whether there is reason to start, and it was not done yet."""
-        return self.wanted and not self.started and self.active is None
+    def should_start(self) -> bool:
+        """Whether there is reason to start, it was not done yet, and nothing is under way."""
+        return self.wanted and not self.started and self.active is None and (self.part is None or self.part.done)
+
+    def spoil(self) -> None:
+        """Let `compare` find a difference, whatever there is."""
+        self._faithful = False
 
     def begin_step(self, wanted: bool) -> None:
         """Forget what was done since the last step, but for how often each gradient was added to."""
         self._expected, self._counts = self._counts, [0] * len(self._counts)
-        self._left = sum(expected > 0 for expected in self._expected)
+        self._incomplete = sum(expected > 0 for expected in self._expected)
         self.started, self.wanted, self.active = False, wanted, None
 
     def fill(self) -> None:
         """Copy the gradients as they are now, zeros where there is none."""
         self.started = True
+        if self._lane is None:
+            self._copy()
+            return
+        with self._lane.filling():
+            self._copy()
+
+    def reducing(self, communicator: Communicator) -> AbstractContextManager[None]:
+        """Return the context in which the copy is reduced."""
+        return nullcontext() if self._lane is None else self._lane.working(communicator)
+
+    def sign(self) -> None:
+        """Take note of what this rank sends; within `reducing`, on a GPU with nobody waiting."""
+        if self._faithful and self._lane is None:
+            self._sent_checksum = _checksum(self.copy.flat)
+        elif self._faithful:
+            sent = _checksum_on_device(self.copy.flat)
+            if not isinstance(self._sent_checksum, torch.Tensor):
+                self._sent_checksum = torch.empty_like(sent)
+            self._sent_checksum.copy_(sent)  # memory that no other stream will be given
+
+    def come_back(self) -> None:
+        """Let the current stream wait until the copy is reduced, if it is on a GPU."""
+        if self._lane is not None:
+            self._lane.come_back()
+
+    def _copy(self) -> None:
         slots, copies = self._bucket.slots, self.copy.slots
         grads = [slot.parameter.grad for slot in slots]
         if not all(grad is None or _is_plain(grad, slot.place) for grad, slot in zip(grads, slots, strict=True)):
             self.copy.flat.zero_()
-            self._sent = None  # it is not what this rank has
+            self._faithful = False
             return
         if all(slot.is_filled() for slot in slots):
             self.copy.flat.copy_(self._bucket.flat)
@@ -88,32 +155,42 @@ class EarlyReduction:
                     torch._foreach_copy_([place for place, _ in pairs], [grad for _, grad in pairs])
                 if missing:
                     torch._foreach_zero_(missing)
-        self._sent = _signature(self.copy.flat)
+        self._faithful = True
 
-    def was_wrong(self) -> bool:
-        """Whether it was reduced, and what this rank sent is not what it has now."""
-        return self.active is not None and not self._is_still_right()
+    def compare(self) -> bool | torch.Tensor:
+        """Bring the gradients to their places; return whether what this rank has sent is not what it has now.
 
-    def _is_still_right(self) -> bool:
-        """Bring the gradients to their places, and compare them with what was sent."""
+        A tensor on the GPU says so if that is to be computed yet; see `settled`. False if nothing was reduced.
+        """
         bucket = self._bucket
-        if self._sent is None or bucket.is_kept():
+        if self.active is None:
             return False
+        if not self._faithful or bucket.is_kept() or any(slot.is_outgrown() for slot in bucket.slots):
+            return True
         bucket.collect()
         missing = []
         for slot in bucket.slots:
             if slot.parameter.grad is None:
                 missing.append(slot.place)
             elif not slot.is_filled():
-                return False
+                return True
         if missing:
             torch._foreach_zero_(missing)
-        return _signature(bucket.flat) == self._sent
+        if isinstance(self._sent_checksum, torch.Tensor):
+            return (_checksum_on_device(bucket.flat) != self._sent_checksum).any()
+        return _checksum(bucket.flat) != self._sent_checksum
+
+
+def settled(answers: Sequence[bool | torch.Tensor]) -> list[bool]:
+    """Return answers of `EarlyReduction.compare`, having waited for the GPU once, if for any."""
+    pending = [answer for answer in answers if isinstance(answer, torch.Tensor)]
+    known = iter(torch.stack(pending).tolist() if pending else ())
+    return [next(known) if isinstance(answer, torch.Tensor) else answer for answer in answers]
 
 
 def _is_plain(grad: torch.Tensor, place: torch.Tensor) -> bool:
     return (
-        grad.is_cpu
+        grad.is_cuda == place.is_cuda
         and grad.layout is torch.strided
         and not grad.requires_grad
         and grad.dtype == place.dtype
@@ -121,11 +198,23 @@ def _is_plain(grad: torch.Tensor, place: torch.Tensor) -> bool:
     )
 
 
-def _signature(flat: torch.Tensor) -> tuple[int, bytes]:
-    """Return what differs, as good as certainly, if anything in a bucket does; at the speed of memory.
+def _checksum(flat: torch.Tensor) -> int:
+    """Return what shows any change, at 6 GB/s: networks between nodes are slower."""
+    return zlib.crc32(flat.view(torch.uint8).numpy().data)
 
-    The sum of the bits shows any change of one place, and what may cancel out in it (a change of all signs) shows in
-    the sum of the values.
+
+def _checksum_on_device(flat: torch.Tensor) -> torch.Tensor:
+    """Return what shows any change, as a tensor where the bucket lies; nobody waits for it.
+
+    A sum, modulo 2**64, of 32-bit words times odd weights of 63 bits: moving a value, or exchanging or negating two,
+    changes it as well as changing one.
     """
-    bits = flat.view(torch.uint8).numpy()
-    return int(bits.view(np.uint64).sum(dtype=np.uint64)), flat.sum().reshape(1).view(torch.uint8).numpy().tobytes()
+    words = flat.view(torch.int32)
+    return (words * _weights(flat.device, words.numel())).sum().reshape(1)
+
+
+@lru_cache(maxsize=8)
+def _weights(device: torch.device, count: int) -> torch.Tensor:
+    generator = torch.Generator(device).manual_seed(count)
+    weights = torch.randint(0, 1 << 62, (count,), generator=generator, device=device)
+    return weights.mul_(2).add_(1)

@@ -13,6 +13,7 @@ from ringreduce.runtime import global_process_set
 from ringreduce.torch.agreement import require_same_tensors
 from ringreduce.torch.objects import broadcast_object, carry_out
 from ringreduce.torch.ops import changed
+from ringreduce.torch.streams import gpu_of, require_usable
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
 
@@ -43,7 +44,12 @@ def broadcast_parameters(
             values = tensor.detach()
             communicator.broadcast(values, root, out=values)
 
-    carry_out("broadcast_parameters", None, run, process_set, f"broadcast_parameters(root {root})")
+    values = [tensor for _, tensor in tensors]
+    device = gpu_of(values)
+    if device is not None:
+        for value in values:
+            require_usable(process_set.engine.communicator, value.detach(), writable=True)
+    carry_out("broadcast_parameters", None, run, process_set, f"broadcast_parameters(root {root})", device)
     for _, tensor in tensors:
         changed(tensor)
 

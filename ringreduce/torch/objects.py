@@ -23,6 +23,7 @@ from ringreduce.engine import Call
 from ringreduce.errors import ConfigError
 from ringreduce.process_sets import ProcessSet
 from ringreduce.runtime import global_process_set
+from ringreduce.torch.streams import on_this_stream
 
 __all__ = ["allgather_object", "broadcast_object", "carry_out", "gather"]
 
@@ -83,15 +84,20 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
 
 def carry_out(
-    kind: str, name: str | None, run: Callable[[Communicator], Any], process_set: ProcessSet, text: str = ""
+    kind: str,
+    name: str | None,
+    run: Callable[[Communicator], Any],
+    process_set: ProcessSet,
+    text: str = "",
+    device: torch.device | None = None,
 ) -> Any:
     """Run a function of blocking collectives on all ranks of a set, as one named operation, and return its result.
 
     So it may be called from any thread, ends in an error on ranks whose peers have joined, and is seen by the stall
-    watch. Collective.
+    watch. What it does on a GPU (``device``, or the current one) it does on the caller's stream. Collective.
     """
     named = f"{kind} without a name" if name is None else f"{kind} {name}"
-    return process_set.engine.run(Call(named, text or kind, run), unique=name is not None)
+    return process_set.engine.run(Call(named, text or kind, on_this_stream(run, device)), unique=name is not None)
 
 
 def gather(communicator: Communicator, obj: Any) -> list[Any]:

@@ -6,6 +6,13 @@ once its operation is done. What must agree between the ranks is said for each f
 submitted the operation get the same `MismatchError`, with the name and what each rank submitted, and later operations
 work.
 
+Tensors may lie on the CPU or on this rank's GPU, and results lie where the input does. In an allreduce each tensor lies
+on the CPU or on the GPU on all ranks alike; elsewhere the ranks may differ. On a GPU, an operation comes after what the
+caller has enqueued on its current stream, and what the caller enqueues there after the call (or after `synchronize`)
+comes after the operation; nobody waits for the device where the data does not go through the host. `Adasum`,
+`ReproducibleSum` and all but allreduces do go through it. Operations on a GPU do not travel with others, unless they
+are a group, and after a `join` they raise a `MismatchError`.
+
 ``*_async`` functions return a `Handle`; `synchronize` returns the result. Until then the tensors belong to the
 operation. Functions whose name ends in ``_`` work in place and out of autograd's sight, and so do the asynchronous
 ones; gradients flow through the others. They are those of the sum of all ranks' losses, as the chain rule gives them;
@@ -41,6 +48,7 @@ from ringreduce.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
 from ringreduce.reproducible import reproducible_allreduce
 from ringreduce.runtime import global_process_set
 from ringreduce.torch.compression import Compression, Compressor, WireCompressor
+from ringreduce.torch.streams import Crossing, gpu_of, on_host, on_this_stream, require_usable
 
 __all__ = [
     "Adasum",
@@ -102,11 +110,12 @@ class Handle(int):
 
     operation: Operation
     engine: Engine
+    crossing: Crossing | None
 
     @classmethod
-    def of(cls, operation: Operation, engine: Engine) -> Handle:
+    def of(cls, operation: Operation, engine: Engine, crossing: Crossing | None = None) -> Handle:
         made = cls(next(_numbers))
-        made.operation, made.engine = operation, engine
+        made.operation, made.engine, made.crossing = operation, engine, crossing
         return made
 
 
@@ -129,7 +138,10 @@ def synchronize(handle: Handle | Callable[[], Any]) -> Any:
     """
     if callable(handle):
         return handle()
-    return _checked(handle).engine.wait(handle.operation)
+    result = _checked(handle).engine.wait(handle.operation)
+    if handle.crossing is not None:
+        handle.crossing.finish(result)
+    return result
 
 
 def join(device: int = -1) -> int:
@@ -337,7 +349,7 @@ def sparse_allreduce_async(
         return _averaged(total, communicator.size) if op is AVERAGE else total
 
     text = f"sparse_allreduce({op.value}, {_looks(tensor)})"
-    handle = _submitted(_call("sparse_allreduce", name, text, run, process_set))
+    handle = _submitted(_call("sparse_allreduce", name, text, run, process_set, [indices, values]))
 
     def wait() -> torch.Tensor:
         return cast(torch.Tensor, synchronize(handle))
@@ -540,23 +552,36 @@ def grouped_reducescatter_async(
 
 
 class _Prepared(NamedTuple):
-    """An operation that only has to be started."""
+    """An operation that only has to be started.
+
+    Attributes:
+        tensors: what it reads and writes, if some of it lies on a GPU, and then it is a `Call`; else None.
+    """
 
     operation: Operation
     process_set: ProcessSet
     unique: bool
+    tensors: Tensors | None = None
 
 
 def _submitted(prepared: _Prepared) -> Handle:
-    operation, process_set, unique = prepared
+    operation, process_set, unique, tensors = prepared
     engine = process_set.engine
+    crossing = None
+    if tensors is not None:
+        assert isinstance(operation, Call)
+        crossing = Crossing(tensors)
+        operation.run = crossing.around(operation.run)
     engine.submit(operation, unique=unique)
-    return Handle.of(operation, engine)
+    return Handle.of(operation, engine, crossing)
 
 
 def _carried_out(prepared: _Prepared) -> Any:
     """Start an operation and wait for its result, on this thread: quicker than `_submitted` and `synchronize`."""
-    operation, process_set, unique = prepared
+    operation, process_set, unique, tensors = prepared
+    if tensors is not None:
+        assert isinstance(operation, Call)
+        operation.run = on_this_stream(operation.run, gpu_of(tensors))
     return process_set.engine.run(operation, unique=unique)
 
 
@@ -576,6 +601,9 @@ def _prepare_allreduce(
     text = _allreduce_text(op, prescale, postscale, tuple([(each.shape, each.dtype) for each in sources]))
     if wire is not None:
         text = f"{text} as {wire}"
+    on_gpu = gpu_of(sources) is not None or (targets is not sources and gpu_of(targets) is not None)
+    if on_gpu:
+        text = f"{text} on {', '.join(each.device.type for each in sources)}"
 
     def before() -> None:
         for source, target in zip(sources, targets, strict=True):
@@ -587,26 +615,28 @@ def _prepare_allreduce(
         return result()
 
     if op == Adasum:
-        _check(sources, targets)
+        _check(process_set, sources, targets)
 
         def combine(communicator: Communicator) -> Any:
             before()
-            adasum(communicator, targets)
+            with on_host(targets) as lent:
+                adasum(communicator, lent)
             return after()
 
-        return _call("allreduce", name, text, combine, process_set)
+        return _call("allreduce", name, text, combine, process_set, sources, targets)
     if op == ReproducibleSum:
-        _check(sources, targets)
+        _check(process_set, sources, targets)
 
         def add_up(communicator: Communicator) -> Any:
             before()
-            for target in targets:
-                reproducible_allreduce(communicator, target, out=target)
+            with on_host(targets) as lent:
+                for each in lent:
+                    reproducible_allreduce(communicator, each, out=each)
             return after()
 
-        return _call("allreduce", name, text, add_up, process_set)
+        return _call("allreduce", name, text, add_up, process_set, sources, targets)
     if wire is not None:
-        _check(sources, targets)
+        _check(process_set, sources, targets)
 
         def encoded(communicator: Communicator) -> Any:
             before()
@@ -614,7 +644,18 @@ def _prepare_allreduce(
                 communicator.allreduce(target, op, out=target, wire=wire if target.is_floating_point() else None)
             return after()
 
-        return _call("allreduce", name, text, encoded, process_set)
+        return _call("allreduce", name, text, encoded, process_set, sources, targets)
+    if on_gpu:
+        _check(process_set, sources, targets)
+        kind = ReduceOp.parse(op)
+
+        def reduce(communicator: Communicator) -> Any:
+            if prescale != 1.0:
+                before()
+            _reduce_together(communicator, kind, sources if prescale == 1.0 else targets, targets)
+            return after()
+
+        return _call("allreduce", name, text, reduce, process_set, sources, targets)
     reduction = Reduction(
         _key("allreduce", name),
         text,
@@ -627,23 +668,41 @@ def _prepare_allreduce(
     return _Prepared(reduction, process_set, name is not None)
 
 
+def _reduce_together(communicator: Communicator, op: ReduceOp, sources: Tensors, targets: Tensors) -> None:
+    """Reduce tensors of which some lie on a GPU; those of one dtype that do travel together."""
+    groups: dict[object, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for number, pair in enumerate(zip(sources, targets, strict=True)):
+        groups.setdefault(pair[0].dtype if pair[0].is_cuda else number, []).append(pair)
+    for pairs in groups.values():
+        if len(pairs) == 1:
+            ((source, target),) = pairs
+            communicator.allreduce(source, op, out=target)
+            continue
+        flat = torch.cat([source.reshape(-1) for source, _ in pairs])
+        communicator.allreduce(flat, op, out=flat)
+        parts = flat.split_with_sizes([target.numel() for _, target in pairs])
+        for (_, target), part in zip(pairs, parts, strict=True):
+            with torch.inference_mode(target.is_inference()), torch.no_grad():
+                target.copy_(part.view(target.shape))
+
+
 def _prepare_allgather(
     tensors: Tensors, name: str | None, process_set: ProcessSet, result: Callable[[list[torch.Tensor]], Any]
 ) -> _Prepared:
-    _check(tensors)
+    _check(process_set, tensors)
     _require_rows(tensors, "allgather")
     text = f"allgather({_looks(*tensors, any_rows=True)})"
 
     def run(communicator: Communicator) -> Any:
         return result([communicator.allgather(each) for each in tensors])
 
-    return _call("allgather", name, text, run, process_set)
+    return _call("allgather", name, text, run, process_set, tensors)
 
 
 def _prepare_broadcast(
     values: torch.Tensor, in_place: torch.Tensor | None, root: int, name: str | None, process_set: ProcessSet
 ) -> _Prepared:
-    _check([values], [values] if in_place is not None else [])
+    _check(process_set, [values], [values] if in_place is not None else [])
     text = f"broadcast(root {root}, {_looks(values)})"
 
     def run(communicator: Communicator) -> torch.Tensor:
@@ -652,20 +711,20 @@ def _prepare_broadcast(
         communicator.broadcast(values, root, out=values)
         return changed(in_place)
 
-    return _call("broadcast", name, text, run, process_set)
+    return _call("broadcast", name, text, run, process_set, [values])
 
 
 def _prepare_alltoall(
     tensor: torch.Tensor, rows: list[int], name: str | None, process_set: ProcessSet, *, alone: bool
 ) -> _Prepared:
-    _check([tensor])
+    _check(process_set, [tensor])
     text = f"alltoall({_looks(tensor, any_rows=True)})"
 
     def run(communicator: Communicator) -> Any:
         result, received = communicator.alltoall(tensor, rows)
         return result if alone else (result, torch.tensor(received, dtype=torch.int32))
 
-    return _call("alltoall", name, text, run, process_set)
+    return _call("alltoall", name, text, run, process_set, [tensor])
 
 
 def _prepare_reducescatter(
@@ -680,7 +739,7 @@ def _prepare_reducescatter(
     if op == Adasum:
         raise ConfigError("there is no reducescatter with Adasum, which looks at whole tensors; use allreduce")
     kind = ReduceOp.parse(op)
-    _check(tensors)
+    _check(process_set, tensors)
     _require_rows(tensors, "reducescatter")
     text = f"reducescatter({kind.value}, {_looks(*tensors)}, scaled by {prescale} and {postscale})"
 
@@ -691,13 +750,21 @@ def _prepare_reducescatter(
             parts.append(_scaled(part, postscale))
         return result(parts)
 
-    return _call("reducescatter", name, text, run, process_set)
+    return _call("reducescatter", name, text, run, process_set, tensors)
 
 
 def _call(
-    kind: str, name: str | None, text: str, run: Callable[[Communicator], Any], process_set: ProcessSet
+    kind: str,
+    name: str | None,
+    text: str,
+    run: Callable[[Communicator], Any],
+    process_set: ProcessSet,
+    sources: Tensors = (),
+    targets: Tensors = (),
 ) -> _Prepared:
-    return _Prepared(Call(_key(kind, name), text, run), process_set, name is not None)
+    on_gpu = gpu_of(sources) is not None or gpu_of(targets) is not None
+    tensors = [*sources, *targets] if on_gpu else None
+    return _Prepared(Call(_key(kind, name), text, run), process_set, name is not None, tensors)
 
 
 def _key(kind: str, name: str | None) -> str:
@@ -857,14 +924,20 @@ def _op(op: Op | None, average: bool | None) -> Op:
     return op if op in (Adasum, ReproducibleSum) else ReduceOp.parse(op)
 
 
-def _check(sources: Tensors, targets: Tensors = ()) -> None:
+def _check(process_set: ProcessSet, sources: Tensors, targets: Tensors = ()) -> None:
     """Refuse on this rank, at the call, what could not be carried out later."""
     if not sources:
         raise ConfigError("a group must have at least one tensor")
     for source in sources:
-        Operand.of(source)
+        if source.is_cuda:
+            require_usable(process_set.engine.communicator, source)
+        else:
+            Operand.of(source)
     for target in targets:
-        Operand.of(target).require_writable()
+        if target.is_cuda:
+            require_usable(process_set.engine.communicator, target, writable=True)
+        else:
+            Operand.of(target).require_writable()
 
 
 def _require_rows(tensors: Tensors, what: str) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from ringreduce.adasum import adasum
 from ringreduce.communicator import Communicator
-from ringreduce.engine import Call, Procedure, Reduction
+from ringreduce.engine import Call, Engine, Operation, Procedure, Reduction
 from ringreduce.errors import ConfigError
 from ringreduce.process_sets import ProcessSet
 from ringreduce.reduce_ops import AVERAGE, MAX, SUM, ReduceOp
@@ -27,6 +27,7 @@ from ringreduce.torch.agreement import require_same_tensors
 from ringreduce.torch.buckets import GradientBuckets
 from ringreduce.torch.compression import BucketCompression, Compression, Compressor
 from ringreduce.torch.ops import Adasum
+from ringreduce.torch.streams import gpu_of, on_host
 
 __all__ = ["DistributedOptimizer"]
 
@@ -61,6 +62,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     With op `Adasum` every rank makes the step with its own gradients, and what it changed in the parameters is combined
     (see `ringreduce.adasum`), each parameter by itself.
 
+    Parameters may be on this rank's GPU, on all ranks alike. Their gradients are in memory that the GPUs of a node
+    share where they can, and what `step` does comes after what its caller has enqueued on the current stream. Formats
+    of 16 bits and less change nothing within a node; between nodes they go through the host, and `powersgd`, `topk`
+    and `Adasum` always do.
+
     Args:
         optimizer: the optimizer to wrap, new or used; its parameters must have equal names, shapes and dtypes on all
             ranks, in equal order.
@@ -81,11 +87,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             all ranks. None: `Config.bucket_nbytes`.
         skip_unused: leave the gradient of a parameter that no rank used None, so that the step does not touch it.
         overlap: reduce buckets during the backward pass, from the third step on; see `ringreduce.torch.early`. Takes
-            the memory of the gradients once more. Must agree on all ranks. None: if there are several nodes.
+            the memory of the gradients once more. Must agree on all ranks. None: if there are several nodes, or some
+            parameter is on a GPU.
 
     Raises:
         ConfigError: an argument is wrong; names are missing or used twice.
         MismatchError: the ranks have different parameters.
+        UnsupportedBufferError: parameters are on a GPU that this process cannot use, or on several.
     """
 
     # An optimizer that says so gets the scale of a GradScaler as attributes, and those would end here, not in the
@@ -206,6 +214,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     parameter.grad = parameter.grad.to_dense()
         if self._communicator.size > 1 and not self._adasum:
             self._buckets.start_rest()
+            self._buckets.follow_this_stream(gpu_of(self._parameters()[:1]))
             self._run(Procedure(self._name, f"step of {self!r}"))
         self._synchronized = True
 
@@ -247,6 +256,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return
         self._communicator, self._engine = self._process_set.communicator, self._process_set.engine
         self._waited_s = self.communication_s  # the new buckets count from zero
+        self._retire()
         self._register()
 
     @property
@@ -379,9 +389,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.synchronize()
         if self._communicator.size == 1 or not isinstance(loss, (torch.Tensor, int, float)):
             return loss
-        common = torch.as_tensor(loss).detach().to(torch.float64, copy=True)
+        common = torch.as_tensor(loss).detach().to("cpu", torch.float64, copy=True)
         self._run(Reduction(f"{self._name}: loss", "loss of a closure", self._op, [common], [common]))
-        return common.to(loss.dtype) if isinstance(loss, torch.Tensor) else common.item()
+        return common.to(loss.device, loss.dtype) if isinstance(loss, torch.Tensor) else common.item()
 
     def _run(self, operation: Procedure | Reduction | Call) -> None:
         started = perf_counter()
@@ -395,9 +405,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         result = self._optimizer.step() if closure is None else self._optimizer.step(closure)
         with torch.no_grad():
             changes = [parameter - start for parameter, start in zip(parameters, before, strict=True)]
-            self._run(
-                Call(f"{self._name}: step", f"Adasum of {self!r}", lambda communicator: adasum(communicator, changes))
-            )
+            with on_host(changes) as lent:
+                self._run(
+                    Call(f"{self._name}: step", f"Adasum of {self!r}", lambda communicator: adasum(communicator, lent))
+                )
             for parameter, start, change in zip(parameters, before, changes, strict=True):
                 parameter.copy_(start + change)
         self._synchronized = False
@@ -409,20 +420,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _register(self) -> None:
         """Make the buckets, and let the engine know what to do in a step. Collective."""
         communicator = self._engine.communicator
-        overlap = not communicator.topology.single_node if self._overlap is None else self._overlap
-        start = _weakly(self._start_bucket) if overlap and self._engine.threaded and not self._adasum else None
-        self._buckets = self._new_buckets(communicator, name_of=_weakly(self._name_of), start=start)
+        on_gpu = [parameter for parameter in self._parameters() if parameter.is_cuda]
+        for number in {parameter.device.index for parameter in on_gpu}:
+            communicator.gpu.staging(number)
+        overlap = bool(on_gpu) or not communicator.topology.single_node if self._overlap is None else self._overlap
+        early = overlap and self._engine.threaded and not self._adasum
+        self._buckets = self._new_buckets(communicator, name_of=_weakly(self._name_of), early=early)
         self._require_same_parameters()
         # Not a method of this: a rank that has joined may have let go of its optimizer, and has to take part still.
         reduce = partial(_reduce, self._buckets, self._optimizer)
         self._name = self._engine.register("DistributedOptimizer", reduce)
-        weakref.finalize(self, self._engine.unregister, self._name).atexit = False
-
-    def _start_bucket(self, number: int) -> None:
-        self._engine.submit(Procedure(self._name, f"bucket {number} of {self._name}", part=str(number)))
+        self._buckets.start = partial(_start, self._engine, self._name)
+        # The buckets outlive this, and their hooks would go on.
+        self._retire = weakref.finalize(self, _retire, self._buckets, self._engine, self._name)
+        self._retire.atexit = False
 
     def _require_same_parameters(self) -> None:
-        require_same_tensors(self._communicator, "DistributedOptimizer", self._named_parameters())
+        named = self._named_parameters()
+        require_same_tensors(self._communicator, "DistributedOptimizer", named, devices=True)
 
     def _named_parameters(self) -> list[tuple[str, torch.Tensor]]:
         return [
@@ -444,9 +459,21 @@ def _reduce(
 ) -> None:
     """Carry out `DistributedOptimizer.synchronize`, or reduce one bucket; on a rank that has joined, for the others."""
     if part:
-        buckets.reduce_early(int(part), active, contributing=contributing)
+        buckets.reduce_early(part, active, contributing=contributing)
         return
     buckets.reduce(_parameters_of(optimizer), active, contributing=contributing)
+
+
+def _start(engine: Engine, name: str, part: str) -> Operation:
+    """Submit a part of what is registered under a name."""
+    operation = Procedure(name, f"part {part} of {name}", part)
+    engine.submit(operation)
+    return operation
+
+
+def _retire(buckets: GradientBuckets, engine: Engine, name: str) -> None:
+    """Do nothing more for a `DistributedOptimizer`."""
+    engine.unregister(name, buckets.retire())
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -32,7 +32,7 @@ from ringreduce.transport.node import Node
 from ringreduce.transport.shared import Arena, Block, Location, Segments
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["DeviceArena", "DeviceBlock", "DeviceNode", "join_devices"]
+__all__ = ["DeviceArena", "DeviceBlock", "DeviceNode", "address_of", "join_devices", "untouchable"]
 
 Array = npt.NDArray[Any]
 
@@ -92,7 +92,7 @@ class DeviceArena:
             TransportError: what it has cannot be exported.
         """
         owner = self._arena.array(nbytes)
-        address = _address_of(owner)
+        address = address_of(owner)
         location = self._arena.locate(address, nbytes)
         assert location is not None
         self._lent = [(lent, segment) for lent, segment in self._lent if lent() is not None]
@@ -109,7 +109,7 @@ class DeviceArena:
         Raises:
             TransportError: it cannot be reached.
         """
-        return _address_of(self._segments.open(rank, location.segment)) + location.offset
+        return address_of(self._segments.open(rank, location.segment)) + location.offset
 
     def let_go(self) -> None:
         """Close what was opened of the peers'; nothing enqueued may still use it."""
@@ -169,12 +169,12 @@ class DeviceNode:
     def read(self, address: int, nbytes: int) -> bytes:
         """Return bytes of device memory, as they are now."""
         content = np.zeros(nbytes, np.uint8)
-        self._copy(_address_of(content), address, nbytes)
+        self._copy(address_of(content), address, nbytes)
         return content.tobytes()
 
     def write(self, address: int, content: bytes) -> None:
         """Store bytes into device memory; returns when they are there."""
-        self._copy(address, _address_of(np.frombuffer(content, np.uint8)), len(content))
+        self._copy(address, address_of(np.frombuffer(content, np.uint8)), len(content))
 
     def _copy(self, target: int, source: int, nbytes: int) -> None:
         assert self._copied is not None
@@ -352,7 +352,7 @@ class _DeviceSegments(Segments):
         entry = self._entries[number]
         entry[:16].view(np.int64)[:] = len(handle), nbytes
         entry[16 : 16 + len(handle)] = np.frombuffer(handle, np.uint8)
-        self._own.append(_untouchable(address, nbytes))
+        self._own.append(untouchable(address, nbytes))
         return number, self._own[-1]
 
     def discard(self, segment_id: int, offset: int, nbytes: int) -> None:
@@ -364,7 +364,7 @@ class _DeviceSegments(Segments):
             entry = self._directory(rank)[segment_id]
             length, nbytes = (int(each) for each in entry[:16].view(np.int64))
             address = self._driver.open(entry[16 : 16 + length].tobytes())
-            self._opened[key] = _untouchable(address, nbytes)
+            self._opened[key] = untouchable(address, nbytes)
         return self._opened[key]
 
     def alive(self, rank: int) -> bool:
@@ -373,7 +373,7 @@ class _DeviceSegments(Segments):
     def close_opened(self) -> None:
         """Close what was opened of the peers', and tell them."""
         while self._opened:
-            self._driver.close(_address_of(self._opened.popitem()[1]))
+            self._driver.close(address_of(self._opened.popitem()[1]))
         self._entries[0, :8].view(np.int64)[0] = 1
 
     def wait_for_peers(self, waiter: Waiter) -> bool:
@@ -395,7 +395,7 @@ class _DeviceSegments(Segments):
         """Free all segments but those that are in use."""
         for number, memory in enumerate(self._own, 1):
             if number not in used:
-                self._driver.free(_address_of(memory))
+                self._driver.free(address_of(memory))
         self._own.clear()
 
     def close(self) -> None:
@@ -407,12 +407,13 @@ class _DeviceSegments(Segments):
         return found.reshape(_SEGMENTS, _ENTRY_NBYTES)
 
 
-def _untouchable(address: int, nbytes: int) -> Array:
-    """Return an array that stands for device memory."""
+def untouchable(address: int, nbytes: int) -> Array:
+    """Return an array that stands for device memory: it has an address and can be cut; nothing may look into it."""
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
 
 
-def _address_of(array: Array) -> int:
+def address_of(array: Array) -> int:
+    """Return where an array begins."""
     return int(array.__array_interface__["data"][0])
 
 

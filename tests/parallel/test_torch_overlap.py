@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-
-import ringreduce as rr
 
 torch = pytest.importorskip("torch")
 import ringreduce.torch as hvd  # noqa: E402
@@ -102,6 +101,28 @@ def with_other_operations_in_between(model: Any, optimizer: Any, backward: Calla
         optimizer.step()
 
 
+def with_gradients_that_change_places(model: Any, optimizer: Any, backward: Callable[..., None]) -> None:
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        backward()
+        if step >= 2:
+            grad = model.maybe.weight.grad
+            grad.copy_(grad.flip(0) if hvd.rank() == 0 else grad.roll(1, dims=0))
+        optimizer.step()
+
+
+def with_other_types_later(model: Any, optimizer: Any, backward: Callable[..., None]) -> None:
+    for step in range(2 * STEPS):
+        if step == STEPS - 1:
+            model.to(torch.float16).to(torch.float32)
+        if step == STEPS:
+            backward()
+            model.half().float()
+        optimizer.zero_grad()
+        backward()
+        optimizer.step()
+
+
 def with_clipping(model: Any, optimizer: Any, backward: Callable[..., None]) -> None:
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -153,6 +174,8 @@ def with_a_pass_and_no_step_before_the_end(model: Any, optimizer: Any, backward:
         with_different_graphs,
         with_a_pass_that_is_thrown_away,
         with_other_operations_in_between,
+        with_gradients_that_change_places,
+        with_other_types_later,
         with_clipping,
         with_kept_gradients,
         with_uneven_data,
@@ -209,7 +232,70 @@ def test_a_program_that_often_changes_gradients_is_left_alone() -> None:
             backward()
             model.first.bias.grad.add_(1.0)
             optimizer.step()
-        assert all(bucket.early is None for bucket in optimizer._buckets._buckets)
+        buckets = optimizer._buckets._buckets
+        assert all(bucket.early is None and not bucket.early_hooks for bucket in buckets)
 
     train(True, steps)
-    rr.barrier()
+
+
+def test_few_wrong_guesses_in_a_row_are_forgiven() -> None:
+    """A pass that is thrown away now and then does not end overlap."""
+    if hvd.size() == 1:
+        return
+
+    def steps(model: Any, optimizer: Any, backward: Callable[..., None]) -> None:
+        for step in range(24):
+            optimizer.zero_grad()
+            if step % 6 == 5:
+                backward()
+                optimizer.zero_grad()
+            backward()
+            optimizer.step()
+        assert all(bucket.early is not None for bucket in optimizer._buckets._buckets)
+
+    train(True, steps)
+
+
+@pytest.mark.parametrize("compression", [Compression.powersgd(rank=2), Compression.topk(fraction=0.2)])
+def test_a_state_that_is_saved_before_a_step_is_that_of_the_last(compression: Any) -> None:
+    """What is under way does not show in a state dict, and what is loaded in between is what counts."""
+
+    def save_and_load(model: Any, optimizer: Any, backward: Callable[..., None]) -> None:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            before = optimizer.state_dict()
+            backward()
+            hvd.barrier()
+            for name, kept in optimizer.state_dict().get("compression", {}).get("buckets", {}).items():
+                for key, tensor in kept.items():
+                    assert torch.equal(tensor, before["compression"]["buckets"][name][key])
+            if step == 4:
+                optimizer.load_state_dict(before)
+            optimizer.step()
+
+    early, late = (train(overlap, save_and_load, compression=compression) for overlap in (True, False))
+    assert all(torch.equal(mine, expected) for mine, expected in zip(early, late, strict=True))
+
+
+def test_a_model_can_be_used_without_its_optimizer() -> None:
+    """After an optimizer is gone, or another has taken its place, nothing is started for it; also if that was done."""
+    kept: list[Any] = []
+
+    def steps(model: Any, optimizer: Any, backward: Callable[..., None]) -> None:
+        plainly(model, optimizer, backward)
+        if hvd.rank() == 0:
+            backward()  # started, and taken up by nobody
+        kept.append((model, backward))
+
+    train(True, steps)
+    gc.collect()
+    model, backward = kept[0]
+    backward()
+    again = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), overlap=True)
+    for _ in range(STEPS):
+        again.zero_grad()
+        backward()
+        again.step()
+    hvd.join()
+    weights = hvd.allgather(model.first.weight.detach().reshape(1, -1), name="weights")
+    assert torch.equal(weights, weights[:1].expand_as(weights))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringreduce.config import HOROVOD, Config, ignored_horovod_variables, launched_rank, parse_nbytes
+from ringreduce.config import HOROVOD, Config, gpu_switches, ignored_horovod_variables, launched_rank, parse_nbytes
 from ringreduce.errors import ConfigError
 
 VARIABLES = {
@@ -26,6 +26,7 @@ VARIABLES = {
     "RINGREDUCE_TIMELINE": "timeline",
     "RINGREDUCE_TIMELINE_MARK_BATCHES": "timeline_marks_batches",
     "RINGREDUCE_TUNING": "tuning",
+    "RINGREDUCE_CUDA_AWARE": "cuda_aware",
 }
 
 
@@ -65,6 +66,9 @@ def test_every_setting_has_a_variable_and_says_so() -> None:
         ("RINGREDUCE_TIMELINE", "trace.json", "trace.json"),
         ("RINGREDUCE_TIMELINE_MARK_BATCHES", "1", True),
         ("RINGREDUCE_TUNING", "tables", "tables"),
+        ("RINGREDUCE_CUDA_AWARE", "1", True),
+        ("RINGREDUCE_CUDA_AWARE", "0", False),
+        ("RINGREDUCE_CUDA_AWARE", "Auto", None),
     ],
 )
 def test_a_variable_sets_its_field_alone(name: str, text: str, value: object) -> None:
@@ -82,6 +86,7 @@ def test_a_variable_sets_its_field_alone(name: str, text: str, value: object) ->
         *(("RINGREDUCE_BUCKET", text) for text in ("many", "M", "-1")),
         *(("RINGREDUCE_STALL_WARNING", text) for text in ("-1", "never")),
         *(("RINGREDUCE_LOG_LEVEL", text) for text in ("loud", "10")),
+        ("RINGREDUCE_CUDA_AWARE", "maybe"),
         ("HOROVOD_FUSION_THRESHOLD", "64.5"),
         ("HOROVOD_LOG_LEVEL", "loud"),
         ("HOROVOD_STALL_CHECK_TIME_SECONDS", "a minute"),
@@ -211,3 +216,9 @@ def test_variables_of_horovod_without_meaning() -> None:
 def test_tables_lie_with_the_users_caches(environ: dict[str, str], folder: str | None) -> None:
     """Unless a variable names another folder, or 0 for none."""
     assert Config.from_environ(environ).tuning == folder
+
+
+def test_switches_of_other_libraries_are_passed_on() -> None:
+    """What MPI libraries and NCCL are told about GPUs is handed on as it is; what is unset or empty is not there."""
+    environ = {"MV2_USE_CUDA": "1", "NCCL_MULTI_RANK_GPU_ENABLE": "", "NCCL_DEBUG": "INFO"}
+    assert gpu_switches(environ) == {"MV2_USE_CUDA": "1"}

@@ -389,6 +389,28 @@ def test_procedures_run_on_joined_ranks_too() -> None:
     ]
 
 
+def test_parts_that_nobody_takes_up_are_withdrawn() -> None:
+    """The procedure is forgotten when they have come to an end; until then it is there, should others run them."""
+
+    def program(engine: Engine) -> Any:
+        name = engine.register("test", lambda communicator, active, mine, part: (active, part))
+        taken = Procedure(name, "taken", part="1")
+        engine.submit(taken)
+        result = engine.wait(taken)
+        left = Procedure(name, "left", part="2")
+        if engine.communicator.rank == 0:
+            engine.submit(left)
+            engine.unregister(name, [taken, left])
+            with pytest.raises(ShutdownError, match="withdrawn"):
+                engine.wait(left)
+        else:
+            engine.unregister(name, [taken])
+        engine.wait(engine.join())
+        return result
+
+    assert run_engines(3, program, config=SETTINGS) == [(3, "1")] * 3
+
+
 # ---- refusals ----
 
 

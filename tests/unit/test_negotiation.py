@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringreduce.engine.negotiation import (
+    OFFER,
     Expired,
     Joined,
     Late,
@@ -25,6 +26,7 @@ from ringreduce.engine.negotiation import (
     Refuse,
     Run,
     Stalled,
+    Withdrawn,
 )
 
 SIZES = [1, 2, 3, 4]
@@ -520,3 +522,25 @@ def test_a_repeated_round_adds_nothing() -> None:
         first, second = conversation.play()
         sizes.append([len(pickle.dumps(each)) for each in (first.member, second.member, conversation.leader)])
     assert sizes[0] == sizes[1]
+
+
+def test_nobody_waits_for_what_is_offered() -> None:
+    """An offer is in no list of what waits, runs when all ranks have made it, and can be withdrawn until then."""
+    leader, member = Leader(2, 1 << 20), Member(2, plans=False)
+    offer = member.submit("part", Looks("a part", OFFER))
+    assert offer == [["new", "part", ("a part", OFFER, ())]]
+    assert leader.hear(1, offer[0]) == []
+    assert leader.waiting() == []
+    (withdraw,) = member.withdraw("part")
+    (answer,) = leader.hear(1, withdraw)
+    assert member.hear(answer) == Withdrawn(1, "part")
+    assert leader.hear(0, offer[0]) == []  # the other's is not taken up by what was withdrawn
+    assert [note[0] for note in leader.hear(1, offer[0])] == ["run"]
+    assert leader.hear(1, withdraw) == []  # too late: it runs
+
+
+def test_an_offer_runs_without_ranks_that_have_joined() -> None:
+    """As other operations with an identity do."""
+    leader, offer = Leader(2, 1 << 20), ["new", "part", ("a part", OFFER, ())]
+    assert leader.hear(1, offer) == []
+    assert leader.hear(0, ["join"]) == [["run", [["part", ("a part", OFFER, ())]], 1]]

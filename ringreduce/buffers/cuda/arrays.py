@@ -93,7 +93,7 @@ class DeviceOperand:
             UnsupportedBufferError: it does, and its elements or layout are not supported.
         """
         torch = sys.modules.get("torch")
-        if torch is not None and isinstance(array, torch.Tensor):
+        if _is_tensor(array, torch):
             return _of_torch(array, torch) if array.is_cuda else None
         cupy = sys.modules.get("cupy")
         if cupy is not None and isinstance(array, cupy.ndarray):
@@ -176,7 +176,7 @@ class DeviceOperand:
 def on_device(array: Any) -> bool:
     """Return whether an array lies in device memory."""
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(array, torch.Tensor):
+    if _is_tensor(array, torch):
         return bool(array.is_cuda)
     return hasattr(array, "__cuda_array_interface__")
 
@@ -308,3 +308,9 @@ def _cupy(what: str) -> Any:
 
 def _native(dtype: DType) -> np.dtype[Any]:
     return ml_bfloat16() if dtype.name == "bfloat16" else dtype.storage
+
+
+def _is_tensor(array: Any, torch: Any) -> bool:
+    # Another thread may be importing torch just now; then this is no tensor.
+    kind = getattr(torch, "Tensor", None)
+    return kind is not None and isinstance(array, kind)

@@ -33,6 +33,7 @@ __all__ = [
     "WIRE_FORMATS",
     "Packer",
     "Peers",
+    "Rows",
     "Slot",
     "Table",
     "combine",
@@ -141,8 +142,34 @@ class Table:
         self._driver.free(self.address)
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Some addresses of a table, one after the other.
+
+    Attributes:
+        address: where they lie, in device memory.
+        count: how many there are.
+    """
+
+    address: int
+    count: int
+
+    @classmethod
+    def of(cls, table: Table, first: int, count: int) -> Rows:
+        """Return ``count`` addresses of a table from number ``first`` on."""
+        assert first + count <= table.count
+        return cls(table.address + 8 * first, count)
+
+
 def combine(
-    driver: Driver, dtype: DType, op: ReduceOp, sources: Table, targets: Table, count: int, size: int, stream: Stream
+    driver: Driver,
+    dtype: DType,
+    op: ReduceOp,
+    sources: Table | Rows,
+    targets: Table | Rows,
+    count: int,
+    size: int,
+    stream: Stream,
 ) -> None:
     """Reduce arrays of ``dtype``, in the order of the table, into all targets; a target may be one of the sources.
 

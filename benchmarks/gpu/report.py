@@ -1,0 +1,176 @@
+"""What the checks on a GPU found, as plain values, and as text. Pure functions."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+#: What one machine with one GPU cannot show.
+NOT_RUN = (
+    "several GPUs: the one-shot and two-shot kernels between GPUs (here they ran with one rank), peer access, NCCL",
+    "several nodes: CUDA-aware MPI over a network",
+)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at.
+
+    Attributes:
+        name: what must hold, or what was measured.
+        passed: whether it does, or the figure reached its target.
+        detail: what was found, in words.
+        figure: the number that was measured.
+        target: the least that it must be; None: it is only stated.
+        unit: of both.
+    """
+
+    name: str
+    passed: bool
+    detail: str = ""
+    figure: float | None = None
+    target: float | None = None
+    unit: str = ""
+
+    @classmethod
+    def at_least(cls, name: str, figure: float, target: float, unit: str, detail: str = "") -> Check:
+        """Compare a figure with its target; what is not a number has not reached it."""
+        return cls(name, figure >= target, detail, figure, target, unit)
+
+    @classmethod
+    def stated(cls, name: str, figure: float, unit: str, detail: str = "") -> Check:
+        """Give a figure that nothing depends on."""
+        return cls(name, True, detail, figure, None, unit)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one part.
+
+    Attributes:
+        name: of the part.
+        problem: why it did not come to its end; empty if it did.
+        seconds: that it took.
+        checks: what it found, as far as it came.
+        versions: package or library -> version, as seen in the part.
+    """
+
+    name: str
+    problem: str
+    seconds: float
+    checks: tuple[Check, ...] = ()
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        """Whether it came to its end, looked at something, and found nothing wrong."""
+        return not self.problem and bool(self.checks) and all(check.passed for check in self.checks)
+
+
+def judge(name: str, returncode: int | None, seconds: float, found: str | None, said: str) -> Outcome:
+    """Make an outcome of how a part's processes ended.
+
+    Args:
+        name: of the part.
+        returncode: their exit status; None: they were ended by the time limit.
+        seconds: that they took.
+        found: the JSON that they left, if they did.
+        said: the end of their output.
+    """
+    content: dict[str, Any] = {}
+    problem = ""
+    try:
+        content = json.loads(found) if found else {}
+    except ValueError:
+        problem = "its report is cut off"
+    last = _reason(said)
+    if returncode is None:
+        problem = f"did not end in time: {last}"
+    elif returncode != 0:
+        problem = f"exit status {returncode}: {last}"
+    elif not content and not problem:
+        problem = "left no report"
+    checks = tuple(Check(**each) for each in content.get("checks", ()))
+    return Outcome(name, problem, seconds, checks, content.get("versions", {}))
+
+
+def _reason(said: str) -> str:
+    """Return the line that tells why a part failed: the first error's, as launchers say much after it, or the last."""
+    lines = [line.strip() for line in said.splitlines() if line.strip(" \t-")]
+    errors = [line for line in lines if re.match(r"([\w.]*(Error|Exception|Interrupt|Exit)|usage|Error)\b", line)]
+    return (errors[:1] or lines[-1:] or ["it said nothing"])[0]
+
+
+def allreduce_bound_s(nbytes: int, nranks: int, copy_rate: float) -> float:
+    """Return the least time of an allreduce on one GPU: n bytes of each rank are read, and n written.
+
+    Args:
+        nbytes: n, of each rank.
+        nranks: P, all on that GPU.
+        copy_rate: of its memory in bytes per second, bytes read and bytes written both counted.
+    """
+    return 2 * nranks * nbytes / copy_rate
+
+
+def staged_bound_s(nbytes: int, nranks: int, rate: float) -> float:
+    """Return the least time of an allreduce through host memory, whose ranks share one link to the GPU.
+
+    Args:
+        nbytes: of each rank, each of which comes down once and goes up once.
+        nranks: on that GPU.
+        rate: bytes per second between the GPU and pinned memory, each way, while both are under way.
+    """
+    return nranks * nbytes / rate
+
+
+def slug(name: str) -> str:
+    """Return the name of a GPU as part of a file name: ``nvidia-h200``."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "gpu"
+
+
+def as_json(outcomes: Sequence[Outcome], machine: Mapping[str, Any]) -> str:
+    """Return the report for programs."""
+    parts = [{**dataclasses.asdict(each), "passed": each.passed} for each in outcomes]
+    passed = bool(outcomes) and all(each.passed for each in outcomes)
+    return json.dumps({"passed": passed, "machine": machine, "parts": parts, "not_run": NOT_RUN}, indent=1) + "\n"
+
+
+def as_markdown(outcomes: Sequence[Outcome], machine: Mapping[str, Any]) -> str:
+    """Return the report for readers."""
+    good = sum(each.passed for each in outcomes)
+    lines = [f"# Checks on {machine['gpu']}, {machine['date']}", ""]
+    lines += [f"{good} of {len(outcomes)} parts passed.", ""]
+    lines += _table(("part", "verdict", "checks", "s"), (_row(each) for each in outcomes))
+    lines += ["", "## Figures", ""]
+    measured = [check for each in outcomes for check in each.checks if check.figure is not None]
+    lines += _table(("what", "measured", "target", "verdict", "how"), (_figure(check) for check in measured))
+    wrong = [(each, check) for each in outcomes for check in each.checks if not check.passed]
+    if wrong or not all(each.passed for each in outcomes):
+        lines += ["", "## What failed", ""]
+        lines += [f"- {each.name}: {each.problem}" for each in outcomes if each.problem]
+        lines += [f"- {each.name}: {check.name}: {check.detail or 'see above'}" for each, check in wrong]
+    lines += ["", "## Where", ""]
+    lines += [f"- {name}: {value}" for name, value in machine.items() if name not in ("gpu", "date")]
+    lines += ["", "## What could not be run here", "", *(f"- {each}" for each in NOT_RUN)]
+    return "\n".join(lines) + "\n"
+
+
+def _row(outcome: Outcome) -> tuple[str, ...]:
+    good = sum(check.passed for check in outcome.checks)
+    verdict = "passed" if outcome.passed else "FAILED"
+    return outcome.name, verdict, f"{good} of {len(outcome.checks)}", f"{outcome.seconds:.0f}"
+
+
+def _figure(check: Check) -> tuple[str, ...]:
+    target = "" if check.target is None else f"≥ {check.target:g} {check.unit}"
+    verdict = "" if check.target is None else "reached" if check.passed else "MISSED"
+    return check.name, f"{check.figure:.4g} {check.unit}", target, verdict, check.detail
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return ["| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in line) + " |" for line in lines]

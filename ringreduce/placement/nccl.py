@@ -1,0 +1,127 @@
+"""The allreduce of device memory by NCCL, where it is asked for by name.
+
+The ranks meet on the host first, as a collective that not all of them call would never end on the GPU. The rest is
+enqueued on the caller's stream. What NCCL cannot know about a peer that is lost, the meeting of the next call finds
+out; kernels that wait for the peer are ended then.
+
+The order of summation is NCCL's: all ranks get the same bits, which depend on the number of ranks and the size, and
+16-bit floats may be rounded at every step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+
+from ringreduce.buffers import DType
+from ringreduce.buffers.cuda.driver import Driver, Stream
+from ringreduce.errors import MismatchError, RingReduceError, TransportError
+from ringreduce.placement.context import Context, Signature
+from ringreduce.reduce_ops import ReduceOp
+from ringreduce.selection import NCCL, Choice
+from ringreduce.transport.nccl import Nccl, NcclRanks, code_of_dtype, code_of_op, join_nccl, version_text
+
+__all__ = ["NcclAllreduce"]
+
+_log = logging.getLogger(__name__)
+
+
+class NcclAllreduce:
+    """Carries out allreduces of one process set on device memory; one at a time, from one thread. See `of`.
+
+    Attributes:
+        choice: what it is called.
+        description: how it is done, for `explain` and the log.
+    """
+
+    choice = Choice(NCCL, NCCL, "asked for by name")
+
+    def __init__(self, context: Context, driver: Driver, nccl: Nccl, ranks: NcclRanks) -> None:
+        self._context = context
+        self._driver = driver
+        self._version = nccl.version
+        self._ranks: NcclRanks | None = ranks
+        self._done = driver.make_event()  # with the last call
+        self.description = f"NCCL {version_text(nccl.version)}"
+
+    @classmethod
+    def of(
+        cls, context: Context, driver: Driver, find: Callable[[int], Nccl], switches: Mapping[str, str]
+    ) -> NcclAllreduce | None:
+        """Return one if all ranks can have one; None on all ranks otherwise, with one line in the log. Collective.
+
+        Args:
+            context: the ranks.
+            driver: this rank's GPU.
+            find: see `join_nccl`.
+            switches: see `join_nccl`.
+        """
+        joined = join_nccl(context.messages, context.waiter, driver, find, switches)
+        made = None if isinstance(joined, str) else cls(context, driver, *joined)
+        if context.rank == 0 and made is None:
+            _log.warning("NCCL is not used, though asked for: %s", joined)
+        elif context.rank == 0 and made is not None:
+            _log.info("allreduce of arrays in device memory: %s where it is asked for by name", made.description)
+        return made
+
+    def supports(self, dtype: DType, op: ReduceOp) -> bool:
+        """Return whether `run` takes such elements; the same on all ranks."""
+        return code_of_dtype(dtype, self._version) is not None and code_of_op(op, dtype, self._version) is not None
+
+    def run(
+        self, source: int, target: int, count: int, dtype: DType, op: ReduceOp, stream: Stream, signature: Signature
+    ) -> bool:
+        """Reduce C-contiguous arrays over all ranks; arguments as for `DeviceAllreduce.run`. Collective.
+
+        Returns:
+            True.
+
+        Raises:
+            MismatchError, CollectiveTimeoutError, PeerLostError: see `Context.meet`; between nodes, two calls that
+                were both made before can be confused, and then NCCL waits, or mixes them up.
+            TransportError: NCCL failed, in this call or an earlier one.
+        """
+        types = code_of_dtype(dtype, self._version), code_of_op(op, dtype, self._version)
+        assert types[0] is not None and types[1] is not None, "see `supports`"
+        try:
+            ranks = self._working()
+            self._context.meet(signature)
+            if count == 0:
+                return True
+            # NCCL's calls have one order on all ranks, whatever streams they are on.
+            self._driver.wait(stream, self._done)
+            ranks.allreduce(source, target, count, types[0], types[1], stream)
+            self._driver.record(self._done, stream)
+        except MismatchError:
+            raise  # nothing was enqueued, and all ranks know
+        except RingReduceError:
+            self._abort()
+            raise
+        return True
+
+    def close(self) -> None:
+        """Give everything back: when what was enqueued is done, or, after the time limit, without that."""
+        if self._ranks is not None:
+            try:
+                self._context.waiter.until(lambda: self._driver.done(self._done), lambda: "NCCL to end")
+            except RingReduceError as error:
+                _log.warning("NCCL is ended, as it does not end: %s", error)
+                self._abort()
+            else:
+                self._ranks.close()
+                self._ranks = None
+        self._driver.free_event(self._done)
+
+    def _working(self) -> NcclRanks:
+        if self._ranks is None:
+            raise TransportError("NCCL was given up after an error")
+        problem = self._ranks.error()
+        if problem is not None:
+            raise TransportError(f"NCCL reports {problem}")
+        return self._ranks
+
+    def _abort(self) -> None:
+        """End kernels that wait for what will not come: they would keep the GPU busy for good."""
+        if self._ranks is not None:
+            self._ranks.abort()
+            self._ranks = None

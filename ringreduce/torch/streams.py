@@ -1,0 +1,222 @@
+"""The streams of torch around operations that another thread may carry out.
+
+What torch enqueues goes to the current stream of the thread that calls it, and an operation runs on whatever thread
+drives the engine. So the caller's stream is noted when an operation is submitted. One that the caller waits for runs on
+that stream, from wherever it is enqueued. One that the caller does not wait for runs on a stream of the ranks' own,
+after an event on the caller's, and the caller's stream waits for another event when the caller asks for the result.
+Nobody waits for the device here.
+
+Nothing of this concerns tensors on the CPU: callers ask `gpu_of` first, and go on as ever if there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import cuda
+
+from ringreduce.buffers import Operand
+from ringreduce.buffers.cuda.arrays import DeviceOperand
+from ringreduce.communicator import Communicator
+
+__all__ = [
+    "Crossing",
+    "Lane",
+    "current_stream",
+    "gpu_of",
+    "on_host",
+    "on_this_stream",
+    "own_stream",
+    "require_usable",
+    "working_on",
+]
+
+_Result = TypeVar("_Result")
+
+_own_streams: WeakKeyDictionary[Communicator, dict[torch.device | None, Any]] = WeakKeyDictionary()
+
+
+def gpu_of(tensors: Sequence[torch.Tensor]) -> torch.device | None:
+    """Return the GPU on which some of the tensors lie; None: all lie on the CPU."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            return tensor.device
+    return None
+
+
+def require_usable(communicator: Communicator, tensor: torch.Tensor, *, writable: bool = False) -> None:
+    """Check at a call that a tensor can be used, as its operation may come later, and then for all ranks. Local.
+
+    Args:
+        communicator: what will carry the operation out.
+        tensor: on any device.
+        writable: whether a result will be stored in it.
+
+    Raises:
+        UnsupportedBufferError: of its layout or elements, or because this rank cannot use its GPU.
+    """
+    operand = DeviceOperand.of(tensor) if tensor.is_cuda else Operand.of(tensor)
+    assert operand is not None
+    if isinstance(operand, DeviceOperand):
+        communicator.gpu.staging(operand.device)
+    if writable:
+        operand.require_writable()
+
+
+def own_stream(communicator: Communicator, device: torch.device | None) -> Any:
+    """Return the stream on which a communicator's operations run beside the program's own work.
+
+    One for each communicator: operations of two process sets may begin in different orders on different ranks.
+    """
+    streams = _own_streams.setdefault(communicator, {})
+    if device not in streams:
+        streams[device] = cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    return streams[device]
+
+
+def on_this_stream(
+    run: Callable[[Communicator], _Result], device: torch.device | None = None
+) -> Callable[[Communicator], _Result]:
+    """Return a function that does the same on the caller's current stream, on whichever thread it is called.
+
+    For operations that the caller waits for.
+
+    Args:
+        run: of the operation.
+        device: the GPU; None: the current one, if this process has used any.
+    """
+    if device is None and not cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return run
+    stream = cuda.current_stream(device)
+
+    def run_there(communicator: Communicator) -> _Result:
+        with cuda.stream(stream):
+            return run(communicator)
+
+    return run_there
+
+
+class Crossing:
+    """The way of an operation from its caller's stream to the ranks' own and back, for callers that do not wait.
+
+    What the caller has enqueued so far is done before the operation reads anything.
+
+    Args:
+        tensors: what the operation reads and writes; one of them at least lies on a GPU, and none on another GPU.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._device = gpu_of(tensors)
+        self._submitted, self._done = _event(), _event()
+        self._submitted.record(cuda.current_stream(self._device))
+
+    def around(self, run: Callable[[Communicator], _Result]) -> Callable[[Communicator], _Result]:
+        """Return a function that does the same on the ranks' own stream, after what the caller has enqueued."""
+
+        def run_beside(communicator: Communicator) -> _Result:
+            stream = own_stream(communicator, self._device)
+            _keep_for(stream, self._tensors)
+            stream.wait_event(self._submitted)
+            try:
+                with cuda.stream(stream):
+                    return run(communicator)
+            finally:
+                self._done.record(stream)
+
+        return run_beside
+
+    def finish(self, result: object) -> None:
+        """Let what the caller enqueues from now on come after the operation, whose result this is."""
+        stream = cuda.current_stream(self._device)
+        stream.wait_event(self._done)
+        _keep_for(stream, _tensors_in(result))
+
+
+class Lane:
+    """The order around a buffer that the program fills, again and again, and that is worked on beside the program.
+
+    Args:
+        device: the GPU on which it lies.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._contributors: set[Any] = set()
+        self._filled, self._worked_on, self._joined = _event(), _event(), _event()
+
+    def note(self) -> None:
+        """Let the next filling come after what the current stream holds then; autograd may use several."""
+        self._contributors.add(cuda.current_stream(self._device))
+
+    @contextmanager
+    def filling(self) -> Iterator[None]:
+        """Fill the buffer on the current stream, once nobody works on it any more."""
+        stream = cuda.current_stream(self._device)
+        stream.wait_event(self._worked_on)
+        for other in self._contributors - {stream}:
+            self._joined.record(other)
+            stream.wait_event(self._joined)
+        self._contributors.clear()
+        yield
+        self._filled.record(stream)
+
+    @contextmanager
+    def working(self, communicator: Communicator) -> Iterator[None]:
+        """Work on the buffer on the communicator's own stream, once it is filled."""
+        stream = own_stream(communicator, self._device)
+        stream.wait_event(self._filled)
+        with cuda.stream(stream):
+            yield
+        self._worked_on.record(stream)
+
+    def come_back(self) -> None:
+        """Let what is enqueued on the current stream from now on come after that work."""
+        cuda.current_stream(self._device).wait_event(self._worked_on)
+
+
+def current_stream(device: torch.device) -> Any:
+    """Return the caller's stream on a GPU, for `working_on`."""
+    return cuda.current_stream(device)
+
+
+def working_on(stream: Any) -> AbstractContextManager[object]:
+    """Make a stream the current one of this thread; None: leave all as it is."""
+    return nullcontext() if stream is None else cuda.stream(stream)
+
+
+@contextmanager
+def on_host(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Lend the tensors as they are on the CPU: themselves, or copies that are copied back at the end.
+
+    For what is computed on the host. The host waits for the current stream.
+    """
+    lent = [each.cpu() for each in tensors]  # itself, if it is there
+    yield lent
+    for tensor, values in zip(tensors, lent, strict=True):
+        if values is not tensor:
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                tensor.copy_(values)
+
+
+def _event() -> Any:
+    return cuda.Event()  # type: ignore[no-untyped-call]
+
+
+def _keep_for(stream: Any, tensors: Iterable[torch.Tensor]) -> None:
+    """Let memory that is freed while a stream still works on it not be used for anything else before."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(stream)
+
+
+def _tensors_in(result: object) -> Iterator[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        yield result
+    elif isinstance(result, (list, tuple)):
+        for each in result:
+            yield from _tensors_in(each)

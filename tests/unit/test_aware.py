@@ -1,0 +1,320 @@
+"""CUDA-aware MPI as what moves bytes: device memory by messages, over a driver that does everything late."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import ringreduce as rr
+from ringreduce.buffers import DTYPES
+from ringreduce.config import Config
+from ringreduce.errors import MismatchError, TransportError
+from ringreduce.placement import aware
+from ringreduce.reduce_ops import ReduceOp
+from ringreduce.testing import FailingMessages, assert_close, assert_equal, caught, expected, run_ranks, sample
+from ringreduce.testing.device import HostArray, HostDriver, HostMachine
+from ringreduce.transport.messages import Messages
+
+WORLDS = pytest.mark.parametrize(("size", "node_size"), [(2, 1), (3, 1), (4, 1), (3, None), (4, None)])
+
+
+def on_gpus(
+    size: int,
+    function: Callable[[rr.Communicator, HostDriver], object],
+    *,
+    node_size: int | None = 1,
+    seed: int = 0,
+    cuda_aware: bool | None = True,
+    wrap: Callable[[Messages], Messages] = lambda messages: messages,
+) -> list[object]:
+    """Run ``function(communicator, driver)`` on ranks whose GPUs export nothing, over messages that take addresses."""
+    machine = HostMachine(seed)
+
+    def run(communicator: rr.Communicator) -> object:
+        driver = machine.driver(communicator.rank)
+        driver.fail("export")
+        driver.make_stream()  # number 1 means the default stream in `__cuda_array_interface__`
+        communicator.gpu.drivers = lambda number: driver
+        return function(communicator, driver)
+
+    config = Config(timeout_s=20.0, cuda_aware=cuda_aware)
+    return run_ranks(size, run, node_size=node_size, config=config, wrap=wrap)
+
+
+def put(driver: HostDriver, values: np.ndarray) -> HostArray:
+    """Return an array that the caller's stream, made for it, fills as late as it may."""
+    stream = driver.make_stream()
+    array = driver.put(values, stream)
+    array.stream = stream
+    return array
+
+
+def poisoned(driver: HostDriver, source: HostArray) -> HostArray:
+    """Return room for a result on another stream."""
+    target = driver.put(np.full(source.shape, 77, source.dtype))
+    target.stream = driver.make_stream()
+    return target
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@WORLDS
+def test_every_dtype(size: int, node_size: int | None, dtype: str) -> None:
+    """Sums and maxima of every dtype are right on all ranks, by messages on the device's memory."""
+
+    def function(communicator: rr.Communicator, driver: HostDriver) -> None:
+        for op in (ReduceOp.SUM, ReduceOp.MAX):
+            for count in (1, size - 1, 37):
+                arrays = [sample(rank, count, dtype, salt=count) for rank in range(size)]
+                source = put(driver, arrays[communicator.rank])
+                target = poisoned(driver, source)
+                communicator.allreduce(source, op, out=target)
+                assert_equal(target.get(target.stream), expected(arrays, op))
+        assert communicator.gpu.kernels is not None
+        assert communicator.gpu.kernels.choice.algorithm == "direct"
+
+    on_gpus(size, function, node_size=node_size)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "complex64"])
+@pytest.mark.parametrize("op", ReduceOp)
+def test_every_op_on_floats(op: ReduceOp, dtype: str) -> None:
+    """Averages come out divided, 16-bit floats rounded once, whatever the op."""
+    arrays = [sample(rank, 41, dtype) for rank in range(3)]
+    if dtype == "complex64" and op in (ReduceOp.MIN, ReduceOp.MAX):
+        arrays = [array.real.astype(dtype) for array in arrays]
+
+    def function(communicator: rr.Communicator, driver: HostDriver) -> None:
+        source = put(driver, arrays[communicator.rank])
+        communicator.allreduce(source, op, out=source)
+        assert_close(source.get(source.stream), expected(arrays, op))
+
+    on_gpus(3, function)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_orders_of_the_gpu_do_not_show(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many segments at once, the same plan again, in place and not: right under every order that a GPU may take."""
+    monkeypatch.setattr(aware, "_SEGMENT_NBYTES", 256)
+    counts = (1003, 5, 1003, 64)
+
+    def function(communicator: rr.Communicator, driver: HostDriver) -> None:
+        for turn, count in enumerate(counts):
+            arrays = [sample(rank, count, "float32", salt=turn) for rank in range(3)]
+            source = put(driver, arrays[communicator.rank])
+            target = source if turn % 2 else poisoned(driver, source)
+            communicator.allreduce(source, out=target)
+            assert_equal(target.get(target.stream), expected(arrays, ReduceOp.SUM))
+            if target is not source:
+                assert_equal(source.get(source.stream), arrays[communicator.rank])
+
+    on_gpus(3, function, seed=seed)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_calls_on_different_streams_do_not_mix(seed: int) -> None:
+    """A call that comes before the last one's result was fetched, and on another stream, leaves that result alone."""
+    arrays = [[sample(rank, 999, "float32", salt=turn) for rank in range(2)] for turn in range(4)]
+
+    def function(communicator: rr.Communicator, driver: HostDriver) -> None:
+        made = [put(driver, each[communicator.rank]) for each in arrays]
+        for array in made:
+            communicator.allreduce(array, out=array)
+        for array, each in zip(made, arrays, strict=True):
+            assert_equal(array.get(array.stream), expected(each, ReduceOp.SUM))
+
+    on_gpus(2, function, seed=seed)
+
+
+def test_bits_are_those_of_the_order_of_ranks() -> None:
+    """Terms that do not commute in float32 are added in the order of ranks, as by the other ways."""
+    arrays = [np.full(7, value, np.float32) for value in (1e8, 1.0, -1e8, 1.0)]
+
+    def function(communicator: rr.Communicator, driver: HostDriver) -> None:
+        source = put(driver, arrays[communicator.rank])
+        communicator.allreduce(source, out=source, deterministic=True)
+        one_by_one = ((arrays[0] + arrays[1]) + arrays[2]) + arrays[3]
+        assert_equal(source.get(source.stream), one_by_one)
+
+    on_gpus(4, function)
+
+
+def test_the_host_waits_before_messages_and_after_kernels() -> None:
+    """The exact order: what the caller enqueued is awaited before a message starts, a kernel before the next one."""
+
+    def function(communicator: rr.Communicator, driver: HostDriver) -> None:
+        source = driver.put(sample(communicator.rank, 8, "float32"))
+        source.stream = driver.make_stream()
+        communicator.allreduce(source, out=source)
+        driver.log.clear()
+        communicator.allreduce(source, out=source)
+        memory, work = driver.place(source.address), driver.log[1].split(" -> ")[1].split()[0]
+        assert driver.log == [
+            "s2 waits for e4",
+            f"copy 32 {memory} -> {work} on s2",
+            "record e3 on s2",
+            "synchronize e3",
+            "launch reduce combine<float32,sum> on s5",
+            "record e2 on s5",
+            "synchronize e2",
+            f"copy 32 {work} -> {memory} on s2",
+            "record e4 on s2",
+        ]
+
+    on_gpus(2, function)
+
+
+def test_the_same_memory_serves_all_plans() -> None:
+    """Arrays of many sizes take no more pieces than the largest; all of it is given back."""
+    machine = HostMachine(0)
+
+    def run(communicator: rr.Communicator) -> int:
+        driver = machine.driver(communicator.rank)
+        communicator.gpu.drivers = lambda number: driver
+        for count in (1000, 10, 999, 1000, 500):
+            array = driver.put(sample(communicator.rank, count, "float32"))
+            communicator.allreduce(array, out=array)
+            driver.free(array.address)
+        return sum(line.startswith("allocate") and line.endswith(str(2 << 20)) for line in driver.log)
+
+    assert run_ranks(2, run, node_size=1, config=Config(timeout_s=20.0, cuda_aware=True)) == [2, 2]
+    assert machine.leftovers() == []
+
+
+def test_integer_averages_and_named_algorithms_go_through_the_host() -> None:
+    """What the kernels do not do, and what is asked for by name, is done as without CUDA-aware MPI."""
+    arrays = [sample(rank, 23, "int32") for rank in range(3)]
+
+    def function(communicator: rr.Communicator, driver: HostDriver) -> None:
+        for options in ({"op": "average"}, {"algorithm": "ring"}):
+            source = put(driver, arrays[communicator.rank])
+            communicator.allreduce(source, out=source, **options)
+            op = ReduceOp.AVERAGE if "op" in options else ReduceOp.SUM
+            assert_equal(source.get(source.stream), expected(arrays, op))
+            assert not any("combine" in line for line in driver.log)
+
+    on_gpus(3, function)
+
+
+@pytest.mark.parametrize(
+    ("cuda_aware", "size", "node_size", "why"),
+    [
+        (False, 2, 1, "rank 0: RINGREDUCE_CUDA_AWARE is 0"),
+        (None, 2, 1, "rank 0: the ranks do not talk over MPI"),
+        (True, 4, 2, "several ranks of each node would send the same blocks"),
+    ],
+)
+def test_without_it_arrays_go_through_the_host(
+    cuda_aware: bool | None, size: int, node_size: int, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A library that is not aware, or a layout that it does not suit, is said in the log and by `explain`."""
+    caplog.set_level(logging.INFO, "ringreduce")
+    arrays = [sample(rank, 23, "float32") for rank in range(size)]
+
+    def function(communicator: rr.Communicator, driver: HostDriver) -> None:
+        source = put(driver, arrays[communicator.rank])
+        communicator.allreduce(source, out=source)
+        assert_equal(source.get(source.stream), expected(arrays, ReduceOp.SUM))
+        assert why in communicator.explain(92, device="cuda")
+        assert communicator.gpu.kernels is None
+
+    on_gpus(size, function, node_size=node_size, cuda_aware=cuda_aware)
+    assert sum(why in line for line in caplog.messages) == 1
+
+
+def test_explain_says_why_and_what_else() -> None:
+    """Before the first use it says that nothing is known; after it, the way, its reason and the others."""
+
+    def function(communicator: rr.Communicator, driver: HostDriver) -> None:
+        assert "not known before the first use" in communicator.explain(8, device="cuda")
+        source = put(driver, np.ones(2, np.float32))
+        communicator.allreduce(source, out=source)
+        assert communicator.explain(8, device="cuda") == (
+            "allreduce of 8 bytes in device memory on 2 ranks on 2 nodes x 1: CUDA-aware MPI moves it and kernels "
+            "reduce it (RINGREDUCE_CUDA_AWARE is 1); also possible: arrays go through host memory, in segments, by the "
+            "name of an algorithm; NCCL, if it is there, by the name nccl"
+        )
+        assert communicator.explain(8, collective="broadcast", device="cuda:0").endswith("through host memory, whole")
+
+    on_gpus(2, function)
+
+
+@pytest.mark.parametrize("step", ["allocate", "kernel"])
+def test_a_rank_without_memory_takes_all_to_the_host(step: str, caplog: pytest.LogCaptureFixture) -> None:
+    """If a plan cannot be made on one rank, all ranks fall back, in that call and later, with one line in the log."""
+    arrays = [sample(rank, 23, "float32") for rank in range(3)]
+    driver_name: list[str] = []  # drivers are numbered as the threads come
+
+    def function(communicator: rr.Communicator, driver: HostDriver) -> None:
+        if communicator.rank == 1:
+            driver_name.append(driver.name)
+        for turn in range(2):
+            source = put(driver, arrays[communicator.rank])
+            if communicator.rank == 1 and turn == 0:
+                driver.fail(step)
+            communicator.allreduce(source, out=source)
+            driver._faults.pop(step, None)
+            assert_equal(source.get(source.stream), expected(arrays, ReduceOp.SUM))
+        assert not any("launch" in line for line in driver.log)
+
+    on_gpus(3, function)
+    said = [line for line in caplog.messages if "through host memory from now on" in line]
+    reason = f"rank 1: {driver_name[0]} was told to fail to {step}"
+    assert said == [f"arrays on GPUs go through host memory from now on: {reason}"]
+
+
+def test_a_mismatch_is_seen_before_anything_moves() -> None:
+    """Ranks that reduce arrays of different shapes all hear of it, and go on afterwards."""
+
+    def function(communicator: rr.Communicator, driver: HostDriver) -> None:
+        source = put(driver, np.ones(4, np.float32))
+        communicator.allreduce(source, out=source)
+        other = put(driver, np.ones(5 + communicator.rank, np.float32))
+        assert isinstance(caught(communicator.allreduce, other, out=other), MismatchError)
+        assert_equal(other.get(other.stream), np.ones(5 + communicator.rank, np.float32))
+        communicator.allreduce(source, out=source)
+        assert_equal(source.get(source.stream), np.full(4, 4, np.float32))
+
+    on_gpus(2, function)
+
+
+def test_messages_that_fail_end_the_communicator() -> None:
+    """An error of the transport comes out as it is, and later calls are refused."""
+
+    def function(communicator: rr.Communicator, driver: HostDriver) -> None:
+        source = put(driver, np.ones(4, np.float32))
+        for _ in range(2):
+            assert isinstance(caught(communicator.allreduce, source, out=source), TransportError)
+
+    on_gpus(2, function, wrap=lambda messages: FailingMessages(messages, after=0))
+
+
+DESCRIBING = """
+import ctypes, mmap
+import numpy as np
+from mpi4py import MPI
+from ringreduce.transport.device import address_of, untouchable
+from ringreduce.transport.mpi import MpiMessages
+from ringreduce.transport.waiting import Waiter
+
+memory = mmap.mmap(-1, mmap.PAGESIZE)
+address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+messages = MpiMessages(MPI.COMM_SELF, Waiter(5.0))
+data = untouchable(address, mmap.PAGESIZE).view(np.float32)[3:100]
+assert address_of(data) == address + 12
+messages.free([messages.send(data, 0, 1), messages.recv(data, 0, 1)])
+messages.close()
+print("described")
+"""
+
+
+def test_mpi_is_given_addresses_that_nobody_looks_into() -> None:
+    """Describing messages of memory that nobody may read touches none of it: an access would end the process."""
+    pytest.importorskip("mpi4py")
+    done = subprocess.run([sys.executable, "-c", DESCRIBING], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "described\n", done.stderr

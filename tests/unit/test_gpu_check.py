@@ -1,0 +1,483 @@
+"""scripts/gpu_check and ``bench --device cuda`` as far as that goes without a GPU: on one that is in host memory."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import importlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ringreduce as rr
+from ringreduce.buffers.cuda.driver import Driver
+from ringreduce.buffers.cuda.inventory import Inventory
+from ringreduce.cli import bench
+from ringreduce.cli.cases import COLLECTIVES
+from ringreduce.cli.measure import Contender
+from ringreduce.cli.peers import StagedMpi
+from ringreduce.cli.places import OnDevice
+from ringreduce.cli.results import Report, Settings
+from ringreduce.config import Config
+from ringreduce.errors import UnsupportedBufferError
+from ringreduce.testing import run_ranks
+from ringreduce.testing.device import HostArray, HostDriver, HostMachine
+
+with contextlib.suppress(ImportError):
+    import torch  # noqa: F401  # here, since threads that import it at once see half of it
+
+BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
+sys.path.insert(0, BENCHMARKS)
+try:  # scripts, which belong to no package
+    gpu_check = importlib.import_module("gpu_check")
+    collectives, kernels, launching, report, speed = (
+        importlib.import_module(f"gpu.{name}") for name in ("collectives", "kernels", "launching", "report", "speed")
+    )
+finally:
+    sys.path.remove(BENCHMARKS)
+
+Check, Outcome = report.Check, report.Outcome
+#: What HostArrays can do: their library makes no new arrays.
+WITH_OUT = ("allreduce", "reduce_scatter", "broadcast")
+
+
+class FlatArray(HostArray):
+    """A host array with what else benchmarks do with CuPy's: slices and views, which are the same memory."""
+
+    def __getitem__(self, part: slice) -> FlatArray:
+        start, stop, _ = part.indices(self.size)
+        return self._at(self.address + start * self.dtype.itemsize, stop - start, self.dtype)
+
+    def view(self, dtype: Any) -> FlatArray:
+        return self._at(self.address, self.nbytes // np.dtype(dtype).itemsize, np.dtype(dtype))
+
+    def fill(self, value: int) -> None:
+        self.driver.view(self.address, self.nbytes).view(self.dtype)[:] = value
+
+    def _at(self, address: int, count: int, dtype: np.dtype[Any]) -> FlatArray:
+        array = FlatArray(self.driver, address, (count,), dtype)
+        array.stream = self.stream
+        array.keeps = self  # type: ignore[attr-defined]
+        return array
+
+
+class HostTools:
+    """What measuring takes, for a host driver."""
+
+    def __init__(self, driver: HostDriver) -> None:
+        self.driver: Driver = driver
+        self._host = driver
+
+    def empty(self, nbytes: int) -> FlatArray:
+        return FlatArray(self._host, self._host.allocate(nbytes), (nbytes,), np.uint8)
+
+    def ready(self) -> None:
+        event = self._host.make_event()
+        self._host.record(event, 0)
+        self._host.synchronize(event)
+        self._host.free_event(event)
+
+    def time(self, call: Callable[[], object]) -> float:
+        begin = time.perf_counter()
+        call()
+        self.ready()
+        return time.perf_counter() - begin
+
+    @contextlib.contextmanager
+    def on(self, stream: int, *arrays: FlatArray) -> Iterator[None]:
+        for array in arrays:
+            array.stream = stream
+        yield
+        for array in arrays:
+            array.stream = None
+
+
+class HostPlace(OnDevice):
+    """Arrays of a host driver; shared ones in the arena of the communicator's ranks."""
+
+    def empty(self, nbytes: int, *, shared: bool) -> Any:
+        devices = self._world.gpu._devices
+        if not shared or devices is None:
+            return self._tools.empty(nbytes)
+        block = devices.arena.allocate(nbytes)
+        array = FlatArray(self.driver, block.address, (nbytes,), np.uint8)  # type: ignore[arg-type]
+        array.keeps = block  # type: ignore[attr-defined]
+        return array
+
+
+def on_gpu(size: int, work: Callable[[Any, HostPlace, HostTools], Any], *, shared: bool = True, seed: int = 0) -> Any:
+    """Run ``work(world, place, tools)`` on ranks that share a GPU in host memory; return what they return."""
+    machine = HostMachine(seed, nbytes=1 << 31)
+
+    def run(world: rr.Communicator) -> Any:
+        driver = machine.driver()
+        if not shared:
+            driver.fail("export")
+        driver.make_stream()  # number 1 means the default stream in `__cuda_array_interface__`
+        world.gpu.drivers = lambda number: driver
+        tools = HostTools(driver)
+        place = HostPlace(world, tools)
+        world._join_gpus(None)
+        return work(world, place, tools)
+
+    return run_ranks(size, run, config=Config(timeout_s=6.0))
+
+
+# ---- the benchmark on a GPU ----
+
+
+def settings(collective: str, **others: Any) -> Settings:
+    fast = {"min_nbytes": 64, "max_nbytes": 4096, "step_factor": 64, "iterations": 2, "warmup": 0, "device": "cuda"}
+    return Settings(collective, **{**fast, **others})
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
+@pytest.mark.parametrize("collective", WITH_OUT)
+def test_the_benchmark_verifies_results_on_a_gpu(collective: str, shared: bool) -> None:
+    """Collectives are right, named by what ran, and measured against the copy within the GPU."""
+    printed: list[str] = []
+
+    def work(world: Any, place: HostPlace, tools: HostTools) -> Report:
+        wanted = settings(collective, types=("float", "bfloat16", "int32"), ops=("sum", "avg"), shared_buffers=shared)
+        return bench.run(world, wanted, printed.append, place)
+
+    found = on_gpu(3, work)[0]
+    assert found.nwrong == 0
+    path = {(each.case.type_name, each.case.op_name): (each.algorithm, each.transport) for each in found.results}
+    if collective == "allreduce":
+        assert path["float", "sum"] == path["bfloat16", "avg"] == ("kernels", "device")
+        assert path["int32", "avg"][1] == "staged"
+        assert all(row.in_place.bound_share > 0 for row in found.rows)
+        assert "copy 4 KiB within the GPU once for each of its ranks" in "".join(printed)
+    else:
+        assert {transport for _, transport in path.values()} == {"staged"}
+    assert "GPU in host memory, 3 ranks on a GPU" in "".join(printed)
+
+
+def test_the_benchmark_counts_what_is_not_written_on_a_gpu() -> None:
+    """A collective that leaves its output alone is wrong throughout, as outputs are poisoned."""
+
+    def work(world: Any, place: HostPlace, tools: HostTools) -> int:
+        counter = collectives.Counter(world, place, 1)
+        case = bench.Case(COLLECTIVES["broadcast"], "float", None, 0, world.size, 1003)
+        array, out = (place.new(1003, case.dtype) for _ in range(2))
+        return counter.wrong(case, Contender("idle", array, lambda: out, out))
+
+    assert on_gpu(2, work) == [2006, 2006]
+
+
+def test_the_bound_is_a_copy_for_each_rank_of_the_gpu() -> None:
+    """One of the ranks that share a GPU copies, as often as there are such ranks; the others do nothing."""
+
+    def work(world: Any, place: HostPlace, tools: HostTools) -> int:
+        driver: Any = place.driver
+        (way,) = place.bounds(4096)
+        driver.log.clear()
+        way.call()
+        return sum(line.startswith("copy 4096") for line in driver.log)
+
+    assert on_gpu(3, work) == [3, 0, 0]
+
+
+def test_mpi_by_hand_goes_down_and_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peer copies down, runs the host's collective and copies up; what it pinned it unpins."""
+
+    class Doubling:
+        def __init__(self, world: Any) -> None:
+            self.closed = False
+
+        def contender(self, case: Any) -> Contender:
+            array = np.zeros(case.input_count, case.dtype)
+
+            def double() -> np.ndarray:
+                array[:] *= 2
+                return array
+
+            return Contender("mpi", array, double)
+
+        def close(self) -> None:
+            self.closed = True
+
+    monkeypatch.setattr("ringreduce.cli.peers.MpiPeer", Doubling)
+    driver = HostDriver()
+    driver.make_stream()
+
+    def run(world: Any) -> None:
+        place = HostPlace(world, HostTools(driver))
+        peer = StagedMpi(place, world)
+        contender = peer.contender(bench.Case(COLLECTIVES["allreduce"], "float", "sum", 0, 1, 5))
+        assert contender is not None
+        place.store(contender.source, lambda values: values.fill(3))
+        assert place.fetch(contender.call()).tolist() == [6] * 5
+        peer.close()
+
+    run_ranks(1, run)
+    assert sum(line.startswith("register") for line in driver.log) == 1
+    assert sum(line.startswith("unregister") for line in driver.log) == 1
+
+
+def test_the_benchmark_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without CuPy, arrays on a GPU are refused with what to install."""
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(UnsupportedBufferError, match=r"pip install 'ringreduce\[cuda12x\]'"):
+        run_ranks(1, lambda world: bench.run(world, settings("allreduce"), print))
+
+
+# ---- the checks themselves ----
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 3])
+def test_right_collectives_pass(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every check of results, of staging and of streams passes where nothing is wrong."""
+    monkeypatch.setattr(collectives, "COUNTS", (1, 1003))
+    monkeypatch.setattr(collectives, "LARGE", 20_003)
+
+    def work(world: Any, place: HostPlace, tools: HostTools) -> list[Any]:
+        counter = collectives.Counter(world, place, 7)
+        found = list(collectives.check_results(counter, WITH_OUT, 20_003))
+        found += collectives.check_staging(counter)
+        return [*found, collectives.check_streams(counter, tools.on, count=3001, noise=1 << 14, turns=4)]
+
+    for found in on_gpu(size, work):
+        assert [check.name for check in found if not check.passed] == [], found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_missing_wait_is_seen(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a stream does not wait for an event, the check of streams fails."""
+
+    def work(world: Any, place: HostPlace, tools: HostTools) -> bool:
+        counter = collectives.Counter(world, place, 7)
+        return bool(collectives.check_streams(counter, tools.on, count=301, noise=1 << 12, turns=4).passed)
+
+    assert on_gpu(2, work, seed=seed) == [True, True]
+    monkeypatch.setattr(HostDriver, "wait", lambda self, stream, event: None)
+    assert on_gpu(2, work, seed=seed) == [False, False]
+
+
+def test_torch_tensors_are_checked_as_they_are_on_a_gpu() -> None:
+    """The check of tensors passes on the CPU, where tensors of all types and layouts are known to be right."""
+    pytest.importorskip("torch")
+
+    def work(world: Any) -> list[Any]:
+        counter = collectives.Counter(world, None, 3)
+        return list(collectives.check_torch(counter, "cpu"))
+
+    for found in run_ranks(2, work):
+        assert [check for check in found if not check.passed] == []
+        assert len(found) == 6
+
+
+def test_right_kernels_pass_and_wrong_ones_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reductions and the kernels that meet are right on the host; one that adds too much is named."""
+    few = {"reduce": kernels.FAMILIES["reduce"], "shots": kernels.FAMILIES["shots"], "pack": (), "wire": ()}
+    monkeypatch.setattr(kernels, "FAMILIES", few)
+    monkeypatch.setattr(kernels, "COUNT", 1003)
+    assert [check.passed for check in kernels.check_kernels(HostDriver(), 1)] == [True] * 4
+    machine = HostMachine()
+    right = machine.families["reduce"]
+
+    def wrong(name: str) -> Any:
+        return right(name.replace("<int16,sum>", "<int16,max>"))
+
+    machine.families["reduce"] = wrong
+    found = {check.name: check for check in kernels.check_kernels(HostDriver(machine), 1)}
+    assert found["kernels of the family reduce equal NumPy"].detail == "wrong: combine<int16,sum>"
+
+
+def test_speeds_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allreduces give figures, shares of bounds and a verdict on each; without peers Gloo's comparison fails."""
+    monkeypatch.setattr(speed, "LEADER_NBYTES", 1 << 20)
+    monkeypatch.setattr(speed, "STAGED_NBYTES", 1 << 16)
+    monkeypatch.setattr(speed, "_link_rate", functools.partial(speed._link_rate, nbytes=1 << 16))
+    monkeypatch.setattr(bench, "DEVICE_PEERS", {"mpi": NoPeer, "gloo": NoPeer})
+
+    def work(world: Any, place: HostPlace, tools: HostTools) -> list[list[Any]]:
+        return [list(check(world, place, lambda text: None)) for check in (speed.check_leader, speed.check_staged)]
+
+    leader, staged = on_gpu(2, work)[0]
+    by_end = {check.name.rpartition(": ")[2]: check for check in leader}
+    assert by_end["results"].passed
+    assert by_end["by kernels"].passed
+    share = by_end["share of 2 P n / copy bandwidth"]
+    assert share.target == 0.7
+    assert share.figure > 0
+    assert not by_end["times as fast as torch's Gloo on CUDA tensors"].passed
+    assert by_end["times as fast as MPI by hand through pinned memory"].passed
+    assert any(check.target == 0.7 and check.figure > 0 for check in staged)
+    assert staged[0].passed
+
+
+class NoPeer:
+    """A library that can do nothing."""
+
+    def __init__(self, place: Any, world: Any) -> None:
+        pass
+
+    def contender(self, case: Any) -> None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+# ---- the report ----
+
+
+def test_bounds_are_what_the_formulas_say() -> None:
+    """An allreduce on one GPU reads and writes P n bytes; through the host, P n bytes go each way."""
+    assert report.allreduce_bound_s(1 << 30, 4, 4e12) == pytest.approx(2 * 4 * 2**30 / 4e12)
+    assert report.staged_bound_s(10**9, 2, 50e9) == pytest.approx(0.04)
+
+
+@pytest.mark.parametrize(("figure", "passed"), [(0.69, False), (0.7, True), (math.nan, False), (math.inf, True)])
+def test_figures_reach_their_targets(figure: float, passed: bool) -> None:
+    """A figure passes from its target on; none passes that is not a number."""
+    assert Check.at_least("share", figure, 0.7, "").passed is passed
+
+
+GOOD = json.dumps({"checks": [{"name": "a", "passed": True}], "versions": {"NumPy": "2"}})
+BAD = json.dumps({"checks": [{"name": "a", "passed": True}, {"name": "b", "passed": False, "detail": "3 wrong"}]})
+
+
+@pytest.mark.parametrize(
+    ("returncode", "found", "passed", "problem"),
+    [
+        (0, GOOD, True, ""),
+        (0, BAD, False, ""),
+        (1, GOOD, False, "exit status 1: the end"),
+        (None, GOOD, False, "did not end in time: the end"),
+        (0, None, False, "left no report"),
+        (0, GOOD[:-5], False, "its report is cut off"),
+        (0, '{"checks": [], "versions": {}}', False, ""),
+    ],
+)
+def test_verdicts(returncode: int | None, found: str | None, passed: bool, problem: str) -> None:
+    """A part passes only if it ended well, in time, and found something, all of it right."""
+    outcome = report.judge("part", returncode, 1.0, found, "\nthe end\n")
+    assert (outcome.passed, outcome.problem) == (passed, problem)
+
+
+def test_the_reason_of_a_failure_is_not_the_launchers() -> None:
+    """Of what a launcher and its ranks say, the first error's line is repeated."""
+    said = "Traceback ...\n  File x\nringreduce.errors.TransportError: lost\n-----\nprterun ended it\n-----\n"
+    assert report.judge("part", 1, 1.0, None, said).problem == "exit status 1: ringreduce.errors.TransportError: lost"
+    assert report.judge("part", 1, 1.0, None, "").problem == "exit status 1: it said nothing"
+
+
+def test_reports_say_what_failed_and_what_was_not_run() -> None:
+    """Both reports have every verdict, every figure beside its target, and what one GPU cannot show."""
+    outcomes = [
+        Outcome("one", "", 3.0, (Check.at_least("share", 0.8, 0.7, "", "a | b"), Check.stated("rate", 4.0, "GB/s"))),
+        Outcome("two", "", 4.0, (Check("bits", False, "7 wrong"),)),
+        Outcome("three", "not run: there is no mpirun", 0.0),
+    ]
+    machine = {"gpu": "NVIDIA X", "date": "2026-01-02", "driver": "1"}
+    text = report.as_markdown(outcomes, machine)
+    for line in (
+        "1 of 3 parts passed.",
+        "| one | passed | 2 of 2 | 3 |",
+        "| share | 0.8  | ≥ 0.7  | reached | a / b |",
+        "- two: bits: 7 wrong",
+        "- three: not run: there is no mpirun",
+        "- driver: 1",
+        f"- {report.NOT_RUN[0]}",
+    ):
+        assert line in text.splitlines(), text
+    content = json.loads(report.as_json(outcomes, machine))
+    assert content["passed"] is False
+    assert [part["passed"] for part in content["parts"]] == [True, False, False]
+    assert report.slug("NVIDIA H200 (x2)") == "nvidia-h200-x2"
+
+
+# ---- the running of parts ----
+
+
+def script(folder: Path, text: str) -> list[str]:
+    path = folder / "part.py"
+    path.write_text(text, encoding="utf-8")
+    return [sys.executable, str(path)]
+
+
+def test_a_part_that_does_not_end_is_ended(tmp_path: Path) -> None:
+    """What outlasts its limit is stopped with its children, and there is no exit status."""
+    lock = tmp_path / "lock"
+    endless = f"""
+import fcntl, signal, subprocess, sys
+held = open({str(lock)!r}, "w")
+fcntl.flock(held, fcntl.LOCK_EX)
+stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
+subprocess.Popen([sys.executable, "-c", stubborn], pass_fds=[held.fileno()])
+signal.pause()
+"""
+    returncode, _ = launching.run(script(tmp_path, endless), 2.0, os.environ, tmp_path / "log")
+    assert returncode is None
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # which the last of them lets go of as it ends
+
+
+def test_a_failing_part_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All parts run, both reports are written, and the exit status is 1 because one failed, 0 if none did."""
+    parts = [gpu_check.Part(name, name, 0, 30) for name in ("bad", "good")]
+
+    def command(part: Any, mpirun: Any, found: Path) -> list[str]:
+        if part.name == "bad":
+            return [sys.executable, "-c", "raise SystemExit('broken')"]
+        return [sys.executable, "-c", f"open({str(found)!r}, 'w').write({GOOD!r})"]
+
+    monkeypatch.setattr(gpu_check, "command", command)
+    inventory = Inventory("580.1", 13000, ("cupy-cuda13x 14",), 13000, 0, (HostDriver().device,))
+    assert gpu_check.check(parts, inventory, tmp_path / "results") == 1
+    (path,) = (tmp_path / "results").glob("*.json")
+    content = json.loads(path.read_text())
+    assert [part["passed"] for part in content["parts"]] == [False, True]
+    assert "broken" in content["parts"][0]["problem"]
+    assert "gpu-in-host-memory" in path.name
+    assert path.with_suffix(".md").exists()
+    assert gpu_check.check(parts[1:], inventory, tmp_path / "results") == 0
+
+
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line, and the exit status 2."""
+    monkeypatch.setattr(gpu_check, "take_inventory", lambda: Inventory())
+    assert gpu_check.main([]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "no GPU can be used here, so nothing was checked: CuPy is not installed"
+    ]
+
+
+def test_a_launcher_on_the_python_path_is_found(tmp_path: Path) -> None:
+    """The mpirun of a wheel goes before the system's, and mpi4py is told where its library lies."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "mpirun").touch()
+    environment = {"PYTHONPATH": f"/nowhere:{tmp_path}", "PATH": "/usr/bin"}
+    assert launching.find_mpirun(environment) == str(tmp_path / "bin" / "mpirun")
+    assert environment["LD_LIBRARY_PATH"] == str(tmp_path / "lib")
+    assert environment["PATH"] == f"{tmp_path / 'bin'}:/usr/bin"
+
+
+def test_the_example_is_judged_by_what_it_says() -> None:
+    """Equal weights pass; different ones, and silence, do not."""
+    judge = gpu_check.weights_check
+    assert judge("x\ntest accuracy: 90% of 1000\nweights: bitwise identical on 2 ranks\n").passed
+    assert not judge("weights: DIFFERENT on 2 ranks\n").passed
+    assert not judge("").passed
+
+
+def test_every_part_has_a_worker_and_all_fit() -> None:
+    """Names are unique, and each part's limit is within that of all."""
+    names = [part.name for part in gpu_check.PARTS]
+    assert len(set(names)) == len(names)
+    workers = importlib.import_module("gpu.workers").WORKERS
+    assert {part.worker for part in gpu_check.PARTS} == {*workers, "mnist"}
+    assert all(part.limit_s < gpu_check.LIMIT_S for part in gpu_check.PARTS)

@@ -1,0 +1,160 @@
+"""The order of streams around operations on a GPU, proved on a double of torch's streams."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from ringreduce.testing.torch_streams import TorchStreams
+
+torch = pytest.importorskip("torch")
+from ringreduce.torch import early, streams  # noqa: E402
+
+
+class World:
+    """In place of a communicator, which the streams only tell from others."""
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> TorchStreams:
+    """Streams in place of torch's, for tensors that all seem to lie on a GPU."""
+    double = TorchStreams()
+    monkeypatch.setattr(streams, "cuda", double)
+    for module in (streams, early):
+        monkeypatch.setattr(module, "gpu_of", lambda tensors: torch.device("cuda", 0))
+    return double
+
+
+def on_another_thread(function: Any, *arguments: Any) -> Any:
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(function, *arguments).result()
+
+
+def test_an_operation_that_is_waited_for_runs_on_its_callers_stream(cuda: TorchStreams) -> None:
+    """Whichever thread carries it out: it comes after the caller's work, and needs no event."""
+    cuda.main.enqueue("input")
+    mine = cuda.Stream()
+    with cuda.stream(mine):
+        mine.enqueue("more input")
+        run = streams.on_this_stream(lambda world: cuda.current_stream().enqueue("operation"))
+    assert on_another_thread(run, World()) == {"more input"}
+    assert "operation" in mine.before
+    assert cuda.current_stream() is cuda.main
+    assert cuda.record == []
+
+
+def test_an_operation_beside_the_program_comes_after_its_input_and_before_its_result(cuda: TorchStreams) -> None:
+    """It starts after what was enqueued at submission, not after what came later; only `finish` waits for it."""
+    world: Any = World()
+    cuda.main.enqueue("input")
+    crossing = streams.Crossing([torch.zeros(3)])
+    run = crossing.around(lambda world: cuda.current_stream().enqueue("operation"))
+    cuda.main.enqueue("what came later")
+    assert on_another_thread(run, world) == {"input"}
+    assert "operation" not in cuda.main.before
+    crossing.finish(torch.zeros(3))
+    assert "operation" in cuda.main.before
+    assert cuda.record == [
+        "event 1 on main",
+        "own 1 waits for event 1",
+        "event 2 on own 1",
+        "main waits for event 2",
+    ]
+
+
+def test_an_operation_that_fails_leaves_its_event(cuda: TorchStreams) -> None:
+    """What it enqueued before it failed still comes before what the caller does with its tensors."""
+    world: Any = World()
+    crossing = streams.Crossing([torch.zeros(3)])
+
+    def fail(world: Any) -> None:
+        cuda.current_stream().enqueue("half of it")
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        crossing.around(fail)(world)
+    crossing.finish(None)
+    assert "half of it" in cuda.main.before
+
+
+def test_each_communicator_has_its_own_stream(cuda: TorchStreams) -> None:
+    """The same one each time; sets of ranks that begin in different orders do not wait for each other."""
+    first, second = World(), World()
+    device = torch.device("cuda", 0)
+    streams_of: Any = streams.own_stream
+    assert streams_of(first, device) is streams_of(first, device)
+    assert streams_of(first, device) is not streams_of(second, device)
+
+
+def test_a_lane_orders_filling_working_and_coming_back(cuda: TorchStreams) -> None:
+    """A buffer is filled after all streams that contribute, worked on when filled, filled again when worked on."""
+    world: Any = World()
+    lane = streams.Lane(torch.device("cuda", 0))
+    other = cuda.Stream()
+    other.enqueue("gradient of another stream")
+    with cuda.stream(other):
+        lane.note()
+    lane.note()
+    with lane.filling():
+        assert "gradient of another stream" in cuda.main.enqueue("first filling")
+    with lane.working(world):
+        assert "first filling" in cuda.current_stream().enqueue("first work")
+    assert "first work" not in cuda.main.before
+    with lane.filling():
+        assert "first work" in cuda.main.enqueue("second filling")
+    with lane.working(world):
+        cuda.current_stream().enqueue("second work")
+    lane.come_back()
+    assert "second work" in cuda.main.before
+
+
+def test_a_rank_that_has_filled_nothing_can_work(cuda: TorchStreams) -> None:
+    """As one that has joined: it waits for nothing."""
+    world: Any = World()
+    lane = streams.Lane(torch.device("cuda", 0))
+    with lane.working(world):
+        assert cuda.current_stream().enqueue("work") == frozenset()
+
+
+@pytest.mark.parametrize("checksum", [early._checksum, early._checksum_on_device])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+def test_checksums_show_any_change(dtype: Any, checksum: Any) -> None:
+    """Of one bit, of all signs, of places, to NaN and among NaNs; they are equal if nothing changed."""
+    flat = torch.arange(64).to(dtype) - 11
+    flat[20] = -flat[21]
+    changes = [-flat, flat.flip(0), flat.roll(1), *(flat.clone() for _ in range(4))]
+    changes[3].view(torch.uint8)[37] ^= 1
+    changes[4][[5, 9]] = flat[[9, 5]]
+    changes[5][[20, 21]] = flat[[21, 20]]
+    changes[6][5] = float("nan")
+    spoiled = changes[6].clone()
+    spoiled[6] = 99
+    found = [int(checksum(each)) for each in (flat, *changes, spoiled)]
+    assert len(set(found)) == len(found)
+    assert int(checksum(flat.clone())) == found[0]
+    assert int(checksum(spoiled.clone())) == found[-1]
+
+
+def test_answers_from_the_device_are_asked_for_together() -> None:
+    """Those that are known stay, in their order; it does not matter whether there are any."""
+    assert early.settled([True, torch.tensor(False), False, torch.tensor(True)]) == [True, False, False, True]
+    assert early.settled([False]) == [False]
+    assert early.settled([]) == []
+
+
+def test_tensors_on_the_host_are_lent_as_they_are() -> None:
+    """And those elsewhere as copies, whose content comes back."""
+    tensor = torch.ones(3)
+    with streams.on_host([tensor]) as (lent,):
+        assert lent is tensor
+
+
+def test_no_gpu_is_found_where_there_is_none() -> None:
+    """Tensors on the CPU have nothing to do with streams."""
+    assert streams.gpu_of([torch.zeros(2), torch.zeros(())]) is None
+    assert streams.gpu_of([]) is None
+    run: Any = object()
+    if not torch.cuda.is_available():
+        assert streams.on_this_stream(run) is run
