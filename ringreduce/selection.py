@@ -30,8 +30,10 @@ NCCL = "nccl"
 
 _MEASURED = "as the tuning table has it"
 
-#: Up to this size one barrier with the data beside the flags beats two barriers without a copy.
+#: Up to this size one barrier with the data beside the flags beats two barriers without a copy: for two ranks, and for
+#: more, whose barriers cost more.
 _ONE_SHOT_NBYTES = 16 << 10
+_ONE_SHOT_OF_MANY_NBYTES = 32 << 10
 #: Between nodes, latency decides up to this size, and the number of rounds up to the next.
 _SMALL_NBYTES = 4 << 10
 _MIDDLE_NBYTES = 48 << 10
@@ -96,7 +98,7 @@ def choose(
     if table is not None and (measured := table.choose(nbytes).algorithm) in names(collective, topology, vendor=vendor):
         return replace(forced(collective, measured, nbytes, topology, vendor=vendor), reason=_MEASURED)
     if topology.single_node:
-        return _choose_on_one_node(nbytes)
+        return _choose_on_one_node(nbytes, topology)
     return _choose_between_nodes(nbytes, topology, vendor=vendor)
 
 
@@ -127,10 +129,11 @@ def forced(collective: Collective, name: str, nbytes: int, topology: Topology, *
     return Choice(name, transport, "asked for by name")
 
 
-def _choose_on_one_node(nbytes: int) -> Choice:
-    if nbytes <= _ONE_SHOT_NBYTES:
-        return Choice("one_shot", "shared", f"one node, at most {_ONE_SHOT_NBYTES} bytes: one barrier")
-    return Choice("two_shot", "shared", f"one node, over {_ONE_SHOT_NBYTES} bytes: the least memory traffic")
+def _choose_on_one_node(nbytes: int, topology: Topology) -> Choice:
+    limit = _ONE_SHOT_NBYTES if topology.size <= 2 else _ONE_SHOT_OF_MANY_NBYTES
+    if nbytes <= limit:
+        return Choice("one_shot", "shared", f"one node, at most {limit} bytes: one barrier")
+    return Choice("two_shot", "shared", f"one node, over {limit} bytes: the least memory traffic")
 
 
 def _choose_between_nodes(nbytes: int, topology: Topology, *, vendor: bool) -> Choice:
@@ -170,7 +173,7 @@ def _deterministic(nbytes: int, topology: Topology) -> Choice:
     if topology.size == 1:
         return Choice("one_shot", "self", "there is one rank")
     if topology.single_node:
-        return _choose_on_one_node(nbytes)
+        return _choose_on_one_node(nbytes, topology)
     return Choice("direct", "messages", "several nodes, deterministic: terms are added in the order of ranks")
 
 

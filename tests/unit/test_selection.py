@@ -12,7 +12,7 @@ from ringreduce.selection import VENDOR, Choice
 from ringreduce.topology import Topology
 
 #: Where the rules change, bytes; docs and claims quote these.
-ONE_SHOT, SMALL, MIDDLE = 16 << 10, 4 << 10, 48 << 10
+ONE_SHOT, ONE_SHOT_OF_MANY, SMALL, MIDDLE = 16 << 10, 32 << 10, 4 << 10, 48 << 10
 
 ONE, NODE, FLAT, THREE, GRID, UNEVEN, UNEVEN_THREE, MANY, MANY_LANES = (
     Topology.uniform(1, 1),
@@ -38,8 +38,10 @@ def choose(topology: Topology, nbytes: int, collective: Collective = Collective.
     [
         (ONE, 1 << 30, "one_shot", "self"),
         (NODE, 0, "one_shot", "shared"),
-        (NODE, ONE_SHOT, "one_shot", "shared"),
-        (NODE, ONE_SHOT + 1, "two_shot", "shared"),
+        (Topology.uniform(1, 2), ONE_SHOT, "one_shot", "shared"),
+        (Topology.uniform(1, 2), ONE_SHOT + 1, "two_shot", "shared"),
+        (NODE, ONE_SHOT_OF_MANY, "one_shot", "shared"),
+        (NODE, ONE_SHOT_OF_MANY + 1, "two_shot", "shared"),
         (FLAT, SMALL, VENDOR, "messages"),
         (FLAT, SMALL + 1, "recursive_doubling", "messages"),
         (FLAT, MIDDLE, "recursive_doubling", "messages"),
