@@ -221,7 +221,7 @@ def describe_machine(world: Communicator, place: Place) -> Machine:
 
 def _check(world: Communicator, settings: Settings) -> None:
     """Refuse what cannot be measured before anything is."""
-    usable = world.algorithms(settings.collective)
+    usable = world.algorithms(settings.collective, device=settings.device)
     if settings.algorithm not in ("auto", "all", *usable):
         raise ConfigError(
             f"algorithm {settings.algorithm!r} cannot run {settings.collective} here; "
