@@ -90,30 +90,39 @@ def test_collectives_are_right_between_hosts(ranks: int, per_host: int) -> None:
     assert len(set(run(program, ranks, per_host))) == 1
 
 
-def test_training_between_hosts_is_compressed() -> None:
-    """Weights are equal on all ranks; asynchronous operations and helpers work."""
+@pytest.mark.parametrize(("ranks", "per_host"), [(4, 1), (8, 2)])
+def test_training_between_hosts_is_compressed(ranks: int, per_host: int) -> None:
+    """Weights are equal on all ranks, and do not depend on when buckets travel; helpers work as well."""
     pytest.importorskip("torch")
     program = """if True:
         import torch, ringreduce.torch as hvd
         torch.set_num_threads(1)
         hvd.init()
-        torch.manual_seed(hvd.rank())
-        model = torch.nn.Linear(300, 50)
-        hvd.broadcast_parameters(model.state_dict())
-        inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = hvd.DistributedOptimizer(inner, compression=hvd.Compression.int8)
-        for step in range(5):
-            optimizer.zero_grad()
-            model(torch.randn(8, 300)).square().mean().backward()
-            optimizer.step()
-        assert 0.0 < optimizer.compression_error < 0.02
+        trained = []
+        for overlap in (None, False):
+            torch.manual_seed(hvd.rank())
+            model = torch.nn.Sequential(torch.nn.Linear(300, 70), torch.nn.ReLU(), torch.nn.Linear(70, 50))
+            hvd.broadcast_parameters(model.state_dict())
+            inner = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer = hvd.DistributedOptimizer(
+                inner, compression=hvd.Compression.int8, overlap=overlap, bucket_nbytes=4096
+            )
+            for step in range(6):
+                optimizer.zero_grad()
+                model(torch.randn(8, 300)).square().mean().backward()
+                early = [bucket.early is not None and bucket.early.started for bucket in optimizer._buckets._buckets]
+                optimizer.step()
+            assert len(early) > 1 and all(each is (overlap is None) for each in early)
+            assert 0.0 < optimizer.compression_error < 0.02
+            trained.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+        assert torch.equal(*trained)
         handles = [hvd.allreduce_async(torch.ones(3), name=name, op=hvd.Sum) for name in "abc"]
-        assert all(hvd.synchronize(handle).tolist() == [4.0] * 3 for handle in handles)
-        weights = hvd.allgather_object(model.weight.detach())
+        assert all(hvd.synchronize(handle).tolist() == [hvd.size()] * 3 for handle in handles)
+        weights = hvd.allgather_object(trained[0])
         assert all(torch.equal(each, weights[0]) for each in weights)
         print("trained")
     """
-    assert run(program, 4, 1) == ["trained"] * 4
+    assert run(program, ranks, per_host) == ["trained"] * ranks
 
 
 def test_a_stream_gets_what_the_link_allows() -> None:
