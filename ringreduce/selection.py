@@ -34,9 +34,12 @@ _MEASURED = "as the tuning table has it"
 #: more, whose barriers cost more.
 _ONE_SHOT_NBYTES = 16 << 10
 _ONE_SHOT_OF_MANY_NBYTES = 32 << 10
-#: Between nodes, latency decides up to this size, and the number of rounds up to the next.
-_SMALL_NBYTES = 4 << 10
-_MIDDLE_NBYTES = 48 << 10
+#: Between nodes, up to this size for each lane, the fewest rounds win: recursive doubling's, for 2^k nodes; for others,
+#: between single ranks, those of a tree.
+_DOUBLING_NBYTES = 24 << 10
+_TREE_NBYTES = 48 << 10
+#: An allreduce between nodes -> the same with lanes.
+_HIERARCHICAL = {"halving_doubling": "hierarchical_halving", "direct": "hierarchical_direct", "ring": "hierarchical"}
 #: So many nodes may send to one at once: switches have buffers for that, and everyone has messages for it.
 _FEW_NODES = 16
 
@@ -99,7 +102,7 @@ def choose(
         return replace(forced(collective, measured, nbytes, topology, vendor=vendor), reason=_MEASURED)
     if topology.single_node:
         return _choose_on_one_node(nbytes, topology)
-    return _choose_between_nodes(nbytes, topology, vendor=vendor)
+    return _choose_between_nodes(nbytes, topology)
 
 
 def forced(collective: Collective, name: str, nbytes: int, topology: Topology, *, vendor: bool) -> Choice:
@@ -136,27 +139,24 @@ def _choose_on_one_node(nbytes: int, topology: Topology) -> Choice:
     return Choice("two_shot", "shared", f"one node, over {limit} bytes: the least memory traffic")
 
 
-def _choose_between_nodes(nbytes: int, topology: Topology, *, vendor: bool) -> Choice:
+def _choose_between_nodes(nbytes: int, topology: Topology) -> Choice:
     nodes = len(topology.nodes)
-    lanes = max(len(node) for node in topology.nodes) > 1
-    halves = nodes & (nodes - 1) == 0
-    if nbytes <= _SMALL_NBYTES and vendor and not lanes:
-        return Choice(VENDOR, "messages", f"several nodes, at most {_SMALL_NBYTES} bytes: the library's own is quick")
-    if nbytes <= _MIDDLE_NBYTES:
-        reason = f"several nodes, at most {_MIDDLE_NBYTES} bytes: few rounds"
-        if lanes:
-            return Choice("hierarchical_doubling", "shared+messages", reason)
-        return Choice("recursive_doubling" if halves else "double_tree", "messages", reason)
+    if max(len(node) for node in topology.nodes) > 1:
+        small = _DOUBLING_NBYTES * min(len(node) for node in topology.nodes)
+        if nbytes <= small:
+            return Choice(
+                "hierarchical_doubling", "shared+messages", f"several nodes, at most {small} bytes: few rounds"
+            )
+        name, why = _fills_links(nodes)
+        reason = f"several nodes, over {small} bytes: {why}, one lane per local rank"
+        return Choice(_HIERARCHICAL[name], "shared+messages", reason)
+    few_rounds, small = (
+        ("double_tree", _TREE_NBYTES) if nodes & (nodes - 1) else ("recursive_doubling", _DOUBLING_NBYTES)
+    )
+    if nbytes <= small:
+        return Choice(few_rounds, "messages", f"one rank per node, at most {small} bytes: few rounds")
     name, why = _fills_links(nodes)
-    if lanes:
-        hierarchical = {
-            "halving_doubling": "hierarchical_halving",
-            "direct": "hierarchical_direct",
-            "ring": "hierarchical",
-        }
-        reason = f"several nodes, over {_MIDDLE_NBYTES} bytes: {why}, one lane per local rank"
-        return Choice(hierarchical[name], "shared+messages", reason)
-    return Choice(name, "messages", f"one rank per node, over {_MIDDLE_NBYTES} bytes: {why}")
+    return Choice(name, "messages", f"one rank per node, over {small} bytes: {why}")
 
 
 def _fills_links(nodes: int) -> tuple[str, str]:

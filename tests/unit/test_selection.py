@@ -12,7 +12,7 @@ from ringreduce.selection import VENDOR, Choice
 from ringreduce.topology import Topology
 
 #: Where the rules change, bytes; docs and claims quote these.
-ONE_SHOT, ONE_SHOT_OF_MANY, SMALL, MIDDLE = 16 << 10, 32 << 10, 4 << 10, 48 << 10
+ONE_SHOT, ONE_SHOT_OF_MANY, SMALL, TREE = 16 << 10, 32 << 10, 24 << 10, 48 << 10
 
 ONE, NODE, FLAT, THREE, GRID, UNEVEN, UNEVEN_THREE, MANY, MANY_LANES = (
     Topology.uniform(1, 1),
@@ -42,18 +42,16 @@ def choose(topology: Topology, nbytes: int, collective: Collective = Collective.
         (Topology.uniform(1, 2), ONE_SHOT + 1, "two_shot", "shared"),
         (NODE, ONE_SHOT_OF_MANY, "one_shot", "shared"),
         (NODE, ONE_SHOT_OF_MANY + 1, "two_shot", "shared"),
-        (FLAT, SMALL, VENDOR, "messages"),
-        (FLAT, SMALL + 1, "recursive_doubling", "messages"),
-        (FLAT, MIDDLE, "recursive_doubling", "messages"),
-        (FLAT, MIDDLE + 1, "halving_doubling", "messages"),
-        (THREE, SMALL, VENDOR, "messages"),
-        (THREE, MIDDLE, "double_tree", "messages"),
-        (THREE, MIDDLE + 1, "direct", "messages"),
-        (MANY, MIDDLE + 1, "ring", "messages"),
+        (FLAT, SMALL, "recursive_doubling", "messages"),
+        (FLAT, SMALL + 1, "halving_doubling", "messages"),
+        (THREE, TREE, "double_tree", "messages"),
+        (THREE, TREE + 1, "direct", "messages"),
+        (MANY, TREE + 1, "ring", "messages"),
         (GRID, 8, "hierarchical_doubling", "shared+messages"),
-        (GRID, MIDDLE, "hierarchical_doubling", "shared+messages"),
-        (GRID, MIDDLE + 1, "hierarchical_halving", "shared+messages"),
-        (UNEVEN, 1 << 20, "hierarchical_halving", "shared+messages"),
+        (GRID, 4 * SMALL, "hierarchical_doubling", "shared+messages"),
+        (GRID, 4 * SMALL + 1, "hierarchical_halving", "shared+messages"),
+        (UNEVEN, SMALL, "hierarchical_doubling", "shared+messages"),
+        (UNEVEN, SMALL + 1, "hierarchical_halving", "shared+messages"),
         (UNEVEN_THREE, 1 << 20, "hierarchical_direct", "shared+messages"),
         (MANY_LANES, 1 << 20, "hierarchical", "shared+messages"),
     ],
@@ -63,11 +61,6 @@ def test_allreduce_goes_by_size_and_topology(topology: Topology, nbytes: int, al
     choice = choose(topology, nbytes)
     assert (choice.algorithm, choice.transport) == (algorithm, transport)
     assert choice.reason
-
-
-def test_without_a_library_of_its_own_small_messages_double() -> None:
-    """Where the transport has no allreduce, small ones between nodes take the fewest rounds."""
-    assert choose(FLAT, 8, vendor=False).algorithm == "recursive_doubling"
 
 
 @pytest.mark.parametrize("vendor", [True, False])
