@@ -8,8 +8,11 @@ tests/conftest.py ends a rank that hangs, and mpirun then ends the job.
 
 from __future__ import annotations
 
+import atexit
 import os
 import platform
+import shutil
+import tempfile
 from collections.abc import Generator, Iterator
 from importlib import metadata
 from typing import NamedTuple
@@ -63,6 +66,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if RANK != 0:
         config.pluginmanager.unregister(name="terminalreporter")
     config.pluginmanager.register(SharedVerdicts(), "shared-verdicts")
+    # Each rank has a folder of its own: where several pytest processes share one, the one may fail to remove what the
+    # other is removing. Registered before pytest's own clean-up, this comes after it.
+    folder = tempfile.mkdtemp(prefix=f"ringreduce-rank{RANK}-")
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = folder
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 
 class SharedVerdicts:
