@@ -19,24 +19,22 @@ who makes it, whichever thread enqueues it.
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from itertools import accumulate, pairwise
 from time import perf_counter
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from ringreduce.communicator import Communicator
 from ringreduce.engine import Operation
 from ringreduce.engine.fusion import plan
 from ringreduce.errors import ConfigError, ShutdownError, TransportError, UnsupportedBufferError
 from ringreduce.reduce_ops import AVERAGE, MAX, SUM, ReduceOp
+from ringreduce.torch.bucket import Bucket, padded_nbytes
 from ringreduce.torch.compression import (
     BucketCompression,
     Compression,
@@ -48,16 +46,9 @@ from ringreduce.torch.compression import (
 from ringreduce.torch.early import EarlyReduction, settled
 from ringreduce.torch.streams import current_stream, gpu_of, on_host, working_on
 
-__all__ = ["ALIGNMENT_NBYTES", "LARGE_NBYTES", "Bucket", "GradientBuckets", "Slot"]
+__all__ = ["GradientBuckets"]
 
 _log = logging.getLogger(__name__)
-
-#: From this size on (bytes), gradients are collected as soon as they are there. It is where glibc's malloc begins to
-#: hand freed memory back to the kernel: gradients that live until the next `zero_grad` cost a page fault per 4 KiB.
-LARGE_NBYTES = 128 << 10
-
-#: Gradients begin on cache lines.
-ALIGNMENT_NBYTES = 64
 
 # What a rank found in ``p.grad``; the maximum over the ranks is what they do about it. A sparse one says how many of
 # its dimensions are.
@@ -65,162 +56,6 @@ _NONE, _DENSE, _SPARSE, _UNSUPPORTED = 0, 1, 2, 255
 
 
 _WRONG_GUESSES = 3  # steps in a row in which something was reduced too early, after which nothing more is
-
-#: How many tensors hold a storage. Private to torch; without it only the holders of the gradient itself are noticed.
-_storage_uses: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
-
-
-class Slot:
-    """A parameter, and the place of its gradient.
-
-    Args:
-        parameter: of any strides.
-        memory: room for the gradient, an array of bytes where the parameter lies: NumPy's or CuPy's.
-
-    Attributes:
-        place: a tensor with the parameter's shape and, if those are dense, its strides, so that optimizers see
-            gradients laid out like their parameters.
-    """
-
-    __slots__ = ("_address", "_dtype", "_on_gpu", "_unshared", "parameter", "place")
-
-    def __init__(self, parameter: torch.Tensor, memory: Any) -> None:
-        self.parameter = parameter
-        self._dtype = parameter.dtype  # the place's changes with ``p.grad``, as in ``model.double()``
-        self._on_gpu = parameter.is_cuda
-        # Not a view in autograd's sense: it could not be detached in place, and all would share a version counter. Its
-        # storage is its own, so that uses of it can be told from uses of the bucket's other places.
-        self.place = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-        strides = torch.empty_like(parameter, device="meta").stride()
-        self.place.set_(_as_tensor(memory, parameter).untyped_storage(), 0, parameter.shape, strides)
-        self._address = self.place.data_ptr()
-        self._unshared = self._references()
-
-    def is_filled(self) -> bool:
-        """Whether the gradient is in its place; after ``p.grad.data = ...`` the tensor is, but not its memory."""
-        return self.parameter.grad is self.place and self.place.data_ptr() == self._address
-
-    def is_outgrown(self) -> bool:
-        """Whether the parameter has another dtype or shape than it had, or was moved between CPU and GPU."""
-        parameter = self.parameter
-        moved = parameter.is_cuda is not self._on_gpu
-        return moved or parameter.dtype != self._dtype or parameter.shape != self.place.shape
-
-    def is_kept(self) -> bool:
-        """Whether the place, while it is not ``p.grad``, still is something to somebody; takes about 0.3 us."""
-        return self._references() > self._unshared or self.place.data_ptr() != self._address
-
-    def _references(self) -> int:
-        # Whoever holds the tensor itself counts in the first, whoever holds a view of any kind (`detach`, `numpy`) in
-        # the second.
-        storage = self.place.untyped_storage()
-        return sys.getrefcount(self.place) + _storage_uses(storage._cdata)
-
-
-class Bucket:
-    """Some gradients in one piece of communication memory.
-
-    Args:
-        parameters: whose gradients, all of one dtype and on one device.
-        communicator: makes the memory.
-
-    Attributes:
-        flat: all of it, one-dimensional.
-        slots: the parameters, in order, and their places.
-        places: where these lie in ``flat``.
-        reducer: what reduces it, where that keeps something from step to step; else None.
-        early: its reduction during the backward pass; None: there is none.
-        early_hooks: what counts for that.
-        hooks: further hooks of the parameters that hold on to the bucket.
-    """
-
-    __slots__ = ("_spare", "early", "early_hooks", "flat", "hooks", "places", "reducer", "slots")
-
-    def __init__(self, parameters: Sequence[torch.Tensor], communicator: Communicator) -> None:
-        ends = list(accumulate(map(_padded_nbytes, parameters), initial=0))
-        memory = _empty(communicator, ends[-1], parameters[0])
-        self.flat = _as_tensor(memory, parameters[0]).zero_().view(parameters[0].dtype)
-        self.slots = tuple(
-            Slot(parameter, memory[start:end])
-            for parameter, (start, end) in zip(parameters, pairwise(ends), strict=True)
-        )
-        itemsize = parameters[0].element_size()
-        self.places = [slice(start // itemsize, end // itemsize) for start, end in pairwise(ends)]
-        self.reducer: Reducer | None = None
-        self.early: EarlyReduction | None = None
-        self.early_hooks: list[RemovableHandle] = []
-        self.hooks: list[RemovableHandle] = []
-        self._spare: Bucket | None = None
-
-    def give_up_early(self) -> None:
-        """Reduce it in the step from now on."""
-        for hook in self.early_hooks:
-            hook.remove()
-        self.early_hooks.clear()
-        self.early, self._spare = None, None
-
-    def retire(self) -> None:
-        """Let go of the parameters' hooks; the bucket is of no use any more."""
-        for hook in (*self.early_hooks, *self.hooks):
-            hook.remove()
-        self.early_hooks.clear()
-        self.hooks.clear()
-
-    def spare(self, communicator: Communicator) -> Bucket:
-        """Return a bucket for the same gradients in memory of its own, which nobody is lent."""
-        if self._spare is None:
-            self._spare = Bucket([slot.parameter for slot in self.slots], communicator)
-        return self._spare
-
-    def is_kept(self) -> bool:
-        """Whether somebody holds, from earlier, what reducing this bucket would overwrite."""
-        return any(not slot.is_filled() and slot.is_kept() for slot in self.slots)
-
-    def collect(self) -> None:
-        """Move the gradients that are there to places that are free, but for those that autograd needs as they are."""
-        self._move(
-            [
-                (slot, grad)
-                for slot in self.slots
-                if (grad := slot.parameter.grad) is not None
-                and grad is not slot.place
-                and not grad.requires_grad
-                and grad.layout is torch.strided
-                and not slot.is_kept()
-            ]
-        )
-
-    def fill(self, used: frozenset[int]) -> None:
-        """Put the gradient of every used parameter in its place, zeros where this rank has none.
-
-        Args:
-            used: ids of the parameters that have a gradient on some rank.
-        """
-        elsewhere, missing = [], []
-        for slot in self.slots:
-            grad = slot.parameter.grad
-            if id(slot.parameter) not in used:  # no rank has a gradient, or some rank has a sparse one
-                if grad is slot.place:
-                    slot.parameter.grad = grad.clone()
-                missing.append(slot.place)
-            elif grad is slot.place:
-                continue
-            elif grad is not None:
-                elsewhere.append((slot, grad))
-            else:
-                missing.append(slot.place)
-                slot.parameter.grad = slot.place
-        self._move(elsewhere)
-        if missing:
-            torch._foreach_zero_(missing)
-
-    def _move(self, moves: Sequence[tuple[Slot, torch.Tensor]]) -> None:
-        if not moves:
-            return
-        with torch.no_grad():
-            torch._foreach_copy_([slot.place for slot, _ in moves], [grad for _, grad in moves])
-        for slot, _ in moves:
-            slot.parameter.grad = slot.place
 
 
 class GradientBuckets:
@@ -276,16 +111,17 @@ class GradientBuckets:
         self._groups = groups or {}
         self._skip_unused = skip_unused
         self.start: Callable[[str], Operation] | None = None
-        self._early = early
+        # Those of the buckets that are reduced early; None: they are not, or not any more.
+        self._early: dict[Bucket, EarlyReduction] | None = {} if early else None
         self._steps = 0  # so many calls of `reduce`, on all ranks
         self._wrong_guesses = 0  # in a row
         self._reducing = threading.Lock()  # held by who uses the reducers before the step
         self._buckets: list[Bucket] = []
-        weakref.finalize(self, _retire, self._buckets).atexit = False
         self._placed: set[int] = set()
         self._found = np.empty(0, np.uint8)
         self._device: torch.device | None = None  # of the buckets on a GPU
         self._stream: Any = None  # on it, that of who called `follow_this_stream`
+        weakref.finalize(self, _retire, self._buckets, self._early).atexit = False
 
     def reduce(
         self, parameters: Sequence[torch.Tensor], active: int | None = None, *, contributing: bool = True
@@ -321,21 +157,19 @@ class GradientBuckets:
         found, wrong = self._find(parameters, contributing)
         dense = [parameter for parameter, state in zip(parameters, found, strict=True) if state == _DENSE]
         ids = frozenset(map(id, dense))
-        reduced_early = any(bucket.early is not None and bucket.early.active is not None for bucket in self._buckets)
+        reduced_early = any(self._was_reduced_early(bucket) for bucket in self._buckets)
         for bucket, guess in zip(self._buckets, wrong, strict=True):
             self._conclude_early(bucket, ids, active, contributing, wrong=bool(guess))
         self._forget_outgrown()
         self._place([parameter for parameter in dense if id(parameter) not in self._placed])
         for bucket in self._buckets:
             wanted = any(id(slot.parameter) in ids for slot in bucket.slots)
-            early = bucket.early
-            if wanted and (early is None or early.active is None):
+            if wanted and not self._was_reduced_early(bucket):
                 self._reduce_bucket(bucket, ids, active, contributing)
-            if early is not None:
+            if (early := self._early_of(bucket)) is not None:
                 early.begin_step(wanted)
         self._steps += 1
-        if self._early:
-            self._judge_guesses(reduced_early, any(wrong))
+        self._judge_guesses(reduced_early, any(wrong))
         for parameter, state in zip(parameters, found, strict=True):
             if state >= _SPARSE:
                 self._reduce_sparse(parameter, state - _SPARSE, active, contributing)
@@ -344,12 +178,12 @@ class GradientBuckets:
     def start_rest(self) -> None:
         """Start what is reduced early and was not started by the backward pass, before `reduce` on this rank."""
         for bucket in self._buckets:
-            if bucket.early is not None and bucket.early.should_start():
-                self.start_early(bucket.early)
+            if (early := self._early_of(bucket)) is not None and early.should_start():
+                self._start_early(early)
 
-    def start_early(self, early: EarlyReduction) -> None:
+    def _start_early(self, early: EarlyReduction) -> None:
         """Start to reduce a bucket as it is now; if it is one of those that are reduced early still."""
-        number = next((number for number, bucket in enumerate(self._buckets) if bucket.early is early), None)
+        number = next((number for number, each in enumerate(self._buckets) if self._early_of(each) is early), None)
         if number is None or self.start is None:
             return
         early.fill()
@@ -372,7 +206,7 @@ class GradientBuckets:
         step, _, number = part.partition(".")
         assert int(step) == self._steps, "ranks submit the parts of a step before the step"
         bucket = self._buckets[int(number)]
-        early = bucket.early
+        early = self._early_of(bucket)
         assert early is not None, "all ranks give up in the same step"
         with self._reducing, early.reducing(self._communicator):
             if contributing:
@@ -392,7 +226,11 @@ class GradientBuckets:
     def state_dict(self) -> dict[int, dict[str, torch.Tensor]]:
         """Return what compressing keeps on this rank, by the number of the bucket; empty where it keeps nothing."""
         with self._reducing:
-            kept = {number: _state_of(each) for number, each in enumerate(self._buckets) if each.reducer is not None}
+            kept = {
+                number: self._state_of(bucket, bucket.reducer)
+                for number, bucket in enumerate(self._buckets)
+                if bucket.reducer is not None
+            }
         return {number: state for number, state in (kept or self._saved).items() if state}
 
     def load_state_dict(self, state: Mapping[int, dict[str, torch.Tensor]]) -> None:
@@ -402,9 +240,9 @@ class GradientBuckets:
             for number, bucket in enumerate(self._buckets):
                 if bucket.reducer is not None:
                     self._restore(number, bucket.reducer)
-                    if bucket.early is not None:  # what was reduced with the old state is not used
-                        bucket.early.spoil()
-                        bucket.early.reducer_state = bucket.reducer.state_dict()
+                    if (early := self._early_of(bucket)) is not None:  # what was reduced with the old state is not used
+                        early.spoil()
+                        early.reducer_state = bucket.reducer.state_dict()
 
     def retire(self) -> list[Operation]:
         """Let go of the parameters: nothing is started any more. Takes no lock, for finalizers.
@@ -413,8 +251,20 @@ class GradientBuckets:
             What this rank has started, some of which may be under way still.
         """
         self.start = None
-        _retire(self._buckets)
-        return [each.early.part for each in self._buckets if each.early is not None and each.early.part is not None]
+        _retire(self._buckets, self._early)
+        return [early.part for early in (self._early or {}).values() if early.part is not None]
+
+    def _early_of(self, bucket: Bucket) -> EarlyReduction | None:
+        return None if self._early is None else self._early.get(bucket)
+
+    def _was_reduced_early(self, bucket: Bucket) -> bool:
+        early = self._early_of(bucket)
+        return early is not None and early.active is not None
+
+    def _state_of(self, bucket: Bucket, reducer: Reducer) -> dict[str, torch.Tensor]:
+        """Return what a bucket's reducer keeps, as it was before a reduction that may not be used."""
+        early = self._early_of(bucket)
+        return early.reducer_state if early is not None and early.active is not None else reducer.state_dict()
 
     def _restore(self, number: int, reducer: Reducer) -> None:
         state = self._saved.pop(number, None)
@@ -431,7 +281,7 @@ class GradientBuckets:
         self, bucket: Bucket, used: frozenset[int], active: int, contributing: bool, *, wrong: bool
     ) -> None:
         """Use what was reduced early, or forget it."""
-        early = bucket.early
+        early = self._early_of(bucket)
         if early is None or early.active is None:
             return
         early.come_back()
@@ -445,14 +295,17 @@ class GradientBuckets:
 
     def _judge_guesses(self, reduced_early: bool, wrong: bool) -> None:
         """Give up early reductions if guesses are wrong all the time."""
+        if self._early is None:
+            return
         if reduced_early:
             self._wrong_guesses = self._wrong_guesses + 1 if wrong else 0
         if self._wrong_guesses < _WRONG_GUESSES:
             return
         _log.info("gradients change between the backward pass and the step: from here on they are reduced in the step")
-        self._early = False
-        for bucket in self._buckets:
-            bucket.give_up_early()
+        for bucket, early in self._early.items():
+            early.retire()
+            bucket.free_spare()
+        self._early = None
 
     def _reduce_bucket(self, bucket: Bucket, used: frozenset[int], active: int, contributing: bool) -> None:
         if not contributing:
@@ -524,19 +377,20 @@ class GradientBuckets:
     def _find(self, parameters: Sequence[torch.Tensor], contributing: bool) -> tuple[list[int], list[int]]:
         """Return for each parameter what the ranks found in its ``grad``, and for each bucket a wrong early guess."""
         if contributing:
-            wrong = settled([each.early is not None and each.early.compare() for each in self._buckets])
+            guesses = map(self._early_of, self._buckets)
+            wrong = settled([early is not None and early.compare() for early in guesses])
             mine = bytes(self._state(parameter) for parameter in parameters) + bytes(wrong)
         else:
             mine = bytes(len(parameters) + len(self._buckets))
         everyone = self._exchange(mine)
-        found, guesses = everyone[: len(parameters)], everyone[len(parameters) :]
+        found, anywhere_wrong = everyone[: len(parameters)], everyone[len(parameters) :]
         if (found == _UNSUPPORTED).any():
             name = self._name_of(parameters[int((found == _UNSUPPORTED).argmax())])
             raise UnsupportedBufferError(
                 f"the gradient of {name} is neither on the CPU nor on a GPU that can be used (one for each process), "
                 "or of a layout that is neither strided nor sparse COO, on some rank"
             )
-        return found.tolist(), guesses.tolist()
+        return found.tolist(), anywhere_wrong.tolist()
 
     def _state(self, parameter: torch.Tensor) -> int:
         grad = parameter.grad
@@ -573,6 +427,8 @@ class GradientBuckets:
             if any(slot.is_outgrown() for slot in bucket.slots):
                 self._placed.difference_update(id(slot.parameter) for slot in bucket.slots)
                 bucket.retire()
+                if self._early is not None:
+                    self._early.pop(bucket).retire()
             else:
                 kept.append(bucket)
         self._buckets[:] = kept
@@ -585,7 +441,7 @@ class GradientBuckets:
             group = self._groups.get(id(parameter))
             # A group's bucket is never full.
             items.append(
-                ((parameter.dtype, parameter.is_cuda, group), _padded_nbytes(parameter) if group is None else 0)
+                ((parameter.dtype, parameter.is_cuda, group), padded_nbytes(parameter) if group is None else 0)
             )
         for members in plan(items, self._bucket_nbytes):
             bucket = Bucket([unique[index] for index in members], self._communicator)
@@ -593,34 +449,13 @@ class GradientBuckets:
                 shapes = [_shape_in_memory(slot.place) for slot in bucket.slots]
                 bucket.reducer = cast(BucketCompression, self._compression).reducer(shapes, bucket.places)
                 self._restore(len(self._buckets), bucket.reducer)
-            if self._early:
-                bucket.early = EarlyReduction(bucket, bucket.spare(self._communicator))
             self._buckets.append(bucket)
             self._device = gpu_of([bucket.flat]) or self._device
-            for index, slot in enumerate(bucket.slots):
-                parameter = slot.parameter
-                self._placed.add(id(parameter))
-                if bucket.early is not None and parameter.is_leaf and parameter.requires_grad:
-                    bucket.early_hooks.append(_count_early(parameter, bucket.early, index, weakref.ref(self)))
-                large = slot.place.nbytes >= LARGE_NBYTES and not parameter.is_cuda
-                if large and parameter.is_leaf and parameter.requires_grad:
-                    bucket.hooks.append(_collect_early(parameter, bucket))
-
-
-def _empty(communicator: Communicator, nbytes: int, parameter: torch.Tensor) -> Any:
-    """Return communication memory where a parameter lies, an array of bytes."""
-    if parameter.is_cuda:
-        return communicator.empty(nbytes, np.uint8, device=str(parameter.device))
-    return communicator.empty(nbytes, np.uint8)
-
-
-def _as_tensor(memory: Any, parameter: torch.Tensor) -> torch.Tensor:
-    """Return memory that `_empty` gave for a parameter as a tensor that keeps it."""
-    if not parameter.is_cuda:
-        return torch.from_numpy(memory)
-    if not memory.size:
-        return torch.empty(0, dtype=torch.uint8, device=parameter.device)
-    return torch.as_tensor(memory, device=parameter.device)
+            self._placed.update(id(slot.parameter) for slot in bucket.slots)
+            if self._early is not None:
+                self._early[bucket] = EarlyReduction(bucket, self._communicator)
+                self._early[bucket].watch(weakref.WeakMethod(self._start_early))
+            bucket.collect_at_once()
 
 
 def _overridden(compression: type[Compressor] | BucketCompression) -> bool:
@@ -654,37 +489,8 @@ def _sparse(indices: torch.Tensor, values: torch.Tensor, shape: Sequence[int]) -
     return made.coalesce()
 
 
-def _collect_early(parameter: torch.Tensor, bucket: Bucket) -> RemovableHandle:
-    # The whole bucket, not only this gradient: small gradients that stay where they are (a bias) would lie between
-    # freed large ones, and malloc could reuse neither.
-    register = parameter.register_post_accumulate_grad_hook
-    hook: RemovableHandle = register(lambda _: bucket.collect())  # type: ignore[no-untyped-call]
-    return hook
-
-
-def _count_early(
-    parameter: torch.Tensor, early: EarlyReduction, index: int, owner: weakref.ref[GradientBuckets]
-) -> RemovableHandle:
-    def count(_: torch.Tensor) -> None:
-        buckets = owner()
-        if early.count(index) and buckets is not None:
-            buckets.start_early(early)
-
-    hook: RemovableHandle = parameter.register_post_accumulate_grad_hook(count)  # type: ignore[no-untyped-call]
-    return hook
-
-
-def _retire(buckets: list[Bucket]) -> None:
+def _retire(buckets: list[Bucket], early: dict[Bucket, EarlyReduction] | None) -> None:
     for bucket in buckets:
         bucket.retire()
-
-
-def _state_of(bucket: Bucket) -> dict[str, torch.Tensor]:
-    """Return what a bucket's reducer keeps, as it was before a reduction that may not be used."""
-    assert bucket.reducer is not None
-    early = bucket.early
-    return early.reducer_state if early is not None and early.active is not None else bucket.reducer.state_dict()
-
-
-def _padded_nbytes(tensor: torch.Tensor) -> int:
-    return -(-tensor.numel() * tensor.element_size() // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
+    for each in (early or {}).values():
+        each.retire()

@@ -8,10 +8,10 @@ different parts of the graph), and when the step comes, all ranks compare what t
 one finds a difference, the bucket is reduced again, as it would have been anyway: a wrong guess costs time and nothing
 else.
 
-Who touches what: `count` and `fill` run where the backward pass does, or at the beginning of the step, until the bucket
-is submitted; from then on the copy is the engine's, on whichever thread drives it, until it is reduced; `compare` and
-`begin_step` run in the engine's procedure for the step. A rank submits all parts that it owes before it submits the
-step, so all that was sent has been reduced, on all ranks, when the step begins.
+Who touches what: counting and `fill` run where the backward pass does, or at the beginning of the step, until the
+bucket is submitted; from then on the copy is the engine's, on whichever thread drives it, until it is reduced;
+`compare` and `begin_step` run in the engine's procedure for the step. A rank submits all parts that it owes before it
+submits the step, so all that was sent has been reduced, on all ranks, when the step begins.
 
 On a GPU the copy is made on the stream of the backward pass, and reduced on a stream of the ranks' own; the step's
 stream waits for that. Checksums are made and compared there, of all buckets at once: the host waits for the GPU once in
@@ -20,20 +20,19 @@ a step. Whatever wrote to a gradient is noticed, as it is the bytes that are com
 
 from __future__ import annotations
 
+import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
-from typing import TYPE_CHECKING
+from functools import lru_cache, partial
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
+from ringreduce.communicator import Communicator
+from ringreduce.engine import Operation
+from ringreduce.torch.bucket import Bucket
 from ringreduce.torch.streams import Lane, gpu_of
-
-if TYPE_CHECKING:
-    from ringreduce.communicator import Communicator
-    from ringreduce.engine import Operation
-    from ringreduce.torch.buckets import Bucket
 
 __all__ = ["EarlyReduction", "settled"]
 
@@ -43,10 +42,10 @@ class EarlyReduction:
 
     Args:
         bucket: whose gradients.
-        copy: a bucket for the same gradients, in memory of its own.
+        communicator: makes the copy's memory.
 
     Attributes:
-        copy: what travels.
+        copy: what travels: a bucket for the same gradients, in memory of its own.
         started: whether this rank has sent the bucket since the last step.
         active: how many ranks took part; None: it was not reduced since the last step. The same on all ranks.
         wanted: whether some rank had a gradient for it in the last step; the same on all ranks.
@@ -59,6 +58,7 @@ class EarlyReduction:
         "_counts",
         "_expected",
         "_faithful",
+        "_hooks",
         "_incomplete",
         "_lane",
         "_sent_checksum",
@@ -70,9 +70,9 @@ class EarlyReduction:
         "wanted",
     )
 
-    def __init__(self, bucket: Bucket, copy: Bucket) -> None:
+    def __init__(self, bucket: Bucket, communicator: Communicator) -> None:
         self._bucket = bucket
-        self.copy = copy
+        self.copy = bucket.spare(communicator)
         self.started = False
         self.active: int | None = None
         self.wanted = False
@@ -85,16 +85,27 @@ class EarlyReduction:
         self._counts = [0] * len(bucket.slots)
         self._expected = [0] * len(bucket.slots)
         self._incomplete = 0
+        self._hooks: list[RemovableHandle] = []
 
-    def count(self, index: int) -> bool:
-        """Take note that something was added to a gradient; return whether the bucket seems to be complete now."""
+    def watch(self, start: weakref.WeakMethod[Callable[[EarlyReduction], object]]) -> None:
+        """Count what the backward pass adds, and have the reduction started when the bucket seems to be complete."""
+        for index, slot in enumerate(self._bucket.slots):
+            self._hooks += slot.after_gradient(partial(self._count, index, start))
+
+    def retire(self) -> None:
+        """Count no more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _count(self, index: int, start: weakref.WeakMethod[Callable[[EarlyReduction], object]]) -> None:
         if self._lane is not None:
             self._lane.note()
         self._counts[index] += 1
         if self._counts[index] == self._expected[index]:
             self._incomplete -= 1
-            return self._incomplete == 0 and self.should_start()
-        return False
+            if self._incomplete == 0 and self.should_start() and (starting := start()) is not None:
+                starting(self)
 
     def should_start(self) -> bool:
         """Whether there is reason to start, it was not done yet, and nothing is under way."""

@@ -211,7 +211,7 @@ def test_buckets_are_reduced_during_the_backward_pass() -> None:
         for _ in range(STEPS):
             optimizer.zero_grad()
             backward()
-            reduced.append([bucket.early.started for bucket in optimizer._buckets._buckets])
+            reduced.append([early.started for early in optimizer._buckets._early.values()])
             optimizer.step()
 
     train(True, look)
@@ -232,8 +232,8 @@ def test_a_program_that_often_changes_gradients_is_left_alone() -> None:
             backward()
             model.first.bias.grad.add_(1.0)
             optimizer.step()
-        buckets = optimizer._buckets._buckets
-        assert all(bucket.early is None and not bucket.early_hooks for bucket in buckets)
+        assert optimizer._buckets._early is None
+        assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
 
     train(True, steps)
 
@@ -251,7 +251,7 @@ def test_few_wrong_guesses_in_a_row_are_forgiven() -> None:
                 optimizer.zero_grad()
             backward()
             optimizer.step()
-        assert all(bucket.early is not None for bucket in optimizer._buckets._buckets)
+        assert optimizer._buckets._early
 
     train(True, steps)
 

@@ -15,6 +15,7 @@ from ringreduce.testing import run_ranks
 
 torch = pytest.importorskip("torch")
 from ringreduce.torch import buckets  # noqa: E402
+from ringreduce.torch.bucket import LARGE_NBYTES, Bucket  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -32,14 +33,14 @@ def test_plan(items: list[tuple[str, int]], expected: list[list[int]]) -> None:
     assert plan(items, limit_nbytes=10) == expected
 
 
-def make_bucket(*parameters: Any) -> buckets.Bucket:
+def make_bucket(*parameters: Any) -> Bucket:
     """A bucket in ordinary memory."""
 
     class Memory:
         def empty(self, shape: int, dtype: Any) -> Any:
             return np.full(shape, 255, dtype)
 
-    return buckets.Bucket(parameters, Memory())  # type: ignore[arg-type]
+    return Bucket(parameters, Memory())  # type: ignore[arg-type]
 
 
 def test_places_have_the_layout_of_their_parameters() -> None:
@@ -172,7 +173,7 @@ def test_hooks_end_with_their_owner() -> None:
     """When the buckets' owner is gone, parameters keep no hook, and gradients no bucket, alive."""
 
     def train(communicator: rr.Communicator) -> None:
-        parameter = torch.zeros(buckets.LARGE_NBYTES // 4, requires_grad=True)
+        parameter = torch.zeros(LARGE_NBYTES // 4, requires_grad=True)
         gradients = buckets.GradientBuckets(communicator, rr.SUM, 1, lambda parameter: "?")
         parameter.sum().backward()
         gradients.reduce([parameter])
@@ -187,7 +188,7 @@ def test_hooks_end_with_their_owner() -> None:
     run_ranks(1, train)
 
 
-LARGE = (buckets.LARGE_NBYTES // 4, 1)
+LARGE = (LARGE_NBYTES // 4, 1)
 
 
 @pytest.mark.parametrize("keeping_ranks", [{0}, {0, 1}], ids=["rank-0", "all"])
