@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import zip_longest
 
 import numpy as np
@@ -17,7 +17,12 @@ __all__ = ["require_same_tensors"]
 
 
 def require_same_tensors(
-    communicator: Communicator, caller: str, tensors: Iterable[tuple[str, torch.Tensor]], *, devices: bool = False
+    communicator: Communicator,
+    caller: str,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    devices: bool = False,
+    options: Mapping[str, object] | None = None,
 ) -> None:
     """Return if the named tensors have equal names, shapes and dtypes, in equal order, on all ranks. Collective.
 
@@ -26,18 +31,19 @@ def require_same_tensors(
         caller: what the error says it comes from.
         tensors: name and tensor; only the looks of the tensors are compared, not their values.
         devices: whether each must be on the CPU or on a GPU on all ranks alike.
+        options: what else must be equal, by name; compared as it is printed.
 
     Raises:
-        MismatchError: they differ. Raised on all ranks, with the first difference.
+        MismatchError: something differs. Raised on all ranks, with the first difference.
     """
-    mine = [
-        f"{name}, shape {tuple(tensor.shape)}, {str(tensor.dtype)[6:]}{f', on {tensor.device.type}' if devices else ''}"
-        for name, tensor in tensors
-    ]
+    mine = [f"{name}={value}" for name, value in (options or {}).items()]
+    for index, (name, tensor) in enumerate(tensors):
+        device = f", on {tensor.device.type}" if devices else ""
+        mine.append(f"tensor {index} is {name}, shape {tuple(tensor.shape)}, {str(tensor.dtype)[6:]}{device}")
     digest = np.frombuffer(hashlib.sha256("\n".join(mine).encode()).digest(), np.uint8)
     digests = communicator.allgather(digest[None])
     if (digests == digests[0]).all():
         return
-    everyone = list(zip_longest(*gather(communicator, mine), fillvalue="missing"))
-    index = next(index for index, looks in enumerate(everyone) if len(set(looks)) > 1)
-    raise MismatchError({rank: f"{caller}: tensor {index} is {look}" for rank, look in enumerate(everyone[index])})
+    everyone = list(zip_longest(*gather(communicator, mine), fillvalue="a tensor is missing"))
+    different = next(lines for lines in everyone if len(set(lines)) > 1)
+    raise MismatchError({rank: f"{caller}: {line}" for rank, line in enumerate(different)})

@@ -22,6 +22,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import is_dataclass
 from time import perf_counter
 from typing import Any, cast
 
@@ -122,6 +123,20 @@ class GradientBuckets:
         self._device: torch.device | None = None  # of the buckets on a GPU
         self._stream: Any = None  # on it, that of who called `follow_this_stream`
         weakref.finalize(self, _retire, self._buckets, self._early).atexit = False
+
+    def options(self, parameters: Sequence[torch.Tensor]) -> dict[str, object]:
+        """Return what must be equal on all ranks, by the names that users know, to be compared as it is printed.
+
+        Args:
+            parameters: all of the optimizer's, in registration order.
+        """
+        return {
+            "bucket_nbytes": self._bucket_nbytes,
+            "compression": _looks(self._compression),
+            "gradient_predivide_factor": self._predivide_factor,
+            "groups": [self._groups.get(id(parameter)) for parameter in parameters] if self._groups else None,
+            "overlap": self._early is not None,
+        }
 
     def reduce(
         self, parameters: Sequence[torch.Tensor], active: int | None = None, *, contributing: bool = True
@@ -476,6 +491,13 @@ def _reduces(compression: type[Compressor] | BucketCompression, dtype: torch.dty
 def _is_wire(compression: type[Compressor] | BucketCompression) -> bool:
     """Whether a compression leaves it to the communicator, which takes buckets from any device."""
     return isinstance(compression, type) and issubclass(compression, WireCompressor)
+
+
+def _looks(compression: type[Compressor] | BucketCompression) -> str:
+    """Return what tells a compression from others, on all ranks alike: not where in memory it is."""
+    if isinstance(compression, type):
+        return compression.__qualname__
+    return repr(compression) if is_dataclass(type(compression)) else type(compression).__qualname__
 
 
 def _shape_in_memory(tensor: torch.Tensor) -> torch.Size:

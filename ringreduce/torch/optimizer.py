@@ -72,15 +72,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ranks, in equal order.
         named_parameters: ``model.named_parameters()``: what errors call the parameters. If given, it must name them
             all.
-        compression: what travels in place of gradients, applied to buckets of them; see `Compression`. What it keeps
-            from step to step is saved in `state_dict`, for this rank.
+        compression: what travels in place of gradients, applied to buckets of them; see `Compression`. Must agree on
+            all ranks. What it keeps from step to step is saved in `state_dict`, for this rank.
         backward_passes_per_step: how many backward passes come before each step. Right whatever it says, because
             gradients are reduced in `step`; taken for Horovod's sake.
         op: `Average`, `Sum` or `Adasum`; must agree on all ranks.
         gradient_predivide_factor: of an average, what gradients are divided by before they are summed; the result is
-            divided by the rest. For 16-bit gradients that would overflow.
+            divided by the rest. For 16-bit gradients that would overflow. Must agree on all ranks.
         num_groups: how many groups of equal length to make of the parameters; older name of ``groups``.
-        groups: lists of parameters, or the number of lists to make: what is in one list travels together.
+        groups: lists of parameters, or the number of lists to make: what is in one list travels together. Must agree
+            on all ranks.
         sparse_as_dense: make sparse gradients dense before they are reduced. If not, what the ranks have is gathered.
         process_set: the ranks that train together.
         bucket_nbytes: gradients travel together in buckets; a bucket that holds so many bytes is closed. Must agree on
@@ -92,7 +93,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Raises:
         ConfigError: an argument is wrong; names are missing or used twice.
-        MismatchError: the ranks have different parameters.
+        MismatchError: the ranks have different parameters, or different values of what must agree.
         UnsupportedBufferError: parameters are on a GPU that this process cannot use, or on several.
     """
 
@@ -307,7 +308,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             MismatchError: the ranks have different parameters now.
         """
         self._optimizer.add_param_group(param_group)
-        self._require_same_parameters()
+        self._require_agreement()
 
     @property
     def compression_error(self) -> float:
@@ -426,7 +427,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         overlap = bool(on_gpu) or not communicator.topology.single_node if self._overlap is None else self._overlap
         early = overlap and self._engine.threaded and not self._adasum
         self._buckets = self._new_buckets(communicator, name_of=_weakly(self._name_of), early=early)
-        self._require_same_parameters()
+        self._require_agreement()
         # Not a method of this: a rank that has joined may have let go of its optimizer, and has to take part still.
         reduce = partial(_reduce, self._buckets, self._optimizer)
         self._name = self._engine.register("DistributedOptimizer", reduce)
@@ -435,9 +436,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._retire = weakref.finalize(self, _retire, self._buckets, self._engine, self._name)
         self._retire.atexit = False
 
-    def _require_same_parameters(self) -> None:
-        named = self._named_parameters()
-        require_same_tensors(self._communicator, "DistributedOptimizer", named, devices=True)
+    def _require_agreement(self) -> None:
+        op = Adasum if self._adasum else self._op.value
+        options = {"op": op} | self._buckets.options(self._parameters())
+        require_same_tensors(
+            self._communicator, "DistributedOptimizer", self._named_parameters(), devices=True, options=options
+        )
 
     def _named_parameters(self) -> list[tuple[str, torch.Tensor]]:
         return [

@@ -684,6 +684,30 @@ def test_ranks_with_different_parameters_are_told_at_once() -> None:
         hvd.DistributedOptimizer(sgd(mlp().parameters() if rr.rank() else mlp()[:3].parameters()))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (lambda rank, _: {"op": hvd.Sum if rank else hvd.Average}, "op=average"),
+        (lambda rank, _: {"bucket_nbytes": 1024 + rank}, "bucket_nbytes=1024"),
+        (lambda rank, _: {"overlap": rank == 0}, "overlap=True"),
+        (lambda rank, _: {"gradient_predivide_factor": 2.0 + rank}, "gradient_predivide_factor=2.0"),
+        (lambda rank, _: {"compression": hvd.Compression.powersgd(rank=1 + rank)}, r"compression=PowerSGD\(rank=1"),
+        (lambda rank, _: {"compression": hvd.Compression.fp16 if rank else hvd.Compression.none}, "=NoneCompressor"),
+        (lambda rank, model: {"groups": [[list(model.parameters())[rank % 2]]]}, "groups=.0, None, None, None"),
+    ],
+)
+def test_ranks_with_different_options_are_told_at_once(options: Any, message: str) -> None:
+    """Construction compares what must agree, and says which rank has what."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+    different = options(rr.rank(), model)
+    if rr.size() == 1:
+        distributed(sgd, model, **different)
+        return
+    with pytest.raises(rr.MismatchError, match=f"DistributedOptimizer: .*{message}") as caught:
+        distributed(sgd, model, **different)
+    assert sorted(caught.value.values) == everyone()
+
+
 def test_gradients_of_several_tasks_can_be_kept() -> None:
     """A rank that keeps the gradients of each task trains like any other, and finds them as they were."""
     alone, together = pair()
