@@ -242,7 +242,7 @@ def _has_ulfm() -> bool:
 
     try:
         MPI.COMM_SELF.Is_revoked()
-    except (AttributeError, NotImplementedError, MPI.Exception):
+    except (AttributeError, NotImplementedError, MPI.Exception):  # what mpi4py raises for what it was built without
         return False
     return True
 

@@ -258,7 +258,7 @@ class GlooOnDevice:
         try:
             call()
             self._place.watch.ready()
-        except (RuntimeError, ValueError, NotImplementedError):  # on all ranks, before anything is sent
+        except (RuntimeError, ValueError, NotImplementedError):  # torch's, on all ranks, before anything is sent
             return None
 
         def run() -> Any:

@@ -248,7 +248,7 @@ def offers_allreduce(comm: MPI.Intracomm) -> bool:
     data = np.zeros(1, np.float32)
     try:
         comm.Allreduce_init(MPI.IN_PLACE, [data, MPI.FLOAT], MPI.SUM).Free()
-    except (NotImplementedError, MPI.Exception):
+    except (NotImplementedError, MPI.Exception):  # mpi4py raises the first where the library has no such function
         return False
     return True
 

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+# Some installations keep mpirun off the path (behind modules); these tests are about jobs that it starts.
 pytestmark = pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not on the path")
 
 

@@ -16,6 +16,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
+# Some installations keep mpirun off the path (behind modules); these tests are about jobs that it starts.
 pytestmark = pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not on the path")
 
 
