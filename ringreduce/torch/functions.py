@@ -12,7 +12,7 @@ from ringreduce.process_sets import ProcessSet
 from ringreduce.runtime import global_process_set
 from ringreduce.torch.agreement import require_same_tensors
 from ringreduce.torch.objects import broadcast_object, carry_out
-from ringreduce.torch.ops import changed
+from ringreduce.torch.prepared import changed
 from ringreduce.torch.streams import gpu_of, require_usable
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters"]

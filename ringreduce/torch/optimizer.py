@@ -26,7 +26,7 @@ from ringreduce.runtime import global_process_set
 from ringreduce.torch.agreement import require_same_tensors
 from ringreduce.torch.buckets import GradientBuckets
 from ringreduce.torch.compression import BucketCompression, Compression, Compressor
-from ringreduce.torch.ops import Adasum
+from ringreduce.torch.prepared import Adasum
 from ringreduce.torch.streams import gpu_of, on_host
 
 __all__ = ["DistributedOptimizer"]
