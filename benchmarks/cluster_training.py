@@ -106,7 +106,8 @@ def compression(name: str) -> Any:
     kind, _, without = name.partition("-")
     made: Any = getattr(hvd.Compression, kind)
     if kind in ("powersgd", "topk"):
-        return made(error_feedback=False) if without else made()
+        settings = {"rank": 4} if kind == "powersgd" else {}
+        return made(**settings, error_feedback=not without)
     return type(f"{kind}_without", (made,), {"error_feedback": False}) if without else made
 
 

@@ -45,7 +45,7 @@ from ringreduce.torch.compression import (
     WireCompressor,
 )
 from ringreduce.torch.early import EarlyReduction, settled
-from ringreduce.torch.streams import current_stream, gpu_of, on_host, working_on
+from ringreduce.torch.streams import current_stream, on_host, working_on
 
 __all__ = ["GradientBuckets"]
 
@@ -120,8 +120,7 @@ class GradientBuckets:
         self._buckets: list[Bucket] = []
         self._placed: set[int] = set()
         self._found = np.empty(0, np.uint8)
-        self._device: torch.device | None = None  # of the buckets on a GPU
-        self._stream: Any = None  # on it, that of who called `follow_this_stream`
+        self._stream: Any = None  # on a GPU, that of who called `follow_this_stream`
         weakref.finalize(self, _retire, self._buckets, self._early).atexit = False
 
     def options(self, parameters: Sequence[torch.Tensor]) -> dict[str, object]:
@@ -161,9 +160,8 @@ class GradientBuckets:
         """Let `reduce` be ordered, from now on, as if it was done on the caller's current stream.
 
         Args:
-            device: the GPU; None: that of the buckets, if one is on a GPU.
+            device: the GPU on which parameters are; None: there is none.
         """
-        device = self._device if device is None else device
         self._stream = None if device is None else current_stream(device)
 
     def _reduce(self, parameters: Sequence[torch.Tensor], active: int | None, contributing: bool) -> None:
@@ -246,18 +244,25 @@ class GradientBuckets:
                 for number, bucket in enumerate(self._buckets)
                 if bucket.reducer is not None
             }
-        return {number: state for number, state in (kept or self._saved).items() if state}
+        return {number: state for number, state in (self._saved | kept).items() if state}
 
     def load_state_dict(self, state: Mapping[int, dict[str, torch.Tensor]]) -> None:
-        """Go on from what `state_dict` has returned, with buckets that are there and those that will be made."""
+        """Go on from what `state_dict` has returned, with buckets that are there and those that will be made.
+
+        A bucket of which it holds nothing begins anew.
+
+        Raises:
+            ConfigError: it is of other buckets.
+        """
         self._saved = dict(state)
         with self._reducing:
             for number, bucket in enumerate(self._buckets):
-                if bucket.reducer is not None:
-                    self._restore(number, bucket.reducer)
-                    if (early := self._early_of(bucket)) is not None:  # what was reduced with the old state is not used
-                        early.spoil()
-                        early.reducer_state = bucket.reducer.state_dict()
+                if bucket.reducer is None:
+                    continue
+                bucket.reducer = self._new_reducer(number, bucket)
+                if (early := self._early_of(bucket)) is not None:  # what was reduced with the old state is not used
+                    early.spoil()
+                    early.reducer_state = bucket.reducer.state_dict()
 
     def retire(self) -> list[Operation]:
         """Let go of the parameters: nothing is started any more. Takes no lock, for finalizers.
@@ -281,10 +286,14 @@ class GradientBuckets:
         early = self._early_of(bucket)
         return early.reducer_state if early is not None and early.active is not None else reducer.state_dict()
 
-    def _restore(self, number: int, reducer: Reducer) -> None:
-        state = self._saved.pop(number, None)
-        if state is not None:
-            reducer.load_state_dict(state)
+    def _new_reducer(self, number: int, bucket: Bucket) -> Reducer:
+        """Return what reduces a bucket from now on, with what was saved of it."""
+        shapes = [_shape_in_memory(slot.place) for slot in bucket.slots]
+        reducer = cast(BucketCompression, self._compression).reducer(shapes, bucket.places)
+        if number in self._saved:
+            reducer.load_state_dict(self._saved[number])
+            del self._saved[number]
+        return reducer
 
     def allreduce(self, array: Any, op: ReduceOp) -> None:
         """Reduce any array in place, on the clock of ``communication_s``. Collective."""
@@ -461,11 +470,8 @@ class GradientBuckets:
         for members in plan(items, self._bucket_nbytes):
             bucket = Bucket([unique[index] for index in members], self._communicator)
             if _reduces(self._compression, bucket.flat.dtype):
-                shapes = [_shape_in_memory(slot.place) for slot in bucket.slots]
-                bucket.reducer = cast(BucketCompression, self._compression).reducer(shapes, bucket.places)
-                self._restore(len(self._buckets), bucket.reducer)
+                bucket.reducer = self._new_reducer(len(self._buckets), bucket)
             self._buckets.append(bucket)
-            self._device = gpu_of([bucket.flat]) or self._device
             self._placed.update(id(slot.parameter) for slot in bucket.slots)
             if self._early is not None:
                 self._early[bucket] = EarlyReduction(bucket, self._communicator)

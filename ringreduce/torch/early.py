@@ -32,9 +32,13 @@ from torch.utils.hooks import RemovableHandle
 from ringreduce.communicator import Communicator
 from ringreduce.engine import Operation
 from ringreduce.torch.bucket import Bucket
-from ringreduce.torch.streams import Lane, gpu_of
+from ringreduce.torch.streams import Handover, gpu_of
 
 __all__ = ["EarlyReduction", "settled"]
+
+# Of checksums on a GPU: the words that are summed at once, so that their products take little memory, and the base.
+_PIECE = 1 << 22
+_BASE = 0x2545F4914F6CDD1D
 
 
 class EarlyReduction:
@@ -58,9 +62,9 @@ class EarlyReduction:
         "_counts",
         "_expected",
         "_faithful",
+        "_handover",
         "_hooks",
         "_incomplete",
-        "_lane",
         "_sent_checksum",
         "active",
         "copy",
@@ -81,7 +85,7 @@ class EarlyReduction:
         self._faithful = False  # whether the copy was made of what this rank has
         self._sent_checksum: int | torch.Tensor = 0
         device = gpu_of([bucket.flat])
-        self._lane = None if device is None else Lane(device)
+        self._handover = None if device is None else Handover(device)
         self._counts = [0] * len(bucket.slots)
         self._expected = [0] * len(bucket.slots)
         self._incomplete = 0
@@ -99,8 +103,8 @@ class EarlyReduction:
         self._hooks.clear()
 
     def _count(self, index: int, start: weakref.WeakMethod[Callable[[EarlyReduction], object]]) -> None:
-        if self._lane is not None:
-            self._lane.note()
+        if self._handover is not None:
+            self._handover.note()
         self._counts[index] += 1
         if self._counts[index] == self._expected[index]:
             self._incomplete -= 1
@@ -124,19 +128,19 @@ class EarlyReduction:
     def fill(self) -> None:
         """Copy the gradients as they are now, zeros where there is none."""
         self.started = True
-        if self._lane is None:
+        if self._handover is None:
             self._copy()
             return
-        with self._lane.filling():
+        with self._handover.filling():
             self._copy()
 
     def reducing(self, communicator: Communicator) -> AbstractContextManager[None]:
         """Return the context in which the copy is reduced."""
-        return nullcontext() if self._lane is None else self._lane.working(communicator)
+        return nullcontext() if self._handover is None else self._handover.working(communicator)
 
     def sign(self) -> None:
         """Take note of what this rank sends; within `reducing`, on a GPU with nobody waiting."""
-        if self._faithful and self._lane is None:
+        if self._faithful and self._handover is None:
             self._sent_checksum = _checksum(self.copy.flat)
         elif self._faithful:
             sent = _checksum_on_device(self.copy.flat)
@@ -146,8 +150,8 @@ class EarlyReduction:
 
     def come_back(self) -> None:
         """Let the current stream wait until the copy is reduced, if it is on a GPU."""
-        if self._lane is not None:
-            self._lane.come_back()
+        if self._handover is not None:
+            self._handover.come_back()
 
     def _copy(self) -> None:
         slots, copies = self._bucket.slots, self.copy.slots
@@ -218,14 +222,15 @@ def _checksum_on_device(flat: torch.Tensor) -> torch.Tensor:
     """Return what shows any change, as a tensor where the bucket lies; nobody waits for it.
 
     A sum, modulo 2**64, of 32-bit words times odd weights of 63 bits: moving a value, or exchanging or negating two,
-    changes it as well as changing one.
+    changes it as well as changing one. The sums of pieces are the digits of a number to an odd base.
     """
-    words = flat.view(torch.int32)
-    return (words * _weights(flat.device, words.numel())).sum().reshape(1)
+    total = torch.zeros(1, dtype=torch.int64, device=flat.device)
+    for words in torch.split(flat.view(torch.int32), _PIECE):
+        total.mul_(_BASE).add_((words * _weights(flat.device, _PIECE)[: words.numel()]).sum())
+    return total
 
 
 @lru_cache(maxsize=8)
 def _weights(device: torch.device, count: int) -> torch.Tensor:
-    generator = torch.Generator(device).manual_seed(count)
-    weights = torch.randint(0, 1 << 62, (count,), generator=generator, device=device)
+    weights = torch.randint(0, 1 << 62, (count,), generator=torch.Generator(device).manual_seed(0), device=device)
     return weights.mul_(2).add_(1)

@@ -30,7 +30,7 @@ import torch
 from ringreduce.communicator import Communicator
 from ringreduce.errors import ConfigError
 from ringreduce.reduce_ops import AVERAGE, SUM, ReduceOp
-from ringreduce.torch.topk import ErrorFeedback
+from ringreduce.torch.feedback import ErrorFeedback
 
 __all__ = ["PowerSGD", "PowerSGDReducer"]
 

@@ -245,8 +245,8 @@ def grouped_allreduce(
 
     The other arguments are those of `allreduce`.
     """
-    sent, contexts = zip(*map(compression.compress, tensors), strict=True) if tensors else ((), ())
     how = _op(op, average), prescale_factor, postscale_factor, _wire(compression)
+    sent, contexts = zip(*map(compression.compress, tensors), strict=True) if tensors else ((), ())
     reduced = differentiable.allreduce(sent, name, *how, process_set)
     return [compression.decompress(each, context) for each, context in zip(reduced, contexts, strict=True)]
 
@@ -469,7 +469,7 @@ def reducescatter(
     Args:
         tensor: at least one dimension, cut along the first as `torch.tensor_split` does; shape and dtype must agree.
 
-    The other arguments are those of `allreduce`; there is no `Adasum` here.
+    The other arguments are those of `allreduce`; there is no `Adasum` here, and no fp8, int8 or int4.
     """
     (part,) = grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)
     return part
@@ -498,6 +498,8 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """Reduce and scatter several tensors as one operation; see `reducescatter`. Collective."""
+    if (wire := _wire(compression)) is not None:
+        raise ConfigError(f"reducescatter does not travel in {wire}; use Compression.none, fp16 or bf16")
     sent, contexts = zip(*map(compression.compress, tensors), strict=True) if tensors else ((), ())
     how = op, prescale_factor, postscale_factor
     parts = differentiable.reducescatter(sent, name, *how, process_set)
@@ -541,7 +543,15 @@ def _op(op: Op | None, average: bool | None) -> Op:
 
 
 def _wire(compression: type[Compressor]) -> str | None:
-    """Return the wire format of a compression that leaves tensors as they are."""
+    """Return the wire format of a compression that leaves tensors as they are.
+
+    Raises:
+        ConfigError: it is no compression, or one of buckets.
+    """
+    if not hasattr(compression, "compress"):
+        raise ConfigError(
+            f"compression={compression!r} is not for single tensors; give one of hvd.Compression but powersgd and topk"
+        )
     return None if compression.compress is not WireCompressor.compress else getattr(compression, "wire", None)
 
 

@@ -215,7 +215,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     parameter.grad = parameter.grad.to_dense()
         if self._communicator.size > 1 and not self._adasum:
             self._buckets.start_rest()
-            self._buckets.follow_this_stream(gpu_of(self._parameters()[:1]))
+            self._buckets.follow_this_stream(gpu_of(self._parameters()))
             self._run(Procedure(self._name, f"step of {self!r}"))
         self._synchronized = True
 
@@ -248,7 +248,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Go on in the world there is now, if ``shutdown()`` and ``init()`` came since the last time. Collective.
 
         `step` and `synchronize` do so by themselves. It is to be called where a rank may `join` before it steps again.
-        Does nothing while the process set is not registered.
+        What compression has kept is lost: it was of other buckets, and perhaps of other ranks. Does nothing while the
+        process set is not registered.
 
         Raises:
             MismatchError: the ranks have different parameters.
@@ -331,11 +332,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict`, here or of an optimizer like the wrapped one, has returned.
 
-        What compression has kept on another rank, or among another number of ranks, is left out.
+        What compression has kept on another rank, or among another number of ranks, is left out: what it keeps now
+        stays.
         """
         kept = state_dict.get(_COMPRESSION)
         self._optimizer.load_state_dict({name: value for name, value in state_dict.items() if name != _COMPRESSION})
-        if kept is not None and (kept["rank"], kept["size"]) == (self._communicator.rank, self._communicator.size):
+        if kept is None:
+            self._buckets.load_state_dict({})
+        elif (kept["rank"], kept["size"]) == (self._communicator.rank, self._communicator.size):
             self._buckets.load_state_dict(kept["buckets"])
 
     def __getattr__(self, name: str) -> Any:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from ringreduce.adasum import adasum
-from ringreduce.buffers import Operand
 from ringreduce.communicator import Communicator
 from ringreduce.engine import Call, Engine, Operation, Reduction
 from ringreduce.errors import ConfigError, UnsupportedBufferError
@@ -333,16 +332,11 @@ def _check(process_set: ProcessSet, sources: Tensors, targets: Tensors = ()) -> 
     """Refuse on this rank, at the call, what could not be carried out later."""
     if not sources:
         raise ConfigError("a group must have at least one tensor")
+    communicator = process_set.engine.communicator
     for source in sources:
-        if source.is_cuda:
-            require_usable(process_set.engine.communicator, source)
-        else:
-            Operand.of(source)
+        require_usable(communicator, source)
     for target in targets:
-        if target.is_cuda:
-            require_usable(process_set.engine.communicator, target, writable=True)
-        else:
-            Operand.of(target).require_writable()
+        require_usable(communicator, target, writable=True)
 
 
 def require_rows(tensors: Tensors, what: str) -> None:

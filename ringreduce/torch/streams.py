@@ -25,7 +25,7 @@ from ringreduce.communicator import Communicator
 
 __all__ = [
     "Crossing",
-    "Lane",
+    "Handover",
     "current_stream",
     "gpu_of",
     "on_host",
@@ -137,7 +137,7 @@ class Crossing:
         _keep_for(stream, _tensors_in(result))
 
 
-class Lane:
+class Handover:
     """The order around a buffer that the program fills, again and again, and that is worked on beside the program.
 
     Args:
@@ -170,9 +170,11 @@ class Lane:
         """Work on the buffer on the communicator's own stream, once it is filled."""
         stream = own_stream(communicator, self._device)
         stream.wait_event(self._filled)
-        with cuda.stream(stream):
-            yield
-        self._worked_on.record(stream)
+        try:
+            with cuda.stream(stream):
+                yield
+        finally:
+            self._worked_on.record(stream)
 
     def come_back(self) -> None:
         """Let what is enqueued on the current stream from now on come after that work."""

@@ -22,11 +22,11 @@ class SyncBatchNorm(_BatchNorm):
 
     While training, every forward pass and every backward pass is a collective: all ranks of the set call them, in the
     same order; a batch requires gradients on all of them or on none. There are no second derivatives. The batches may
-    have different numbers of rows, and none at all; each element counts the same. Moments
-    are taken in float32 (in float64 for float64 inputs) and put together as in T. F. Chan, G. H. Golub, R. J. LeVeque,
-    "Algorithms for computing the sample variance", The American Statistician 37 (1983), which keeps the digits that
-    ``E[x^2] - E[x]^2`` loses. In evaluation, with running statistics, nothing is communicated. A process that has
-    nobody to talk to does what `torch.nn.BatchNorm1d` to 3d do.
+    have different numbers of rows, and none at all; each element counts the same. Moments are taken in float32 (in
+    float64 for float64 inputs) and put together as in T. F. Chan, G. H. Golub, R. J. LeVeque, "Algorithms for computing
+    the sample variance", The American Statistician 37 (1983), which keeps the digits that ``E[x^2] - E[x]^2`` loses. In
+    evaluation, with running statistics, nothing is communicated. A process that has nobody to talk to does what
+    `torch.nn.BatchNorm1d` to 3d do.
 
     Parameters, buffers and state dict are those of `torch.nn.BatchNorm1d` to 3d. Gradients of weight and bias are this
     rank's own, to be averaged like all others by `DistributedOptimizer`. A deep copy belongs to the same process set;

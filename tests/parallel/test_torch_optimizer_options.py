@@ -124,6 +124,19 @@ class Doubling(hvd.compression.Compressor):
         return tensor / 2.0
 
 
+def test_compressions_that_single_tensors_cannot_have_are_refused() -> None:
+    """At the call, and nothing is sent."""
+    tensor = torch.ones(3)
+    for compression in (hvd.Compression.powersgd, hvd.Compression.topk(fraction=0.5), "fp16"):
+        with pytest.raises(rr.ConfigError, match="not for single tensors"):
+            hvd.allreduce(tensor, compression=compression)
+        with pytest.raises(rr.ConfigError, match="not for single tensors"):
+            hvd.reducescatter(tensor, compression=compression)
+    with pytest.raises(rr.ConfigError, match="does not travel in int8"):
+        hvd.reducescatter(tensor, compression=hvd.Compression.int8)
+    assert hvd.allreduce(tensor).equal(tensor)
+
+
 def test_a_compression_of_ones_own() -> None:
     """Any class with the two methods will do."""
     alone = mlp()

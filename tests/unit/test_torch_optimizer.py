@@ -216,3 +216,44 @@ def test_it_needs_a_world(model: Any) -> None:
     hvd.shutdown()
     with pytest.raises(rr.ConfigError, match="init"):
         hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("compression", [hvd.Compression.int8, hvd.Compression.powersgd, hvd.Compression.topk])
+def test_the_state_of_compression_is_all_that_was_loaded(compression: Any) -> None:
+    """What belongs to buckets that are not there yet stays; where nothing was saved, all begins anew."""
+
+    def train(process_set: rr.ProcessSet) -> None:
+        generator = torch.Generator().manual_seed(process_set.rank())
+
+        def build() -> tuple[Any, Any, Any]:
+            first, second = (torch.nn.Parameter(torch.zeros(300, 2)) for _ in range(2))
+            inner = torch.optim.SGD([first, second], lr=1.0)
+            how = {"compression": compression, "process_set": process_set, "skip_unused": True, "overlap": False}
+            return first, second, hvd.DistributedOptimizer(inner, **how)
+
+        def step(parameter: Any, optimizer: Any) -> None:
+            optimizer.zero_grad()
+            parameter.grad = torch.randn(300, 2, generator=generator)
+            optimizer.step()
+
+        first, second, optimizer = build()
+        fresh = copy.deepcopy(optimizer.state_dict())
+        step(first, optimizer)
+        begun = copy.deepcopy(optimizer.state_dict())["compression"]["buckets"]
+        step(second, optimizer)
+        saved = copy.deepcopy(optimizer.state_dict())
+        assert sorted(begun) == [0]
+        assert sorted(saved["compression"]["buckets"]) == [0, 1]
+
+        again, _, other = build()
+        other.load_state_dict(saved)
+        assert sorted(other.state_dict()["compression"]["buckets"]) == [0, 1]
+        step(again, other)
+        assert sorted(other.state_dict()["compression"]["buckets"]) == [0, 1]
+
+        optimizer.load_state_dict(fresh)
+        kept = optimizer.state_dict().get("compression", {"buckets": {}})["buckets"]
+        for state in kept.values():
+            assert not any(tensor.any() for name, tensor in state.items() if name != "factors")
+
+    run_process_sets(2, train, node_size=1)

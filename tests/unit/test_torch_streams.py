@@ -88,48 +88,74 @@ def test_each_communicator_has_its_own_stream(cuda: TorchStreams) -> None:
     assert streams_of(first, device) is not streams_of(second, device)
 
 
-def test_a_lane_orders_filling_working_and_coming_back(cuda: TorchStreams) -> None:
+def test_a_handover_orders_filling_working_and_coming_back(cuda: TorchStreams) -> None:
     """A buffer is filled after all streams that contribute, worked on when filled, filled again when worked on."""
     world: Any = World()
-    lane = streams.Lane(torch.device("cuda", 0))
+    handover = streams.Handover(torch.device("cuda", 0))
     other = cuda.Stream()
     other.enqueue("gradient of another stream")
     with cuda.stream(other):
-        lane.note()
-    lane.note()
-    with lane.filling():
+        handover.note()
+    handover.note()
+    with handover.filling():
         assert "gradient of another stream" in cuda.main.enqueue("first filling")
-    with lane.working(world):
+    with handover.working(world):
         assert "first filling" in cuda.current_stream().enqueue("first work")
     assert "first work" not in cuda.main.before
-    with lane.filling():
+    with handover.filling():
         assert "first work" in cuda.main.enqueue("second filling")
-    with lane.working(world):
+    with handover.working(world):
         cuda.current_stream().enqueue("second work")
-    lane.come_back()
+    handover.come_back()
     assert "second work" in cuda.main.before
 
 
 def test_a_rank_that_has_filled_nothing_can_work(cuda: TorchStreams) -> None:
     """As one that has joined: it waits for nothing."""
     world: Any = World()
-    lane = streams.Lane(torch.device("cuda", 0))
-    with lane.working(world):
+    handover = streams.Handover(torch.device("cuda", 0))
+    with handover.working(world):
         assert cuda.current_stream().enqueue("work") == frozenset()
 
 
-@pytest.mark.parametrize("checksum", [early._checksum, early._checksum_on_device])
+def test_work_that_fails_is_over_as_well(cuda: TorchStreams) -> None:
+    """The next filling comes after what it has enqueued."""
+    world: Any = World()
+    handover = streams.Handover(torch.device("cuda", 0))
+    with handover.filling():
+        pass
+
+    def fail() -> None:
+        with handover.working(world):
+            cuda.current_stream().enqueue("half of the work")
+            raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fail()
+    with handover.filling():
+        assert "half of the work" in cuda.main.enqueue("second filling")
+
+
+def _checksum_of_pieces(flat: Any) -> Any:
+    """As if the bucket had many pieces, the last one short."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(early, "_PIECE", 7)
+        return early._checksum_on_device(flat)
+
+
+@pytest.mark.parametrize("checksum", [early._checksum, early._checksum_on_device, _checksum_of_pieces])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
 def test_checksums_show_any_change(dtype: Any, checksum: Any) -> None:
     """Of one bit, of all signs, of places, to NaN and among NaNs; they are equal if nothing changed."""
     flat = torch.arange(64).to(dtype) - 11
     flat[20] = -flat[21]
-    changes = [-flat, flat.flip(0), flat.roll(1), *(flat.clone() for _ in range(4))]
-    changes[3].view(torch.uint8)[37] ^= 1
-    changes[4][[5, 9]] = flat[[9, 5]]
-    changes[5][[20, 21]] = flat[[21, 20]]
-    changes[6][5] = float("nan")
-    spoiled = changes[6].clone()
+    two_pieces = 56 // flat.element_size()
+    changes = [-flat, flat.flip(0), flat.roll(1), flat.roll(two_pieces), *(flat.clone() for _ in range(4))]
+    changes[4].view(torch.uint8)[37] ^= 1
+    changes[5][[5, 9]] = flat[[9, 5]]
+    changes[6][[20, 21]] = flat[[21, 20]]
+    changes[7][5] = float("nan")
+    spoiled = changes[7].clone()
     spoiled[6] = 99
     found = [int(checksum(each)) for each in (flat, *changes, spoiled)]
     assert len(set(found)) == len(found)
