@@ -12,6 +12,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ringreduce.communicator import Communicator
+from ringreduce.errors import TransportError
 from ringreduce.torch.compression import Reducer
 
 __all__ = ["ALIGNMENT_NBYTES", "LARGE_NBYTES", "Bucket", "Slot", "padded_nbytes"]
@@ -204,4 +205,7 @@ def _as_tensor(memory: Any, parameter: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(memory)
     if not memory.size:
         return torch.empty(0, dtype=torch.uint8, device=parameter.device)
-    return torch.as_tensor(memory, device=parameter.device)
+    made = torch.as_tensor(memory, device=parameter.device)
+    if made.data_ptr() != memory.__cuda_array_interface__["data"][0]:
+        raise TransportError("torch has copied communication memory in place of using it; gradients would stay behind")
+    return made

@@ -140,13 +140,16 @@ class EarlyReduction:
 
     def sign(self) -> None:
         """Take note of what this rank sends; within `reducing`, on a GPU with nobody waiting."""
-        if self._faithful and self._handover is None:
+        if not self._faithful:
+            return
+        if self._handover is None:
             self._sent_checksum = _checksum(self.copy.flat)
-        elif self._faithful:
+        else:
             sent = _checksum_on_device(self.copy.flat)
             if not isinstance(self._sent_checksum, torch.Tensor):
                 self._sent_checksum = torch.empty_like(sent)
             self._sent_checksum.copy_(sent)  # memory that no other stream will be given
+            self._handover.reach()
 
     def come_back(self) -> None:
         """Let the current stream wait until the copy is reduced, if it is on a GPU."""
@@ -192,6 +195,8 @@ class EarlyReduction:
         if missing:
             torch._foreach_zero_(missing)
         if isinstance(self._sent_checksum, torch.Tensor):
+            assert self._handover is not None
+            self._handover.follow()  # it was computed on the ranks' own stream
             return (_checksum_on_device(bucket.flat) != self._sent_checksum).any()
         return _checksum(bucket.flat) != self._sent_checksum
 
@@ -232,5 +237,6 @@ def _checksum_on_device(flat: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=8)
 def _weights(device: torch.device, count: int) -> torch.Tensor:
-    weights = torch.randint(0, 1 << 62, (count,), generator=torch.Generator(device).manual_seed(0), device=device)
-    return weights.mul_(2).add_(1)
+    weights = torch.randint(0, 1 << 62, (count,), generator=torch.Generator().manual_seed(0))
+    # The host waits for this copy, so that any stream may read it from now on.
+    return weights.mul_(2).add_(1).to(device)

@@ -562,7 +562,7 @@ def _splits(tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None, p
         if rows % size:
             raise ConfigError(f"{rows} rows do not divide among {size} ranks; give splits")
         return [rows // size] * size
-    listed = [int(each) for each in splits]
+    listed = [int(each) for each in (splits.tolist() if isinstance(splits, torch.Tensor) else splits)]
     if len(listed) != size or min(listed) < 0 or sum(listed) != rows:
         raise ConfigError(f"splits must be {size} numbers >= 0 that add up to the {rows} rows, got {listed}")
     return listed

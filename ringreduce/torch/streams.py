@@ -147,7 +147,7 @@ class Handover:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._contributors: set[Any] = set()
-        self._filled, self._worked_on, self._joined = _event(), _event(), _event()
+        self._filled, self._reached, self._worked_on, self._joined = _event(), _event(), _event(), _event()
 
     def note(self) -> None:
         """Let the next filling come after what the current stream holds then; autograd may use several."""
@@ -175,6 +175,14 @@ class Handover:
                 yield
         finally:
             self._worked_on.record(stream)
+
+    def reach(self) -> None:
+        """Take note of how far the work is, on the current stream."""
+        self._reached.record(cuda.current_stream(self._device))
+
+    def follow(self) -> None:
+        """Let what is enqueued on the current stream from now on come after what `reach` took note of."""
+        cuda.current_stream(self._device).wait_event(self._reached)
 
     def come_back(self) -> None:
         """Let what is enqueued on the current stream from now on come after that work."""
@@ -212,8 +220,14 @@ def _event() -> Any:
 def _keep_for(stream: Any, tensors: Iterable[torch.Tensor]) -> None:
     """Let memory that is freed while a stream still works on it not be used for anything else before."""
     for tensor in tensors:
-        if tensor.is_cuda:
+        if not tensor.is_cuda:
+            continue
+        try:
             tensor.record_stream(stream)
+        except RuntimeError:
+            # Places in buckets are no memory of torch's, and stay as long as the bucket. One of its allocators minds.
+            if torch.cuda.memory.get_allocator_backend() != "cudaMallocAsync":
+                raise
 
 
 def _tensors_in(result: object) -> Iterator[torch.Tensor]:

@@ -178,7 +178,8 @@ def _moments(batch: torch.Tensor, ranks: ProcessSet) -> tuple[torch.Tensor, torc
     else:
         mean = exact.new_zeros(batch.shape[1])
         variance = torch.zeros_like(mean)
-    mine = torch.cat([mean.new_tensor([count], dtype=torch.float64), mean.double(), variance.double()])
+    # They are few, and what is gathered goes through the host: there once, and back once.
+    mine = torch.cat([torch.tensor([count], dtype=torch.float64), torch.cat([mean.double(), variance.double()]).cpu()])
     everyone = allgather(mine.unsqueeze(0), process_set=ranks)
     counts, means, variances = torch.tensor_split(everyone, [1, 1 + batch.shape[1]], dim=1)
     total = float(counts.sum())
@@ -186,7 +187,8 @@ def _moments(batch: torch.Tensor, ranks: ProcessSet) -> tuple[torch.Tensor, torc
     weights = counts / max(total, 1.0)
     together = (weights * means).sum(0)
     spread = (weights * (variances + (means - together).square())).sum(0)
-    return together.to(exact.dtype), spread.to(exact.dtype), total
+    mean, variance = torch.stack([together, spread]).to(exact.device, exact.dtype)
+    return mean, variance, total
 
 
 def _require_variance(count: float) -> None:

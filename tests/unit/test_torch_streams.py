@@ -5,16 +5,21 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ringreduce.testing.torch_streams import TorchStreams
 
 torch = pytest.importorskip("torch")
 from ringreduce.torch import early, streams  # noqa: E402
+from ringreduce.torch.bucket import Bucket  # noqa: E402
 
 
 class World:
-    """In place of a communicator, which the streams only tell from others."""
+    """In place of a communicator, which the streams only tell from others, and buckets take memory from."""
+
+    def empty(self, nbytes: int, dtype: Any) -> Any:
+        return np.zeros(nbytes, dtype)
 
 
 @pytest.fixture
@@ -134,6 +139,47 @@ def test_work_that_fails_is_over_as_well(cuda: TorchStreams) -> None:
         fail()
     with handover.filling():
         assert "half of the work" in cuda.main.enqueue("second filling")
+
+
+def test_what_was_sent_is_compared_when_its_checksum_is_there(
+    cuda: TorchStreams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step's stream comes after the one on which buckets are reduced, as far as the checksum and no further."""
+    world: Any = World()
+    reduction = early.EarlyReduction(Bucket([torch.nn.Parameter(torch.zeros(3))], world), world)
+    checksum, befores = early._checksum_on_device, []
+
+    def enqueued(flat: Any) -> Any:
+        befores.append(cuda.current_stream().enqueue("checksum of what is sent" if not befores else "of what is there"))
+        return checksum(flat)
+
+    monkeypatch.setattr(early, "_checksum_on_device", enqueued)
+    reduction.begin_step(True)
+    reduction.fill()
+    with reduction.reducing(world):
+        reduction.sign()
+        cuda.current_stream().enqueue("reduction")
+    reduction.active = 2
+    assert early.settled([reduction.compare()]) == [False]
+    assert "checksum of what is sent" in befores[1]
+    assert "reduction" not in befores[1]
+
+
+def test_memory_of_others_is_kept_by_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch refuses to keep it with one of its allocators; with the others an error is one."""
+
+    class Place:
+        is_cuda = True
+
+        def record_stream(self, stream: object) -> None:
+            raise RuntimeError("ptr not found in ptr_info")
+
+    places: Any = [Place()]
+    monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "cudaMallocAsync")
+    streams._keep_for(None, places)
+    monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "native")
+    with pytest.raises(RuntimeError, match="ptr not found"):
+        streams._keep_for(None, places)
 
 
 def _checksum_of_pieces(flat: Any) -> Any:
