@@ -665,18 +665,23 @@ def architectures() -> list[str]:
     return sorted({oldest, "compute_90"} & set(listed))
 
 
+def instances_to_compile(family: str) -> list[str]:
+    """Return one name of each kind, as there are many."""
+    few = ("float32,sum", "float32,average", "bfloat16,max", "complex64,product", "bool,min", "int8,product")
+    return [
+        name
+        for name in FAMILIES[family]
+        if "," not in name or family == "pack" or name.endswith(tuple(f"{each}>" for each in few))
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(NVCC is None, reason="there is no nvcc")
 @pytest.mark.parametrize("arch", architectures())
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cuda_compiles(family: str, arch: str, tmp_path: Path) -> None:
     """CUDA's compiler takes every family, and makes a kernel of each kind of instance."""
-    few = ("float32,sum", "float32,average", "bfloat16,max", "complex64,product", "bool,min", "int8,product")
-    names = [
-        name
-        for name in FAMILIES[family]
-        if "," not in name or family == "pack" or name.endswith(tuple(f"{each}>" for each in few))
-    ]
+    names = instances_to_compile(family)
     table = "".join(f"(void*)&{kernels.expression(family, name)},\n" for name in names)
     source, target = tmp_path / f"{family}.cu", tmp_path / f"{family}.ptx"
     source.write_text(f"{kernels.source(family)}\nvoid* instances[] = {{\n{table}}};\n", encoding="utf-8")
@@ -684,6 +689,38 @@ def test_cuda_compiles(family: str, arch: str, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert target.read_text(encoding="utf-8").count(".entry ") == len(names)
+
+
+@pytest.fixture(scope="module")
+def nvrtc() -> ctypes.CDLL:
+    """The compiler that compiles kernels at run time; of CUDA 12, which still knows the oldest GPUs."""
+    package = pytest.importorskip("nvidia.cuda_nvrtc", reason="the package nvidia-cuda-nvrtc-cu12 is not installed")
+    (library,) = Path(package.__path__[0]).glob("lib/libnvrtc.so.12")
+    return ctypes.CDLL(str(library))
+
+
+@pytest.mark.parametrize("arch", ["compute_70", "compute_90"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kernels_compile_at_run_time(family: str, arch: str, nvrtc: ctypes.CDLL) -> None:
+    """For V100 and H100, with the options that are used: a kernel of each kind, none of which flushes subnormals."""
+    expressions = [kernels.expression(family, name) for name in instances_to_compile(family)]
+    options = [option.encode() for option in (*kernels.OPTIONS, f"--gpu-architecture={arch}")]
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    source = kernels.source(family).encode()
+    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, f"{family}.cu".encode(), 0, None, None) == 0
+    for expression in expressions:
+        assert nvrtc.nvrtcAddNameExpression(program, expression.encode()) == 0
+    status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
+    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetProgramLog(program, log)
+    assert status == 0, log.value.decode()
+    nvrtc.nvrtcGetPTXSize(program, ctypes.byref(size))
+    ptx = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetPTX(program, ptx)
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    assert ptx.value.count(b".entry ") == len(expressions)
+    assert b".ftz" not in ptx.value
 
 
 def test_sources_stand_alone() -> None:
