@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import zlib
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 
 import numpy as np
 import pytest
@@ -87,3 +87,16 @@ def _seeded(seed: int) -> None:
     np.random.seed(seed)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(seed)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Let torch compute on one thread per thread that calls it: where ranks are threads, there are enough of them."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        yield
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -15,7 +15,7 @@ from ringreduce.buffers.cuda import kernels
 from ringreduce.buffers.cuda.driver import Driver
 from ringreduce.buffers.cuda.kernels import FAMILIES, WIRE_FORMATS, Packer, Peers, Slot, Table
 from ringreduce.reduce_ops import ReduceOp
-from ringreduce.testing.device import reduced
+from ringreduce.testing.device_kernels import reduced
 from ringreduce.wire import CODECS
 
 Array = npt.NDArray[Any]

@@ -9,14 +9,14 @@ result under most seeds, which on a GPU it does once a month. Beyond what a GPU 
 - nobody frees what a peer has open, opens what is their own, or opens anything twice;
 - no kernel waits for kernels of other processes on a GPU that they share.
 
-Breaches are assertions. Every driver keeps a list of what it was asked for, with names in place of addresses.
+Breaches are assertions. Every driver keeps a list of what it was asked for, with names in place of addresses. What the
+kernels compute is in `ringreduce.testing.device_kernels`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import random
-import re
 import threading
 import time
 from bisect import bisect_right, insort
@@ -27,33 +27,18 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.buffers import DTYPES, DType, narrow, widen
 from ringreduce.buffers.cuda.driver import Device, Driver, Event, Stream
-from ringreduce.buffers.cuda.kernels import FLAGS_NBYTES, MAX_BLOCKS, ONE_SHOT_NBYTES
 from ringreduce.errors import TransportError
-from ringreduce.reduce_ops import ReduceOp
+from ringreduce.testing.device_kernels import FAMILIES, KernelCode
 
-__all__ = [
-    "HostArray",
-    "HostDriver",
-    "HostMachine",
-    "KernelCode",
-    "addresses_at",
-    "check_driver",
-    "numbers",
-    "reduced",
-]
+__all__ = ["HostArray", "HostDriver", "HostMachine", "check_driver"]
 
 Array = npt.NDArray[Any]
-#: What a kernel does, given the driver that launched it and the arguments. One that waits for other kernels yields
-#: wherever it would spin.
-KernelCode = Callable[["HostDriver", Sequence[object]], Iterator[None] | None]
 
 _ALIGNMENT = 256
 _POISON, _POISONED_NBYTES = 0xFF, 1 << 20  # a NaN in every float type
 _EAGERNESS = 0.25  # how often something that could be done is done before anybody waits for it
 _PATIENCE_S = 20.0
-_FAMILIES: dict[str, Callable[[str], KernelCode]] = {}
 
 
 @dataclass(eq=False, slots=True)
@@ -111,7 +96,7 @@ class HostMachine:
 
     def __init__(self, seed: int = 0, nbytes: int = 1 << 30) -> None:
         self.nbytes = nbytes
-        self.families: dict[str, Callable[[str], KernelCode]] = dict(_FAMILIES)
+        self.families: dict[str, Callable[[str], KernelCode]] = dict(FAMILIES)
         self.lock = threading.Condition(threading.RLock())
         self.drivers: list[HostDriver] = []
         self._random = random.Random(seed)
@@ -310,6 +295,13 @@ class HostDriver:
                 self.log.append(f"fill {values.nbytes} {self.place(address)} on {self._streams[stream].name}")
                 self._enqueue(stream, lambda: np.copyto(self.view(address, values.nbytes), _bytes_of(values)))
         return HostArray(self, address, values.shape, values.dtype)
+
+    def put_late(self, values: Array) -> HostArray:
+        """Return a new device array that a stream of its own, which its interface names, fills as late as it may."""
+        stream = self.make_stream()
+        array = self.put(values, stream)
+        array.stream = stream
+        return array
 
     def place(self, address: int) -> str:
         """Return the name that the log has for an address."""
@@ -654,144 +646,3 @@ def _check_errors(driver: Driver) -> None:
         except error:
             continue
         raise AssertionError(f"no {error.__name__} where there is none of what was asked for")
-
-
-# ---- kernels ----
-
-
-def _combine_instance(name: str) -> KernelCode:
-    """Return the code of an instance of the family ``reduce``: ``combine<dtype,op>``."""
-    parsed = re.fullmatch(r"combine<(\w+),(\w+)>", name)
-    assert parsed is not None, f"there is no kernel {name} in the family reduce"
-    dtype, op = DTYPES[parsed[1]], ReduceOp(parsed[2])
-    assert op is not ReduceOp.AVERAGE or dtype.kind in ("float", "complex"), f"{name}: integers are not averaged"
-
-    def run(driver: HostDriver, arguments: Sequence[object]) -> None:
-        sources, nsources, targets, ntargets, count, size = numbers(arguments, "QIQIQI")
-        nbytes = count * dtype.itemsize
-        views = [driver.view(address, nbytes) for address in addresses_at(driver, sources, nsources)]
-        into = [driver.view(address, nbytes) for address in addresses_at(driver, targets, ntargets)]
-        with np.errstate(all="ignore"):
-            result = reduced([view.copy().view(dtype.storage) for view in views], dtype, op, size)
-        for view in into:
-            view[:] = result.view(np.uint8)
-
-    return run
-
-
-_FAMILIES["reduce"] = _combine_instance
-
-
-def _shots_instance(name: str) -> KernelCode:
-    """Return the code of an instance of the family ``shots``: ``one_shot<dtype,op>`` or ``two_shot<dtype,op>``.
-
-    All blocks of a kernel go through its barriers together, by the flags of the first one.
-    """
-    parsed = re.fullmatch(r"(one|two)_shot<(\w+),(\w+)>", name)
-    assert parsed is not None, f"there is no kernel {name} in the family shots"
-    dtype, op = DTYPES[parsed[2]], ReduceOp(parsed[3])
-    run = _one_shot if parsed[1] == "one" else _two_shot
-    return lambda driver, arguments: run(driver, dtype, op, arguments)
-
-
-def _two_shot(driver: HostDriver, dtype: DType, op: ReduceOp, arguments: Sequence[object]) -> Iterator[None]:
-    sources, targets, flags, rank, nranks, count, size, _, error = numbers(arguments, "QQQIIQIQQ")
-    group = _Group(driver, flags, rank, nranks, error)
-    if group.failed():
-        return
-    yield from group.meet()
-    part = -(-count // nranks)
-    begin, end = min(count, rank * part), min(count, (rank + 1) * part)
-    offset, nbytes = begin * dtype.itemsize, (end - begin) * dtype.itemsize
-    if nbytes:
-        parts = [driver.view(address + offset, nbytes) for address in addresses_at(driver, sources, nranks)]
-        with np.errstate(all="ignore"):
-            result = reduced([each.copy().view(dtype.storage) for each in parts], dtype, op, size)
-        for address in addresses_at(driver, targets, nranks):
-            yield  # the peers do not get their parts at once
-            driver.view(address + offset, nbytes)[:] = result.view(np.uint8)
-    yield from group.meet()
-
-
-def _one_shot(driver: HostDriver, dtype: DType, op: ReduceOp, arguments: Sequence[object]) -> Iterator[None]:
-    source, target, scratch, flags, rank, nranks, count, size, _, error = numbers(arguments, "QQQQIIQIQQ")
-    group = _Group(driver, flags, rank, nranks, error)
-    if group.failed():
-        return
-    nbytes = count * dtype.itemsize
-    place = group.round() % 2 * ONE_SHOT_NBYTES
-    areas = [driver.view(address + place, nbytes) for address in addresses_at(driver, scratch, nranks)]
-    areas[rank][:] = driver.view(source, nbytes)
-    yield from group.meet()
-    with np.errstate(all="ignore"):
-        result = reduced([each.copy().view(dtype.storage) for each in areas], dtype, op, size)
-    driver.view(target, nbytes)[:] = result.view(np.uint8)
-
-
-_FAMILIES["shots"] = _shots_instance
-
-
-class _Group:
-    """The barrier of kernels that meet, as their flags have it."""
-
-    def __init__(self, driver: HostDriver, flags: int, rank: int, nranks: int, error: int) -> None:
-        areas = [driver.view(address, FLAGS_NBYTES).view(np.uint32) for address in addresses_at(driver, flags, nranks)]
-        self._mine, self._rank = areas[rank], rank
-        self._arrived = [area[MAX_BLOCKS : MAX_BLOCKS + nranks] for area in areas]
-        self._error = driver.view(error, 4).view(np.uint32)
-
-    def failed(self) -> bool:
-        return bool(self._error[0])
-
-    def round(self) -> int:
-        """Return the number of the last barrier."""
-        return int(self._mine[0])
-
-    def meet(self) -> Iterator[None]:
-        number = self._mine[0] = self._mine[0] + 1
-        for area in self._arrived:
-            area[self._rank] = number
-            yield
-        while (self._arrived[self._rank] < number).any():
-            yield
-
-
-def numbers(arguments: Sequence[object], format: str) -> tuple[int, ...]:
-    """Return the arguments of a kernel as integers, having looked that they have its ABI's sizes.
-
-    Args:
-        arguments: what was passed.
-        format: a letter for each: Q for 64 bits (int or NumPy), I for 32 bits (NumPy only).
-    """
-    assert len(arguments) == len(format), f"{len(arguments)} arguments, {len(format)} expected"
-    for each, letter in zip(arguments, format, strict=True):
-        good = (np.uint32, np.int32) if letter == "I" else (int, np.uint64, np.int64)
-        assert isinstance(each, good), f"{each!r} of type {type(each).__name__} where {letter} is expected"
-    return tuple(int(each) for each in arguments)  # type: ignore[call-overload]
-
-
-def addresses_at(driver: HostDriver, address: int, count: int) -> list[int]:
-    """Return a table of addresses that lies in device memory."""
-    return [int(each) for each in driver.view(address, 8 * count).copy().view(np.uint64)]
-
-
-def reduced(arrays: Sequence[Array], dtype: DType, op: ReduceOp, size: int) -> Array:
-    """Return the reduction of arrays in ``dtype.storage``, one after the other; 16-bit floats in float32."""
-    wide = [widen(each, dtype) if dtype.half else each for each in arrays]
-    total: Array = wide[0].copy()
-    ufunc: np.ufunc = {
-        ReduceOp.SUM: np.add,
-        ReduceOp.AVERAGE: np.add,
-        ReduceOp.MIN: np.minimum,
-        ReduceOp.MAX: np.maximum,
-        ReduceOp.PRODUCT: np.multiply,
-    }[op]
-    for each in wide[1:]:
-        ufunc(total, each, out=total)
-    if op is ReduceOp.AVERAGE:
-        total /= total.dtype.type(size)
-    if not dtype.half:
-        return total
-    result = np.empty(total.shape, dtype.storage)
-    narrow(total, dtype, result)
-    return result

@@ -13,7 +13,8 @@ from ringreduce.buffers import DTYPES, DType
 from ringreduce.buffers.cuda.driver import Stream
 from ringreduce.errors import TransportError
 from ringreduce.reduce_ops import ReduceOp
-from ringreduce.testing.device import HostDriver, reduced
+from ringreduce.testing.device import HostDriver
+from ringreduce.testing.device_kernels import reduced
 from ringreduce.transport.nccl import code_of_dtype, code_of_op
 
 __all__ = ["HostNccl"]

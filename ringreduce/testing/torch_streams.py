@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["Event", "Stream", "TorchStreams"]
+__all__ = ["TorchStreams"]
 
 
-class Stream:
+class _Stream:
     """A stream.
 
     Attributes:
@@ -33,12 +33,12 @@ class Stream:
         self.before |= {work}
         return before
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: _Event) -> None:
         self._record.append(f"{self.name} waits for {event.name}")
         self.before |= event.before
 
 
-class Event:
+class _Event:
     """An event; one that was never recorded stands for nothing."""
 
     def __init__(self, name: str, record: list[str]) -> None:
@@ -46,7 +46,7 @@ class Event:
         self.before: frozenset[str] = frozenset()
         self._record = record
 
-    def record(self, stream: Stream) -> None:
+    def record(self, stream: _Stream) -> None:
         self._record.append(f"{self.name} on {stream.name}")
         self.before = stream.before
 
@@ -61,7 +61,7 @@ class TorchStreams:
 
     def __init__(self) -> None:
         self.record: list[str] = []
-        self.main = Stream("main", self.record)
+        self.main = _Stream("main", self.record)
         self._chosen = threading.local()
         self._streams = 0
         self._events = 0
@@ -71,8 +71,8 @@ class TorchStreams:
     def is_initialized(self) -> bool:
         return True
 
-    def current_stream(self, device: object = None) -> Stream:
-        stream: Stream = getattr(self._chosen, "stream", self.main)
+    def current_stream(self, device: object = None) -> _Stream:
+        stream: _Stream = getattr(self._chosen, "stream", self.main)
         return stream
 
     @contextmanager
@@ -84,10 +84,10 @@ class TorchStreams:
         finally:
             self._chosen.stream = previous
 
-    def _new_stream(self, device: object = None, priority: int = 0) -> Stream:
+    def _new_stream(self, device: object = None, priority: int = 0) -> _Stream:
         self._streams += 1
-        return Stream(f"own {self._streams}", self.record)
+        return _Stream(f"own {self._streams}", self.record)
 
-    def _new_event(self) -> Event:
+    def _new_event(self) -> _Event:
         self._events += 1
-        return Event(f"event {self._events}", self.record)
+        return _Event(f"event {self._events}", self.record)

@@ -160,6 +160,22 @@ def world() -> rr.Communicator:
 
 
 @pytest.fixture
+def no_world() -> Iterator[None]:
+    """Take the world away for a test, and give the following tests a new one."""
+    rr.shutdown()
+    yield
+    rr.shutdown()
+    rr.init()
+
+
+@pytest.fixture
+def nodes_of_one(no_world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A world in which every rank is a node of its own, so that all that ranks exchange goes between nodes."""
+    monkeypatch.setenv("RINGREDUCE_NODE_SIZE", "1")
+    rr.init()
+
+
+@pytest.fixture
 def seed(seed: int) -> int:
     """A number that depends on the test and on the rank."""
     return seed + RANK

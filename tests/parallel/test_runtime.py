@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -16,15 +15,6 @@ from ringreduce.transport import mpi
 from ringreduce.transport.waiting import Waiter
 
 PRIVATE = MPI.COMM_WORLD.Dup()
-
-
-@pytest.fixture
-def no_world() -> Iterator[None]:
-    """Take the world away for a test, and give the following tests a new one."""
-    rr.shutdown()
-    yield
-    rr.shutdown()
-    rr.init()
 
 
 def test_numbers_are_those_of_mpi(world: rr.Communicator) -> None:

@@ -169,12 +169,11 @@ DISAGREEMENTS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 }
 
 
+@pytest.mark.sizes(2, 3, 4)
 @pytest.mark.parametrize("which", DISAGREEMENTS)
 @pytest.mark.parametrize("known", [False, True], ids=["new", "known"])
 def test_a_mismatch_is_the_same_error_on_all_ranks(which: str, known: bool) -> None:
     """It names the operation and what each rank submitted, and later operations work, of that name too."""
-    if rr.size() == 1:
-        pytest.skip("one rank agrees with itself")
     usual, other = DISAGREEMENTS[which]
     for _ in range(3 * known):
         usual()
@@ -189,10 +188,9 @@ def test_a_mismatch_is_the_same_error_on_all_ranks(which: str, known: bool) -> N
     usual()
 
 
+@pytest.mark.sizes(2, 3, 4)  # alone, an operation may be done before the next is submitted
 def test_a_name_that_is_under_way_is_refused() -> None:
     """At the call, on the rank that uses it twice, and neither operation is disturbed."""
-    if rr.size() == 1:
-        pytest.skip("alone, an operation may be done before the next is submitted")
     if rr.rank() == 0:
         first = hvd.allreduce_async(torch.ones(2), name="twice", op=hvd.Sum)
         with pytest.raises(rr.ConfigError, match="'twice' is under way"):
@@ -254,10 +252,9 @@ def test_join_takes_no_part_in_any_op(dtype: Any) -> None:
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == rr.size()
 
 
+@pytest.mark.sizes(2, 3, 4)
 def test_other_operations_after_a_join_are_an_error() -> None:
     """Nobody knows what a rank that has joined would gather or send; the others hear so, and go on."""
-    if rr.size() == 1:
-        pytest.skip("nobody else is there to join")
     if rr.rank() > 0:
         error = caught(hvd.allgather, torch.ones(2), name="late")
         while error is None:  # rank 0 has not joined yet

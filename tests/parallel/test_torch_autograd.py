@@ -100,10 +100,9 @@ def test_compression_keeps_dtype_and_gradient(compression: Any) -> None:
     assert parts.tolist() == [rr.size()] * 2
 
 
+@pytest.mark.sizes(2, 3, 4)
 def test_gradients_of_unnamed_operations_meet_in_each_process_set(world: rr.Communicator) -> None:
     """Ranks that used another set before have numbered their operations by themselves, not for the set of all."""
-    if world.size < 2:
-        pytest.skip("one rank has no other set")
     some = hvd.add_process_set([0])
     tensor = torch.ones(2, requires_grad=True)
     if some.included():

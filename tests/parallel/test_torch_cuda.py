@@ -307,12 +307,12 @@ def test_gradients_changed_after_they_were_sent_are_sent_again(place: Any) -> No
     [
         (Compression.fp16, 1e-2),
         (Compression.bf16, 5e-2),
-        (Compression.powersgd(rank=3), 1.0),
-        (Compression.topk, 1.0),
+        (Compression.powersgd(rank=3), 5e-3),
+        (Compression.topk, 2e-2),
     ],
 )
 def test_compressions(place: Any, compression: Any, tolerance: float, overlap: bool) -> None:
-    """Those of 16 bits are near the truth; all give the same bits on all ranks."""
+    """They come nearer to the truth than no training (which is 0.07 off), with the same bits on all ranks."""
     weights = train(place, compression=compression, overlap=overlap)
     assert_same_everywhere(weights)
     for weight, expected in zip(weights, reference(), strict=True):
@@ -412,11 +412,10 @@ def test_streams_that_race() -> None:
         assert bool((doubled == expected).all())
 
 
+@pytest.mark.sizes(2, 3, 4)
 @needs_gpu
 def test_devices_must_agree() -> None:
     """An allreduce, and an optimizer, of tensors that lie on the GPU on one rank only is a mismatch on all."""
-    if rr.size() == 1:
-        pytest.skip("there is nobody to agree with")
     own = own_gpu()
     device = own if rr.rank() == 0 else torch.device("cpu")
     with pytest.raises(rr.MismatchError, match="cuda"):

@@ -235,10 +235,9 @@ def test_lbfgs() -> None:
     torch.testing.assert_close(together[0].weight, alone[0].weight, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.sizes(2, 3, 4)
 def test_a_process_set_trains_by_itself() -> None:
     """Optimizers of two sets, each with its own model, do not wait for each other."""
-    if rr.size() < 2:
-        pytest.skip("takes two ranks")
     sets = [hvd.add_process_set([0]), hvd.add_process_set(range(1, rr.size()))]
     mine = sets[rr.rank() > 0]
     model = mlp()

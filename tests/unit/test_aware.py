@@ -16,7 +16,16 @@ from ringreduce.config import Config
 from ringreduce.errors import MismatchError, TransportError
 from ringreduce.placement import aware
 from ringreduce.reduce_ops import ReduceOp
-from ringreduce.testing import FailingMessages, assert_close, assert_equal, caught, expected, run_ranks, sample
+from ringreduce.testing import (
+    FailingMessages,
+    assert_close,
+    assert_equal,
+    caught,
+    expected,
+    run_gpu_ranks,
+    run_ranks,
+    sample,
+)
 from ringreduce.testing.device import HostArray, HostDriver, HostMachine
 from ringreduce.transport.messages import Messages
 
@@ -33,25 +42,9 @@ def on_gpus(
     wrap: Callable[[Messages], Messages] = lambda messages: messages,
 ) -> list[object]:
     """Run ``function(communicator, driver)`` on ranks whose GPUs export nothing, over messages that take addresses."""
-    machine = HostMachine(seed)
-
-    def run(communicator: rr.Communicator) -> object:
-        driver = machine.driver(communicator.rank)
-        driver.fail("export")
-        driver.make_stream()  # number 1 means the default stream in `__cuda_array_interface__`
-        communicator.gpu.drivers = lambda number: driver
-        return function(communicator, driver)
-
     config = Config(timeout_s=20.0, cuda_aware=cuda_aware)
-    return run_ranks(size, run, node_size=node_size, config=config, wrap=wrap)
-
-
-def put(driver: HostDriver, values: np.ndarray) -> HostArray:
-    """Return an array that the caller's stream, made for it, fills as late as it may."""
-    stream = driver.make_stream()
-    array = driver.put(values, stream)
-    array.stream = stream
-    return array
+    options = {"node_size": node_size, "config": config, "wrap": wrap}
+    return run_gpu_ranks(size, function, gpu=lambda rank: rank, exports=False, seed=seed, **options)
 
 
 def poisoned(driver: HostDriver, source: HostArray) -> HostArray:
@@ -70,7 +63,7 @@ def test_every_dtype(size: int, node_size: int | None, dtype: str) -> None:
         for op in (ReduceOp.SUM, ReduceOp.MAX):
             for count in (1, size - 1, 37):
                 arrays = [sample(rank, count, dtype, salt=count) for rank in range(size)]
-                source = put(driver, arrays[communicator.rank])
+                source = driver.put_late(arrays[communicator.rank])
                 target = poisoned(driver, source)
                 communicator.allreduce(source, op, out=target)
                 assert_equal(target.get(target.stream), expected(arrays, op))
@@ -89,7 +82,7 @@ def test_every_op_on_floats(op: ReduceOp, dtype: str) -> None:
         arrays = [array.real.astype(dtype) for array in arrays]
 
     def function(communicator: rr.Communicator, driver: HostDriver) -> None:
-        source = put(driver, arrays[communicator.rank])
+        source = driver.put_late(arrays[communicator.rank])
         communicator.allreduce(source, op, out=source)
         assert_close(source.get(source.stream), expected(arrays, op))
 
@@ -105,7 +98,7 @@ def test_orders_of_the_gpu_do_not_show(seed: int, monkeypatch: pytest.MonkeyPatc
     def function(communicator: rr.Communicator, driver: HostDriver) -> None:
         for turn, count in enumerate(counts):
             arrays = [sample(rank, count, "float32", salt=turn) for rank in range(3)]
-            source = put(driver, arrays[communicator.rank])
+            source = driver.put_late(arrays[communicator.rank])
             target = source if turn % 2 else poisoned(driver, source)
             communicator.allreduce(source, out=target)
             assert_equal(target.get(target.stream), expected(arrays, ReduceOp.SUM))
@@ -121,7 +114,7 @@ def test_calls_on_different_streams_do_not_mix(seed: int) -> None:
     arrays = [[sample(rank, 999, "float32", salt=turn) for rank in range(2)] for turn in range(4)]
 
     def function(communicator: rr.Communicator, driver: HostDriver) -> None:
-        made = [put(driver, each[communicator.rank]) for each in arrays]
+        made = [driver.put_late(each[communicator.rank]) for each in arrays]
         for array in made:
             communicator.allreduce(array, out=array)
         for array, each in zip(made, arrays, strict=True):
@@ -135,7 +128,7 @@ def test_bits_are_those_of_the_order_of_ranks() -> None:
     arrays = [np.full(7, value, np.float32) for value in (1e8, 1.0, -1e8, 1.0)]
 
     def function(communicator: rr.Communicator, driver: HostDriver) -> None:
-        source = put(driver, arrays[communicator.rank])
+        source = driver.put_late(arrays[communicator.rank])
         communicator.allreduce(source, out=source, deterministic=True)
         one_by_one = ((arrays[0] + arrays[1]) + arrays[2]) + arrays[3]
         assert_equal(source.get(source.stream), one_by_one)
@@ -191,7 +184,7 @@ def test_integer_averages_and_named_algorithms_go_through_the_host() -> None:
 
     def function(communicator: rr.Communicator, driver: HostDriver) -> None:
         for options in ({"op": "average"}, {"algorithm": "ring"}):
-            source = put(driver, arrays[communicator.rank])
+            source = driver.put_late(arrays[communicator.rank])
             communicator.allreduce(source, out=source, **options)
             op = ReduceOp.AVERAGE if "op" in options else ReduceOp.SUM
             assert_equal(source.get(source.stream), expected(arrays, op))
@@ -216,7 +209,7 @@ def test_without_it_arrays_go_through_the_host(
     arrays = [sample(rank, 23, "float32") for rank in range(size)]
 
     def function(communicator: rr.Communicator, driver: HostDriver) -> None:
-        source = put(driver, arrays[communicator.rank])
+        source = driver.put_late(arrays[communicator.rank])
         communicator.allreduce(source, out=source)
         assert_equal(source.get(source.stream), expected(arrays, ReduceOp.SUM))
         assert why in communicator.explain(92, device="cuda")
@@ -231,7 +224,7 @@ def test_explain_says_why_and_what_else() -> None:
 
     def function(communicator: rr.Communicator, driver: HostDriver) -> None:
         assert "not known before the first use" in communicator.explain(8, device="cuda")
-        source = put(driver, np.ones(2, np.float32))
+        source = driver.put_late(np.ones(2, np.float32))
         communicator.allreduce(source, out=source)
         assert communicator.explain(8, device="cuda") == (
             "allreduce of 8 bytes in device memory on 2 ranks on 2 nodes x 1: CUDA-aware MPI moves it and kernels "
@@ -247,13 +240,10 @@ def test_explain_says_why_and_what_else() -> None:
 def test_a_rank_without_memory_takes_all_to_the_host(step: str, caplog: pytest.LogCaptureFixture) -> None:
     """If a plan cannot be made on one rank, all ranks fall back, in that call and later, with one line in the log."""
     arrays = [sample(rank, 23, "float32") for rank in range(3)]
-    driver_name: list[str] = []  # drivers are numbered as the threads come
 
     def function(communicator: rr.Communicator, driver: HostDriver) -> None:
-        if communicator.rank == 1:
-            driver_name.append(driver.name)
         for turn in range(2):
-            source = put(driver, arrays[communicator.rank])
+            source = driver.put_late(arrays[communicator.rank])
             if communicator.rank == 1 and turn == 0:
                 driver.fail(step)
             communicator.allreduce(source, out=source)
@@ -263,7 +253,7 @@ def test_a_rank_without_memory_takes_all_to_the_host(step: str, caplog: pytest.L
 
     on_gpus(3, function)
     said = [line for line in caplog.messages if "through host memory from now on" in line]
-    reason = f"rank 1: {driver_name[0]} was told to fail to {step}"
+    reason = f"rank 1: rank 1 was told to fail to {step}"
     assert said == [f"arrays on GPUs go through host memory from now on: {reason}"]
 
 
@@ -271,9 +261,9 @@ def test_a_mismatch_is_seen_before_anything_moves() -> None:
     """Ranks that reduce arrays of different shapes all hear of it, and go on afterwards."""
 
     def function(communicator: rr.Communicator, driver: HostDriver) -> None:
-        source = put(driver, np.ones(4, np.float32))
+        source = driver.put_late(np.ones(4, np.float32))
         communicator.allreduce(source, out=source)
-        other = put(driver, np.ones(5 + communicator.rank, np.float32))
+        other = driver.put_late(np.ones(5 + communicator.rank, np.float32))
         assert isinstance(caught(communicator.allreduce, other, out=other), MismatchError)
         assert_equal(other.get(other.stream), np.ones(5 + communicator.rank, np.float32))
         communicator.allreduce(source, out=source)
@@ -286,7 +276,7 @@ def test_messages_that_fail_end_the_communicator() -> None:
     """An error of the transport comes out as it is, and later calls are refused."""
 
     def function(communicator: rr.Communicator, driver: HostDriver) -> None:
-        source = put(driver, np.ones(4, np.float32))
+        source = driver.put_late(np.ones(4, np.float32))
         for _ in range(2):
             assert isinstance(caught(communicator.allreduce, source, out=source), TransportError)
 

@@ -22,7 +22,7 @@ from ringreduce.buffers.cuda.cupy_driver import CupyDriver, cuda_driver
 from ringreduce.buffers.layout import c_order, is_c_order, overlaps_itself
 from ringreduce.config import Config
 from ringreduce.errors import ConfigError, MismatchError, TransportError, UnsupportedBufferError
-from ringreduce.testing import assert_equal, caught, expected, run_ranks, sample
+from ringreduce.testing import assert_equal, caught, expected, run_gpu_ranks, run_ranks, sample
 from ringreduce.testing.device import HostArray, HostDriver, HostMachine
 
 
@@ -106,18 +106,13 @@ def on_gpus(
     size: int, function: Callable[[rr.Communicator, HostDriver], object], *, shared: bool = True, ngpus: int = 1
 ) -> list[object]:
     """Run ``function(communicator, driver)`` on ranks whose CuPy works on a stream of theirs."""
-    machine = HostMachine()
 
-    def run(communicator: rr.Communicator) -> object:
-        driver = machine.driver(communicator.rank % ngpus)
-        if not shared:
-            driver.fail("export")
+    def run(communicator: rr.Communicator, driver: HostDriver) -> object:
         CupyArray.here.driver = driver
         CupyArray.here.stream = driver.make_stream()
-        communicator.gpu.drivers = lambda number: driver
         return function(communicator, driver)
 
-    return run_ranks(size, run, config=Config(timeout_s=20.0))
+    return run_gpu_ranks(size, run, gpu=lambda rank: rank % ngpus, exports=shared, config=Config(timeout_s=20.0))
 
 
 def to_gpu(values: np.ndarray) -> CupyArray:

@@ -29,7 +29,7 @@ from ringreduce.cli.places import OnDevice
 from ringreduce.cli.results import Report, Settings
 from ringreduce.config import Config
 from ringreduce.errors import UnsupportedBufferError
-from ringreduce.testing import run_ranks
+from ringreduce.testing import run_gpu_ranks, run_ranks
 from ringreduce.testing.device import HostArray, HostDriver, HostMachine
 
 with contextlib.suppress(ImportError):
@@ -116,20 +116,14 @@ class HostPlace(OnDevice):
 
 def on_gpu(size: int, work: Callable[[Any, HostPlace, HostTools], Any], *, shared: bool = True, seed: int = 0) -> Any:
     """Run ``work(world, place, tools)`` on ranks that share a GPU in host memory; return what they return."""
-    machine = HostMachine(seed, nbytes=1 << 31)
 
-    def run(world: rr.Communicator) -> Any:
-        driver = machine.driver()
-        if not shared:
-            driver.fail("export")
-        driver.make_stream()  # number 1 means the default stream in `__cuda_array_interface__`
-        world.gpu.drivers = lambda number: driver
+    def run(world: rr.Communicator, driver: HostDriver) -> Any:
         tools = HostTools(driver)
         place = HostPlace(world, tools)
         world._join_gpus(None)
         return work(world, place, tools)
 
-    return run_ranks(size, run, config=Config(timeout_s=6.0))
+    return run_gpu_ranks(size, run, exports=shared, seed=seed, nbytes=1 << 31, config=Config(timeout_s=20.0))
 
 
 # ---- the benchmark on a GPU ----

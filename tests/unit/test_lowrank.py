@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,8 @@ from ringreduce.testing import run_ranks
 torch = pytest.importorskip("torch")
 from ringreduce.torch.lowrank import PowerSGD, PowerSGDReducer  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SIZES = [1, 2, 3, 4]
 
 #: Matrices of two to four dimensions that rank 2 makes smaller, and what is sent as it is: vectors, a number, nothing,
@@ -29,22 +30,7 @@ COMPRESSED = [(11, 13), (9, 3, 5), (7, 5, 3, 3)]
 TOLERANCE = 2e-5
 
 Array = npt.NDArray[np.float32]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def layout(shapes: Sequence[Sequence[int]], gap: int = 3) -> tuple[list[Any], list[slice], int]:
-    """Return shapes and places of parameters that lie in a bucket with gaps after each, and the bucket's length."""
-    sizes = [torch.Size(shape) for shape in shapes]
-    starts = list(accumulate((size.numel() + gap for size in sizes), initial=0))
-    places = [slice(start, start + size.numel()) for size, start in zip(sizes, starts, strict=False)]
-    return sizes, places, starts[-1]
+Layout = Callable[..., tuple[list[Any], list[slice], int]]
 
 
 def gradients(rank: int, step: int, length: int) -> Array:
@@ -122,7 +108,7 @@ def test_what_is_compressed() -> None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("average", [True, False])
 @pytest.mark.parametrize("inner", [1, 2])
-def test_matrices_of_small_rank_are_exact(size: int, average: bool, inner: int) -> None:
+def test_matrices_of_small_rank_are_exact(layout: Layout, size: int, average: bool, inner: int) -> None:
     """If the ranks' matrices are of rank r or less, with columns in one space, nothing is lost, in the first step."""
     shapes, places, length = layout([(11, 13), (5,)])
 
@@ -145,7 +131,7 @@ def test_matrices_of_small_rank_are_exact(size: int, average: bool, inner: int) 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("error_feedback", [True, False])
 @pytest.mark.parametrize("rank", [1, 2, 3])
-def test_powersgd_is_its_definition(size: int, error_feedback: bool, rank: int) -> None:
+def test_powersgd_is_its_definition(layout: Layout, size: int, error_feedback: bool, rank: int) -> None:
     """Over several steps all ranks have the same bits, which are those of the paper's algorithm but for rounding."""
     settings = PowerSGD(rank, seed=7, error_feedback=error_feedback)
     shapes, places, length = layout(SHAPES)
@@ -179,7 +165,7 @@ def test_powersgd_is_its_definition(size: int, error_feedback: bool, rank: int) 
             np.testing.assert_allclose(ranks[0][0][step][place], expected[step], rtol=0, atol=TOLERANCE)
 
 
-def test_the_error_is_the_part_that_was_not_sent() -> None:
+def test_the_error_is_the_part_that_was_not_sent(layout: Layout) -> None:
     """It is what the residual is to what the rank meant to send, parameters that are sent as they are included."""
     shapes, places, length = layout([(11, 13), (40,)])
 
@@ -199,7 +185,7 @@ def test_the_error_is_the_part_that_was_not_sent() -> None:
 
 
 @pytest.mark.parametrize("error_feedback", [True, False])
-def test_what_was_sent_and_the_residual_are_the_gradients(error_feedback: bool) -> None:
+def test_what_was_sent_and_the_residual_are_the_gradients(layout: Layout, error_feedback: bool) -> None:
     """Over all steps nothing is lost with error feedback; without, most of the gradients is."""
     size, steps = 3, 20
     shapes, places, length = layout([(11, 13), (9, 3, 5), (6,)])
@@ -220,7 +206,7 @@ def test_what_was_sent_and_the_residual_are_the_gradients(error_feedback: bool) 
             assert np.linalg.norm(missing) > 0.3 * np.linalg.norm(true)
 
 
-def test_residuals_stay_small_where_ranks_differ() -> None:
+def test_residuals_stay_small_where_ranks_differ(layout: Layout) -> None:
     """What one rank's gradients have always, and the others' not, does not pile up in its residual."""
     shapes, places, length = layout([(12, 10)], gap=0)
 
@@ -239,7 +225,7 @@ def test_residuals_stay_small_where_ranks_differ() -> None:
 
 
 @pytest.mark.parametrize("scale", [1e-25, 1e-12, 1e12])
-def test_the_size_of_gradients_does_not_matter(scale: float) -> None:
+def test_the_size_of_gradients_does_not_matter(layout: Layout, scale: float) -> None:
     """Gradients of any magnitude are compressed as well as any: nothing on the way is their square, in float32."""
     shapes, places, length = layout([(11, 13)], gap=0)
 
@@ -257,7 +243,7 @@ def test_the_size_of_gradients_does_not_matter(scale: float) -> None:
         np.testing.assert_allclose(small, plain, rtol=0, atol=TOLERANCE)
 
 
-def test_zeros_are_no_dead_end() -> None:
+def test_zeros_are_no_dead_end(layout: Layout) -> None:
     """After a step in which all gradients were zero, or of rank 1, others are approximated as well as ever."""
     shapes, places, length = layout([(11, 13)], gap=0)
     full = products(0, (11, 13), 2)
@@ -274,7 +260,7 @@ def test_zeros_are_no_dead_end() -> None:
             np.testing.assert_allclose(result, expected, rtol=0, atol=TOLERANCE)
 
 
-def test_the_guess_gets_better() -> None:
+def test_the_guess_gets_better(layout: Layout) -> None:
     """The same gradients again and again are approximated ever better, down to the best there is of that rank."""
     shapes, places, length = layout([(11, 13)], gap=0)
 
@@ -295,7 +281,7 @@ def test_the_guess_gets_better() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", [0, 1])
-def test_what_is_not_finite_arrives_and_does_not_stay(bad: float, where: int) -> None:
+def test_what_is_not_finite_arrives_and_does_not_stay(layout: Layout, bad: float, where: int) -> None:
     """The parameter with a bad entry on one rank is bad on all; only it, and only in that step."""
     shapes, places, length = layout([(11, 13), (5,), (9, 8)])
 
@@ -320,7 +306,7 @@ def test_what_is_not_finite_arrives_and_does_not_stay(bad: float, where: int) ->
         assert content == ranks[0][3]
 
 
-def test_an_overflow_on_the_way_does_not_stay() -> None:
+def test_an_overflow_on_the_way_does_not_stay(layout: Layout) -> None:
     """Finite gradients whose factor is too large for float32 make a bad step, not a bad reducer."""
     shapes, places, length = layout([(11, 13)], gap=0)
 
@@ -337,7 +323,7 @@ def test_an_overflow_on_the_way_does_not_stay() -> None:
 
 
 @pytest.mark.parametrize("error_feedback", [True, False])
-def test_it_goes_on_from_a_saved_state(error_feedback: bool) -> None:
+def test_it_goes_on_from_a_saved_state(layout: Layout, error_feedback: bool) -> None:
     """A new reducer with the state of another gives the same bits; the state is a copy."""
     shapes, places, length = layout(SHAPES)
     settings = PowerSGD(2, error_feedback=error_feedback)
@@ -359,7 +345,7 @@ def test_it_goes_on_from_a_saved_state(error_feedback: bool) -> None:
         assert first == second
 
 
-def test_a_state_of_another_bucket_is_refused() -> None:
+def test_a_state_of_another_bucket_is_refused(layout: Layout) -> None:
     """Names and shapes must be those of this bucket and of these settings, or nothing is loaded."""
     shapes, places, _ = layout([(11, 13)])
     reducer = PowerSGD(2).reducer(shapes, places)
@@ -376,7 +362,7 @@ def test_a_state_of_another_bucket_is_refused() -> None:
 
 
 @pytest.mark.parametrize("shapes", [[], [(0,)], [(0, 3), (2, 0)], [(4,)], [(9, 9)]])
-def test_buckets_of_one_kind(shapes: list[tuple[int, ...]]) -> None:
+def test_buckets_of_one_kind(layout: Layout, shapes: list[tuple[int, ...]]) -> None:
     """A bucket may have no parameters, none with elements, none to compress, or none to leave as they are."""
 
     def run(communicator: Communicator) -> bool:
@@ -389,7 +375,7 @@ def test_buckets_of_one_kind(shapes: list[tuple[int, ...]]) -> None:
     assert run_ranks(2, run) == [True, True]
 
 
-def test_what_lies_between_parameters_stays() -> None:
+def test_what_lies_between_parameters_stays(layout: Layout) -> None:
     """Gaps are neither sent nor written to, even if there are NaNs in them."""
     shapes, places, length = layout(SHAPES)
     inside = np.zeros(length, bool)
@@ -404,7 +390,7 @@ def test_what_lies_between_parameters_stays() -> None:
         np.testing.assert_array_equal(np.isnan(flat), ~inside)
 
 
-def test_random_numbers_of_the_program_stay_what_they_were() -> None:
+def test_random_numbers_of_the_program_stay_what_they_were(layout: Layout) -> None:
     """The first guess takes nothing from torch's generator, and depends on the seed alone."""
     shapes, places, _ = layout([(11, 13)])
     torch.manual_seed(3)

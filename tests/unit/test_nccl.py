@@ -17,8 +17,8 @@ from ringreduce.config import Config
 from ringreduce.errors import ConfigError, MismatchError, TransportError, UnsupportedBufferError
 from ringreduce.placement import gpu
 from ringreduce.reduce_ops import ReduceOp
-from ringreduce.testing import assert_close, assert_equal, caught, expected, run_ranks, sample
-from ringreduce.testing.device import HostArray, HostDriver, HostMachine
+from ringreduce.testing import assert_close, assert_equal, caught, expected, run_gpu_ranks, sample
+from ringreduce.testing.device import HostDriver
 from ringreduce.testing.nccl import HostNccl
 from ringreduce.transport import nccl as transport
 from ringreduce.transport.nccl import Nccl, code_of_dtype, code_of_op
@@ -40,28 +40,15 @@ def on_gpus(
     config: Config | None = None,
 ) -> list[Any]:
     """Run ``function(communicator, driver, nccl)`` on ranks with a GPU each, or with one for all of them."""
-    machine = HostMachine(seed)
     groups: dict[bytes, Any] = {}
-    # All drivers exist before any rank does something: who shares a GPU is known from the start.
-    drivers = [machine.driver(0 if shared else rank) for rank in range(size)]
 
-    def run(communicator: rr.Communicator) -> object:
-        driver = drivers[communicator.rank]
-        driver.make_stream()  # number 1 means the default stream in `__cuda_array_interface__`
+    def run(communicator: rr.Communicator, driver: HostDriver) -> object:
         nccl = HostNccl(driver, groups, (versions or {}).get(communicator.rank, 22705))
-        communicator.gpu.drivers = lambda number: driver
         communicator.gpu.libraries = lambda number: nccl
         return function(communicator, driver, nccl)
 
-    return run_ranks(size, run, node_size=node_size, config=config or Config(timeout_s=20.0))
-
-
-def put(driver: HostDriver, values: np.ndarray) -> HostArray:
-    """Return an array that the caller's stream, made for it, fills as late as it may."""
-    stream = driver.make_stream()
-    array = driver.put(values, stream)
-    array.stream = stream
-    return array
+    options = {"node_size": node_size, "config": config or Config(timeout_s=20.0)}
+    return run_gpu_ranks(size, run, gpu=lambda rank: 0 if shared else rank, seed=seed, **options)
 
 
 def launches(driver: HostDriver) -> list[str]:
@@ -84,7 +71,7 @@ def test_every_dtype_and_op(op: ReduceOp, dtype: str) -> None:
     theirs &= op in (ReduceOp.SUM, ReduceOp.PRODUCT) or (op is ReduceOp.AVERAGE) == (row.kind == "float")
 
     def function(communicator: rr.Communicator, driver: HostDriver, nccl: HostNccl) -> None:
-        source = put(driver, arrays[communicator.rank])
+        source = driver.put_late(arrays[communicator.rank])
         communicator.allreduce(source, op, out=source, algorithm="nccl")
         assert_close(source.get(source.stream), expected(arrays, op))
         assert len(launches(driver)) == theirs
@@ -102,7 +89,7 @@ def test_orders_of_the_gpu_do_not_show(size: int, node_size: int | None, seed: i
     def function(communicator: rr.Communicator, driver: HostDriver, nccl: HostNccl) -> None:
         results = []
         for turn, arrays in enumerate(inputs):
-            source = put(driver, arrays[communicator.rank])
+            source = driver.put_late(arrays[communicator.rank])
             target = source
             if turn % 2:
                 target = driver.put(np.full(source.shape, 77, np.float32))
@@ -120,7 +107,7 @@ def test_one_rank_needs_no_nccl() -> None:
     """A world of one copies."""
 
     def function(communicator: rr.Communicator, driver: HostDriver, nccl: HostNccl) -> None:
-        source = put(driver, np.arange(5, dtype=np.float32))
+        source = driver.put_late(np.arange(5, dtype=np.float32))
         result = driver.put(np.zeros(5, np.float32))
         communicator.allreduce(source, out=result, algorithm="nccl")
         assert_equal(result.get(0), np.arange(5, dtype=np.float32))
@@ -169,7 +156,7 @@ def test_the_environment_can_ask_for_it() -> None:
     arrays = [sample(rank, 23, "float32") for rank in range(2)]
 
     def function(communicator: rr.Communicator, driver: HostDriver, nccl: HostNccl) -> None:
-        source = put(driver, arrays[communicator.rank])
+        source = driver.put_late(arrays[communicator.rank])
         communicator.allreduce(source, out=source)
         assert_equal(source.get(source.stream), expected(arrays, ReduceOp.SUM))
         assert_equal(communicator.allreduce(arrays[communicator.rank]), expected(arrays, ReduceOp.SUM))
@@ -205,7 +192,7 @@ def test_what_cannot_be_asked_for(deterministic: bool, on_gpu: bool, complaint: 
 
     def function(communicator: rr.Communicator, driver: HostDriver, nccl: HostNccl) -> None:
         values = np.ones(3, np.float32)
-        array = put(driver, values) if on_gpu else values
+        array = driver.put_late(values) if on_gpu else values
         error = caught(communicator.allreduce, array, out=array, algorithm="nccl")
         assert isinstance(error, ConfigError)
         assert complaint in str(error)
@@ -228,7 +215,7 @@ def falls_back(
     def function(communicator: rr.Communicator, driver: HostDriver, nccl: HostNccl) -> list[str]:
         prepare(communicator, nccl)
         for _ in range(2):
-            source = put(driver, arrays[communicator.rank])
+            source = driver.put_late(arrays[communicator.rank])
             communicator.allreduce(source, out=source, algorithm="nccl")
             assert_equal(source.get(source.stream), expected(arrays, ReduceOp.SUM))
         assert launches(driver) == []
@@ -327,9 +314,9 @@ def test_mismatches_are_seen_before_nccl_is_asked() -> None:
     """Ranks that call with different shapes all hear of it, and NCCL goes on afterwards."""
 
     def function(communicator: rr.Communicator, driver: HostDriver, nccl: HostNccl) -> None:
-        source = put(driver, np.ones(4, np.float32))
+        source = driver.put_late(np.ones(4, np.float32))
         communicator.allreduce(source, out=source, algorithm="nccl")
-        other = put(driver, np.ones(5 + communicator.rank, np.float32))
+        other = driver.put_late(np.ones(5 + communicator.rank, np.float32))
         assert isinstance(caught(communicator.allreduce, other, out=other, algorithm="nccl"), MismatchError)
         communicator.allreduce(source, out=source, algorithm="nccl")
         assert_equal(source.get(source.stream), np.full(4, 4, np.float32))
@@ -342,7 +329,7 @@ def test_errors_that_come_later_end_the_communicator() -> None:
     """What NCCL reports about an earlier call comes out of the next one; what is under way is ended."""
 
     def function(communicator: rr.Communicator, driver: HostDriver, nccl: HostNccl) -> None:
-        source = put(driver, np.ones(4, np.float32))
+        source = driver.put_late(np.ones(4, np.float32))
         communicator.allreduce(source, out=source, algorithm="nccl")
         nccl.problem = "a cable was pulled"
         error = caught(communicator.allreduce, source, out=source, algorithm="nccl")
@@ -358,7 +345,7 @@ def test_a_peer_that_is_gone_ends_what_waits_for_it() -> None:
     """The meeting of the next call finds out; kernels that would wait for good are ended."""
 
     def function(communicator: rr.Communicator, driver: HostDriver, nccl: HostNccl) -> None:
-        source = put(driver, np.ones(4, np.float32))
+        source = driver.put_late(np.ones(4, np.float32))
         communicator.allreduce(source, out=source, algorithm="nccl")
         source.get(source.stream)
         if communicator.rank == 0:

@@ -16,8 +16,8 @@ from ringreduce.errors import MismatchError, TransportError, UnsupportedBufferEr
 from ringreduce.placement import staged
 from ringreduce.placement.staged import Staging
 from ringreduce.reduce_ops import ReduceOp
-from ringreduce.testing import assert_equal, caught, expected, run_ranks, sample
-from ringreduce.testing.device import HostArray, HostDriver, HostMachine
+from ringreduce.testing import assert_equal, caught, expected, run_gpu_ranks, run_ranks, sample
+from ringreduce.testing.device import HostArray, HostDriver
 from ringreduce.transport.shared import Arena, PrivateSegments
 
 SHARED = pytest.mark.parametrize("shared", [False, True], ids=["staged", "kernels"])
@@ -48,25 +48,8 @@ def on_gpus(
     shared: bool = False,
 ) -> list[object]:
     """Run ``function(communicator, driver)`` on ranks that use one GPU and can, if ``shared``, export its memory."""
-    machine = HostMachine(seed)
-
-    def run(communicator: rr.Communicator) -> object:
-        driver = machine.driver()
-        if not shared:
-            driver.fail("export")
-        driver.make_stream()  # number 1 means the default stream in `__cuda_array_interface__`
-        communicator.gpu.drivers = lambda number: driver
-        return function(communicator, driver)
-
-    return run_ranks(size, run, node_size=node_size, config=Config(timeout_s=20.0, segment_nbytes=32 << 10))
-
-
-def put(driver: HostDriver, values: np.ndarray) -> HostArray:
-    """Return an array that the caller's stream, made for it, fills as late as it may."""
-    stream = driver.make_stream()
-    array = driver.put(values, stream)
-    array.stream = stream
-    return array
+    config = Config(timeout_s=20.0, segment_nbytes=32 << 10)
+    return run_gpu_ranks(size, function, exports=shared, seed=seed, node_size=node_size, config=config)
 
 
 # ---- order ----
@@ -168,7 +151,7 @@ def test_allreduce_of_every_dtype(size: int, node_size: int | None, dtype: str) 
         for count in (0, 1, 7, 2049):
             parts = [sample(rank, count, dtype) for rank in range(size)]
             own, total = parts[communicator.rank], expected(parts, rr.SUM)
-            array, out = put(driver, own), put(driver, np.zeros_like(own))
+            array, out = driver.put_late(own), driver.put_late(np.zeros_like(own))
             assert communicator.allreduce(array, out=out) is out
             assert_equal(out.get(out.stream), total)
             assert_equal(array.get(array.stream), own)
@@ -187,8 +170,8 @@ def test_allreduce_of_every_op(op: ReduceOp, dtype: str, shared: bool) -> None:
 
     def check(communicator: rr.Communicator, driver: HostDriver) -> None:
         own = sample(communicator.rank, (3, 701), dtype)
-        array = put(driver, own)
-        out = put(driver, np.zeros_like(own))
+        array = driver.put_late(own)
+        out = driver.put_late(np.zeros_like(own))
         communicator.allreduce(array, op, out=out)
         assert_equal(out.get(out.stream), communicator.allreduce(own, op))
 
@@ -202,12 +185,12 @@ def test_the_other_collectives(size: int, node_size: int | None) -> None:
     def check(communicator: rr.Communicator, driver: HostDriver) -> None:
         rank = communicator.rank
         parts = [sample(each, (7, 3), "float64") for each in range(size)]
-        array = put(driver, parts[rank])
+        array = driver.put_late(parts[rank])
         piece = np.array_split(expected(parts, rr.SUM), size)[rank]
-        out = put(driver, np.zeros_like(piece))
+        out = driver.put_late(np.zeros_like(piece))
         assert communicator.reduce_scatter(array, out=out) is out
         assert_equal(out.get(out.stream), piece)
-        out = put(driver, np.zeros((7, 3)))
+        out = driver.put_late(np.zeros((7, 3)))
         for root in range(size):
             assert communicator.broadcast(array, root, out=out) is out
             assert_equal(out.get(out.stream), parts[root])
@@ -226,7 +209,7 @@ def test_options_of_the_allreduce(how: dict[str, object], node_size: int | None,
 
     def check(communicator: rr.Communicator, driver: HostDriver) -> None:
         parts = [sample(rank, 2500, "float32") for rank in range(communicator.size)]
-        array = put(driver, parts[communicator.rank])
+        array = driver.put_late(parts[communicator.rank])
         communicator.allreduce(array, out=array, **how)
         assert_equal(array.get(array.stream), expected(parts, rr.SUM))
 
@@ -238,7 +221,7 @@ def test_results_may_overlap_the_input() -> None:
     """A broadcast from an array into a shifted part of the same memory is that of the array as it was."""
 
     def check(communicator: rr.Communicator, driver: HostDriver) -> None:
-        memory = put(driver, np.arange(3000, dtype=np.int32) * (communicator.rank + 1))
+        memory = driver.put_late(np.arange(3000, dtype=np.int32) * (communicator.rank + 1))
         parts = [HostArray(driver, memory.address + 4 * start, (2999,), np.int32) for start in (0, 1)]
         for part in parts:
             part.stream = memory.stream
@@ -254,7 +237,7 @@ def test_large_arrays_need_no_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> 
 
     def check(communicator: rr.Communicator, driver: HostDriver) -> None:
         own = sample(communicator.rank, 101, "uint8")
-        array = put(driver, own)
+        array = driver.put_late(own)
         communicator.broadcast(array, 1, out=array)
         assert_equal(array.get(), sample(1, 101, "uint8"))
         assert not [line for line in driver.log if line.startswith("register")]
@@ -270,7 +253,7 @@ def test_kernels_reduce_where_they_can(shared: bool) -> None:
     """Where memory can be shared nothing comes down, unless an algorithm is asked for; `explain` says which it is."""
 
     def check(communicator: rr.Communicator, driver: HostDriver) -> None:
-        array = put(driver, np.ones(5, np.float32))
+        array = driver.put_late(np.ones(5, np.float32))
         assert "device memory" not in communicator.explain(20)
         communicator.allreduce(array, out=array)
         said = communicator.explain(20).splitlines()[1]
@@ -290,11 +273,11 @@ def test_first_uses_of_device_memory_belong_together() -> None:
     """The ranks find out about each other's GPUs at once; a rank that does something else then is named."""
 
     def check(communicator: rr.Communicator, driver: HostDriver) -> None:
-        array = put(driver, np.ones(5, np.float32)) if communicator.rank else np.ones(5, np.float32)
+        array = driver.put_late(np.ones(5, np.float32)) if communicator.rank else np.ones(5, np.float32)
         error = caught(communicator.allreduce, array, out=array)
         assert isinstance(error, MismatchError)
         assert "the first use of device memory" in error.values[1]
-        array = put(driver, np.ones(5, np.float32))
+        array = driver.put_late(np.ones(5, np.float32))
         communicator.allreduce(array, out=array)
         assert array.get(array.stream).tolist() == [2] * 5
 
@@ -311,7 +294,7 @@ def test_memory_that_cannot_be_pinned_is_used_all_the_same(caplog: pytest.LogCap
     def check(communicator: rr.Communicator, driver: HostDriver) -> None:
         if communicator.rank == 1:
             driver.fail("register")
-        array = put(driver, sample(communicator.rank, 3000, "float32"))
+        array = driver.put_late(sample(communicator.rank, 3000, "float32"))
         communicator.allreduce(array, out=array)
         total = expected([sample(rank, 3000, "float32") for rank in range(2)], rr.SUM)
         assert_equal(array.get(array.stream), total)
@@ -329,14 +312,14 @@ def test_a_mismatch_is_seen_before_anything_moves(node_size: int | None, shared:
     def check(communicator: rr.Communicator, driver: HostDriver) -> None:
         for mine in ((40, 50), (2000, 1), 2100):
             values = sample(communicator.rank, mine if communicator.rank else (50, 40), "float32")
-            array = put(driver, values)
+            array = driver.put_late(values)
             error = caught(communicator.allreduce, array, out=array)
             assert isinstance(error, MismatchError)
             assert "sum in device memory, shape 50x40, float32" in error.values[0]
             assert_equal(array.get(array.stream), values)
-        array = put(driver, values) if communicator.rank else values
+        array = driver.put_late(values) if communicator.rank else values
         assert isinstance(caught(communicator.allreduce, array, out=array), MismatchError)
-        array = put(driver, np.ones(2100, np.float32))
+        array = driver.put_late(np.ones(2100, np.float32))
         communicator.allreduce(array, out=array)
         assert_equal(array.get(array.stream), np.full(2100, 2, np.float32))
 
@@ -348,7 +331,7 @@ def test_ranks_may_differ_where_nothing_is_reduced_in_segments() -> None:
 
     def check(communicator: rr.Communicator, driver: HostDriver) -> None:
         values = sample(communicator.rank, 11, "float32")
-        array = put(driver, values) if communicator.rank else values
+        array = driver.put_late(values) if communicator.rank else values
         communicator.broadcast(array, 0, out=array)
         if isinstance(array, HostArray):
             assert_equal(array.get(array.stream), sample(0, 11, "float32"))
@@ -360,14 +343,14 @@ def test_arrays_that_cannot_be_used_are_refused() -> None:
     """Without reaching the others: a read-only result, host memory for a device's result, and other elements."""
 
     def check(communicator: rr.Communicator, driver: HostDriver) -> None:
-        array = put(driver, np.ones(4, np.float32))
-        for out in (np.ones(4, np.float32), put(driver, np.ones(4)), put(driver, np.ones(5, np.float32))):
+        array = driver.put_late(np.ones(4, np.float32))
+        for out in (np.ones(4, np.float32), driver.put_late(np.ones(4)), driver.put_late(np.ones(5, np.float32))):
             with pytest.raises(UnsupportedBufferError, match=r"device memory|out has shape"):
                 communicator.allreduce(array, out=out)
         with pytest.raises(UnsupportedBufferError, match="no result can be stored"):
             communicator.allreduce(array, out=_ReadOnly(array))
         with pytest.raises(UnsupportedBufferError, match="wire formats are for floats"):
-            communicator.allreduce(put(driver, np.ones(4, np.int32)), wire="bf16")
+            communicator.allreduce(driver.put_late(np.ones(4, np.int32)), wire="bf16")
         communicator.allreduce(array, out=array)
         assert array.get(array.stream).tolist() == [2] * 4
 
@@ -388,7 +371,7 @@ def test_kernels_that_find_no_memory_leave_it_to_the_host(
     def check(communicator: rr.Communicator, driver: HostDriver) -> None:
         for count, fails in ((3, False), (17 << 20, True)):
             values = np.full(count, communicator.rank + 1, np.uint8)
-            array = put(driver, values)
+            array = driver.put_late(values)
             if fails and communicator.rank == 1:
                 driver.fail("allocate")
             communicator.allreduce(array, out=array)
@@ -405,7 +388,7 @@ def test_operands_may_be_kept(seed: int) -> None:
     """An operand remembers the stream that was current when it was made: another thread may reduce it later."""
 
     def check(communicator: rr.Communicator, driver: HostDriver) -> None:
-        array = put(driver, np.arange(11, dtype=np.float32))
+        array = driver.put_late(np.arange(11, dtype=np.float32))
         kept = operand(array)
         array.stream = None
         choice, signature = communicator.allreduce_operands(kept, kept, ReduceOp.SUM)
@@ -420,7 +403,7 @@ def test_a_copy_that_fails_ends_the_communicator() -> None:
     """An error of the GPU in the middle of a call is raised there, and later calls do not begin."""
 
     def check(communicator: rr.Communicator, driver: HostDriver) -> None:
-        array = put(driver, np.ones(4, np.float32))
+        array = driver.put_late(np.ones(4, np.float32))
         driver.fail("copy")
         with pytest.raises(TransportError, match="told to fail"):
             communicator.allreduce(array, out=array)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,26 +17,14 @@ from ringreduce.testing import run_ranks
 torch = pytest.importorskip("torch")
 from ringreduce.torch.topk import TopK, largest  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SIZES = [1, 2, 3, 4]
 
 #: Parameters of every number of dimensions, one without elements among them.
 SHAPES = [(7,), (), (5, 3), (0, 4), (3, 2, 2), (2, 3, 2, 1), (1,)]
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def layout(shapes: Sequence[Sequence[int]], gap: int = 3) -> tuple[list[Any], list[slice], int]:
-    """Return shapes and places of parameters that lie in a bucket with gaps after each, and the bucket's length."""
-    sizes = [torch.Size(shape) for shape in shapes]
-    starts = list(accumulate((size.numel() + gap for size in sizes), initial=0))
-    places = [slice(start, start + size.numel()) for size, start in zip(sizes, starts, strict=False)]
-    return sizes, places, starts[-1]
+Layout = Callable[..., tuple[list[Any], list[slice], int]]
 
 
 def occupied(places: Sequence[slice], length: int) -> npt.NDArray[np.bool_]:
@@ -96,7 +83,7 @@ def test_all_that_is_not_finite_is_chosen() -> None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("average", [True, False])
 @pytest.mark.parametrize("error_feedback", [True, False])
-def test_topk_is_its_definition(size: int, average: bool, error_feedback: bool) -> None:
+def test_topk_is_its_definition(layout: Layout, size: int, average: bool, error_feedback: bool) -> None:
     """Each rank's largest entries of gradient plus residual are added in rank order, over several steps."""
     shapes, places, length = layout(SHAPES)
     mask = occupied(places, length)
@@ -128,7 +115,7 @@ def test_topk_is_its_definition(size: int, average: bool, error_feedback: bool) 
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_all_entries_give_the_exact_sum(size: int) -> None:
+def test_all_entries_give_the_exact_sum(layout: Layout, size: int) -> None:
     """With a fraction of 1 the result is the sum in rank order, bit for bit, and the error is 0."""
     shapes, places, length = layout(SHAPES, gap=0)
 
@@ -145,7 +132,7 @@ def test_all_entries_give_the_exact_sum(size: int) -> None:
 
 
 @pytest.mark.parametrize("error_feedback", [True, False])
-def test_what_was_sent_and_the_residual_are_the_gradients(error_feedback: bool) -> None:
+def test_what_was_sent_and_the_residual_are_the_gradients(layout: Layout, error_feedback: bool) -> None:
     """Over all steps nothing is lost with error feedback; without, most of the gradients is."""
     size, steps = 3, 20
     shapes, places, length = layout(SHAPES)
@@ -173,7 +160,7 @@ def test_what_was_sent_and_the_residual_are_the_gradients(error_feedback: bool) 
         assert np.linalg.norm(missing) > 0.5 * np.linalg.norm(true)
 
 
-def test_the_error_is_the_part_that_was_not_sent() -> None:
+def test_the_error_is_the_part_that_was_not_sent(layout: Layout) -> None:
     """It is 0 before the first step, relative to what the rank meant to send, and 0 where that is nothing."""
     shapes, places, _ = layout([(4,)])
 
@@ -189,7 +176,7 @@ def test_the_error_is_the_part_that_was_not_sent() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_arrives_and_does_not_stay(bad: float) -> None:
+def test_what_is_not_finite_arrives_and_does_not_stay(layout: Layout, bad: float) -> None:
     """Every entry that is not finite on one rank is so everywhere; the step after is as that of a new reducer."""
     shapes, places, length = layout([(9,), (2, 3), (5,)])
 
@@ -215,7 +202,7 @@ def test_what_is_not_finite_arrives_and_does_not_stay(bad: float) -> None:
         assert after == expected
 
 
-def test_it_goes_on_from_a_saved_state() -> None:
+def test_it_goes_on_from_a_saved_state(layout: Layout) -> None:
     """A new reducer with the state of another gives the same bits; the state is a copy."""
     shapes, places, length = layout(SHAPES)
 
@@ -238,7 +225,7 @@ def test_it_goes_on_from_a_saved_state() -> None:
         assert first == second
 
 
-def test_a_state_of_another_bucket_is_refused() -> None:
+def test_a_state_of_another_bucket_is_refused(layout: Layout) -> None:
     """Names and shapes must be those of this bucket; without error feedback there is no state."""
     reducer = TopK().reducer(*layout([(4,)])[:2])
     other = TopK().reducer(*layout([(5,)])[:2])
@@ -252,7 +239,7 @@ def test_a_state_of_another_bucket_is_refused() -> None:
 
 
 @pytest.mark.parametrize("shapes", [[], [(0,)], [(0, 3), (2, 0)]])
-def test_an_empty_bucket_stays_empty(shapes: list[tuple[int, ...]]) -> None:
+def test_an_empty_bucket_stays_empty(layout: Layout, shapes: list[tuple[int, ...]]) -> None:
     """A bucket of nothing can be reduced, saved and loaded."""
 
     def run(communicator: Communicator) -> float:
@@ -265,7 +252,7 @@ def test_an_empty_bucket_stays_empty(shapes: list[tuple[int, ...]]) -> None:
     assert run_ranks(2, run) == [0.0, 0.0]
 
 
-def test_what_lies_between_parameters_has_no_influence() -> None:
+def test_what_lies_between_parameters_has_no_influence(layout: Layout) -> None:
     """Gaps are never sent, even if there are NaNs in them, and come back as zeros."""
     shapes, places, length = layout([(3,), (2, 2)])
     gaps = ~occupied(places, length)

@@ -13,6 +13,8 @@ import ringreduce.torch as hvd  # noqa: E402
 from ringreduce.process_sets import ProcessSet  # noqa: E402
 from ringreduce.testing import run_process_sets  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 WIRES = [hvd.Compression.fp16, hvd.Compression.bf16, hvd.Compression.fp8, hvd.Compression.int8, hvd.Compression.int4]
 
 
@@ -20,12 +22,6 @@ class Int4WithoutFeedback(hvd.Compression.int4):  # type: ignore[misc,name-defin
     """What rounding loses is lost."""
 
     error_feedback = False
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    """Ranks are threads here already."""
-    torch.set_num_threads(1)
 
 
 def model_of() -> Any:
