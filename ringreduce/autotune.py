@@ -47,6 +47,7 @@ __all__ = [
     "distinct",
     "fit",
     "format_seconds",
+    "through_mailboxes",
     "work",
 ]
 
@@ -97,13 +98,13 @@ def work(algorithm: str, nbytes: int, topology: Topology) -> Work:
         ConfigError: there is no such algorithm, or it cannot run there.
     """
     shares = _work_of_one_byte(algorithm, topology)
-    if _through_mailboxes(algorithm, nbytes, topology):
+    if through_mailboxes(algorithm, nbytes, topology):
         # They lie beside the flags of one barrier, and every rank reads all others'.
         return Work(0, 0, 1, shares.sent * nbytes, shares.reduced * nbytes)
     return Work(shares.rounds, shares.sent * nbytes, shares.barriers, shares.touched * nbytes, shares.reduced * nbytes)
 
 
-def _through_mailboxes(algorithm: str, nbytes: int, topology: Topology) -> bool:
+def through_mailboxes(algorithm: str, nbytes: int, topology: Topology) -> bool:
     """Return whether this is the one-shot in shared memory; larger buffers it sends as messages, which takes longer."""
     return algorithm == "one_shot" and topology.single_node and nbytes <= MAILBOX_NBYTES
 
@@ -362,10 +363,10 @@ class Table:
         return Decision(name, times[name], second, math.inf if second is None else others[second])
 
     def explain(self, nbytes: int) -> str:
-        """Say in one line what runs, what the measurement and the model say of it, and what would be second."""
+        """Say in one line what the measurement and the model say of what `choose` takes, and what would be second."""
         found = self.choose(nbytes)
         model = self.model.predict(found.algorithm, nbytes, self.key.topology)
-        text = f"{found.algorithm}: {self._origin(nbytes)} {format_seconds(found.seconds)}"
+        text = f"{self._origin(nbytes)} {format_seconds(found.seconds)}"
         text += f", model {format_seconds(model)}; "
         if found.second is None:
             return text + "nothing else was measured"
@@ -399,7 +400,7 @@ class Table:
             raise ConfigError(f"a tuning table of format {document['format']!r}, where {_FORMAT} is understood")
         try:
             return _parse(document)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise ConfigError(f"a damaged tuning table: {type(error).__name__}: {error}") from None
 
     def save(self, path: Path) -> None:
@@ -457,7 +458,7 @@ class Table:
         return self._scaled(self.rows[upper], nbytes), [upper]
 
     def _works_alike(self, algorithm: str, *sizes: int) -> bool:
-        return len({_through_mailboxes(algorithm, nbytes, self.key.topology) for nbytes in sizes}) == 1
+        return len({through_mailboxes(algorithm, nbytes, self.key.topology) for nbytes in sizes}) == 1
 
     def _scaled(self, row: Row, nbytes: int) -> dict[str, float]:
         """Carry the times of one size over to another as the model says."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import wraps
 from math import prod
 from time import perf_counter
@@ -30,6 +31,7 @@ from ringreduce.errors import (
 from ringreduce.instruments import Tally
 from ringreduce.partition import Partition
 from ringreduce.placement import (
+    STAGED,
     Allreduce,
     BoundCall,
     Context,
@@ -37,7 +39,7 @@ from ringreduce.placement import (
     Gpu,
     Moves,
     OnDevice,
-    Runner,
+    OperandReducer,
     Signature,
     WireAllreduce,
     ordinal,
@@ -52,9 +54,6 @@ __all__ = ["Communicator"]
 
 
 _REMEMBERED = 4096  # kinds of calls
-
-# What carries out an allreduce of arrays in device memory where nothing on the GPUs does; not to be asked for by name.
-_STAGED = Choice("staged", "shared+messages", "arrays go through host memory, in segments")
 
 _WHOLE = "arrays go through host memory, whole"
 
@@ -78,8 +77,9 @@ def _counting_refusals(method: _Method) -> _Method:
 class Communicator:
     """The collectives of one process set.
 
-    Every method but `empty`, `explain` and `choose` is collective: all ranks call it, in the same order, with arguments
-    that agree where the method says so. Calls block until this rank's result is there. Not thread-safe.
+    Every method but `empty`, `explain`, `choose` and `way_on_device` is collective: all ranks call it, in the same
+    order, with arguments that agree where the method says so. Calls block until this rank's result is there. Not
+    thread-safe.
 
     Arrays are NumPy or CuPy arrays or torch tensors of any dtype in `ringreduce.buffers.DTYPES`, of any strides;
     results come in the library of the input. Anything else with ``__cuda_array_interface__`` is taken, too; new arrays
@@ -117,7 +117,7 @@ class Communicator:
         self._wire = WireAllreduce(context)
         self._bound: dict[int, BoundCall] = {}  # by the id of the array
         self._signatures: dict[tuple[object, ...], tuple[Choice, Signature]] = {}
-        self._reductions: dict[tuple[object, ...], tuple[Choice, Signature, Runner]] = {}
+        self._reductions: dict[tuple[object, ...], tuple[Choice, Signature, OperandReducer]] = {}
         self._table: Table | None = None
         self._closed = False
         self._failure: BaseException | None = None
@@ -181,7 +181,8 @@ class Communicator:
             wire: a format in `ringreduce.wire.CODECS` in which ranks of different nodes send each other floats, for
                 sums and averages; must agree. Every element is encoded twice: when it is sent to the rank that sums
                 it up, in float32, and when that one sends the sum to all. On one node nothing is encoded. None: as
-                they are.
+                they are. Where ``RINGREDUCE_DETERMINISTIC`` is set no format can be asked for, on one node either: what
+                is rounded depends on which ranks share a node.
             feedback: keeps what rounding lost, and adds it the next time, for an array that is reduced again and
                 again; on all ranks or none.
 
@@ -193,9 +194,7 @@ class Communicator:
             UnsupportedBufferError: a wire format was asked for, and the array is not of floats.
         """
         if deterministic:
-            if algorithm is not None:
-                raise ConfigError(f"give deterministic=True or algorithm={algorithm!r}, not both")
-            algorithm = selection.DETERMINISTIC
+            algorithm = self._deterministically(algorithm, wire)
         if wire is not None:
             return self._allreduce_in_format(array, wire, op, out, algorithm, feedback)
         if out is array:
@@ -245,7 +244,7 @@ class Communicator:
         out, target = self._result(array, source, shape, out)
         counts = [(part.stop - part.start) * row for part in rows]
         choice, signature = self._choose(Collective.REDUCE_SCATTER, source, algorithm, op.value, shape=source.shape)
-        running = self._running(Collective.REDUCE_SCATTER, choice, source.nbytes)
+        running = self._running(Collective.REDUCE_SCATTER, choice.algorithm, source.nbytes)
         with running, self._on_host(source, target) as (given, taken), _flat_target(taken) as flat:
             reduce_scatter = self._moves.reduce_scatter
             self._quiet.run(reduce_scatter, given.flat(), given.dtype, counts, flat, op, choice, signature)
@@ -267,7 +266,7 @@ class Communicator:
         row = prod(source.shape[1:])
         counts = [int(each) * row for each in rows]
         choice, signature = self._choose(Collective.ALLGATHER, source, algorithm, shape=_any_rows(source))
-        running = self._running(Collective.ALLGATHER, choice, target.nbytes)
+        running = self._running(Collective.ALLGATHER, choice.algorithm, target.nbytes)
         with running, self._on_host(source, target) as (given, taken):
             self._moves.allgather(given.flat(), counts, taken.flat(), choice, signature)
         return out
@@ -291,7 +290,7 @@ class Communicator:
         out, target = self._result(array, source, source.shape, out)
         am_root = self.rank == root
         choice, signature = self._choose(Collective.BROADCAST, source, algorithm, f"root {root}", shape=source.shape)
-        running = self._running(Collective.BROADCAST, choice, source.nbytes)
+        running = self._running(Collective.BROADCAST, choice.algorithm, source.nbytes)
         lent = self._on_host(source, target, fetch=am_root, store=not am_root or source is not target)
         with running, lent as (given, taken):
             if am_root and not _same(given, taken):
@@ -323,7 +322,7 @@ class Communicator:
         received = rows[:, self.rank]
         out, target = _new_result(array, source, (int(received.sum()), *source.shape[1:]))
         choice, signature = self._choose(Collective.ALLTOALL, source, algorithm, shape=_any_rows(source))
-        running = self._running(Collective.ALLTOALL, choice, source.nbytes)
+        running = self._running(Collective.ALLTOALL, choice.algorithm, source.nbytes)
         with running, self._on_host(source, target) as (given, taken):
             row = prod(source.shape[1:])
             self._moves.alltoall(given.flat(), rows * row, taken.flat(), choice, signature)
@@ -413,11 +412,28 @@ class Communicator:
             return selection.forced(kind, algorithm, nbytes, self.topology, vendor=vendor)
         return selection.choose(kind, nbytes, self.topology, self.config, vendor=vendor, table=self._table)
 
+    def way_on_device(self, dtype: Any, op: ReduceOp | str = SUM, algorithm: str | None = None) -> Choice:
+        """Return what carries out an allreduce of arrays in device memory, once there was one with this ``algorithm``.
+
+        Args:
+            dtype: of their elements.
+            op: as for `allreduce`.
+            algorithm: as for `allreduce`. That of the CPU which is asked for is named, its transport is ``"staged"``.
+        """
+        if self.size == 1:
+            return self.choose(Collective.ALLREDUCE, 0, dtype)
+        wanted = self._wanted_on_device(algorithm)
+        if wanted is not None and not self.gpu.takes(wanted):
+            return replace(STAGED, algorithm=wanted)
+        way = self.gpu.find(DType.of(dtype), ReduceOp.parse(op), wanted)
+        return STAGED if way is None else way.choice
+
     def transport_name(self, algorithm: str, collective: Collective | str = Collective.ALLREDUCE) -> str:
         """Return what moves the bytes of ``algorithm`` here: ``"shared"``, ``"mpi"``, ``"shared+mpi"``, ..."""
         if algorithm == selection.NCCL:
             return algorithm
-        choice = self.choose(collective, 1, algorithm=algorithm)
+        vendor = self._context.messages.has_allreduce
+        choice = selection.forced(_collective(collective), algorithm, 1, self.topology, vendor=vendor)
         return choice.transport.replace("messages", self._context.messages.name)
 
     def explain(
@@ -446,7 +462,10 @@ class Communicator:
             )
         vendor = self._context.messages.has_allreduce
         said = selection.explain(kind, nbytes, self.topology, self.config, vendor=vendor, table=self._table)
-        return f"{said}\nin device memory: {self.gpu.way}" if kind is Collective.ALLREDUCE and self.gpu.way else said
+        if kind is not Collective.ALLREDUCE or self.gpu.way is None:
+            return said
+        way = self.gpu.way if self.gpu.takes(self._wanted_on_device()) else STAGED.reason
+        return f"{said}\nin device memory: {way}"
 
     def close(self) -> None:
         """Give everything back; collectives raise `ShutdownError` from here on. Collective, and safe to call twice."""
@@ -466,7 +485,19 @@ class Communicator:
     # ---- inside ----
 
     @_counting_refusals
+    def _deterministically(self, algorithm: str | None, wire: str | None) -> str:
+        """Return the algorithm of a deterministic allreduce, unless something else is asked for as well."""
+        if algorithm is not None or wire is not None:
+            given = f"wire={wire!r}" if algorithm is None else f"algorithm={algorithm!r}"
+            raise ConfigError(f"give deterministic=True or {given}, not both")
+        return selection.DETERMINISTIC
+
+    @_counting_refusals
     def _allreduce_unbound(self, array: Any, op: ReduceOp | str, out: Any, algorithm: str | None) -> Any:
+        return self._allreduce_as_it_is(array, op, out, algorithm)
+
+    def _allreduce_as_it_is(self, array: Any, op: ReduceOp | str, out: Any, algorithm: str | None) -> Any:
+        """Do it; whoever calls this counts refusals."""
         kind = ReduceOp.parse(op)
         source = operand_of(array)
         if isinstance(source, DeviceOperand):
@@ -501,6 +532,8 @@ class Communicator:
         codec = CODECS.get(wire)
         if codec is None:
             raise ConfigError(f"unknown wire format {wire!r}; choose one of {', '.join(CODECS)}")
+        if self.config.deterministic:
+            raise ConfigError(f"RINGREDUCE_DETERMINISTIC is set, so wire={wire!r} cannot be asked for")
         if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
             raise ConfigError(f"{op.value} of rounded values makes no sense; wire formats are for sums and averages")
         if source.dtype.kind != "float":
@@ -508,13 +541,13 @@ class Communicator:
         if self.topology.single_node:
             if feedback is not None:
                 feedback.begin(0, 0)
-            return self._allreduce_unbound(array, op, out, None)
+            return self._allreduce_as_it_is(array, op, out, None)
         out, target = self._result(array, source, source.shape, out)
         argument = f"{op.value} as {wire}{' with feedback' if feedback is not None else ''}"
-        choice, signature = self._choose(Collective.ALLREDUCE, source, None, argument, shape=source.shape)
-        running = self._running(Collective.ALLREDUCE, Choice(f"direct as {wire}", choice.transport, ""), source.nbytes)
+        _, signature = self._choose(Collective.ALLREDUCE, source, None, argument, shape=source.shape)
+        running = self._running(Collective.ALLREDUCE, f"direct as {wire}", source.nbytes)
         with running, self._on_host(source, target) as (given, taken):
-            self._exchange_in_format(given, taken, op, codec, signature, feedback)
+            self._quiet.run(self._exchange_in_format, given, taken, op, codec, signature, feedback)
         return out
 
     def _exchange_in_format(
@@ -527,11 +560,15 @@ class Communicator:
         feedback: Feedback | None,
     ) -> None:
         plain = source.dtype.name == "float32" and target.contiguous
-        work = target.flat() if plain else np.empty(source.count, np.float32)
-        wide = widen(source.view, source.dtype) if source.dtype.half else source.view
-        if not (plain and _same(source, target)):
-            np.copyto(work.reshape(source.shape), wide, casting="same_kind")
-        self._quiet.run(self._wire.run, work, op, codec, signature, feedback)
+        if source.dtype.half:
+            work = widen(source.view, source.dtype).reshape(-1)
+        elif plain:
+            work = target.flat()
+            if not _same(source, target):
+                np.copyto(work.reshape(source.shape), source.view)
+        else:
+            work = source.view.astype(np.float32, order="C").reshape(-1)
+        self._wire.run(work, op, codec, signature, feedback)
         if source.dtype.half:
             narrow(work.reshape(source.shape), target.dtype, target.view)
         elif not plain:
@@ -562,10 +599,10 @@ class Communicator:
             choice, signature = self._choose(Collective.ALLREDUCE, source, algorithm, op.value, shape=source.shape)
             if len(self._reductions) > _REMEMBERED:
                 self._reductions.clear()
-            run = self._allreduce.runner(source.dtype, source.shape, op, choice, signature)
+            run = self._allreduce.reducer(source.dtype, source.shape, op, choice, signature)
             found = self._reductions[key] = choice, signature, run
         choice, signature, run = found
-        with self._running(Collective.ALLREDUCE, choice, source.view.nbytes):
+        with self._running(Collective.ALLREDUCE, choice.algorithm, source.view.nbytes):
             self._quiet.run(run, source, target)
         return choice, signature
 
@@ -591,11 +628,11 @@ class Communicator:
         staging = self.gpu.staging(source.device)
         parts = staging.segments(source)
         lengths = {_length(parts[0]), _length(parts[-1])}
-        run = {count: self._segment_runner(source, parts, count, op, algorithm) for count in lengths}
+        run = {count: self._segment_reducer(source, parts, count, op, algorithm) for count in lengths}
         signature = run[_length(parts[0])][0]
         if self.size == 1:
             choice = self.choose(Collective.ALLREDUCE, source.nbytes)
-            with self._running(Collective.ALLREDUCE, choice, source.nbytes):
+            with self._running(Collective.ALLREDUCE, choice.algorithm, source.nbytes):
                 staging.copy(source, target)
             return choice, signature
         kernels = self._on_device(source, op, algorithm)
@@ -603,32 +640,31 @@ class Communicator:
         def reduce(segment: Operand) -> None:
             self._quiet.run(run[segment.count][1], segment, segment)
 
-        choice = _STAGED if kernels is None else kernels.choice
-        with self._running(Collective.ALLREDUCE, choice, source.nbytes), staging.in_order(source, target) as stream:
+        choice = STAGED if kernels is None else kernels.choice
+        running = self._running(Collective.ALLREDUCE, choice.algorithm, source.nbytes)
+        with running, staging.in_order(source, target) as stream:
             addresses = source.address, target.address
             if kernels is None:
                 staging.allreduce(source, target, parts, reduce)
             elif not kernels.run(*addresses, source.count, source.dtype, op, stream, signature):
-                choice = _STAGED
+                choice = STAGED
                 staging.allreduce(source, target, parts, reduce)
         return choice, signature
 
     def _on_device(self, source: DeviceOperand, op: ReduceOp, algorithm: str | None) -> OnDevice | None:
         """Return what reduces such an array without host memory; None if nothing does. The same on all ranks."""
         wanted = self._wanted_on_device(algorithm)
-        if wanted not in (None, "auto", selection.DETERMINISTIC, selection.NCCL):
-            return None
-        self._join_gpus(source.device, nccl=wanted == selection.NCCL)
-        ways = (self.gpu.nccl if wanted == selection.NCCL else None, self.gpu.kernels)
-        return next((way for way in ways if way is not None and way.supports(source.dtype, op)), None)
+        if self.gpu.takes(wanted):
+            self._join_gpus(source.device, nccl=wanted == selection.NCCL)
+        return self.gpu.find(source.dtype, op, wanted)
 
     def _wanted_on_device(self, algorithm: str | None = None) -> str | None:
         """Return the name of what is asked for, of a call or of all."""
         return selection.DETERMINISTIC if self.config.deterministic else algorithm or self.config.algorithm
 
-    def _segment_runner(
+    def _segment_reducer(
         self, source: DeviceOperand, parts: Sequence[slice], count: int, op: ReduceOp, algorithm: str | None
-    ) -> tuple[Signature, Runner]:
+    ) -> tuple[Signature, OperandReducer]:
         """Return the signature and what reduces a segment of an array in device memory, in place.
 
         Its signature says all that must agree about the whole array, so that a mismatch is seen at the first segment.
@@ -651,7 +687,7 @@ class Communicator:
             )
             if len(self._reductions) > _REMEMBERED:
                 self._reductions.clear()
-            run = self._allreduce.runner(source.dtype, (count,), op, choice, signature)
+            run = self._allreduce.reducer(source.dtype, (count,), op, choice, signature)
             found = self._reductions[key] = choice, signature, run
         return found[1], found[2]
 
@@ -756,9 +792,9 @@ class Communicator:
             raise
         return gathered
 
-    def _running(self, collective: Collective, choice: Choice, nbytes: int) -> _Running:
+    def _running(self, collective: Collective, algorithm: str, nbytes: int) -> _Running:
         """Return the context in which a collective runs."""
-        return _Running(self, collective.value, choice.algorithm, nbytes)
+        return _Running(self, collective.value, algorithm, nbytes)
 
     def _join_gpus(self, number: int | None, *, nccl: bool = False) -> None:
         """Find out what the ranks share of device memory, and of NCCL, if nobody did; collective then."""

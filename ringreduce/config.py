@@ -11,6 +11,7 @@ from ringreduce.errors import ConfigError
 
 __all__ = [
     "HOROVOD",
+    "LAUNCHER_SIZES",
     "VERSION",
     "Config",
     "gpu_switches",
@@ -25,7 +26,7 @@ VERSION = "0.1.0"
 _T = TypeVar("_T")
 
 #: Where launchers say how many ranks they started: Open MPI, PMI (MPICH, Intel MPI), MVAPICH, Slurm, PALS, Flux, jsrun.
-_LAUNCHER_SIZES = (
+LAUNCHER_SIZES = (
     "OMPI_COMM_WORLD_SIZE",
     "PMI_SIZE",
     "MV2_COMM_WORLD_SIZE",
@@ -92,7 +93,8 @@ class Config:
             ``RINGREDUCE_STALL_WARNING``, 0 for never
         log_level: of the logger ``ringreduce``, which ``init`` sets; None: as it is. ``RINGREDUCE_LOG_LEVEL``
         deterministic: whether allreduces add in the order of ranks, for the same bits wherever these run; see
-            `Communicator.allreduce`. ``RINGREDUCE_DETERMINISTIC``
+            `Communicator.allreduce`. Then wire formats are refused, those of ``compression=`` too.
+            ``RINGREDUCE_DETERMINISTIC``
         timeline: the file into which `init` starts a timeline; None: none. ``RINGREDUCE_TIMELINE``
         timeline_marks_batches: whether it has marks where operations that travel together start.
             ``RINGREDUCE_TIMELINE_MARK_BATCHES``
@@ -133,7 +135,7 @@ class Config:
             ConfigError: a variable holds something that cannot be understood.
         """
         standard = cls()
-        sizes = [int(environ[name]) for name in _LAUNCHER_SIZES if environ.get(name, "").isdigit()]
+        sizes = [int(environ[name]) for name in LAUNCHER_SIZES if environ.get(name, "").isdigit()]
         return cls(
             timeout_s=_read(environ, "RINGREDUCE_TIMEOUT", _positive_float, standard.timeout_s),
             node_size=_read(environ, "RINGREDUCE_NODE_SIZE", _positive_int, standard.node_size),

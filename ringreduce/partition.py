@@ -65,18 +65,25 @@ def pieces(start: int, stop: int, limit: int) -> Iterator[slice]:
         yield slice(low, min(stop, low + limit))
 
 
-def segments_of_buffer(count: int, nblocks: int, limit: int) -> list[Segment]:
+def segments_of_buffer(count: int, nblocks: int, limit: int, align: int = 1) -> list[Segment]:
     """Cut a buffer into segments whose blocks hold at most ``limit`` elements, each segment one contiguous range.
 
     A schedule moves every element by the same steps, so it may run over each segment by itself; that is all there is to
     pipelining. This cut is for collectives that leave the block boundaries open (allreduce, broadcast).
+
+    Args:
+        count: elements of the buffer.
+        nblocks: blocks in each segment.
+        limit: elements, a multiple of ``align``.
+        align: inner bounds of segments and blocks are multiples of it, as in `Partition.even`.
     """
+    assert limit % align == 0
     nsegments = max(1, -(-count // (limit * nblocks)))
-    parts = Partition.even(count, nsegments).segment
+    parts = Partition.even(count, nsegments, align).segment
     return [
         tuple(slice(part.start + block.start, part.start + block.stop) for block in blocks)
         for part in parts
-        for blocks in [Partition.even(part.stop - part.start, nblocks).segment]
+        for blocks in [Partition.even(part.stop - part.start, nblocks, align).segment]
     ]
 
 

@@ -459,7 +459,8 @@ def _use_table(messages: Messages, parts: Parts, settings: Config) -> None:
         key = tuning_key(parts.communicator)
         path = Path(settings.tuning) / key.file_name
         try:
-            text = Table.load(path, key).to_json() if path.exists() else ""
+            # Unlike this, Path.exists raises where the folder may not be looked into.
+            text = Table.load(path, key).to_json() if os.path.exists(path) else ""
         except ConfigError as error:
             _log.warning("going on without a tuning table: %s", error)
     text = messages.exchange(text.encode())[0].decode()

@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 
 from ringreduce import algorithms
 from ringreduce.algorithms import Collective
-from ringreduce.autotune import Table
+from ringreduce.autotune import Table, through_mailboxes
 from ringreduce.config import Config
 from ringreduce.errors import ConfigError
 from ringreduce.topology import Topology
-from ringreduce.transport.board import MAILBOX_NBYTES
 
 __all__ = ["DETERMINISTIC", "NCCL", "VENDOR", "Choice", "choose", "explain", "forced", "names"]
 
@@ -34,8 +33,8 @@ _MEASURED = "as the tuning table has it"
 #: more, whose barriers cost more.
 _ONE_SHOT_NBYTES = 16 << 10
 _ONE_SHOT_OF_MANY_NBYTES = 32 << 10
-#: Between nodes, up to this size for each lane, the fewest rounds win: recursive doubling's, for 2^k nodes; for others,
-#: between single ranks, those of a tree.
+#: Between nodes, up to this size for each lane, the fewest rounds win: recursive doubling's, for 2^k nodes and wherever
+#: nodes have several ranks; for other numbers of nodes with single ranks, those of a tree.
 _DOUBLING_NBYTES = 24 << 10
 _TREE_NBYTES = 48 << 10
 #: An allreduce between nodes -> the same with lanes.
@@ -49,8 +48,9 @@ class Choice:
     """An algorithm and the reason for it.
 
     Attributes:
-        algorithm: a name from `names`.
-        transport: what moves the bytes: ``"shared"``, ``"shared+messages"``, ``"messages"`` or ``"self"``.
+        algorithm: a name from `names`; of arrays in device memory also `NCCL`, ``"kernels"``, ``"staged"``.
+        transport: what moves the bytes: ``"shared"``, ``"shared+messages"``, ``"messages"`` or ``"self"``; those of
+            device memory ``"device"``, ``"device+messages"``, ``"nccl"``, or ``"staged"``: through host memory.
         reason: why, in words.
     """
 
@@ -125,7 +125,7 @@ def forced(collective: Collective, name: str, nbytes: int, topology: Topology, *
     transport = "messages"
     if topology.size == 1:
         transport = "self"
-    elif name == "one_shot" and topology.single_node and nbytes <= MAILBOX_NBYTES:
+    elif through_mailboxes(name, nbytes, topology):
         transport = "shared"
     elif algorithm.cost(topology).touched:
         transport = "shared" if topology.single_node else "shared+messages"
@@ -195,7 +195,7 @@ def explain(
     """Say what would run and why, and what else could; arguments as for `choose`."""
     choice = choose(collective, nbytes, topology, config, vendor=vendor, table=table)
     if table is not None and choice.reason == _MEASURED:
-        choice = replace(choice, reason=table.explain(nbytes).partition(": ")[2])
+        choice = replace(choice, reason=table.explain(nbytes))
     others = [name for name in names(collective, topology, vendor=vendor) if name != choice.algorithm]
     return (
         f"{collective.value} of {nbytes} bytes on {topology.describe()}: {choice.algorithm} over {choice.transport} "

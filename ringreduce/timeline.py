@@ -26,7 +26,7 @@ from typing import Any
 
 from ringreduce.errors import ConfigError
 from ringreduce.instruments import Instrument
-from ringreduce.transport.messages import Messages
+from ringreduce.transport.messages import Messages, exchange_json
 
 __all__ = ["Clock", "Timeline", "Track", "distance"]
 
@@ -62,9 +62,9 @@ class Clock:
         lower, upper, token = [], [], uuid.uuid4().hex
         for _ in range(_ROUNDS if messages.size > 1 else 1):
             sent = perf_counter()
-            said = [json.loads(each) for each in messages.exchange(json.dumps([token, sent]).encode())]
+            said = exchange_json(messages, [token, sent])
             received = perf_counter()
-            replies = [json.loads(each) for each in messages.exchange(json.dumps(received).encode())]
+            replies = exchange_json(messages, received)
             lower.append(said[0][1] - received)
             upper.append(replies[0] - sent)
             job, zero = said[0]

@@ -77,7 +77,7 @@ def _make(name: str, across: Algorithm, summary: str) -> Algorithm:
 ALLREDUCE = _make(
     "hierarchical",
     ring.ALLREDUCE,
-    "reduces in shared memory, then one ring per local rank between nodes; wins for large buffers on several nodes",
+    "reduces in shared memory, then one ring per local rank between nodes; wins for large buffers on many nodes",
 )
 
 ALLREDUCE_DOUBLING = _make(

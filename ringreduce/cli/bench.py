@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 import ringreduce
-from ringreduce.cli.cases import COLLECTIVES, TYPES, Case, sizes
+from ringreduce.cli.cases import COLLECTIVES, Case, sizes
 from ringreduce.cli.formats import WRITERS
 from ringreduce.cli.measure import Contender, Summary, iterations_for, time_in_turn, warmup_for
 from ringreduce.cli.ours import Ours
@@ -25,7 +25,6 @@ from ringreduce.cli.reference import Reference, rest_value
 from ringreduce.cli.results import Bound, Machine, Report, Result, Row, Settings
 from ringreduce.communicator import Communicator
 from ringreduce.errors import ConfigError
-from ringreduce.reduce_ops import AVERAGE
 
 __all__ = ["Bench", "describe_machine", "exit_code", "run"]
 
@@ -113,13 +112,13 @@ class Bench:
         name = algorithm
         if algorithm == "auto":
             name = self._world.choose(case.collective.name, case.input_nbytes, case.dtype).algorithm
-        given = None if algorithm == "auto" else algorithm
-        outer = self._ours.out_of_place(case, given)
+        asked = None if algorithm == "auto" else algorithm
+        outer = self._ours.out_of_place(case, asked)
         if not case.collective.in_place:
-            return Row(self._result(case, name, outer, self._rivals(case), in_place=False), None)
-        out_of_place = self._result(case, name, outer, [], in_place=False)
-        inner = self._ours.in_place(case, given)
-        return Row(out_of_place, self._result(case, name, inner, self._rivals(case), in_place=True))
+            return Row(self._result(case, name, asked, outer, self._rivals(case), in_place=False), None)
+        out_of_place = self._result(case, name, asked, outer, [], in_place=False)
+        inner = self._ours.in_place(case, asked)
+        return Row(out_of_place, self._result(case, name, asked, inner, self._rivals(case), in_place=True))
 
     def _cases(self, type_name: str, op_name: str | None) -> Iterator[Case]:
         settings, done = self._settings, None
@@ -129,7 +128,16 @@ class Bench:
                 yield case
             done = case
 
-    def _result(self, case: Case, name: str, ours: Contender, rivals: list[Contender], *, in_place: bool) -> Result:
+    def _result(
+        self,
+        case: Case,
+        name: str,
+        asked: str | None,
+        ours: Contender,
+        rivals: list[Contender],
+        *,
+        in_place: bool,
+    ) -> Result:
         """Verify ours, time it in turn with its rivals, and verify it again."""
         settings = self._settings
         wrong = [self._count_wrong(case, ours) for _ in range(settings.check)]
@@ -142,7 +150,7 @@ class Bench:
         found = {each.name: Summary.of_seconds(row) for each, row in zip(group, times, strict=True)}
         if settings.check:
             wrong.append(self._count_wrong(case, ours))
-        algorithm, transport = self._path(case, name)
+        algorithm, transport = self._place.path(case, name, asked)
         return Result(
             case=case,
             algorithm=algorithm,
@@ -154,12 +162,6 @@ class Bench:
             bound_share=self._share_of_bound(case, found) if _BOUND in found else None,
             peers={peer: found.get(peer) for peer in settings.peers} if rivals else {},
         )
-
-    def _path(self, case: Case, name: str) -> tuple[str, str]:
-        row = TYPES[case.type_name]
-        reducible = case.op is not AVERAGE or row.kind in ("float", "complex")
-        chosen = self._settings.algorithm == "auto"
-        return self._place.path(name, case.collective.name, chosen=chosen, reducible=reducible)
 
     def _rivals(self, case: Case) -> list[Contender]:
         """Return what takes turns with ours: the peers that can do this case (and do it right), and the bound."""

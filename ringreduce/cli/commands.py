@@ -74,7 +74,13 @@ Examples:
 @click.option("-e", "--maxbytes", type=_NBYTES, show_default="32M, or --minbytes", help="Last size.")
 @click.option("-i", "--stepbytes", type=_NBYTES, default=None, help="From size to size, add this much ...")
 @click.option("-f", "--stepfactor", type=click.IntRange(2), default=2, show_default=True, help="... or multiply by it.")
-@click.option("-n", "--iters", type=click.IntRange(1), show_default="300 to 12, by size", help="Timed iterations.")
+@click.option(
+    "-n",
+    "--iters",
+    type=click.IntRange(1),
+    show_default="300 to 16, by size; async: 2000 and 100",
+    help="Timed iterations.",
+)
 @click.option(
     "-w", "--warmup_iters", type=click.IntRange(0), show_default="10 or 3, by size", help="Calls before the timed ones."
 )

@@ -125,7 +125,7 @@ def _start_world() -> World:
         shared=here.topology == here.hosts,
         config=config,
         tuning=str(table or ""),
-        tuned=table is not None and table.exists(),
+        tuned=table is not None and os.path.exists(table),
         said=tuple(said),
     )
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ringreduce.buffers.cuda.inventory import Inventory, take_inventory
-from ringreduce.config import Config
+from ringreduce.config import LAUNCHER_SIZES, Config
 from ringreduce.errors import TransportError
 from ringreduce.transport.shared import MemfdSegments
 
@@ -23,20 +23,26 @@ __all__ = ["LIBRARIES", "ROOT_ALLOWED", "Facts", "Mpi", "World", "clash", "colle
 
 _CHILD_S = 30.0  # for what is looked at in a process of its own
 
-#: The variable in which a launcher says how many ranks it started, what it is, and whose it is ("": anybody's).
-_LAUNCHERS = (
-    ("OMPI_COMM_WORLD_SIZE", "mpirun of Open MPI", "Open MPI"),
-    ("PMI_SIZE", "mpiexec of MPICH or a relative", "MPICH"),
-    ("MV2_COMM_WORLD_SIZE", "mpirun of MVAPICH", "MPICH"),
-    ("SLURM_STEP_NUM_TASKS", "srun", ""),
-    ("PALS_NRANKS", "PALS", ""),
-    ("FLUX_JOB_SIZE", "Flux", ""),
-    ("JSM_NAMESPACE_SIZE", "jsrun", ""),
+#: What launchers are called, and whose they are ("": anybody's), by the variable with the number of ranks.
+_LAUNCHERS = dict(
+    zip(
+        LAUNCHER_SIZES,
+        (
+            ("mpirun of Open MPI", "Open MPI"),
+            ("mpiexec of MPICH or a relative", "MPICH"),
+            ("mpirun of MVAPICH", "MPICH"),
+            ("srun", ""),
+            ("PALS", ""),
+            ("Flux", ""),
+            ("jsrun", ""),
+        ),
+        strict=True,
+    )
 )
 #: What Open MPI's mpirun must find in the environment to start as root.
 ROOT_ALLOWED = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 _OTHER_VARIABLES = (
-    *(name for name, _, _ in _LAUNCHERS),
+    *LAUNCHER_SIZES,
     *ROOT_ALLOWED,
     "CUDA_VISIBLE_DEVICES",
     "OMPI_MCA_mpi_ft_enable",
@@ -153,7 +159,7 @@ class Facts:
     @property
     def launcher(self) -> tuple[str, str, int]:
         """Return (what it is, whose it is, how many ranks it started); the first is empty without one."""
-        for variable, name, family in _LAUNCHERS:
+        for variable, (name, family) in _LAUNCHERS.items():
             if self.environ.get(variable, "").isdigit():
                 return name, family, int(self.environ[variable])
         return "", "", 1

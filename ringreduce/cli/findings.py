@@ -10,6 +10,7 @@ from ringreduce.buffers.cuda.inventory import Inventory
 from ringreduce.cli.facts import LIBRARIES, ROOT_ALLOWED, Facts, clash, family
 from ringreduce.config import HOROVOD, Config, ignored_horovod_variables
 from ringreduce.errors import name_ranks
+from ringreduce.transport.nccl import version_text
 
 __all__ = ["LEVELS", "Finding", "by_rank", "examine"]
 
@@ -373,7 +374,7 @@ def _cuda_software(facts: Facts) -> Finding | None:
     gpu = facts.gpu
     if not gpu.devices:
         return None
-    nccl = f"NCCL {_nccl(gpu.nccl)}" if gpu.nccl else "no NCCL"
+    nccl = f"NCCL {version_text(gpu.nccl)}" if gpu.nccl else "no NCCL"
     text = f"driver {gpu.driver or '?'} for CUDA {_cuda(gpu.driver_cuda)}, {gpu.packages[0]}, {nccl}"
     if facts.packages.get("torch") and not facts.torch_cuda:
         return Finding("CUDA", text, "warning", "torch is built for the CPU alone: install its build for CUDA.")
@@ -410,11 +411,6 @@ def _cuda_aware(facts: Facts) -> Finding | None:
 
 def _cuda(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}" if version else "unknown"
-
-
-def _nccl(version: int) -> str:
-    """Write NCCL's number: 22703 is 2.27.3."""
-    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
 def _extra(gpu: Inventory) -> str:

@@ -333,7 +333,9 @@ def mpi_library() -> str | None:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
         return None
-    return str(mpi.Get_library_version()).strip().split("\n")[0].split(",")[0].strip("\0 ")
+    from ringreduce.transport.mpi import library
+
+    return library()
 
 
 def _agree_on_folder(world: Communicator) -> str:

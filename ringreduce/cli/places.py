@@ -12,8 +12,10 @@ import numpy.typing as npt
 from ringreduce.buffers.cuda.arrays import DeviceOperand
 from ringreduce.buffers.cuda.driver import Driver
 from ringreduce.buffers.cuda.measuring import cupy_tools
+from ringreduce.cli.cases import Case
 from ringreduce.cli.measure import Clock, Contender, Stopwatch, bound_contenders
 from ringreduce.communicator import Communicator
+from ringreduce.placement import STAGED
 
 __all__ = ["OnDevice", "OnHost", "Place", "Tools"]
 
@@ -46,14 +48,13 @@ class Place(Protocol):
     def bounds(self, nbytes: int) -> list[Contender]:
         """Return ways to read and write ``nbytes`` bytes per rank, of which the fastest is the bound. Collective."""
 
-    def path(self, algorithm: str, collective: str, *, chosen: bool, reducible: bool) -> tuple[str, str]:
-        """Return what carries out a collective, and what moves its bytes.
+    def path(self, case: Case, algorithm: str, asked: str | None) -> tuple[str, str]:
+        """Return what carries out a collective, and what moves its bytes; after it was run so.
 
         Args:
+            case: the collective.
             algorithm: of arrays in host memory.
-            collective: its name.
-            chosen: whether the algorithm was left to us.
-            reducible: whether kernels offer the operation for the type.
+            asked: the algorithm that was asked for, None: it was left to us.
         """
 
     def describe(self) -> str | None:
@@ -83,8 +84,8 @@ class OnHost:
     def bounds(self, nbytes: int) -> list[Contender]:
         return bound_contenders(np.zeros(nbytes, np.uint8))
 
-    def path(self, algorithm: str, collective: str, *, chosen: bool, reducible: bool) -> tuple[str, str]:
-        return algorithm, self._world.transport_name(algorithm, collective)
+    def path(self, case: Case, algorithm: str, asked: str | None) -> tuple[str, str]:
+        return algorithm, self._world.transport_name(algorithm, case.collective.name)
 
     def describe(self) -> str | None:
         return None
@@ -178,10 +179,11 @@ class OnDevice:
 
         return [Contender("copy", source.array, copy)]
 
-    def path(self, algorithm: str, collective: str, *, chosen: bool, reducible: bool) -> tuple[str, str]:
-        if chosen and reducible and collective == "allreduce" and self._world.gpu.kernels is not None:
-            return "kernels", "device"
-        return algorithm, "staged"
+    def path(self, case: Case, algorithm: str, asked: str | None) -> tuple[str, str]:
+        if case.collective.name != "allreduce":
+            return algorithm, STAGED.transport
+        way = self._world.way_on_device(case.dtype, case.op, asked)
+        return way.algorithm, way.transport
 
     def describe(self) -> str | None:
         ranks = "one rank" if self.sharing == 1 else f"{self.sharing} ranks"

@@ -20,6 +20,7 @@ from typing import Any
 from ringreduce.communicator import Communicator
 from ringreduce.engine.execution import Executor
 from ringreduce.engine.negotiation import (
+    OFFER,
     Expired,
     Joined,
     Late,
@@ -635,8 +636,12 @@ class Engine:
             late, expired = self._stall.check(self._leader.waiting(), now)
             self._tell([self._leader.stalled(each, now) for each in late])
             self._tell([self._leader.expire(each, now) for each in expired])
-        elif self._pending and now - self._news > self._communicator.config.timeout_s + _GRACE_S:
+        elif now - self._news > self._communicator.config.timeout_s + _GRACE_S and self._awaits_word():
             raise PeerLostError(self.LEADER, f"it has said nothing for {now - self._news:.0f} s")
+
+    def _awaits_word(self) -> bool:
+        """Return whether the leader has to say something; of offers that nobody takes up it says nothing."""
+        return any(queue[0].looks.op != OFFER for queue in self._pending.values())
 
     def _require_open(self) -> None:
         if self._closed:

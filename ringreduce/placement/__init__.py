@@ -1,13 +1,14 @@
 """Between a validated call and a schedule: where the data lies, what has to be copied, which plan can be used again."""
 
-from ringreduce.placement.allreduce import Allreduce, Runner
+from ringreduce.placement.allreduce import Allreduce, OperandReducer
 from ringreduce.placement.bound import BoundCall
 from ringreduce.placement.context import Context, Signature
-from ringreduce.placement.gpu import Gpu, OnDevice, ordinal
+from ringreduce.placement.gpu import STAGED, Gpu, OnDevice, ordinal
 from ringreduce.placement.moves import Moves
 from ringreduce.placement.wire import Feedback, WireAllreduce
 
 __all__ = [
+    "STAGED",
     "Allreduce",
     "BoundCall",
     "Context",
@@ -15,7 +16,7 @@ __all__ = [
     "Gpu",
     "Moves",
     "OnDevice",
-    "Runner",
+    "OperandReducer",
     "Signature",
     "WireAllreduce",
     "ordinal",

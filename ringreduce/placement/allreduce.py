@@ -37,11 +37,11 @@ from ringreduce.transport.board import MAILBOX_NBYTES, NOWHERE
 from ringreduce.transport.messages import Request
 from ringreduce.transport.shared import Location
 
-__all__ = ["Allreduce", "Runner", "TwoShot", "peer_views"]
+__all__ = ["Allreduce", "OperandReducer", "TwoShot", "peer_views"]
 
 Array = npt.NDArray[Any]
 #: Reduces a source into a target.
-Runner = Callable[[Operand, Operand], object]
+OperandReducer = Callable[[Operand, Operand], object]
 
 #: A private array of up to this many bytes is copied into a plan's own buffer, so that the plan can be kept.
 _OWN_BUFFER_NBYTES = 1 << 20
@@ -80,9 +80,9 @@ class Allreduce:
         else:
             self._over_messages(source, target, op, choice, signature)
 
-    def runner(
+    def reducer(
         self, dtype: DType, shape: tuple[int, ...], op: ReduceOp, choice: Choice, signature: Signature
-    ) -> Runner:
+    ) -> OperandReducer:
         """Return what does what `run` does, for operands of this dtype and shape."""
         if self.goes_through_mailbox(choice) and not _averages_integers(op, dtype):
             plan = self.one_shot(dtype, shape, op, signature)

@@ -12,7 +12,6 @@ every library can send from.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from ringreduce.reduce_ops import ReduceOp
 from ringreduce.selection import Choice
 from ringreduce.transport.cuda_awareness import CudaAwareness, cuda_awareness
 from ringreduce.transport.device import address_of, untouchable
+from ringreduce.transport.messages import exchange_json
 
 __all__ = ["AwareAllreduce", "agree_on_awareness"]
 
@@ -54,8 +54,7 @@ def agree_on_awareness(context: Context, environ: Mapping[str, str]) -> CudaAwar
         environ: the switches of MPI libraries on this rank.
     """
     mine = _awareness(context, environ)
-    said = json.dumps([mine.aware, mine.reason]).encode()
-    everyone = [CudaAwareness(*json.loads(each)) for each in context.messages.exchange(said)]
+    everyone = [CudaAwareness(*each) for each in exchange_json(context.messages, [mine.aware, mine.reason])]
     for rank, each in enumerate(everyone):
         if not each.aware:
             return CudaAwareness(False, f"rank {rank}: {each.reason}")

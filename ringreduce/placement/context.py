@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from ringreduce.instruments import Instruments
 from ringreduce.topology import Topology
 from ringreduce.transport.agreement import Agreement
 from ringreduce.transport.board import NOWHERE, Board, after_refusals, signature_hash
-from ringreduce.transport.messages import Messages
+from ringreduce.transport.messages import Messages, exchange_json
 from ringreduce.transport.node import Node
 from ringreduce.transport.shared import Arena, Location
 from ringreduce.transport.waiting import Waiter
@@ -130,7 +129,7 @@ class Context:
         """Go on after a mismatch between nodes: leave behind what is under way and count calls alike. Collective."""
         self.messages.renew()
         reached = [self.agreement.call, self.board.number, self.board.epoch]
-        everyone = [json.loads(each) for each in self.messages.exchange(json.dumps(reached).encode())]
+        everyone = exchange_json(self.messages, reached)
         self.agreement.resume(max(call for call, _, _ in everyone))
         members = [everyone[member] for member in self.board.members]
         self.board.resume(max(number for _, number, _ in members), max(epoch for _, _, epoch in members))

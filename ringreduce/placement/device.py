@@ -79,7 +79,7 @@ class DeviceAllreduce:
         description: how it is done, for `explain` and the log.
     """
 
-    choice = Choice("device", "device", "kernels reduce the ranks' arrays where they lie")
+    choice = Choice("kernels", "device", "kernels reduce the ranks' arrays where they lie")
 
     def __init__(self, context: Context, devices: DeviceNode) -> None:
         self._context = context

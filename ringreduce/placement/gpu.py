@@ -19,18 +19,22 @@ from ringreduce.placement.device import DeviceAllreduce
 from ringreduce.placement.nccl import NcclAllreduce
 from ringreduce.placement.staged import Staging
 from ringreduce.reduce_ops import ReduceOp
-from ringreduce.selection import NCCL, Choice
+from ringreduce.selection import DETERMINISTIC, NCCL, Choice
 from ringreduce.transport.device import DeviceNode, join_devices
 from ringreduce.transport.nccl import Nccl
 
-__all__ = ["Gpu", "OnDevice", "ordinal"]
+__all__ = ["STAGED", "Gpu", "OnDevice", "ordinal"]
 
 _log = logging.getLogger(__name__)
+
+_THROUGH_HOST = "arrays go through host memory, in segments"
+
+#: What carries out an allreduce of arrays in device memory where nothing on the GPUs does; not to be asked for by name.
+STAGED = Choice("staged", "staged", _THROUGH_HOST)
 
 #: What the ranks meet under to find out about each other's device memory.
 _FIRST_USE = Signature.of("the first use of device memory: an allreduce of arrays there, or empty(device=...)")
 _FIRST_NCCL = Signature.of("the first use of NCCL: an allreduce of arrays in device memory with algorithm 'nccl'")
-_THROUGH_HOST = "arrays go through host memory, in segments"
 
 
 class OnDevice(Protocol):
@@ -168,12 +172,39 @@ class Gpu:
             self.nccl = NcclAllreduce.of(context, self.staging().driver, self.libraries, gpu_switches())
         self._joined_nccl = True
 
+    @staticmethod
+    def takes(wanted: str | None) -> bool:
+        """Return whether arrays may be reduced on the GPUs, or have to go through host memory.
+
+        Args:
+            wanted: the algorithm that was asked for by name, None for none: most are those of the CPU.
+        """
+        return wanted in (None, "auto", DETERMINISTIC, NCCL)
+
+    def find(self, dtype: DType, op: ReduceOp, wanted: str | None) -> OnDevice | None:
+        """Return what reduces such elements without host memory; None if nothing does. Local; the same on all ranks.
+
+        After `join`, and after `join_nccl` where NCCL is wanted.
+
+        Args:
+            dtype: of the elements.
+            op: how they are reduced.
+            wanted: as for `takes`.
+        """
+        if not self.takes(wanted):
+            return None
+        ways = (self.nccl if wanted == NCCL else None, self.kernels)
+        return next((way for way in ways if way is not None and way.supports(dtype, op)), None)
+
     def explain(self, wanted: str | None) -> str:
         """Say how arrays are reduced, why, and what else could be asked for. Local.
 
         Args:
-            wanted: the algorithm that was asked for by name, None for none.
+            wanted: as for `takes`.
         """
+        if self._context.topology.size > 1 and not self.takes(wanted):
+            also = "" if self.kernels is None else f"; also possible: {self.way}"
+            return f"{_THROUGH_HOST}, as {wanted} is asked for by name{also}"
         if not self._joined:
             return (
                 "not known before the first use, which is an allreduce of arrays there or empty(device='cuda') on all "

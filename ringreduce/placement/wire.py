@@ -50,7 +50,7 @@ class Feedback:
     Attributes:
         sent: lost of what was sent to the ranks that sum up; as long as the part of the array that this rank sends.
         summed: lost of the sums that this rank has sent out; as long as the part that it sums up. None like ``sent``
-            before the first call, and in a call that has nothing to encode.
+            before the first call, and on a rank without a lane; empty where nothing is encoded.
     """
 
     def __init__(self, *, keep: bool = True) -> None:
@@ -111,7 +111,7 @@ class WireAllreduce:
             context.meet(signature)
             self._exchange(data, range(data.size), op, codec, signature, feedback)
             return
-        lanes = Partition.even(data.size, min(len(each) for each in context.topology.nodes)).segment
+        lanes = Partition.even(data.size, min(len(each) for each in context.topology.nodes), codec.block).segment
         mine = node.index(context.rank)
         location = context.arena.locate(data.__array_interface__["data"][0], data.nbytes)
         if location is None:  # staged where the node can reach it
@@ -180,7 +180,8 @@ class _Exchange:
         self._data: Floats = np.empty(0, np.float32)
         self._feedback: Feedback | None = None
         limit = min(_MANY * _MESSAGE_NBYTES // codec.nbytes(_MANY), context.config.segment_nbytes // 4)
-        segments = segments_of_buffer(count, len(self._group), max(1, limit))
+        limit = max(codec.block, limit // codec.block * codec.block)
+        segments = segments_of_buffer(count, len(self._group), limit, codec.block)
         owned = [each[self._me] for each in segments]
         starts = np.cumsum([0, *(part.stop - part.start for part in owned)]).tolist()
         self._owned_count = starts[-1]

@@ -14,7 +14,6 @@ again.
 from __future__ import annotations
 
 import ctypes
-import json
 import logging
 import secrets
 import weakref
@@ -27,7 +26,7 @@ import numpy.typing as npt
 
 from ringreduce.buffers.cuda.driver import Driver, Event, Stream
 from ringreduce.errors import CollectiveTimeoutError, RingReduceError, TransportError
-from ringreduce.transport.messages import Messages
+from ringreduce.transport.messages import Messages, exchange_json
 from ringreduce.transport.node import Node
 from ringreduce.transport.shared import Arena, Block, Location, Segments
 from ringreduce.transport.waiting import Waiter
@@ -228,7 +227,7 @@ def join_devices(messages: Messages, node: Node, find_driver: Callable[[], Drive
         driver = find_driver()
     except RingReduceError as error:
         problem = str(error)
-    everyone = _exchange(messages, {"uuid": driver.device.uuid if driver is not None else "", "problem": problem})
+    everyone = exchange_json(messages, {"uuid": driver.device.uuid if driver is not None else "", "problem": problem})
     if not any(each["uuid"] for each in everyone):
         return None
     made: DeviceNode | None = None
@@ -270,7 +269,7 @@ class _Joining:
         blocks: list[DeviceBlock] = []
         try:
             self._on_all_ranks(lambda: said.update(self._make(blocks)))
-            everyone = _exchange(self._messages, said)
+            everyone = exchange_json(self._messages, said)
             self._on_all_ranks(lambda: self._look(everyone))
         except _NotSharedError:
             self._give_back(blocks)
@@ -319,7 +318,7 @@ class _Joining:
             step()
         except (TransportError, MemoryError) as error:
             problem = str(error) or repr(error)
-        _raise_first(self._messages, _exchange(self._messages, problem))
+        _raise_first(self._messages, exchange_json(self._messages, problem))
 
 
 class _DeviceSegments(Segments):
@@ -415,10 +414,6 @@ def untouchable(address: int, nbytes: int) -> Array:
 def address_of(array: Array) -> int:
     """Return where an array begins."""
     return int(array.__array_interface__["data"][0])
-
-
-def _exchange(messages: Messages, said: Any) -> list[Any]:
-    return [json.loads(each) for each in messages.exchange(json.dumps(said).encode())]
 
 
 def _raise_first(messages: Messages, problems: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -10,7 +11,7 @@ import numpy.typing as npt
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["Messages", "Request"]
+__all__ = ["Messages", "Request", "exchange_json"]
 
 Array = npt.NDArray[Any]
 
@@ -93,3 +94,8 @@ class Messages(Protocol):
     def close(self) -> None:
         """Give back what the transport holds; local, and safe to call twice."""
         ...
+
+
+def exchange_json(messages: Messages, said: Any) -> list[Any]:
+    """Give what JSON can say to all ranks and return everyone's, in rank order. Collective; see `Messages.exchange`."""
+    return [json.loads(each) for each in messages.exchange(json.dumps(said).encode())]

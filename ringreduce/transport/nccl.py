@@ -6,7 +6,6 @@ come. A rank that fails all the same leaves the others waiting in a thread, up t
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -18,7 +17,7 @@ from ringreduce.buffers.cuda.driver import Driver, Stream
 from ringreduce.buffers.dtypes import DType
 from ringreduce.errors import CollectiveTimeoutError, RingReduceError, TransportError, UnsupportedBufferError
 from ringreduce.reduce_ops import ReduceOp
-from ringreduce.transport.messages import Messages
+from ringreduce.transport.messages import Messages, exchange_json
 from ringreduce.transport.waiting import Waiter
 
 __all__ = ["Nccl", "NcclRanks", "code_of_dtype", "code_of_op", "cupy_nccl", "join_nccl", "version_text"]
@@ -141,7 +140,7 @@ def join_nccl(
         "uuid": driver.device.uuid,
         "shares": switches.get(_SHARED_GPUS) == "1",
     }
-    why_not = _refusal(_exchange(messages, said))
+    why_not = _refusal(exchange_json(messages, said))
     if why_not is not None:
         return why_not
     assert nccl is not None
@@ -151,13 +150,13 @@ def join_nccl(
         unique_id = nccl.unique_id().hex() if messages.rank == 0 else ""
     except TransportError as error:
         problem = str(error)
-    told = _exchange(messages, {"id": unique_id, "problem": problem})
+    told = exchange_json(messages, {"id": unique_id, "problem": problem})
     if not told[0]["problem"]:
         try:
             ranks = _connect(nccl, messages, waiter, bytes.fromhex(told[0]["id"]))
         except TransportError as error:
             problem = str(error)
-        told = _exchange(messages, {"problem": problem})
+        told = exchange_json(messages, {"problem": problem})
     why_not = _first_problem(told)
     if why_not is not None:
         if ranks is not None:
@@ -225,10 +224,6 @@ def _connect(nccl: Nccl, messages: Messages, waiter: Waiter, unique_id: bytes) -
     return made[0]
 
 
-def _exchange(messages: Messages, said: Any) -> list[Any]:
-    return [json.loads(each) for each in messages.exchange(json.dumps(said).encode())]
-
-
 def version_text(code: int) -> str:
     """Return 2.22.3 for 22203; versions before 2.9 have one digit less."""
     if code < 10000:
@@ -249,7 +244,7 @@ def cupy_nccl(number: int) -> Nccl:
         import cupy
     except ImportError as error:
         raise UnsupportedBufferError(f"NCCL takes CuPy: {INSTALL} ({error})") from error
-    library = _library(cupy)
+    library = _library()
     if not getattr(library, "available", False):
         raise UnsupportedBufferError(
             f"CuPy {cupy.__version__} finds no NCCL: pip install nvidia-nccl-cu12, or nvidia-nccl-cu13"
@@ -257,7 +252,7 @@ def cupy_nccl(number: int) -> Nccl:
     return _CupyNccl(cupy, library, number)
 
 
-def _library(cupy: Any) -> Any:
+def _library() -> Any:
     try:
         import cupy.cuda.nccl as library
     except ImportError:  # with CuPy, but the shared library is missing

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
@@ -10,7 +9,7 @@ import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from ringreduce.config import Config
 from ringreduce.errors import TransportError
 from ringreduce.topology import Topology
 from ringreduce.transport.board import Board
-from ringreduce.transport.messages import Messages
+from ringreduce.transport.messages import Messages, exchange_json
 from ringreduce.transport.shared import Arena, Block, Location, PrivateSegments, Segments
 from ringreduce.transport.waiting import Waiter
 
@@ -81,7 +80,7 @@ def join(
     """
     cores = sorted(os.sched_getaffinity(0))
     introduction = {"host": host, "pid": os.getpid(), "namespace": _pid_namespace(), "cores": cores}
-    everyone = _exchange(messages, introduction)
+    everyone = exchange_json(messages, introduction)
     hosts = topology = _group([each["host"] for each in everyone], config)
     members = hosts.node_of(messages.rank)
     waiter.crowded = len(members) > len({core for member in members for core in everyone[member]["cores"]})
@@ -152,7 +151,7 @@ def _share(messages: Messages, arena: Arena, members: Sequence[int], namespaces:
                     raise TransportError(f"rank {messages.rank} finds other memory in place of that of rank {member}")
 
     board, block = _on_all_ranks(messages, make)
-    everyone = _exchange(messages, {"board": astuple(board), "place": astuple(block.location), "secret": secret})
+    everyone = exchange_json(messages, {"board": astuple(board), "place": astuple(block.location), "secret": secret})
     _on_all_ranks(messages, look)
     arena.release(block)
     return [Location(*everyone[member]["board"]) for member in members]
@@ -169,11 +168,7 @@ def _on_all_ranks(messages: Messages, step: Callable[[], T]) -> T:
         result = step()
     except (TransportError, OSError, ValueError) as error:  # what was opened may be anything, and fail in any way
         problem = str(error) or repr(error)
-    for each in _exchange(messages, problem):
+    for each in exchange_json(messages, problem):
         if each:
             raise _NotSharedError(each)
     return result
-
-
-def _exchange(messages: Messages, said: Any) -> list[Any]:
-    return [json.loads(each) for each in messages.exchange(json.dumps(said).encode())]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from collections import deque
 from dataclasses import astuple
@@ -11,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from ringreduce.transport.board import fence
-from ringreduce.transport.messages import Messages
+from ringreduce.transport.messages import Messages, exchange_json
 from ringreduce.transport.node import Node
 from ringreduce.transport.shared import Arena, Block, Location
 
@@ -60,12 +59,11 @@ class SharedNotes:
         parts = arena.allocate(_PART_NBYTES * messages.size)
         for peer in range(messages.size):
             parts.memory[peer * _PART_NBYTES :][: 2 * _LINE] = 0
-        said = messages.exchange(json.dumps(astuple(parts.location)).encode())
+        places = exchange_json(messages, astuple(parts.location))
         self._streams: dict[int, _Stream] = {}
-        for peer, place in enumerate(said):
+        for peer, place in enumerate(places):
             if peer != rank:
-                location = Location(*json.loads(place))
-                theirs = arena.peer_view(peer, location, np.dtype(np.uint8), _PART_NBYTES * messages.size)
+                theirs = arena.peer_view(peer, Location(*place), np.dtype(np.uint8), _PART_NBYTES * messages.size)
                 mine = parts.memory[peer * _PART_NBYTES :].data
                 self._streams[peer] = _Stream(arena, peer, mine, theirs[rank * _PART_NBYTES :].data)
         self._all = tuple(self._streams.items())

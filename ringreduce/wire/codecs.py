@@ -46,8 +46,8 @@ __all__ = ["CODECS", "Codec", "relative_error"]
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
-#: Elements per piece: 128 KiB of float32, so that a piece and its temporaries stay in the L2 cache; as much as travels
-#: in one message.
+#: Elements per piece: 128 KiB of float32, so that a piece and its temporaries stay in the L2 cache. No message has
+#: more, but in int4 where the settings allow for longer segments.
 _PIECE: Final = 1 << 15
 _SMALLEST_NORMAL: Final = np.finfo(np.float32).smallest_normal
 _BFLOAT16: Final = DTYPES["bfloat16"]

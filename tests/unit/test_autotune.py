@@ -231,12 +231,12 @@ def test_between_sizes_the_larger_ones_winner_is_next():
 
 
 def test_explain_is_one_line():
-    """What runs, where the figures come from, and what would be second."""
+    """Where the figures of what runs come from, and what would be second."""
     found = table({"ring": 20, "direct": 90}, {"ring": 80, "direct": 100})
     model = format_seconds(MODEL.predict("ring", 1 << 10, FLAT))
-    assert found.explain(1 << 10) == f"ring: measured 20 us, model {model}; second direct 90 us (+350 %)"
-    assert found.explain(1 << 12).startswith("ring: interpolated between 1024 and 16384 bytes 40 us, model ")
-    assert found.explain(1 << 20).startswith("ring: scaled by the model from 16384 bytes 1.")
+    assert found.explain(1 << 10) == f"measured 20 us, model {model}; second direct 90 us (+350 %)"
+    assert found.explain(1 << 12).startswith("interpolated between 1024 and 16384 bytes 40 us, model ")
+    assert found.explain(1 << 20).startswith("scaled by the model from 16384 bytes 1.")
     assert table({"ring": 20}).explain(1 << 10).endswith("; nothing else was measured")
 
 
@@ -341,6 +341,7 @@ def damaged(**changes: object) -> str:
         (damaged(rows=[]), "the sizes are"),
         (damaged(rows__1__nbytes=1 << 10), "the sizes are"),
         (damaged(rows__0__nbytes=-4), "the sizes are"),
+        (damaged(rows__0__nbytes=math.inf), "OverflowError"),
         (damaged(rows__0__candidates=[]), "no algorithm, or one twice, at 1024 bytes"),
         (damaged(rows__0__candidates__0__algorithm="mpi"), "no algorithm, or one twice, at 1024 bytes"),
         (damaged(rows__0__candidates__0__algorithm=3), "3 takes"),

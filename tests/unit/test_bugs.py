@@ -201,3 +201,38 @@ def test_averages_of_integers_may_outgrow_the_mailbox(count: int, algorithm: str
         assert (communicator.allreduce(mine, "average", algorithm=algorithm) == 2).all()
 
     run_ranks(3, check)
+
+
+def test_a_refusal_is_counted_once() -> None:
+    """Calls that all ranks refuse, each for a reason of its own, leave them in step.
+
+    In a wire format on one node, a refusal counted twice where the array was found wrong by the plain allreduce.
+    """
+
+    def body(communicator: rr.Communicator) -> float:
+        floats = np.ones(4, np.float32)
+        array, out = (floats, np.ones(5, np.float32)) if communicator.rank else (np.ones(4, np.int32), None)
+        with pytest.raises(rr.UnsupportedBufferError):
+            communicator.allreduce(array, out=out, wire="bf16")
+        return float(communicator.allreduce(floats)[0])
+
+    assert run_ranks(2, body) == [2.0, 2.0]
+
+
+def test_a_refusal_of_arguments_is_counted() -> None:
+    """A rank that refused ``deterministic=True`` with an algorithm is a call behind, and the others hear of it.
+
+    It was not counted, so the call that this rank had missed was taken for its next one, in silence.
+    """
+
+    def body(communicator: rr.Communicator) -> list[float]:
+        first, second = np.full(3, 1.0), np.full(3, 100.0)
+        communicator.allreduce(first)  # the signature is known
+        if communicator.rank == 0:
+            with pytest.raises(rr.ConfigError):
+                communicator.allreduce(first, deterministic=True, algorithm="ring")
+        with pytest.raises(rr.MismatchError, match="after 1 that it refused"):
+            communicator.allreduce(first if communicator.rank else second)
+        return communicator.allreduce(second).tolist()
+
+    assert run_ranks(2, body, config=Config(timeout_s=10.0)) == [[200.0] * 3] * 2

@@ -607,6 +607,15 @@ def test_transports_are_named(node_size: int | None, algorithm: str, transport: 
     in_world(4, node_size, check)
 
 
+def test_transports_have_their_names_where_sums_are_to_be_deterministic() -> None:
+    """What moves the bytes of an algorithm is known, though it cannot be asked for: tuning tables go by it."""
+
+    def check(communicator: rr.Communicator) -> list[str]:
+        return [communicator.transport_name(name) for name in ("ring", "two_shot", "nccl")]
+
+    assert run_ranks(2, check, config=Config(timeout_s=10.0, deterministic=True)) == [["memory", "shared", "nccl"]] * 2
+
+
 # ---- the end ----
 
 

@@ -147,6 +147,7 @@ GPUS = [
     ("GPUs", {"gpu": replace(GPU, devices=(H200, H200))}, "ok", "2 x NVIDIA H200 (139 GiB, sm_90)", ""),
     ("CUDA", {"gpu": GPU}, "ok", "driver 580.82.07 for CUDA 13.0, cupy-cuda13x 14.2.0, NCCL 2.27.3", ""),
     ("CUDA", {"gpu": replace(GPU, nccl=0)}, "ok", "no NCCL", ""),
+    ("CUDA", {"gpu": replace(GPU, nccl=2804)}, "ok", "NCCL 2.8.4", ""),
     ("CUDA", {"gpu": GPU, "torch_cuda": ""}, "warning", "driver 580.82.07", "torch is built for the CPU alone"),
     ("CUDA-aware MPI", {}, "ok", "no: MPIX_Query_cuda_support says no", ""),
     ("CUDA-aware MPI", {"gpu": GPU}, "ok", "through pinned host memory", ""),
@@ -425,6 +426,18 @@ def test_the_command_alone(monkeypatch: pytest.MonkeyPatch):
         assert each["value"] in text
     assert document["ranks"][0]["mpi"] == dataclasses.asdict(OPEN_MPI)
     assert text.endswith("No problems.\n")
+
+
+def test_a_folder_of_tables_that_cannot_be_looked_into_is_no_error(monkeypatch: pytest.MonkeyPatch):
+    """There is no table there, then."""
+    monkeypatch.setenv("RINGREDUCE_TUNING", 300 * "x")  # a name too long for file systems
+    monkeypatch.setattr(doctor, "collect", lambda world, rank, foreign: replace(SOUND, world=world))
+    try:
+        report = CliRunner().invoke(doctor.command, ["--json"], standalone_mode=False)
+        assert report.exception is None
+        assert json.loads(report.output)["ranks"][0]["world"]["tuned"] is False
+    finally:
+        ringreduce.shutdown()
 
 
 def test_the_command_reports_what_keeps_the_world_from_starting(monkeypatch: pytest.MonkeyPatch):

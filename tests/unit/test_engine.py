@@ -674,6 +674,33 @@ def test_a_leader_that_says_nothing_is_given_up() -> None:
     run_ranks(2, program, config=SETTINGS)
 
 
+def test_a_leader_has_nothing_to_say_of_an_offer_that_nobody_takes_up() -> None:
+    """However long that is: it is not given up, and what comes next is carried out."""
+    waited, withdrawn = Gate(), Gate()
+    now = [0.0]
+
+    def advance() -> float:
+        now[0] += 0.5
+        if now[0] > 3 * SETTINGS.timeout_s:
+            waited.open()
+        return now[0]
+
+    def program(engine: Engine) -> float:
+        name = engine.register("test", lambda communicator, active, mine, part: None)
+        if engine.communicator.rank == 1:
+            left = Procedure(name, "left", part="1")
+            engine.submit(left)
+            waited.wait()
+            assert left.error is None
+            engine.unregister(name, [left])
+            withdrawn.open()
+        else:
+            withdrawn.wait()
+        return total(engine, "x")
+
+    assert with_engines(2, program, clocks=lambda rank: advance if rank == 1 else lambda: 0.0) == [2.0, 2.0]
+
+
 def test_a_process_that_ended_is_found() -> None:
     """Whatever waits ends, without a thought of the time limit."""
     notes = MemoryWorld(2)

@@ -475,3 +475,17 @@ def test_every_part_has_a_worker_and_all_fit() -> None:
     workers = importlib.import_module("gpu.workers").WORKERS
     assert {part.worker for part in gpu_check.PARTS} == {*workers, "mnist"}
     assert all(part.limit_s < gpu_check.LIMIT_S for part in gpu_check.PARTS)
+
+
+# ---- what the benchmark says ran ----
+
+
+@pytest.mark.parametrize(("algorithm", "path"), [("auto", ("kernels", "device")), ("ring", ("ring", "staged"))])
+def test_the_benchmark_names_what_ran(algorithm: str, path: tuple[str, str]) -> None:
+    """Kernels where nothing is asked for by name; the CPU's algorithm where that is, beside host memory."""
+
+    def work(world: Any, place: HostPlace, tools: HostTools) -> Report:
+        return bench.run(world, settings("allreduce", algorithm=algorithm), lambda text: None, place)
+
+    found = on_gpu(2, work)[0]
+    assert {(each.algorithm, each.transport) for each in found.results} == {path}

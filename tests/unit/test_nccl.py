@@ -456,3 +456,48 @@ def test_without_cupy_the_error_says_what_to_install(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(__import__("sys").modules, "cupy", None)
     with pytest.raises(UnsupportedBufferError, match=r"pip install 'ringreduce\[cuda12x\]'"):
         transport.cupy_nccl(0)
+
+
+# ---- what is said of it ----
+
+
+def test_what_is_said_is_what_runs() -> None:
+    """`way_on_device` and `explain` follow the algorithm that is asked for, of a call or of all."""
+
+    def named(communicator: rr.Communicator, driver: HostDriver, nccl: HostNccl) -> None:
+        source = driver.put_late(np.ones(23, np.float32))
+        integers = driver.put_late(np.ones(23, np.int32))
+        for op, array, algorithm, way in (
+            ("sum", source, None, ("kernels", "device")),
+            ("sum", source, "auto", ("kernels", "device")),
+            ("sum", source, "deterministic", ("kernels", "device")),
+            ("sum", source, "nccl", ("nccl", "nccl")),
+            ("average", integers, "nccl", ("staged", "staged")),
+            ("average", integers, None, ("staged", "staged")),
+            ("sum", source, "ring", ("ring", "staged")),
+        ):
+            before = len(launches(driver))
+            communicator.allreduce(array, op, out=array, algorithm=algorithm)
+            found = communicator.way_on_device(array.dtype, op, algorithm)
+            assert (found.algorithm, found.transport) == way
+            assert (len(launches(driver)) > before) == (way[0] == "nccl")
+
+    on_gpus(2, named)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_an_algorithm_of_the_cpu_for_all_calls_is_explained(known: bool) -> None:
+    """RINGREDUCE_ALGORITHM=ring: arrays on GPUs go through host memory, whatever the GPUs could do."""
+
+    def function(communicator: rr.Communicator, driver: HostDriver, nccl: HostNccl) -> None:
+        source = driver.put_late(np.ones(23, np.float32))
+        if known:
+            communicator.allreduce(source, out=source, deterministic=True)  # the ranks find out what the GPUs can do
+        communicator.allreduce(source, out=source)
+        assert communicator.way_on_device("float32").algorithm == "ring"
+        said = communicator.explain(92, device="cuda")
+        assert "arrays go through host memory, in segments, as ring is asked for by name" in said
+        assert ("also possible: kernels that meet" in said) == known
+        assert "kernels" not in communicator.explain(92)
+
+    on_gpus(2, function, config=Config(timeout_s=20.0, algorithm="ring"))

@@ -73,6 +73,15 @@ def test_segments_of_a_buffer_are_consecutive_ranges(count: int, nblocks: int, l
         assert all(left.stop == right.start for left, right in pairwise(segment))
 
 
+@given(COUNTS, BLOCKS, st.integers(1, 9), st.sampled_from([2, 7, 64]))
+def test_segments_of_a_buffer_may_be_aligned(count: int, nblocks: int, units: int, align: int) -> None:
+    """All blocks but the last that is not empty begin and end at multiples; the limit holds as without."""
+    blocks = [block for segment in segments_of_buffer(count, nblocks, units * align, align) for block in segment]
+    assert_covers(blocks, 0, count)
+    assert max(lengths(blocks)) <= units * align
+    assert all(bound % align == 0 for block in blocks for bound in (block.start, block.stop) if bound != count)
+
+
 @given(st.lists(st.integers(0, 900), min_size=1, max_size=12), LIMITS)
 def test_segments_of_blocks_cover_every_block(sizes: list[int], limit: int) -> None:
     """Segment after segment, each block's parts cover it once, and none is above the limit."""

@@ -392,7 +392,7 @@ def test_operands_may_be_kept(seed: int) -> None:
         kept = operand(array)
         array.stream = None
         choice, signature = communicator.allreduce_operands(kept, kept, ReduceOp.SUM)
-        assert choice.algorithm == "device"
+        assert choice.algorithm == "kernels"
         assert "sum in device memory, shape 11" in signature.text
         assert_equal(array.get(kept.stream), np.arange(11, dtype=np.float32) * 2)
 

@@ -11,7 +11,7 @@ import pytest
 import ringreduce as rr
 from ringreduce.config import Config
 from ringreduce.testing import caught, run_ranks
-from ringreduce.wire import CODECS
+from ringreduce.wire import CODECS, Codec
 
 Floats = npt.NDArray[np.float32]
 
@@ -162,5 +162,73 @@ def test_different_formats_are_a_mismatch_on_all_ranks() -> None:
         assert isinstance(error, rr.MismatchError)
         assert {"int8", "int4"} <= set(str(error).replace(",", " ").replace(")", " ").split())
         assert communicator.allreduce(floats, wire="int4").tolist() == pytest.approx([2.0] * 5, rel=0.01)
+
+    run_ranks(2, check, node_size=1)
+
+
+class CountingCodec:
+    """A codec that takes note of how many elements it encodes at once."""
+
+    def __init__(self, codec: Codec, sizes: list[int]) -> None:
+        self.name, self.block, self.nbytes = codec.name, codec.block, codec.nbytes
+        self.decode, self.decode_add = codec.decode, codec.decode_add
+        self._codec, self._sizes = codec, sizes
+
+    def encode(self, source: Floats, target: npt.NDArray[np.uint8]) -> None:
+        self._sizes.append(source.size)
+        self._codec.encode(source, target)
+
+
+@pytest.mark.parametrize("wire", CODECS)
+@pytest.mark.parametrize(("size", "node_size"), [(2, 1), (3, 1), (4, 2)])
+def test_messages_begin_at_multiples_of_the_block(
+    size: int, node_size: int, wire: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And are as long as promised: a short block is encoded by itself, so there is one, at the end of the array."""
+    count, codec = 400_001, CODECS[wire]
+    sizes: list[int] = []  # of all ranks, which are threads
+    monkeypatch.setitem(CODECS, wire, CountingCodec(codec, sizes))
+    run_ranks(
+        size, lambda communicator: communicator.allreduce(np.ones(count, np.float32), wire=wire), node_size=node_size
+    )
+    assert max(map(codec.nbytes, sizes)) <= 32 << 10
+    # Each other node encodes it for the rank that sums it up, and that one encodes the sum.
+    rest = count % codec.block
+    assert [each % codec.block for each in sizes if each % codec.block] == [rest] * (rest and size // node_size)
+
+
+@pytest.mark.parametrize(("dtype", "value"), [(np.float64, 1e300), (np.float16, 6e4)])
+def test_values_that_are_too_large_are_infinite_and_silent(dtype: Any, value: float) -> None:
+    """On the way into float32 and on the way back: where warnings are errors, one would leave the others waiting."""
+
+    def check(communicator: rr.Communicator) -> None:
+        array = np.full(40, value, dtype)
+        communicator.allreduce(array, out=array, wire="bf16")
+        assert np.isposinf(array).all()
+        assert communicator.allreduce(np.ones(3, dtype), wire="bf16").tolist() == [2.0] * 3
+
+    run_ranks(2, check, node_size=1, config=Config(timeout_s=10.0))
+
+
+@pytest.mark.parametrize("node_size", [None, 1])
+def test_nothing_is_encoded_where_sums_are_to_be_deterministic(node_size: int | None) -> None:
+    """Rounded sums depend on which ranks share a node, so the two do not go together, on one node either."""
+
+    def check(communicator: rr.Communicator) -> None:
+        error = caught(communicator.allreduce, np.ones(5, np.float32), wire="bf16")
+        assert isinstance(error, rr.ConfigError)
+        assert "RINGREDUCE_DETERMINISTIC is set" in str(error)
+        assert communicator.allreduce(np.ones(5, np.float32)).tolist() == [2.0] * 5
+
+    run_ranks(2, check, node_size=node_size, config=Config(timeout_s=30.0, deterministic=True))
+
+
+def test_a_format_and_deterministic_do_not_go_together() -> None:
+    """The error names what was given, and nothing else."""
+
+    def check(communicator: rr.Communicator) -> None:
+        error = caught(communicator.allreduce, np.ones(5, np.float32), wire="bf16", deterministic=True)
+        assert isinstance(error, rr.ConfigError)
+        assert str(error) == "give deterministic=True or wire='bf16', not both"
 
     run_ranks(2, check, node_size=1)
