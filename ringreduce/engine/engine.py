@@ -19,22 +19,21 @@ from typing import Any
 
 from ringreduce.communicator import Communicator
 from ringreduce.engine.execution import Executor
-from ringreduce.engine.negotiation import (
+from ringreduce.engine.negotiation import Leader, Member
+from ringreduce.engine.operations import Join, Operation, Retirement
+from ringreduce.engine.orders import (
     OFFER,
     Expired,
     Joined,
     Late,
-    Leader,
     Looks,
     Lost,
-    Member,
     Order,
     Refuse,
     Run,
     Stalled,
     Withdrawn,
 )
-from ringreduce.engine.operations import Join, Operation, Retirement
 from ringreduce.engine.stall import StallWatch
 from ringreduce.errors import (
     CollectiveTimeoutError,

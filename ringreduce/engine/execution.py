@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from ringreduce.buffers import DType, divide, divide_toward_zero, narrow, typed, widen
 from ringreduce.communicator import Communicator
-from ringreduce.engine.negotiation import OFFER, Run
 from ringreduce.engine.operations import PROCEDURE, Call, Operation, Reduction, parted
+from ringreduce.engine.orders import OFFER, Run
 from ringreduce.errors import TransportError
 from ringreduce.reduce_ops import AVERAGE, MIN, PRODUCT, SUM, ReduceOp
 

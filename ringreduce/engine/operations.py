@@ -11,7 +11,7 @@ from typing import Any
 
 from ringreduce.buffers import Operand
 from ringreduce.communicator import Communicator
-from ringreduce.engine.negotiation import OFFER, Looks
+from ringreduce.engine.orders import OFFER, Looks
 from ringreduce.reduce_ops import ReduceOp
 
 __all__ = ["PROCEDURE", "Call", "Join", "Operation", "Procedure", "Reduction", "Retirement", "parted"]

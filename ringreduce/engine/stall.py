@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ringreduce.engine.negotiation import Waiting
+from ringreduce.engine.orders import Waiting
 
 __all__ = ["StallWatch"]
 

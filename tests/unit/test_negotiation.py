@@ -13,15 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringreduce.engine.negotiation import (
+from ringreduce.engine.negotiation import Leader, Member
+from ringreduce.engine.orders import (
     OFFER,
     Expired,
     Joined,
     Late,
-    Leader,
     Looks,
     Lost,
-    Member,
     Named,
     Refuse,
     Run,

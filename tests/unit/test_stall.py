@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ringreduce.engine.negotiation import Waiting
+from ringreduce.engine.orders import Waiting
 from ringreduce.engine.stall import StallWatch
 
 
