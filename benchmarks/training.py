@@ -2,6 +2,7 @@
 
     mpirun -np 2 python benchmarks/training.py                # 24 x 1024x1024 linear layers, 25 M parameters
     mpirun -np 2 python benchmarks/training.py --model cnn    # 80 convolutions, 162 small tensors
+    mpirun -np 2 python benchmarks/training.py --device cuda  # on GPUs, which several ranks may share
 
 Contenders, each with a copy of the same model on the same data:
 
@@ -105,7 +106,8 @@ def flat_mpi(model: nn.Module) -> Contender:
     optimizer, comm = sgd(model), MPI.COMM_WORLD.Dup()
     parameters = list(model.parameters())
     sizes = [p.numel() for p in parameters]
-    flat = torch.zeros(sum(sizes))
+    flat = torch.zeros(sum(sizes), device=parameters[0].device)
+    host = torch.zeros_like(flat, device="cpu", pin_memory=True) if flat.is_cuda else flat
     parts = [part.view(p.shape) for part, p in zip(flat.split(sizes), parameters, strict=True)]
 
     def step(x: torch.Tensor, y: torch.Tensor) -> None:
@@ -113,7 +115,11 @@ def flat_mpi(model: nn.Module) -> Contender:
         mse_loss(model(x), y).backward()
         gradients = [p.grad for p in parameters]
         torch.cat([gradient.view(-1) for gradient in gradients], out=flat)
-        comm.Allreduce(MPI.IN_PLACE, flat.numpy(), MPI.SUM)
+        if host is not flat:
+            host.copy_(flat)
+        comm.Allreduce(MPI.IN_PLACE, host.numpy(), MPI.SUM)
+        if host is not flat:
+            flat.copy_(host)
         flat.div_(comm.size)
         torch._foreach_copy_(gradients, parts)
         optimizer.step()
@@ -139,11 +145,29 @@ def measure(contenders: list[Contender], batches: Iterator[Batch], steps: int) -
             for x, y in lead:
                 contender.step(x, y)
             for step, (x, y) in zip(turn, timed, strict=True):
+                finish(x)
                 ringreduce.barrier()
                 begin = time.perf_counter()
                 contender.step(x, y)
+                finish(x)
                 row[step] = time.perf_counter() - begin
     return ringreduce.allreduce(times, "max")
+
+
+def finish(tensor: torch.Tensor) -> None:
+    """Return when the GPU has done what it was given, if the tensor lies on one."""
+    if tensor.is_cuda:
+        torch.cuda.synchronize()
+
+
+def choose_device(kind: str) -> torch.device:
+    """Return the CPU, or this rank's GPU: ranks of a node take turns with those there are."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        sys.exit("--device cuda: torch sees no GPU here")
+    torch.cuda.set_device(ringreduce.local_rank() % torch.cuda.device_count())
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def empty_heap(contenders: list[Contender]) -> None:
@@ -154,17 +178,20 @@ def empty_heap(contenders: list[Contender]) -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def endless_batches(batch: int, sample: tuple[int, ...], target: tuple[int, ...]) -> Iterator[Batch]:
+def endless_batches(
+    batch: int, sample: tuple[int, ...], target: tuple[int, ...], device: torch.device
+) -> Iterator[Batch]:
     """Yield batches that differ between ranks and steps."""
     random = torch.Generator().manual_seed(1000 + ringreduce.rank())
     while True:
-        yield torch.randn(batch, *sample, generator=random), torch.randn(batch, *target, generator=random)
+        x, y = torch.randn(batch, *sample, generator=random), torch.randn(batch, *target, generator=random)
+        yield x.to(device), y.to(device)
 
 
 def weights_agree(contenders: list[Contender]) -> bool:
     """Check that weights are bitwise equal over the ranks, and equal within rounding among who communicates."""
     trained = [each for each in contenders if each.name != "plain"]
-    sums = [zlib.crc32(p.detach().contiguous().numpy()) for each in trained for p in each.model.parameters()]
+    sums = [zlib.crc32(p.detach().cpu().contiguous().numpy()) for each in trained for p in each.model.parameters()]
     everyone = ringreduce.allgather(np.array(sums, np.int64)[None])
     same = bool((everyone == everyone[0]).all())
     for other in trained[1:]:
@@ -180,6 +207,7 @@ def report(arguments: argparse.Namespace, contenders: list[Contender], times: An
     return {
         "config": {
             "model": arguments.model,
+            "device": arguments.device,
             "parameters": sum(p.numel() for p in model.parameters()),
             "tensors": sum(1 for _ in model.parameters()),
             "batch": arguments.batch,
@@ -221,6 +249,7 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", choices=MODELS, default="mlp")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where to train (cpu)")
     parser.add_argument("--batch", type=int, default=16, help="samples per rank and step (16)")
     parser.add_argument("--steps", type=int, default=30, help="timed steps of each contender (30)")
     parser.add_argument("-J", "--output_file", type=Path, help="write the JSON report there")
@@ -233,11 +262,13 @@ def main() -> int:
     ringreduce.init()
     torch.manual_seed(0)  # the same initial weights on all ranks
     model, sample, target = MODELS[arguments.model]()
+    device = choose_device(arguments.device)
+    model.to(device)
     with contextlib.ExitStack() as stack:
         stack.enter_context(gloo_process_group(ringreduce.world()))
         makers = (plain, distributed_optimizer, flat_mpi, ddp_gloo)
         contenders = [make(copy.deepcopy(model)) for make in makers]
-        batches = endless_batches(arguments.batch, sample, target)
+        batches = endless_batches(arguments.batch, sample, target, device)
         times = measure(contenders, batches, arguments.steps)
         found = report(arguments, contenders, times, weights_agree(contenders))
     if ringreduce.rank() == 0:

@@ -5,23 +5,34 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-from gpu.report import Check
+from gpu.report import BY_NCCL, NCCL, Check
 
+from ringreduce.buffers import DTYPES
 from ringreduce.cli.cases import COLLECTIVES, OPS, TYPES, Case
 from ringreduce.cli.measure import Contender
 from ringreduce.cli.ours import Ours
 from ringreduce.cli.places import OnDevice
 from ringreduce.cli.reference import Reference
 from ringreduce.communicator import Communicator
-from ringreduce.errors import UnsupportedBufferError
+from ringreduce.errors import (
+    CollectiveTimeoutError,
+    MismatchError,
+    PeerLostError,
+    RingReduceError,
+    UnsupportedBufferError,
+)
+from ringreduce.reduce_ops import ReduceOp
 
 #: Elements: one, an odd number, and one beyond several segments of staging.
 COUNTS = (1, 100_003)
 LARGE = (9 << 20) + 5
+#: Errors after which the rest of a collective's cases is left out.
+ENOUGH = 5
 
+T = TypeVar("T")
 #: Makes a stream the current one for some arrays.
 On = Callable[..., AbstractContextManager[object]]
 
@@ -52,6 +63,59 @@ class Counter:
         return int(self.world.allreduce(np.array([mine]))[0])
 
 
+class OutOfStepError(RuntimeError):
+    """Some ranks raised what others did not: nothing collective can follow."""
+
+
+def attempt(counter: Counter, work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Return what ``work`` returns, or what it raised if it did so on all ranks, which are in step then. Collective.
+
+    Raises:
+        OutOfStepError: it raised on some of the ranks only.
+        CollectiveTimeoutError, MismatchError, PeerLostError: it raised that, or another rank was elsewhere.
+    """
+    found, error = None, None
+    try:
+        found = work()
+    except (CollectiveTimeoutError, MismatchError, PeerLostError, OutOfStepError):
+        raise
+    except Exception as caught:  # whatever it is, what comes after it may show what it means
+        error = caught
+    own = "this one did not" if error is None else f"this one: {type(error).__name__}: {error}"
+    try:
+        raised = counter.total(int(error is not None))
+    except RingReduceError as lost:
+        raise OutOfStepError(f"the ranks do not meet after a call that raised on some of them; {own}") from lost
+    if raised not in (0, counter.world.size):
+        raise OutOfStepError(f"{raised} of {counter.world.size} ranks raised; {own}") from error
+    return found, error
+
+
+def check_way(counter: Counter, when: str) -> Check:
+    """See whether kernels carry the allreduce: results are right without them, too. Collective.
+
+    Args:
+        counter: the ranks.
+        when: of the cases this is.
+    """
+    world, row = counter.world, DTYPES["float32"]
+    counter.place.empty(1, shared=True)  # the ranks have told each other about their GPUs
+    kernels = world.gpu.kernels
+    carried = world.size == 1 or (kernels is not None and kernels.supports(row, ReduceOp.SUM))
+    name = f"kernels carry the allreduce, {when} the cases, {world.size} ranks"
+    return Check(name, counter.total(int(not carried)) == 0, world.gpu.way or "not known")
+
+
+def check_nccl(counter: Counter, count: int = 100_003) -> Check:
+    """Ask for NCCL, which does it or refuses; the result is right either way."""
+    world = counter.world
+    ours = Ours(world, 4 * count, counter.place, shared=False)
+    case = Case(COLLECTIVES["allreduce"], "float", "sum", 0, world.size, count)
+    wrong = counter.wrong(case, ours.out_of_place(case, "nccl"))
+    how = BY_NCCL if world.gpu.nccl is not None else "not NCCL, as the log says why"
+    return Check(f"{NCCL}, {world.size} ranks", wrong == 0, f"{how}; {wrong} wrong")
+
+
 def check_results(counter: Counter, names: tuple[str, ...] = tuple(COLLECTIVES), large: int = LARGE) -> Iterator[Check]:
     """Yield a check for each collective and kind of buffers, over all types and operations, in place and out."""
     world = counter.world
@@ -60,11 +124,18 @@ def check_results(counter: Counter, names: tuple[str, ...] = tuple(COLLECTIVES),
         ours = Ours(world, max(largest, 4 * large), counter.place, shared=shared)
         kind = "shared" if shared else "private"
         for name in names:
-            bad, ran = [], 0
+            bad, ran, errors = [], 0, 0
             for case in _cases(name, world.size, large):
-                found = _wrong_in_case(counter, ours, case)
-                ran += len(found)
-                bad += [f"{case.type_name} {case.op_name} of {case.count}: {each}" for each in found if each]
+                label = f"{case.type_name} {case.op_name} of {case.count}"
+                found, error = attempt(counter, functools.partial(_wrong_in_case, counter, ours, case))
+                ran += len(found or ())
+                bad += [f"{label}: {each}" for each in found or () if each]
+                if error is not None:
+                    bad.append(f"{label}: {type(error).__name__}: {error}")
+                    errors += 1
+                if errors == ENOUGH:
+                    bad.insert(0, f"{ENOUGH} errors, after which the rest was not tried")
+                    break
             yield Check(f"{name}, {kind} buffers, {world.size} ranks", not bad, _detail(ran, bad))
 
 

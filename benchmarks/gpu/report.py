@@ -9,11 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-#: What one machine with one GPU cannot show.
-NOT_RUN = (
-    "several GPUs: the one-shot and two-shot kernels between GPUs (here they ran with one rank), peer access, NCCL",
-    "several nodes: CUDA-aware MPI over a network",
+#: How lines begin that tell why a process failed: exceptions, what Python's faulthandler, pytest and launchers say.
+_ERROR = re.compile(
+    r"([\w.]*(Error|Exception|Interrupt)|[\w.]+Exit|usage)\b"
+    r"|Timeout \(|Fatal Python error|FAILED \S+::|.*\bon signal \d"
 )
+#: What a check of NCCL is called, and what its detail begins with where NCCL did the work.
+NCCL, BY_NCCL = "NCCL by its name", "NCCL did it"
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Outcome:
         seconds: that it took.
         checks: what it found, as far as it came.
         versions: package or library -> version, as seen in the part.
+        way: how allreduces of arrays on the GPU went there, in words; empty if there were none.
     """
 
     name: str
@@ -64,6 +67,7 @@ class Outcome:
     seconds: float
     checks: tuple[Check, ...] = ()
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    way: str = ""
 
     @property
     def passed(self) -> bool:
@@ -95,14 +99,16 @@ def judge(name: str, returncode: int | None, seconds: float, found: str | None, 
     elif not content and not problem:
         problem = "left no report"
     checks = tuple(Check(**each) for each in content.get("checks", ()))
-    return Outcome(name, problem, seconds, checks, content.get("versions", {}))
+    return Outcome(name, problem, seconds, checks, content.get("versions", {}), content.get("way", ""))
 
 
 def _reason(said: str) -> str:
-    """Return the line that tells why a part failed: the first error's, as launchers say much after it, or the last."""
-    lines = [line.strip() for line in said.splitlines() if line.strip(" \t-")]
-    errors = [line for line in lines if re.match(r"([\w.]*(Error|Exception|Interrupt|Exit)|usage|Error)\b", line)]
-    return (errors[:1] or lines[-1:] or ["it said nothing"])[0]
+    """Return the line that tells why a part failed: the first error's, or the last before what its launcher says."""
+    lines = [line.strip() for line in said.splitlines()]
+    errors = [line for line in lines if _ERROR.match(line)]
+    frame = next((number for number, line in enumerate(lines) if re.fullmatch("-{9,}", line)), len(lines))
+    own, launchers = ([line for line in part if line.strip("-")] for part in (lines[:frame], lines[frame:]))
+    return (errors[:1] or own[-1:] or launchers[-1:] or ["it said nothing"])[0]
 
 
 def allreduce_bound_s(nbytes: int, nranks: int, copy_rate: float) -> float:
@@ -127,20 +133,46 @@ def staged_bound_s(nbytes: int, nranks: int, rate: float) -> float:
     return nranks * nbytes / rate
 
 
+def not_run(outcomes: Sequence[Outcome], ngpus: int, parts: Sequence[str]) -> list[str]:
+    """Return what these outcomes do not show.
+
+    Args:
+        outcomes: of the parts so far.
+        ngpus: of this machine.
+        parts: the names of all parts there are.
+    """
+    ways = [each.way for each in outcomes]
+    left = [] if ngpus > 1 else ["several GPUs in one machine, and peer access between them"]
+    if not any("kernels that meet" in way for way in ways):
+        left.append("the one-shot and two-shot kernels with more than one rank, which take a GPU for each rank")
+    asked = [check for each in outcomes for check in each.checks if check.name.startswith(NCCL)]
+    if not any(check.detail.startswith(BY_NCCL) for check in asked):
+        left.append(f"NCCL{' beyond its refusal here' if asked else ''}")
+    if not any("CUDA-aware MPI moves" in way for way in ways):
+        said = [each.versions["CUDA-aware MPI"] for each in outcomes if "CUDA-aware MPI" in each.versions]
+        left.append(f"CUDA-aware MPI; this MPI: {said[0] if said else 'not asked'}")
+    left.append("several nodes")
+    became = {each.name: each.problem for each in outcomes}
+    for name in parts:
+        if name not in became or became[name].startswith("not run"):
+            left.append(f"the part {name}: {became.get(name, 'not asked for, or not yet')}")
+    return left
+
+
 def slug(name: str) -> str:
     """Return the name of a GPU as part of a file name: ``nvidia-h200``."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "gpu"
 
 
-def as_json(outcomes: Sequence[Outcome], machine: Mapping[str, Any]) -> str:
-    """Return the report for programs."""
+def as_json(outcomes: Sequence[Outcome], machine: Mapping[str, Any], missing: Sequence[str]) -> str:
+    """Return the report for programs; ``missing`` is what was not run."""
     parts = [{**dataclasses.asdict(each), "passed": each.passed} for each in outcomes]
     passed = bool(outcomes) and all(each.passed for each in outcomes)
-    return json.dumps({"passed": passed, "machine": machine, "parts": parts, "not_run": NOT_RUN}, indent=1) + "\n"
+    return json.dumps({"passed": passed, "machine": machine, "parts": parts, "not_run": missing}, indent=1) + "\n"
 
 
-def as_markdown(outcomes: Sequence[Outcome], machine: Mapping[str, Any]) -> str:
-    """Return the report for readers."""
+def as_markdown(outcomes: Sequence[Outcome], machine: Mapping[str, Any], missing: Sequence[str]) -> str:
+    """Return the report for readers; ``missing`` is what was not run."""
     good = sum(each.passed for each in outcomes)
     lines = [f"# Checks on {machine['gpu']}, {machine['date']}", ""]
     lines += [f"{good} of {len(outcomes)} parts passed.", ""]
@@ -155,7 +187,7 @@ def as_markdown(outcomes: Sequence[Outcome], machine: Mapping[str, Any]) -> str:
         lines += [f"- {each.name}: {check.name}: {check.detail or 'see above'}" for each, check in wrong]
     lines += ["", "## Where", ""]
     lines += [f"- {name}: {value}" for name, value in machine.items() if name not in ("gpu", "date")]
-    lines += ["", "## What could not be run here", "", *(f"- {each}" for each in NOT_RUN)]
+    lines += ["", "## What was not run here", "", *(f"- {each}" for each in missing)]
     return "\n".join(lines) + "\n"
 
 

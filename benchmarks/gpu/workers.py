@@ -1,21 +1,24 @@
-"""What each part does on each of its ranks. Every one takes a function that notes a check."""
+"""What each part does on each of its ranks. Every one takes a function that notes a check, and how many there are."""
 
 from __future__ import annotations
 
+import functools
+import os
 import platform
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from gpu import collectives, kernels, speed
 from gpu.report import Check
 
 import ringreduce
+from ringreduce import Communicator
 from ringreduce.buffers.cuda.measuring import cupy_tools
 from ringreduce.cli.peers import mpi_library
 from ringreduce.cli.places import OnDevice
-from ringreduce.testing.device import check_driver
+from ringreduce.transport.cuda_awareness import cuda_awareness
 
 Note = Callable[[Check], None]
 
@@ -32,60 +35,92 @@ def versions() -> dict[str, str]:
         if name in sys.modules:
             found[name] = str(sys.modules[name].__version__)
     library = mpi_library()
-    return found if library is None else {**found, "MPI": library}
+    return found if library is None else {**found, "MPI": library, "CUDA-aware MPI": _awareness()}
 
 
-def check_kernels(note: Note) -> None:
+def way() -> str:
+    """Return how this rank's world reduces arrays on the GPU, as far as that is known."""
+    return (ringreduce.world().gpu.way or "") if ringreduce.is_initialized() else ""
+
+
+def _awareness() -> str:
+    try:
+        return cuda_awareness(os.environ).reason
+    except (OSError, RuntimeError) as error:
+        return f"cannot be asked: {error}"
+
+
+def check_kernels(note: Note, nranks: int) -> None:
     """Look at the driver, and at all families of kernels."""
     driver = cupy_tools().driver
-    check_driver(driver)
-    note(Check("the driver over CuPy does what any driver must", True, driver.device.name))
+    note(kernels.check_contract(driver))
     for check in kernels.check_kernels(driver, _seed()):
         note(check)
 
 
-def check_collectives(note: Note) -> None:
+def check_collectives(note: Note, nranks: int) -> None:
     """Look at all collectives on arrays of CuPy and of torch."""
-    ringreduce.init()
-    world = ringreduce.world()
+    world = _begin(note, nranks)
     tools = cupy_tools(world.topology.local_rank(world.rank))
     place = OnDevice(world, tools)
     counter = collectives.Counter(world, place, int(world.broadcast(np.array([_seed()]))[0]))
-    for check in collectives.check_results(counter):
-        note(check)
-    note(collectives.check_streams(counter, tools.on))
-    if world.size > 1:
-        for check in collectives.check_staging(counter):
-            note(check)
-    for check in collectives.check_torch(counter):
-        note(check)
+    stages: dict[str, Callable[[], Iterable[Check]]] = {
+        "which way before": lambda: [collectives.check_way(counter, "before")],
+        "results": lambda: collectives.check_results(counter),
+        "streams": lambda: [collectives.check_streams(counter, tools.on)],
+        "staging": lambda: collectives.check_staging(counter) if world.size > 1 else (),
+        "torch": lambda: collectives.check_torch(counter),
+        "which way after": lambda: [collectives.check_way(counter, "after")],
+        "NCCL": lambda: [collectives.check_nccl(counter)] if world.size > 1 else (),
+    }
+    for name, stage in stages.items():
+        _, error = collectives.attempt(counter, functools.partial(_note_all, note, stage))
+        if error is not None:
+            note(Check(f"{name}: to its end", False, f"{type(error).__name__}: {error}"))
     print(f"rank {world.rank}: {world.gpu.way}", flush=True)
     ringreduce.shutdown()
 
 
-def check_packing(note: Note) -> None:
+def check_packing(note: Note, nranks: int) -> None:
     """Measure packing."""
     for check in speed.check_packing(cupy_tools()):
         note(check)
 
 
-def check_leader(note: Note) -> None:
+def check_leader(note: Note, nranks: int) -> None:
     """Measure the allreduce of ranks that share a GPU."""
-    _measure(speed.check_leader, note)
+    _measure(speed.check_leader, note, nranks)
 
 
-def check_staged(note: Note) -> None:
+def check_staged(note: Note, nranks: int) -> None:
     """Measure the allreduce through host memory."""
-    _measure(speed.check_staged, note)
+    _measure(speed.check_staged, note, nranks)
 
 
-def _measure(work: Callable[..., object], note: Note) -> None:
-    ringreduce.init()
-    world = ringreduce.world()
-    place = OnDevice(world)
-    for check in list(work(world, place, lambda text: print(text, end="", flush=True))):  # type: ignore[call-overload]
+def _measure(work: Callable[..., Iterable[Check]], note: Note, nranks: int) -> None:
+    world = _begin(note, nranks)
+    for check in work(world, OnDevice(world), lambda text: print(text, end="", flush=True)):
         note(check)
     ringreduce.shutdown()
+
+
+def _begin(note: Note, nranks: int) -> Communicator:
+    """Start the world.
+
+    Raises:
+        RuntimeError: it has another number of ranks: the launcher and mpi4py are of different libraries, maybe.
+    """
+    ringreduce.init()
+    world = ringreduce.world()
+    note(Check(f"ranks, {nranks} of them in one world", world.size == nranks, f"{world.size}"))
+    if world.size != nranks:
+        raise RuntimeError(f"{nranks} ranks were started, and the world has {world.size}")
+    return world
+
+
+def _note_all(note: Note, stage: Callable[[], Iterable[Check]]) -> None:
+    for check in stage():
+        note(check)
 
 
 def _seed() -> int:
@@ -95,7 +130,7 @@ def _seed() -> int:
 
 
 #: Name of a worker -> what it does.
-WORKERS: dict[str, Callable[[Note], None]] = {
+WORKERS: dict[str, Callable[[Note, int], None]] = {
     "kernels": check_kernels,
     "collectives": check_collectives,
     "pack": check_packing,

