@@ -42,6 +42,7 @@ from ringreduce.placement import (
     OperandReducer,
     Signature,
     WireAllreduce,
+    close_all,
     ordinal,
 )
 from ringreduce.reduce_ops import SUM, ReduceOp
@@ -475,12 +476,11 @@ class Communicator:
         self._bound.clear()
         self._reductions.clear()
         self._context.leave()
-        if self._failure is None:
-            self.gpu.close()
-            self._allreduce.close()
-            self._moves.close()
-            self._wire.close()
-            self._context.close()
+        if self._failure is not None:
+            self.gpu.abandon()
+            return
+        parts = self.gpu, self._allreduce, self._moves, self._wire, self._context
+        close_all(*(part.close for part in parts))
 
     # ---- inside ----
 
@@ -611,11 +611,12 @@ class Communicator:
     ) -> Any:
         out, target = self._result(array, source, source.shape, out)
         assert isinstance(target, DeviceOperand)
-        given, taken = source.in_order(), target.room()
+        staging = self.gpu.staging(source.device)
+        given, taken = staging.in_c_order(source), target.room()
         if given.may_overlap(taken) and not given.same_memory(taken):
-            given = given.in_order(copy=True)
+            given = staging.in_c_order(given, copy=True)
         self._reduce_on_device(given, taken, op, algorithm)
-        target.assign(taken)
+        staging.store(target, taken)
         return out
 
     def _reduce_on_device(
@@ -717,12 +718,13 @@ class Communicator:
     def _staged(
         self, source: DeviceOperand, target: DeviceOperand, fetch: bool, store: bool
     ) -> Iterator[tuple[Operand, Operand]]:
-        given = source.in_order() if fetch else source
+        staging = self.gpu.staging(source.device)
+        given = staging.in_c_order(source) if fetch else source
         taken = given if target is source and source.contiguous else target.room()
-        with self.gpu.staging(source.device).lend(given, taken, fetch=fetch, store=store) as lent:
+        with staging.lend(given, taken, fetch=fetch, store=store) as lent:
             yield lent
         if store:
-            target.assign(taken)
+            staging.store(target, taken)
 
     def _result(
         self, array: Any, source: Operand | DeviceOperand, shape: tuple[int, ...], out: Any

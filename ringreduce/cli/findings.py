@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ringreduce.buffers.cuda.inventory import Inventory
+from ringreduce.buffers.cuda.arrays import INSTALL, install_command
 from ringreduce.cli.facts import LIBRARIES, ROOT_ALLOWED, Facts, clash, family
 from ringreduce.config import HOROVOD, Config, ignored_horovod_variables
 from ringreduce.errors import name_ranks
@@ -346,8 +346,8 @@ def _gpus(facts: Facts) -> Finding | None:
     if not gpu.packages:
         if gpu.driver or gpu.driver_cuda:
             text = f"NVIDIA driver {gpu.driver}, CUDA {_cuda(gpu.driver_cuda)}; CuPy is not installed"
-            return Finding(topic, text, "warning", f"pip install 'ringreduce[{_extra(gpu)}]'.")
-        return Finding(topic, "no GPU: no NVIDIA driver; CuPy is not installed: pip install 'ringreduce[cuda12x]'")
+            return Finding(topic, text, "warning", f"{install_command(gpu.driver_cuda)}.")
+        return Finding(topic, f"no GPU: no NVIDIA driver; CuPy is not installed: {INSTALL}")
     if len(gpu.packages) > 1:
         remedy = "They overwrite each other's files: uninstall all, then install one."
         return Finding(topic, f"several CuPys: {', '.join(gpu.packages)}", "problem", remedy)
@@ -356,7 +356,7 @@ def _gpus(facts: Facts) -> Finding | None:
         if not gpu.driver and not gpu.driver_cuda:
             remedy = "There is no NVIDIA driver: in a container, start it with the GPUs (--gpus all)."
             return Finding(topic, text, "warning", remedy)
-        remedy = f"The driver runs CUDA {_cuda(gpu.driver_cuda)}: pip install 'ringreduce[{_extra(gpu)}]' fits it."
+        remedy = f"The driver runs CUDA {_cuda(gpu.driver_cuda)}: {install_command(gpu.driver_cuda)} fits it."
         return Finding(topic, text, "problem", remedy)
     if not gpu.devices:
         hidden = "CUDA_VISIBLE_DEVICES" in facts.environ
@@ -411,11 +411,6 @@ def _cuda_aware(facts: Facts) -> Finding | None:
 
 def _cuda(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}" if version else "unknown"
-
-
-def _extra(gpu: Inventory) -> str:
-    """Return the extra of this package whose CuPy works with the driver."""
-    return "cuda13x" if gpu.driver_cuda >= 13000 else "cuda12x"
 
 
 _SECTIONS: dict[str, tuple[_Check, ...]] = {

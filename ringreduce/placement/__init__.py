@@ -3,6 +3,7 @@
 from ringreduce.placement.allreduce import Allreduce, OperandReducer
 from ringreduce.placement.bound import BoundCall
 from ringreduce.placement.context import Context, Signature
+from ringreduce.placement.ending import close_all
 from ringreduce.placement.gpu import STAGED, Gpu, OnDevice, ordinal
 from ringreduce.placement.moves import Moves
 from ringreduce.placement.wire import Feedback, WireAllreduce
@@ -19,5 +20,6 @@ __all__ = [
     "OperandReducer",
     "Signature",
     "WireAllreduce",
+    "close_all",
     "ordinal",
 ]

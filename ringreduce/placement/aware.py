@@ -28,6 +28,7 @@ from ringreduce.buffers.cuda.kernels import Rows, Table, combine
 from ringreduce.errors import TransportError
 from ringreduce.partition import segments_of_buffer
 from ringreduce.placement.context import Cache, Context, Signature
+from ringreduce.placement.ending import close_all
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.selection import Choice
 from ringreduce.transport.cuda_awareness import CudaAwareness, cuda_awareness
@@ -134,11 +135,11 @@ class AwareAllreduce:
     def close(self) -> None:
         """Give everything back."""
         self._driver.synchronize(self._done)
-        self._plans.close()
-        self._rooms.close()
-        for event in (self._computed, self._ready, self._done):
-            self._driver.free_event(event)
-        self._driver.free_stream(self._stream)
+        events = (partial(self._driver.free_event, each) for each in (self._computed, self._ready, self._done))
+        close_all(self._plans.close, self._rooms.close, *events, partial(self._driver.free_stream, self._stream))
+
+    def abandon(self) -> None:
+        """Leave everything to the end of the process, as MPI may still use it; host memory is not touched here."""
 
     def _make(self, count: int, dtype: DType, op: ReduceOp, signature: Signature) -> _Plan:
         """Return a new plan. Collective: a signature is new to all ranks at once.

@@ -13,6 +13,7 @@ from ringreduce.algorithms.execute import STREAMS
 from ringreduce.config import Config
 from ringreduce.errors import MismatchError
 from ringreduce.instruments import Instruments
+from ringreduce.placement.ending import close_all
 from ringreduce.topology import Topology
 from ringreduce.transport.agreement import Agreement
 from ringreduce.transport.board import NOWHERE, Board, after_refusals, signature_hash
@@ -179,5 +180,6 @@ class Cache(Generic[T]):
         return plan
 
     def close(self) -> None:
-        while self._plans:
-            self._plans.popitem()[1].close()
+        plans = list(reversed(self._plans.values()))
+        self._plans.clear()
+        close_all(*(plan.close for plan in plans))

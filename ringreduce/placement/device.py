@@ -16,9 +16,10 @@ ranks meet at the board, on the host, and their streams wait for each other's ev
 Where every rank has a GPU of its own, all launch kernels that meet on the device: a one-shot for small arrays, which
 may lie anywhere, the two-shot for others. The ranks then meet on the host but once in a call.
 
-The host waits for its peers' hosts, and for the device only where a plan is made or dropped, or a block is outgrown. It
-takes part in every call, so a call cannot be captured in a CUDA graph. The order of summation is that of the ranks, for
-every element, so bits depend neither on the way nor on where arrays lie.
+The host waits for its peers' hosts, and for the device only where a plan is made or dropped, a block is outgrown, or
+memory that users let go of is used again. It takes part in every call, so a call cannot be captured in a CUDA graph.
+The order of summation is that of the ranks, for every element, so bits depend neither on the way nor on where arrays
+lie.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Protocol
 
 import numpy as np
@@ -34,6 +35,7 @@ import numpy as np
 from ringreduce.buffers import DType
 from ringreduce.buffers.cuda.driver import Event, Stream
 from ringreduce.buffers.cuda.kernels import (
+    FEWEST_MULTIPROCESSORS,
     FLAGS_NBYTES,
     MAX_RANKS,
     ONE_SHOT_NBYTES,
@@ -47,6 +49,7 @@ from ringreduce.buffers.cuda.kernels import (
 from ringreduce.errors import CollectiveTimeoutError, TransportError
 from ringreduce.partition import Partition
 from ringreduce.placement.context import Cache, Context, Signature
+from ringreduce.placement.ending import close_all, keep_mapped
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.selection import Choice
 from ringreduce.transport.board import NOWHERE
@@ -154,11 +157,26 @@ class DeviceAllreduce:
 
     def close(self) -> None:
         """Give everything back once it is no longer used, and before `DeviceNode.close`."""
-        self._driver.synchronize(self._done)
-        self._plans.close()
+        try:
+            self._driver.synchronize(self._done)
+        except TransportError:
+            self.abandon()
+            raise
         self._block = None
-        self._driver.free_event(self._done)
-        if self._shots is not None:
+        shots = [] if self._shots is None else [self._shots.close]
+        close_all(self._plans.close, partial(self._driver.free_event, self._done), *shots)
+
+    def abandon(self) -> None:
+        """Give up after a failure without waiting for the device; its memory stays until the process ends."""
+        if self._shots is None:
+            return
+        done = False
+        try:
+            done = self._driver.done(self._done)
+        finally:
+            if not done:
+                keep_mapped(self._shots)
+        if done:
             self._shots.close()
 
     # ---- inside ----
@@ -218,10 +236,11 @@ class DeviceAllreduce:
 
     def _lead(self, call: _Call, plan: _Plan) -> None:
         """Let the leaders launch, and the stream wait for them."""
-        devices, problem = self._devices, None
+        devices = self._devices
+        problem: Exception | None = None
         try:
             plan.launch(call.stream)
-        except TransportError as error:
+        except (MemoryError, TransportError) as error:
             problem = error
         heard = self._meet(call.end, _WELL if problem is None else NOWHERE)
         if min(heard.values()) == NOWHERE:
@@ -295,7 +314,8 @@ class DeviceAllreduce:
             return None
         area, shots = None, None
         try:
-            if devices.driver.device.capability >= _CAPABILITY:
+            device = devices.driver.device
+            if device.capability >= _CAPABILITY and device.multiprocessors >= FEWEST_MULTIPROCESSORS:
                 area = _Area.allocate(devices)
         except (MemoryError, TransportError) as error:
             _log.debug("no kernels that meet: %s", error)
@@ -503,7 +523,11 @@ class _Shots:
             )
 
     def close(self) -> None:
-        self.devices.driver.unregister(self._page.ctypes.data)
+        try:
+            self.devices.driver.unregister(self._page.ctypes.data)
+        except TransportError:
+            keep_mapped(self._page)
+            raise
 
 
 def _ceil(nbytes: int, unit: int) -> int:

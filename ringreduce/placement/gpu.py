@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from ringreduce.errors import ConfigError, UnsupportedBufferError
 from ringreduce.placement.aware import AwareAllreduce, agree_on_awareness
 from ringreduce.placement.context import Context, Signature
 from ringreduce.placement.device import DeviceAllreduce
+from ringreduce.placement.ending import abandon_all, close_all
 from ringreduce.placement.nccl import NcclAllreduce
 from ringreduce.placement.staged import Staging
 from ringreduce.reduce_ops import ReduceOp
@@ -63,6 +65,10 @@ class OnDevice(Protocol):
 
     def close(self) -> None:
         """Give everything back."""
+        ...
+
+    def abandon(self) -> None:
+        """Give up after a failure: wait for nothing, and let nothing wait or be used that others might have."""
         ...
 
 
@@ -237,14 +243,20 @@ class Gpu:
 
     def close(self) -> None:
         """Give everything back. On all ranks, in any order, after which they call nothing here."""
-        if self._staging is not None:
-            self._staging.close()
-        for way in (self.nccl, self.kernels):
-            if way is not None:
-                way.close()
+        parts = [part.close for part in (self._staging, self.nccl, self.kernels) if part is not None]
         if self._devices is not None:
-            self._devices.close(self._context.waiter)
+            parts.append(partial(self._devices.close, self._context.waiter))
         self._staging, self.kernels, self.nccl, self._devices = None, None, None, None
+        close_all(*parts)
+
+    def abandon(self) -> None:
+        """Give up after a failure. Local: waits neither for the other ranks nor for the GPU, which may wait for them.
+
+        Memory of the GPU that peers may have open stays until the process ends; so does host memory that it may use.
+        """
+        parts = [part.abandon for part in (self.nccl, self.kernels, self._staging) if part is not None]
+        self._staging, self.kernels, self.nccl, self._devices = None, None, None, None
+        abandon_all(*parts)
 
 
 class _Allocation:

@@ -57,7 +57,13 @@ class NcclAllreduce:
             switches: see `join_nccl`.
         """
         joined = join_nccl(context.messages, context.waiter, driver, find, switches)
-        made = None if isinstance(joined, str) else cls(context, driver, *joined)
+        made: NcclAllreduce | None = None
+        if not isinstance(joined, str):
+            try:
+                made = cls(context, driver, *joined)
+            except TransportError:
+                joined[1].abort()  # or Python would destroy it, which waits for all ranks
+                raise
         if context.rank == 0 and made is None:
             _log.warning("NCCL is not used, though asked for: %s", joined)
         elif context.rank == 0 and made is not None:
@@ -112,6 +118,10 @@ class NcclAllreduce:
                 self._ranks = None
         self._driver.free_event(self._done)
 
+    def abandon(self) -> None:
+        """End what waits for others that will not come: NCCL would wait for it wherever Python lets go of it."""
+        self._abort()
+
     def _working(self) -> NcclRanks:
         if self._ranks is None:
             raise TransportError("NCCL was given up after an error")
@@ -122,6 +132,6 @@ class NcclAllreduce:
 
     def _abort(self) -> None:
         """End kernels that wait for what will not come: they would keep the GPU busy for good."""
-        if self._ranks is not None:
-            self._ranks.abort()
-            self._ranks = None
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.abort()

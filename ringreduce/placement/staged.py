@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -24,6 +25,7 @@ from ringreduce.buffers.cuda.arrays import DeviceOperand
 from ringreduce.buffers.cuda.driver import Driver, Stream
 from ringreduce.errors import TransportError
 from ringreduce.partition import pieces
+from ringreduce.placement.ending import abandon_all, close_all, keep_mapped
 from ringreduce.transport.shared import Arena
 
 __all__ = ["Staging"]
@@ -37,12 +39,15 @@ _SLOTS = 4
 #: Pinned memory for whole arrays is kept up to this size. Larger arrays travel through memory that is not pinned:
 #: pinning takes longer than one slow copy, and what is pinned is lost to everybody else.
 _KEPT_NBYTES = 64 << 20
+#: Up to this size there are two pieces of pinned memory that calls take in turn, so that a call need not wait for the
+#: last one's copy up: of the many arrays of a model, most are smaller.
+_ALTERNATING_NBYTES = 4 << 20
 
 
 class Staging:
     """The way of one GPU's arrays through this rank's host memory. Local: what the ranks do together is the caller's.
 
-    Operands are contiguous and of this driver's GPU. Not thread-safe.
+    Operands are of this driver's GPU, and in C order unless it says otherwise. Not thread-safe.
 
     Args:
         driver: of the GPU.
@@ -55,7 +60,8 @@ class Staging:
         self._down, self._up = driver.make_stream(), driver.make_stream()
         self._called = driver.make_event()
         self._slots: list[_HostBlock] = []
-        self._rooms: dict[str, _HostBlock] = {}
+        self._rooms: dict[tuple[str, int], _HostBlock] = {}
+        self._turn = 0
 
     def copy(self, source: DeviceOperand, target: DeviceOperand) -> None:
         """Copy within the GPU; the host does not wait."""
@@ -74,6 +80,20 @@ class Staging:
         for stream in others:
             self.driver.record(self._called, target.stream)
             self.driver.wait(stream, self._called)
+
+    def in_c_order(self, source: DeviceOperand, *, copy: bool = False) -> DeviceOperand:
+        """Return an operand as it is if it is in C order, else (or with ``copy``) a copy that is."""
+        made = source.room(new=copy)
+        if made is not source:
+            with self.in_order(source, made):
+                made.assign(source)
+        return made
+
+    def store(self, target: DeviceOperand, room: DeviceOperand) -> None:
+        """Copy from what ``target.room()`` gave, unless that is the target."""
+        if room is not target:
+            with self.in_order(target, room):
+                target.assign(room)
 
     def segments(self, source: DeviceOperand) -> list[slice]:
         """Return the segments of an allreduce: one at least, maybe empty; all but the last have the same length."""
@@ -134,6 +154,7 @@ class Staging:
             store: whether the target gets what is there at the end; it does not after an error.
         """
         driver = self.driver
+        self._turn = 1 - self._turn
         given = self._room("given", source.nbytes)
         taken = given if target is source else self._room("taken", target.nbytes)
         try:
@@ -157,13 +178,23 @@ class Staging:
 
     def close(self) -> None:
         """Give everything back; waits for the copies that are under way."""
-        for block in (*self._slots, *self._rooms.values()):
-            block.close()
+        close_all(*(block.close for block in self._blocks()), *self._order())
+
+    def abandon(self) -> None:
+        """Give back what no copy uses, without waiting for any; the rest stays as it is until the process ends."""
+        abandon_all(*(block.abandon for block in self._blocks()), *self._order())
+
+    def _blocks(self) -> list[_HostBlock]:
+        """Return all host memory, of which this knows no longer."""
+        blocks = [*self._slots, *self._rooms.values()]
         self._slots.clear()
         self._rooms.clear()
-        self.driver.free_event(self._called)
-        for stream in (self._down, self._up):
-            self.driver.free_stream(stream)
+        return blocks
+
+    def _order(self) -> list[Callable[[], None]]:
+        """Return what frees streams and events."""
+        streams = [partial(self.driver.free_stream, stream) for stream in (self._down, self._up)]
+        return [partial(self.driver.free_event, self._called), *streams]
 
     def _order_after(self, *streams: Stream) -> None:
         """Let what comes down from now on wait for what these streams hold."""
@@ -175,11 +206,12 @@ class Staging:
         """Return host memory for a whole array."""
         if nbytes > _KEPT_NBYTES:
             return _HostBlock(self.driver, self._arena, nbytes, pinned=False)
-        room = self._rooms.get(name)
+        key = name, self._turn if nbytes <= _ALTERNATING_NBYTES else 0
+        room = self._rooms.get(key)
         if room is None or room.nbytes < nbytes:
             if room is not None:
                 room.close()
-            room = self._rooms[name] = _HostBlock(self.driver, self._arena, 1 << max(16, (nbytes - 1).bit_length()))
+            room = self._rooms[key] = _HostBlock(self.driver, self._arena, 1 << max(16, (nbytes - 1).bit_length()))
         return room
 
 
@@ -235,11 +267,26 @@ class _HostBlock:
             self._in_use = False
 
     def close(self) -> None:
-        """Give it back."""
-        self.wait_until_sent()
-        self._driver.synchronize(self.arrived)
-        if self._pinned:
-            self._driver.unregister(self._address)
+        """Give it back, when no copy uses it any more; unless the GPU fails, and then nobody else gets it."""
+        try:
+            self.wait_until_sent()
+            self._driver.synchronize(self.arrived)
+            if self._pinned:
+                self._driver.unregister(self._address)
+        except TransportError:
+            keep_mapped(self._block)
+            raise
         for event in (self.arrived, self.sent):
             self._driver.free_event(event)
         self._arena.release(self._block)
+
+    def abandon(self) -> None:
+        """Give it back if no copy uses it now, else let it be."""
+        done = False
+        try:
+            done = self._driver.done(self.arrived) and self._driver.done(self.sent)
+        finally:
+            if not done:
+                keep_mapped(self._block)
+        if done:
+            self.close()

@@ -238,26 +238,27 @@ class HostDriver:
         with self.machine.lock:
             self.name = f"rank {len(self.machine.drivers)}"
             self.machine.drivers.append(self)
-        self._device = Device(gpu, f"GPU-{gpu}", "GPU in host memory", 90, 4, self.machine.nbytes)
+        self._device = Device(gpu, f"GPU-{gpu}", "GPU in host memory", 90, 32, self.machine.nbytes)
         self.log: list[str] = []
         self._pinned: dict[int, tuple[str, int]] = {}  # address -> (name, nbytes)
         self._streams: dict[Stream, _Stream] = {0: _Stream(self, "s0")}
         self._events: dict[Event, _Event] = {}
         self._made: dict[str, int] = {}
-        self._faults: dict[str, int] = {}
+        self._faults: dict[str, tuple[int, type[Exception] | None]] = {}
 
     @property
     def device(self) -> Device:
         return self._device
 
-    def fail(self, method: str, *, after: int = 0) -> None:
+    def fail(self, method: str, *, after: int = 0, error: type[Exception] | None = None) -> None:
         """Let calls of a method (allocate, export, open, register, kernel, launch, ...) fail once it succeeded often.
 
         Args:
             method: its name.
             after: how many more calls succeed.
+            error: what is raised; None: what the protocol names.
         """
-        self._faults[method] = after
+        self._faults[method] = after, error
 
     def view(self, address: int, nbytes: int) -> Array:
         """Return bytes that this rank's kernels may touch, as they are now."""
@@ -359,6 +360,7 @@ class HostDriver:
 
     def close(self, address: int) -> None:
         with self.machine.lock:
+            self._may_fail("close")
             self.log.append(f"close {self.place(address)}")
             self.machine.finish(self.machine.pending(self))
             memory = self.machine.find(address)
@@ -373,9 +375,9 @@ class HostDriver:
 
     def unregister(self, address: int) -> None:
         with self.machine.lock:
+            self._may_fail("unregister")
             self.log.append(f"unregister {self.place(address)}")
-            self.machine.finish(self.machine.pending(self))
-            del self._pinned[address]
+            del self._pinned[address]  # what is enqueued and touches it fails
 
     # ---- order ----
 
@@ -419,6 +421,7 @@ class HostDriver:
 
     def free_event(self, event: Event) -> None:
         with self.machine.lock:
+            self._may_fail("free_event")
             self.log.append(f"free {self._event_name(event)}")
             del self._events[event]
 
@@ -442,10 +445,17 @@ class HostDriver:
 
     def synchronize(self, event: Event) -> None:
         with self.machine.lock:
+            self._may_fail("synchronize")
             self.log.append(f"synchronize {self._event_name(event)}")
             task = self._events[event].task
             if task is not None:
                 self.machine.finish([task])
+
+    def synchronize_device(self) -> None:
+        with self.machine.lock:
+            self._may_fail("synchronize_device")
+            self.log.append("synchronize the device")
+            self.machine.finish(self.machine.pending(self))
 
     # ---- work ----
 
@@ -456,10 +466,13 @@ class HostDriver:
             self.log.append(f"copy {nbytes} {self.place(source)} -> {self.place(target)} on {name}")
             if nbytes == 0:
                 return
-            pageable = "host" in (self.place(source), self.place(target))
             into, out = (self._reach(address, nbytes) for address in (target, source))
-            task = self._enqueue(stream, lambda: np.copyto(into(), out()))
-            if pageable:
+            if self.place(source) == "host":  # the bytes have left it when the call returns, and may still be under way
+                content = out().copy()
+                task = self._enqueue(stream, lambda: np.copyto(into(), content))
+            else:
+                task = self._enqueue(stream, lambda: np.copyto(into(), out()))
+            if self.place(target) == "host":
                 self.machine.finish([task])
 
     def kernel(self, family: str, name: str) -> _HostKernel:
@@ -518,9 +531,10 @@ class HostDriver:
 
     def _may_fail(self, method: str, error: type[Exception] = TransportError) -> None:
         if method in self._faults:
-            self._faults[method] -= 1
-            if self._faults[method] < 0:
-                raise error(f"{self.name} was told to fail to {method}")
+            left, other = self._faults[method]
+            self._faults[method] = left - 1, other
+            if left < 1:
+                raise (other or error)(f"{self.name} was told to fail to {method}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -624,6 +638,10 @@ def check_driver(driver: Driver) -> None:
     assert driver.done(event), "what an event waited for is done when that one is"
     assert np.array_equal(results[0], 2 * values), "a kernel on a stream that waited for the copies sees them"
     assert np.array_equal(results[1], values), "copies arrive"
+    driver.copy(first, second, nbytes, streams[0])
+    driver.record(event, streams[0])
+    driver.synchronize_device()
+    assert driver.done(event), "when the device is done, every stream is"
     _check_errors(driver)
     driver.unregister(host.ctypes.data)
     for each in (event, last):

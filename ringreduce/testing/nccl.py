@@ -92,6 +92,7 @@ class _HostRanks:
         self._nccl, self._group, self._size, self._rank = nccl, group, size, rank
         self._ncalls = 0
         self._aborted = False
+        self._ended = False
 
     def allreduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: Stream) -> None:
         self._nccl.may_fail("allreduce")
@@ -122,7 +123,11 @@ class _HostRanks:
 
     def abort(self) -> None:
         self._nccl.driver.log.append("nccl abort")
-        self._aborted = True
+        self._aborted = self._ended = True
 
     def close(self) -> None:
         self._nccl.driver.log.append("nccl close")
+        self._ended = True
+
+    def __del__(self) -> None:
+        assert self._ended, "CuPy destroys what nobody closed or aborted, and NCCL waits for all ranks to do so"

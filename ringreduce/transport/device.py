@@ -47,8 +47,8 @@ _CLOSING_S = 2.0  # how long memory that a peer has open is waited for before it
 class DeviceBlock:
     """A piece of device memory; the arena takes it back when the block is gone.
 
-    The arena knows nothing of streams: who lets go of a block while its work on it is under way must see to it that
-    what the next owner enqueues comes after that.
+    A block may go while work on it is under way, as long as all of that is enqueued on this process's streams, or what
+    they wait for: the arena lets the host wait for the device before it hands the memory out again.
 
     Attributes:
         address: where it begins, on this rank; aligned to 256 bytes.
@@ -305,12 +305,22 @@ class _Joining:
             made.meet(peer, [bytes.fromhex(each) for each in said["events"]])
 
     def _give_back(self, blocks: list[DeviceBlock]) -> None:
+        """Give back what was made; all of that stays until the processes end if one cannot let go of its peers'."""
         blocks.clear()
-        if self._made is not None:
-            self._made.let_go()
-        self._messages.exchange(b"")  # nobody frees what a peer has open
-        if self._made is not None:
-            self._made.free()
+        problem = ""
+        try:
+            if self._made is not None:
+                self._made.let_go()
+        except TransportError as error:
+            problem = str(error)
+        problems = exchange_json(self._messages, problem)  # nobody frees what a peer has open
+        try:
+            if self._made is not None and not any(problems):
+                self._made.free()
+        except TransportError as error:
+            problem = str(error)
+        if problem:
+            _log.debug("device memory stays until the process ends: %s", problem)
 
     def _on_all_ranks(self, step: Callable[[], object]) -> None:
         problem = ""
@@ -326,6 +336,8 @@ class _DeviceSegments(Segments):
 
     An `Arena` only cuts its arrays into pieces. No array of these leaves this module but as the owner of a block.
     """
+
+    nbytes = 8 << 20  # of memory, which every process set takes; who needs more gets larger ones
 
     def __init__(self, driver: Driver, host: Arena) -> None:
         self._driver = driver
@@ -352,7 +364,18 @@ class _DeviceSegments(Segments):
         entry[:16].view(np.int64)[:] = len(handle), nbytes
         entry[16 : 16 + len(handle)] = np.frombuffer(handle, np.uint8)
         self._own.append(untouchable(address, nbytes))
+        self.nbytes = min(2 * self.nbytes, Segments.nbytes)
         return number, self._own[-1]
+
+    def settle(self) -> None:
+        """Wait for the device.
+
+        Arrays of `ringreduce.empty` come back when Python lets go of them, while copies and kernels on any stream may
+        still be under way. This ends, for nothing that is enqueued waits for a host: kernels that wait for those of
+        peers are launched when all ranks have met on the host, and no rank waits on the host between that and its own
+        launch; events of peers were recorded before that. Kernels of a peer that is lost are given up after a while.
+        """
+        self._driver.synchronize_device()
 
     def discard(self, segment_id: int, offset: int, nbytes: int) -> None:
         pass  # device memory has no pages to give back

@@ -202,10 +202,16 @@ def _connect(nccl: Nccl, messages: Messages, waiter: Waiter, unique_id: bytes) -
     """
     made: list[NcclRanks] = []
     errors: list[BaseException] = []
+    given_up, deciding = [False], threading.Lock()
 
     def connect() -> None:
         try:
-            made.append(nccl.connect(messages.size, unique_id, messages.rank))
+            ranks = nccl.connect(messages.size, unique_id, messages.rank)
+            with deciding:
+                made.append(ranks)
+                late = given_up[0]
+            if late:
+                ranks.abort()  # left to Python, it would wait for all the others once more
         except BaseException as error:
             errors.append(error)
 
@@ -216,6 +222,11 @@ def _connect(nccl: Nccl, messages: Messages, waiter: Waiter, unique_id: bytes) -
     try:
         patient.until(lambda: not thread.is_alive(), lambda: "all ranks to connect over NCCL")
     except CollectiveTimeoutError as error:
+        with deciding:
+            given_up[0] = True
+            come = list(made)
+        for ranks in come:
+            ranks.abort()
         raise TransportError(str(error)) from error
     if errors:
         if isinstance(errors[0], TransportError):

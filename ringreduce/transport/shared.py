@@ -24,7 +24,6 @@ Array = npt.NDArray[Any]
 
 _PAGE = 4096
 _OFFSET_BITS = 44  # 16 TiB; leaves 19 bits for the segment
-_SEGMENT_NBYTES = 64 << 20  # address space, not memory: pages come into being when they are touched
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,13 @@ class Location:
 
 
 class Segments(ABC):
-    """Makes segments of one's own and maps those of the peers."""
+    """Makes segments of one's own and maps those of the peers.
+
+    Attributes:
+        nbytes: how large segments are, but for single blocks that are larger.
+    """
+
+    nbytes = 64 << 20  # address space, not memory: pages come into being when they are touched
 
     @abstractmethod
     def create(self, nbytes: int) -> tuple[int, Array]:
@@ -54,6 +59,10 @@ class Segments(ABC):
         Raises:
             TransportError: there is no memory to share.
         """
+
+    def settle(self) -> None:
+        """Return when nothing touches any more what was given back so far; the host is done with its memory then."""
+        return
 
     @abstractmethod
     def discard(self, segment_id: int, offset: int, nbytes: int) -> None:
@@ -193,7 +202,10 @@ class Arena:
 
     def allocate(self, nbytes: int) -> Block:
         """Return a page-aligned block of at least one byte; its content is undefined."""
-        while self._returned:
+        nreturned = len(self._returned)
+        if nreturned:
+            self._segments.settle()
+        for _ in range(nreturned):  # and none that comes back meanwhile: that one is not settled
             self.release(self._returned.popleft())
         nbytes = max(1, -(-nbytes // _PAGE)) * _PAGE
         segment, offset = self._take(nbytes)
@@ -262,7 +274,7 @@ class Arena:
         for segment, holes in self._free.items():
             for offset, size in holes:
                 self._segments.discard(segment, offset, size)
-        segment, memory = self._segments.create(max(nbytes, _SEGMENT_NBYTES))
+        segment, memory = self._segments.create(max(nbytes, self._segments.nbytes))
         self._memory[segment] = memory
         self._free[segment] = [(nbytes, memory.nbytes - nbytes)] if memory.nbytes > nbytes else []
         bisect.insort(self._bases, (memory.__array_interface__["data"][0], memory.nbytes, segment))

@@ -21,10 +21,10 @@
 
 #define __global__ static
 #define __device__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 #define __shared__ static thread_local
 
-struct uint2 { unsigned int x, y; };
+struct alignas(8) uint2 { unsigned int x, y; };
 struct alignas(16) uint4 { unsigned int x, y, z, w; };
 struct Index { unsigned int x; };
 static thread_local Index threadIdx, blockIdx, blockDim, gridDim;

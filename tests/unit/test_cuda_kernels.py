@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import itertools
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -675,20 +679,37 @@ def instances_to_compile(family: str) -> list[str]:
     ]
 
 
+def compile_with_nvcc(family: str, names: list[str], folder: Path, *options: str) -> str:
+    """Compile these instances; return what the compiler says of them."""
+    table = "".join(f"(void*)&{kernels.expression(family, name)},\n" for name in names)
+    source = folder / f"{family}.cu"
+    source.write_text(f"{kernels.source(family)}\nvoid* instances[] = {{\n{table}}};\n", encoding="utf-8")
+    done = subprocess.run([str(NVCC), *kernels.OPTIONS, str(source), *options], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(NVCC is None, reason="there is no nvcc")
 @pytest.mark.parametrize("arch", architectures())
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cuda_compiles(family: str, arch: str, tmp_path: Path) -> None:
     """CUDA's compiler takes every family, and makes a kernel of each kind of instance."""
-    names = instances_to_compile(family)
-    table = "".join(f"(void*)&{kernels.expression(family, name)},\n" for name in names)
-    source, target = tmp_path / f"{family}.cu", tmp_path / f"{family}.ptx"
-    source.write_text(f"{kernels.source(family)}\nvoid* instances[] = {{\n{table}}};\n", encoding="utf-8")
-    command = [NVCC, "-ptx", f"-arch={arch}", *kernels.OPTIONS, "-Werror=all-warnings", str(source), "-o", str(target)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    names, target = instances_to_compile(family), tmp_path / "kernels.ptx"
+    compile_with_nvcc(family, names, tmp_path, "-ptx", f"-arch={arch}", "-Werror=all-warnings", "-o", str(target))
     assert target.read_text(encoding="utf-8").count(".entry ") == len(names)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(NVCC is None, reason="there is no nvcc")
+@pytest.mark.parametrize("family", ["reduce", "shots"])
+def test_nothing_is_spilled(family: str, tmp_path: Path) -> None:
+    """What an element takes on its way stays in registers, for the widest instances too."""
+    kinds = ("float32,sum", "float16,average", "complex128,max", "complex64,product", "int8,product")
+    names = [name for name in FAMILIES[family] if name.endswith(tuple(f"{each}>" for each in kinds))]
+    said = compile_with_nvcc(family, names, tmp_path, "-cubin", "-arch=sm_90", "-Xptxas", "-v", "-o", "/dev/null")
+    spilled = re.findall(r"(\d+) bytes spill stores", said)
+    assert spilled == ["0"] * len(names)
 
 
 @pytest.fixture(scope="module")
@@ -728,3 +749,17 @@ def test_sources_stand_alone() -> None:
     for family in FAMILIES:
         assert "\n#include" not in kernels.source(family)
         assert len({kernels.expression(family, name) for name in FAMILIES[family]}) == len(FAMILIES[family])
+
+
+def test_a_table_keeps_what_it_is_copied_from() -> None:
+    """The copy may read the rows after the call that began it."""
+    copied: list[int] = []
+    driver: Any = SimpleNamespace(
+        allocate=lambda nbytes: 4096,
+        copy=lambda target, source, nbytes, stream: copied.append(source),
+        free=lambda at: None,
+    )
+    table = kernels.Table(driver, [7, 8, 9], 0)
+    gc.collect()
+    assert np.ctypeslib.as_array((ctypes.c_uint64 * 3).from_address(copied[0])).tolist() == [7, 8, 9]
+    table.close()

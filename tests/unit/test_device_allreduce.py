@@ -199,8 +199,8 @@ def test_what_a_call_enqueues_on_one_gpu():
 def test_what_a_call_enqueues_for_private_arrays():
     """They are copied into a block of the arena first, and back last, on the same stream."""
     leader, follower = log_of_a_call((0, 0), private=True)
-    copied_in = ["s0 waits for e6", "copy 20 m2 -> m1+4096 on s0", "record e2 on s0"]
-    copied_back = ["copy 20 m1+4096 -> m2 on s0", "record e6 on s0"]
+    copied_in = ["s0 waits for e6", "copy 20 m2 -> m3 on s0", "record e2 on s0"]
+    copied_back = ["copy 20 m3 -> m2 on s0", "record e6 on s0"]
     launched = ["s0 waits for rank 1:e2", "launch reduce combine<float32,sum> on s0", "record e3 on s0"]
     assert leader == [*copied_in, *launched, *copied_back]
     assert follower == [*copied_in, "s0 waits for rank 0:e3", *copied_back]
@@ -305,7 +305,7 @@ def test_a_segment_that_cannot_be_opened_is_given_up_by_all(
 
     def function(rank: Rank) -> None:
         values = np.full(1 << 20, rank.rank, np.float32)
-        _hold = rank.devices.arena.allocate(61 << 20)  # leaves less than that in the arena's first segment
+        _hold = rank.devices.arena.allocate(5 << 20)  # leaves less than that in the arena's first segment
         array, _block = rank.located(values)
         if rank.rank == failing:
             rank.driver.fail("open")
@@ -326,7 +326,7 @@ def test_memory_that_a_rank_lacks_is_no_error(caplog: pytest.LogCaptureFixture):
 
     def function(rank: Rank) -> None:
         large, small = (rank.driver.put(np.ones(count, np.float32)) for count in (5 << 20, 9))
-        _hold = rank.devices.arena.allocate(40 << 20)  # leaves less than a block for the large array
+        rank.devices.arena.allocate(20 << 20)  # and given back: less than a block for the large array
         if rank.rank == 1:
             rank.driver.fail("allocate")
         assert not rank.run(large, large)
@@ -363,7 +363,12 @@ def age(driver: HostDriver) -> None:
     driver._device = replace(driver.device, capability=61)
 
 
-@pytest.mark.parametrize("change", [refuse_to_pin, age])
+def shrink(driver: HostDriver) -> None:
+    """Make the GPU so small that not all blocks of kernels that meet run at once."""
+    driver._device = replace(driver.device, multiprocessors=31)
+
+
+@pytest.mark.parametrize("change", [refuse_to_pin, age, shrink])
 def test_without_kernels_that_meet_there_are_leaders(change: Callable[[HostDriver], None]):
     """Where one of several GPUs cannot run kernels that meet, all ranks use leaders."""
 
@@ -447,3 +452,40 @@ def test_closing_waits_for_what_is_under_way(seed: int):
         assert array.get(0).tolist() == [2.0] * 1000
 
     on_ranks((0, 0), function, seed=seed)
+
+
+@pytest.mark.parametrize("gpus", [ONE_GPU, SOME_GPUS, OWN_GPUS])
+@pytest.mark.parametrize("seed", range(12))
+def test_memory_goes_while_work_on_it_is_under_way(gpus: tuple[int, ...], seed: int):
+    """Python may let go of an array as soon as what reads it is enqueued; what comes to lie there waits for that."""
+
+    def function(rank: Rank) -> list[float]:
+        stream = rank.driver.make_stream()
+        array, block = rank.located(np.full(300_000, rank.rank + 1.0, np.float32))
+        copy = rank.driver.put(np.zeros(300_000, np.float32))
+        assert rank.run(array, array, stream=stream)
+        rank.driver.copy(copy.address, array.address, array.nbytes, stream)
+        del array, block
+        other = rank.driver.put(np.ones(400_000, np.float32), stream)
+        assert rank.run(other, other, stream=stream)  # of another length: a plan, whose table takes memory
+        _, _block = rank.located(np.zeros(300_000, np.float32))
+        found = np.unique(copy.get(stream)).tolist()
+        rank.driver.free_stream(stream)
+        return found
+
+    assert on_ranks(gpus, function, seed=seed) == [[sum(range(1, len(gpus) + 1))]] * len(gpus)
+
+
+@pytest.mark.parametrize("error", [MemoryError, TransportError])
+def test_no_failure_of_a_launch_leaves_the_others_waiting(error: type[Exception]):
+    """Whatever a leader's launch raises, all ranks hear of it at once."""
+
+    def function(rank: Rank) -> Exception | None:
+        array = rank.driver.put(np.ones(3, np.float32))
+        if rank.rank == 0:
+            rank.driver.fail("launch", error=error)
+        return caught(rank.run, array, array)
+
+    for failed in on_ranks(ONE_GPU, function):
+        assert isinstance(failed, TransportError)
+        assert "the device of rank 0 failed" in str(failed)

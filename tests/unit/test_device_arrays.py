@@ -19,6 +19,7 @@ from ringreduce.buffers import Operand, operand_of
 from ringreduce.buffers.cuda import arrays, cupy_driver, kernels
 from ringreduce.buffers.cuda.arrays import DeviceOperand, empty_on_device, on_device
 from ringreduce.buffers.cuda.cupy_driver import CupyDriver, cuda_driver
+from ringreduce.buffers.cuda.measuring import CupyTools
 from ringreduce.buffers.layout import c_order, is_c_order, overlaps_itself
 from ringreduce.config import Config
 from ringreduce.errors import ConfigError, MismatchError, TransportError, UnsupportedBufferError
@@ -142,7 +143,6 @@ def test_a_cupy_array_is_taken_as_it_is(alone: HostDriver) -> None:
     assert (operand.address, operand.shape, operand.strides) == (array.address, (3, 5), (10, 2))
     assert (operand.dtype.name, operand.device, operand.stream) == ("float16", 0, CupyArray.here.stream)
     assert (operand.count, operand.nbytes, operand.contiguous) == (15, 30, True)
-    assert operand.in_order() is operand
     assert operand.room() is operand
 
 
@@ -458,6 +458,7 @@ class Runtime:
     def __init__(self) -> None:
         self.log: list[tuple[object, ...]] = []
         self.current = 0
+        self.context = 4711  # of the thread
         self.answers: dict[str, Any] = {
             "getDeviceProperties": {
                 "uuid": b"\x01\xab",
@@ -507,7 +508,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     runtime = Runtime()
     module: Any = ModuleType("cupy")
     module.__version__ = "14.0.0"
-    module.cuda = SimpleNamespace(runtime=runtime)
+    module.cuda = SimpleNamespace(runtime=runtime, driver=SimpleNamespace(ctxGetCurrent=lambda: runtime.context))
     monkeypatch.setitem(sys.modules, "cupy", module)
     monkeypatch.setattr(cupy_driver, "_driver", lambda number: CupyDriver(module, number))
     return runtime
@@ -529,6 +530,7 @@ def test_the_driver_asks_the_runtime(runtime: Runtime) -> None:
     driver.record(5, 6)
     driver.wait(6, 5)
     driver.synchronize(5)
+    driver.synchronize_device()
     driver.copy(1, 2, 3, 4)
     driver.copy(1, 2, 0, 4)
     driver.free_event(5)
@@ -542,11 +544,12 @@ def test_the_driver_asks_the_runtime(runtime: Runtime) -> None:
         ("eventCreateWithFlags", 6),
         ("free", 7),
         ("ipcCloseMemHandle", 8),
-        ("hostRegister", 4096, 100, 1),
+        ("hostRegister", 4096, 100, 3),
         ("hostUnregister", 4096),
         ("eventRecord", 5, 6),
         ("streamWaitEvent", 6, 5),
         ("eventSynchronize", 5),
+        ("deviceSynchronize",),
         ("memcpyAsync", 1, 2, 3, 4, 4),
         ("eventDestroy", 5),
         ("streamDestroy", 6),
@@ -595,7 +598,7 @@ def test_a_machine_without_a_gpu(runtime: Runtime) -> None:
 def test_a_machine_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error says what to install, from the driver and from a buffer that is asked for."""
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(UnsupportedBufferError, match=r"pip install 'ringreduce\[cuda12x\]'.*'ringreduce\[cuda13x\]'"):
+    with pytest.raises(UnsupportedBufferError, match=r"pip install 'cupy-cuda12x\[ctk\]'.*'cupy-cuda13x\[ctk\]'"):
         cuda_driver()
     with pytest.raises(UnsupportedBufferError, match="takes CuPy"):
         run_ranks(1, lambda communicator: communicator.empty(1, device="cuda"))
@@ -606,22 +609,151 @@ def test_a_machine_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernels_are_compiled_once_and_launched_on_the_stream(runtime: Runtime) -> None:
     """The source goes to NVRTC with one name expression; addresses go as 64 bits, NumPy scalars as they are."""
     launched: list[tuple[object, ...]] = []
-    made: list[dict[str, Any]] = []
+    made: list[tuple[Any, ...]] = []
 
-    def raw_module(**options: Any) -> Any:
-        made.append(options)
-        return SimpleNamespace(get_function=lambda name: SimpleNamespace(kernel=lambda *call: launched.append(call)))
+    def compile_using_nvrtc(*given: Any) -> tuple[bytes, dict[str, str]]:
+        made.append(given)
+        return b"binary", {given[4][0]: "_Zname"}
 
-    sys.modules["cupy"].RawModule = raw_module
+    class Module:
+        def load(self, binary: bytes) -> None:
+            assert binary == b"binary"
+
+        def get_function(self, name: str) -> Callable[..., None]:
+            assert name == "_Zname"
+            return lambda *call: launched.append(call)
+
+    cuda = sys.modules["cupy"].cuda
+    cuda.nvrtc = SimpleNamespace(getVersion=lambda: (13, 0))
+    cuda.compiler, cuda.Module = SimpleNamespace(compile_using_nvrtc=compile_using_nvrtc), Module
     driver = cuda_driver()
     kernel = driver.kernel("reduce", "combine<float32,sum>")
     assert driver.kernel("reduce", "combine<float32,sum>") is kernel
-    (options,) = made
-    assert options["name_expressions"] == (kernels.expression("reduce", "combine<float32,sum>"),)
-    assert options["code"] == kernels.source("reduce")
-    assert isinstance(options["options"], tuple)
+    ((source, options, arch, _, names),) = made
+    assert (source, options, arch) == (kernels.source("reduce"), kernels.OPTIONS, None)
+    assert isinstance(options, tuple)
+    assert names == (kernels.expression("reduce", "combine<float32,sum>"),)
     kernel.launch(3, 512, (1 << 40, np.uint32(4)), 99)
     ((grid, block, arguments, shared_nbytes, stream),) = launched
     assert (grid, block, shared_nbytes, stream.ptr) == ((3,), (512,), 0, 99)
     assert [type(each) for each in arguments] == [np.uint64, np.uint32]
     assert [int(each) for each in arguments] == [1 << 40, 4]
+
+
+def test_looking_at_a_gpu_leaves_it_alone(runtime: Runtime) -> None:
+    """A context on each GPU that is only described would take memory of all of them."""
+    cuda_driver(2)
+    assert runtime.log == [("getDeviceProperties", 2), ("deviceGetPCIBusId", 2)]
+
+
+def test_a_uuid_has_16_bytes(runtime: Runtime) -> None:
+    """CuPy takes it for text, which may run on into what comes after it and differs between processes."""
+    runtime.answers["getDeviceProperties"]["uuid"] = bytes(range(1, 20))
+    assert cuda_driver().device.uuid == f"{bytes(range(1, 17)).hex()}@0000:1b:00.0"
+
+
+def test_only_memory_of_the_device_runs_out(runtime: Runtime) -> None:
+    """CUDA says "out of memory" of pinned memory and of launches, too, and callers of those know no MemoryError."""
+    out_of_memory = CudaError(2)
+    names = "hostRegister", "ipcOpenMemHandle", "streamCreateWithPriority", "memcpyAsync", "eventRecord"
+    runtime.answers.update(dict.fromkeys((*names, "malloc"), out_of_memory))
+    driver = cuda_driver()
+    kernel = cupy_driver._CupyKernel(driver, runtime.memcpyAsync)  # any function that says so
+    calls: list[Callable[[], object]] = [
+        lambda: driver.register(0, 1),
+        lambda: driver.open(b"h"),
+        driver.make_stream,
+        lambda: driver.copy(1, 2, 3, 4),
+        lambda: driver.record(1, 2),
+        lambda: kernel.launch(1, 1, (), 0),
+    ]
+    for call in calls:
+        with pytest.raises(TransportError, match="cudaError 2"):
+            call()
+    with pytest.raises(MemoryError, match="cudaError 2"):
+        driver.allocate(1)
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_a_stream_becomes_the_current_one_of_cupy(runtime: Runtime, newer: bool) -> None:
+    """CuPy 14 takes streams of others by their protocol, and warns of what CuPy 13 has for that."""
+    cuda = sys.modules["cupy"].cuda
+    cuda.Event = SimpleNamespace
+    if newer:
+        cuda.Stream = SimpleNamespace(from_external=lambda foreign: ("by protocol", *foreign.__cuda_stream__()))
+    else:
+        cuda.Stream, cuda.ExternalStream = SimpleNamespace(), lambda stream: ("by address", stream)
+    on = CupyTools(HostDriver()).on(77)
+    assert on == (("by protocol", 0, 77) if newer else ("by address", 77))
+
+
+class Foreign:
+    """An array that only says where it lies and which stream it belongs to, as Numba's do."""
+
+    def __init__(self, inner: CupyArray, stream: int) -> None:
+        self.inner = inner
+        self.__cuda_array_interface__ = {
+            "shape": inner.shape,
+            "typestr": inner.dtype.str,
+            "data": (inner.address, False),
+            "strides": inner.strides,
+            "version": 3,
+            "stream": stream,
+        }
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["staged", "kernels"])
+@pytest.mark.parametrize("seed", range(15))
+def test_arrays_with_a_stream_of_their_own(
+    cupy: ModuleType, monkeypatch: pytest.MonkeyPatch, seed: int, shared: bool
+) -> None:
+    """What their stream held comes before the copies that CuPy makes of them on its own stream, what follows after."""
+    monkeypatch.setattr(cupy, "asarray", lambda array: getattr(array, "inner", array))
+    machine = HostMachine(seed)
+    drivers = [machine.driver(), machine.driver()]
+
+    def run(communicator: rr.Communicator) -> None:
+        driver = CupyArray.here.driver = drivers[communicator.rank]
+        if not shared:
+            driver.fail("export")
+        driver.make_stream()  # 1 would be the default stream
+        CupyArray.here.stream, theirs = driver.make_stream(), driver.make_stream()
+        communicator.gpu.drivers = lambda number: driver
+        parts = [sample(rank, (4, 3), "float64") for rank in range(2)]
+        memory, result, seen = (CupyArray((3, 4), np.float64) for _ in range(3))
+
+        def put(values: np.ndarray, target: CupyArray) -> None:
+            given = driver.put(values, theirs)
+            driver.copy(target.address, given.address, given.nbytes, theirs)
+
+        calls = {"allreduce": (expected(parts, rr.SUM), ()), "broadcast": (parts[1], (1,))}
+        for name, (answer, arguments) in calls.items():
+            put(np.ascontiguousarray(parts[communicator.rank].T), memory)
+            put(np.zeros((3, 4)), result)
+            getattr(communicator, name)(Foreign(memory.T, theirs), *arguments, out=Foreign(result.T, theirs))
+            put(np.zeros((3, 4)), memory)
+            driver.copy(seen.address, result.address, result.nbytes, theirs)
+            assert_equal(seen.get(theirs).T, answer)
+
+    run_ranks(2, run, config=Config(timeout_s=20.0))
+
+
+def test_a_cupy_without_its_compiler(runtime: Runtime) -> None:
+    """CuPy 14 has no NVRTC of its own: the first kernel says what to install, in an error that ranks agree about."""
+
+    def missing() -> tuple[int, int]:
+        raise RuntimeError("Failure finding libnvrtc.so")
+
+    sys.modules["cupy"].cuda.nvrtc = SimpleNamespace(getVersion=missing)
+    driver = cuda_driver()
+    with pytest.raises(TransportError, match=r"GPU 0: CuPy lacks NVRTC.*cupy-cuda13x\[ctk\].*libnvrtc.so"):
+        driver.kernel("reduce", "combine<float32,sum>")
+
+
+def test_a_thread_without_a_gpu_takes_that_of_the_driver(runtime: Runtime) -> None:
+    """To put back GPU 0, which such a thread never chose, would make a context there."""
+    driver = cuda_driver(2)
+    runtime.context = 0
+    runtime.log.clear()
+    driver.allocate(1)
+    assert runtime.log == [("setDevice", 2), ("malloc", 2 << 20)]

@@ -95,7 +95,7 @@ def test_what_is_asked_of_a_driver():
         "make shared e3",
         "export e2",
         "export e3",
-        f"allocate m1 {64 << 20}",
+        f"allocate m1 {8 << 20}",
         "export m1",
         "copy 32 host -> m1 on s1",
         "record e1 on s1",
@@ -149,7 +149,7 @@ class Elsewhere(HostDriver):
 
     def open(self, handle: bytes) -> int:
         super().open(handle)
-        return self.allocate(64 << 20)
+        return self.allocate(8 << 20)
 
 
 def test_other_memory_is_not_taken_for_a_peers(caplog: pytest.LogCaptureFixture):
@@ -243,3 +243,42 @@ def test_the_device_has_no_more_memory():
     with pytest.raises(MemoryError):
         arena.allocate(200 << 20)
     assert np.all(driver.view(arena.allocate(8).address, 8) == 0xFF)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_block_is_used_again_when_the_device_is_done_with_it(seed: int):
+    """What was enqueued before a block went is done before the next owner has it, whatever stream it is on."""
+    driver = HostDriver(HostMachine(seed))
+    arena = DeviceArena(driver, Arena(PrivateSegments()))
+    stream, block = driver.make_stream(), arena.allocate(4096)
+    address, late = block.address, driver.put(np.full(4096, 7, np.uint8), driver.make_stream())
+    driver.copy(address, late.address, 4096, stream)
+    del block
+    gc.collect()
+    again = arena.allocate(4096)
+    assert again.address == address
+    assert driver.machine.pending(driver) == []
+    assert driver.log.count("synchronize the device") == 1
+    arena.allocate(4096)
+    assert driver.log.count("synchronize the device") == 1  # nothing came back since
+
+
+def test_segments_begin_small():
+    """A process set that shares little takes little of the GPU; one that shares much has few segments to open."""
+    driver, arena = alone()
+    blocks = [arena.allocate(1 << 20) for _ in range(100)]
+    taken = [int(line.split()[-1]) >> 20 for line in driver.log if line.startswith("allocate")]
+    assert taken == [8, 16, 32, 64]
+    assert len(blocks) == 100
+
+
+@pytest.mark.parametrize("method", ["close", "free_event"])
+def test_a_failure_while_an_attempt_ends_leaves_nobody_waiting(method: str, caplog: pytest.LogCaptureFixture):
+    """A rank that cannot even let go: all ranks do without device memory, and what it has open is not freed."""
+    drivers = drivers_on((0, 0, 1))
+    drivers[2].fail("open_event", after=1)
+    drivers[1].fail(method)
+    assert on_ranks(drivers, 3, lambda devices, *_: devices) == [None] * 3
+    (record,) = caplog.records
+    assert "rank 2 was told to fail to open_event" in record.getMessage()
+    assert not [line for driver in drivers for line in driver.log if line.startswith("free m")]

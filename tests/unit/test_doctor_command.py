@@ -130,14 +130,14 @@ ALONE = [
 ]
 
 GPUS = [
-    ("GPUs", {}, "ok", "no GPU: no NVIDIA driver; CuPy is not installed: pip install 'ringreduce[cuda12x]'", ""),
-    ("GPUs", {"gpu": Inventory("535.1", 12020)}, "warning", "CuPy is not installed", "'ringreduce[cuda12x]'"),
-    ("GPUs", {"gpu": Inventory("580.1", 13000)}, "warning", "driver 580.1, CUDA 13.0", "'ringreduce[cuda13x]'"),
+    ("GPUs", {}, "ok", "no GPU: no NVIDIA driver; CuPy is not installed: pip install 'cupy-cuda12x[ctk]'", ""),
+    ("GPUs", {"gpu": Inventory("535.1", 12020)}, "warning", "CuPy is not installed", "'cupy-cuda12x[ctk]'"),
+    ("GPUs", {"gpu": Inventory("580.1", 13000)}, "warning", "driver 580.1, CUDA 13.0", "'cupy-cuda13x[ctk]'"),
     ("GPUs", {"gpu": replace(GPU, packages=("cupy-cuda12x 14", "cupy-cuda13x 14"))}, "problem", "several", "uninstall"),
     ("GPUs", {"gpu": Inventory(packages=("cupy-cuda12x 14",), problem="no driver")}, "warning", "no driver", "--gpus"),
     (
         *("GPUs", {"gpu": Inventory("535.1", 12020, ("cupy-cuda13x 14",), problem="too old")}, "problem"),
-        *("cupy-cuda13x 14 finds none: too old", "pip install 'ringreduce[cuda12x]'"),
+        *("cupy-cuda13x 14 finds none: too old", "pip install 'cupy-cuda12x[ctk]'"),
     ),
     ("GPUs", {"gpu": replace(GPU, devices=())}, "warning", "sees none", "nvidia-smi"),
     (

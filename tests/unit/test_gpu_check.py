@@ -223,7 +223,7 @@ def test_mpi_by_hand_goes_down_and_up(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_benchmark_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without CuPy, arrays on a GPU are refused with what to install."""
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(UnsupportedBufferError, match=r"pip install 'ringreduce\[cuda12x\]'"):
+    with pytest.raises(UnsupportedBufferError, match=r"pip install 'cupy-cuda12x\[ctk\]'"):
         run_ranks(1, lambda world: bench.run(world, settings("allreduce"), print))
 
 

@@ -116,6 +116,19 @@ def test_pageable_memory_is_copied_at_once():
         assert host.tolist() == [1, 2, 3]
 
 
+def test_pageable_memory_leaves_at_once_and_arrives_late():
+    """The host may write to it when the call has returned; what does not wait for the stream may see neither."""
+    seen = set()
+    for seed in SEEDS:
+        driver = HostDriver(HostMachine(seed))
+        stream, host, array = driver.make_stream(), np.array([5]), driver.put(np.array([3]))
+        driver.copy(array.address, host.ctypes.data, array.nbytes, stream)
+        host[:] = 4
+        seen.add(array.get().tolist()[0])
+        assert array.get(stream).tolist() == [5]
+    assert seen == {3, 5}
+
+
 REDUCTIONS = [
     (dtype, op)
     for dtype, row in DTYPES.items()

@@ -93,6 +93,9 @@ def test_what_is_lent_comes_down_before_and_goes_up_after() -> None:
     source.stream, target.stream = target.stream, driver.make_stream()
     staging = Staging(driver, Arena(PrivateSegments()))
     for turn in range(2):
+        if turn:
+            with staging.lend(operand(source), operand(target)):
+                pass  # in the other memory: what is lent alternates
         driver.log.clear()
         with staging.lend(operand(source), operand(target)) as (given, taken):
             driver.log.append("work")
@@ -107,7 +110,7 @@ def test_what_is_lent_comes_down_before_and_goes_up_after() -> None:
         assert target.get(target.stream).tolist() == [1 + turn, 2 + turn]
     driver.log.clear()
     staging.close()
-    assert [line for line in driver.log if "register" in line] == ["unregister h1", "unregister h2"]
+    assert [line for line in driver.log if "register" in line] == [f"unregister h{number}" for number in (1, 2, 3, 4)]
 
 
 @small_segments
@@ -378,7 +381,7 @@ def test_kernels_that_find_no_memory_leave_it_to_the_host(
             assert (array.get(array.stream) == 3).all()
             driver.fail("allocate", after=1000)
 
-    monkeypatch.setattr("ringreduce.transport.shared._SEGMENT_NBYTES", 1 << 20)  # so that the second array needs more
+    monkeypatch.setattr("ringreduce.transport.shared.Segments.nbytes", 1 << 20)  # so that the second array needs more
     with caplog.at_level(logging.WARNING, "ringreduce"):
         on_gpus(2, check, shared=True)
     assert "rank 1 has no device memory left" in caplog.text
@@ -414,12 +417,12 @@ def test_a_copy_that_fails_ends_the_communicator() -> None:
 
 
 def test_without_cupy_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An array on a GPU and a machine without CuPy: the extras are named, and the ranks stay in step."""
+    """An array on a GPU and a machine without CuPy: the packages are named, and the ranks stay in step."""
     monkeypatch.setitem(__import__("sys").modules, "cupy", None)
 
     def check(communicator: rr.Communicator) -> None:
         driver = HostDriver()
-        with pytest.raises(UnsupportedBufferError, match=r"ringreduce\[cuda12x\].*ringreduce\[cuda13x\]"):
+        with pytest.raises(UnsupportedBufferError, match=r"cupy-cuda12x\[ctk\].*cupy-cuda13x\[ctk\]"):
             communicator.allreduce(driver.put(np.ones(3)))
         assert communicator.allreduce(np.ones(3)).tolist() == [2, 2, 2]
 
@@ -436,3 +439,17 @@ def test_segments_are_cut_by_elements() -> None:
         slice(0, room),
         slice(room, room + 1),
     ]
+
+
+def test_a_call_need_not_wait_for_the_last_copy_up() -> None:
+    """The host writes what goes up next while the last result is still on its way; the one before has arrived."""
+    driver = HostDriver()
+    driver.machine.families["never"] = lambda name: lambda driver, arguments: iter(lambda: None, 0)
+    staging = Staging(driver, Arena(PrivateSegments()))
+    first, second = driver.put_late(np.ones(3)), driver.put_late(np.full(3, 2.0))
+    with staging.lend(operand(first), operand(first)):
+        driver.kernel("never", "never").launch(1, 1, (), first.stream or 0)
+    with staging.lend(operand(second), operand(second)) as (given, _):
+        assert given.view.tolist() == [2.0] * 3
+        given.view[:] = 4
+    assert len(driver.machine.pending(driver)) > 1

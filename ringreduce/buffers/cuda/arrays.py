@@ -18,10 +18,22 @@ from ringreduce.buffers.dtypes import DType, ml_bfloat16
 from ringreduce.buffers.layout import c_order, is_c_order, overlaps_itself
 from ringreduce.errors import UnsupportedBufferError
 
-__all__ = ["INSTALL", "DeviceOperand", "empty_on_device", "on_device"]
+__all__ = ["INSTALL", "DeviceOperand", "empty_on_device", "install_command", "on_device"]
 
-#: What a message says where CuPy is missing.
-INSTALL = "pip install 'ringreduce[cuda12x]', or 'ringreduce[cuda13x]' for a driver of CUDA 13"
+
+def install_command(driver_cuda: int) -> str:
+    """Return what installs CuPy, with the part of CUDA's toolkit that it compiles kernels with.
+
+    It is what the extras cuda12x and cuda13x of this package ask for, and works without a checkout of it.
+
+    Args:
+        driver_cuda: the newest CUDA that the driver runs, as CUDA counts: 13000 is 13.0.
+    """
+    return f"pip install 'cupy-cuda{13 if driver_cuda >= 13000 else 12}x[ctk]'"
+
+
+#: What a message says where CuPy is missing, or its compiler.
+INSTALL = f"{install_command(12000)}, or for a driver of CUDA 13 {install_command(13000)}"
 
 #: What ``__cuda_array_interface__`` gives for the legacy default stream, as 0 may not be given.
 _LEGACY_STREAM = 1
@@ -32,10 +44,6 @@ class _Library(Protocol):
 
     def empty(self, shape: Sequence[int], dtype: DType, device: int | None) -> Any:
         """Return an uninitialised array in C order."""
-        ...
-
-    def contiguous(self, array: Any) -> Any:
-        """Return a copy in C order."""
         ...
 
     def assign(self, target: Any, source: Any) -> None:
@@ -142,26 +150,17 @@ class DeviceOperand:
         """Return an uninitialised array of the same library, device and dtype (and shape, unless one is given)."""
         return self._library.empty(self.shape if shape is None else shape, self.dtype, self.device)
 
-    def in_order(self, *, copy: bool = False) -> DeviceOperand:
-        """Return this if it is in C order, else (or with ``copy``) a copy that is, made on the caller's stream."""
-        if self.contiguous and not copy:
+    def room(self, *, new: bool = False) -> DeviceOperand:
+        """Return this if it is in C order, else (or if it is to be ``new``) memory of that kind, on `like`'s stream."""
+        if self.contiguous and not new:
             return self
-        made = DeviceOperand.of(self._library.contiguous(self.array))
+        made = DeviceOperand.of(self.like())
         assert made is not None and made.contiguous
         return made
 
-    def room(self) -> DeviceOperand:
-        """Return this if it is in C order, else new memory of that kind whose content `assign` can copy here."""
-        if self.contiguous:
-            return self
-        made = DeviceOperand.of(self.like())
-        assert made is not None
-        return made
-
     def assign(self, source: DeviceOperand) -> None:
-        """Copy from what `room` returned, on the caller's stream; nothing to do if that was this."""
-        if source is not self:
-            self._library.assign(self.array, source.array)
+        """Copy from ``source``: one of the two is what `room` returned for the other, on whose stream this is done."""
+        self._library.assign(self.array, source.array)
 
     def _bounds(self) -> tuple[int, int]:
         """Return the addresses of the first byte and of the one after the last."""
@@ -208,15 +207,9 @@ class _Cupy:
         with cupy.cuda.Device(device):
             return cupy.empty(tuple(shape), _native(dtype))
 
-    def contiguous(self, array: Any) -> Any:
-        cupy = _cupy("an array in device memory that is not in C order")
-        array = cupy.asarray(array)  # no copy
-        with array.device:
-            return array.copy(order="C")
-
     def assign(self, target: Any, source: Any) -> None:
         cupy = _cupy("an array in device memory that is not in C order")
-        target = cupy.asarray(target)
+        target, source = cupy.asarray(target), cupy.asarray(source)  # no copies
         with target.device:
             target[...] = source
 
@@ -226,11 +219,6 @@ class _Torch:
         import torch
 
         return torch.empty(tuple(shape), dtype=getattr(torch, dtype.name), device=f"cuda:{device}")
-
-    def contiguous(self, array: Any) -> Any:
-        import torch
-
-        return array.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
     def assign(self, target: Any, source: Any) -> None:
         target.detach().copy_(source)
@@ -246,7 +234,7 @@ def _of_torch(tensor: Any, torch: Any) -> DeviceOperand:
     # Lazy views, whose memory holds something else: a copy has what they stand for, and nobody stores there.
     lazy = tensor.is_conj() or tensor.is_neg()
     if lazy:
-        tensor = _TORCH.contiguous(tensor)
+        tensor = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     strides = [stride * dtype.itemsize for stride in tensor.stride()]
     stream = torch.cuda.current_stream(tensor.device).cuda_stream
     return DeviceOperand(

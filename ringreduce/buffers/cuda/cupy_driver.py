@@ -1,4 +1,4 @@
-"""The GPU through CuPy: its runtime, its compiler and its cache of compiled kernels."""
+"""The GPU through CuPy: its runtime and its compiler."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ __all__ = ["CupyDriver", "cuda_driver"]
 # Values of the CUDA runtime's headers, some of which CuPy does not name in all its versions.
 _SUCCESS, _NO_MEMORY, _NOT_READY = 0, 2, 600
 _COPY_BY_ADDRESS = 4  # cudaMemcpyDefault: the addresses say which memory is meant
-_REGISTER_PORTABLE = 1  # pinned for all contexts of the process
+_REGISTERED = 1 | 2  # pinned for all contexts of the process; and mapped, as kernels write error words there
 _NON_BLOCKING = 1  # a stream that does not wait for the legacy default stream
 _HIGHEST_PRIORITY = -100  # lower numbers go first, and what is out of range counts as the highest there is
 _EVENT_WITHOUT_TIMING, _EVENT_SHARED = 2, 4
+_UUID_NBYTES = 16
 
 #: Smaller allocations may share one block of memory with others', all of which an exported handle would open: they
 #: could be opened but once per process, and peers would see more than they should.
@@ -75,13 +76,16 @@ class CupyDriver:
         self._device = self._describe()
 
     def _describe(self) -> Device:
-        looks = self._ask(self._runtime.getDeviceProperties, self._number)
-        # CuPy cuts the UUID off at its first zero byte, which is rare; the address on the bus makes up for it. The
-        # UUID tells the instances of a partitioned GPU (MIG) apart, which share that address.
-        address = self._ask(self._runtime.deviceGetPCIBusId, self._number)
+        # Both take the ordinal. To make that GPU the current one would take memory of it for a context, on every GPU
+        # that somebody only looks at.
+        looks = self._translated(self._runtime.getDeviceProperties, self._number)
+        address = self._translated(self._runtime.deviceGetPCIBusId, self._number)
+        # CuPy takes the UUID for text, which ends at the first zero byte: it may be cut off, for which the address on
+        # the bus makes up, or run on into what comes after it. The UUID tells the instances of a partitioned GPU (MIG)
+        # apart, which share that address.
         return Device(
             number=self._number,
-            uuid=f"{bytes(looks['uuid']).hex()}@{address}",
+            uuid=f"{bytes(looks['uuid'])[:_UUID_NBYTES].hex()}@{address}",
             name=looks["name"].decode(),
             capability=10 * looks["major"] + looks["minor"],
             multiprocessors=looks["multiProcessorCount"],
@@ -96,7 +100,12 @@ class CupyDriver:
 
     def allocate(self, nbytes: int) -> int:
         room = max(1, -(-nbytes // _EXPORTED_NBYTES)) * _EXPORTED_NBYTES
-        address: int = self._ask(self._runtime.malloc, room)
+        try:
+            address: int = self._ask(self._runtime.malloc, room)
+        except TransportError as error:
+            if getattr(error.__cause__, "status", None) != _NO_MEMORY:
+                raise
+            raise MemoryError(f"GPU {self._number} has not that much free memory: {error.__cause__}") from error
         return address
 
     def free(self, address: int) -> None:
@@ -113,7 +122,7 @@ class CupyDriver:
         self._ask(self._runtime.ipcCloseMemHandle, address)
 
     def register(self, address: int, nbytes: int) -> None:
-        self._ask(self._runtime.hostRegister, address, nbytes, _REGISTER_PORTABLE)
+        self._ask(self._runtime.hostRegister, address, nbytes, _REGISTERED)
 
     def unregister(self, address: int) -> None:
         self._ask(self._runtime.hostUnregister, address)
@@ -163,6 +172,9 @@ class CupyDriver:
     def synchronize(self, event: Event) -> None:
         self._ask(self._runtime.eventSynchronize, event)
 
+    def synchronize_device(self) -> None:
+        self._ask(self._runtime.deviceSynchronize)
+
     # ---- work ----
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
@@ -176,33 +188,53 @@ class CupyDriver:
         return found
 
     def _compile(self, family: str, name: str) -> Any:
-        """Return the compiled function; CuPy keeps the binary in its cache directory, for other processes too."""
+        """Return the compiled function."""
         from ringreduce.buffers.cuda import kernels
 
+        def make() -> Any:
+            try:
+                cuda.nvrtc.getVersion()  # which looks for the library, a package of its own since CuPy 14
+            except Exception as error:
+                raise RuntimeError(f"CuPy lacks NVRTC, which compiles kernels: {INSTALL} ({error})") from error
+            # Not by RawModule, which adds `-ftz=true` behind these options and so flushes small floats to zero
+            # (https://github.com/cupy/cupy/issues/9576).
+            binary, names = cuda.compiler.compile_using_nvrtc(
+                kernels.source(family), kernels.OPTIONS, None, f"{family}.cu", (expression,)
+            )
+            module = cuda.Module()
+            module.load(binary)
+            return module.get_function(names[expression])
+
         # One instance at a time: all those of a family would take a minute, and most are never used.
-        expression = kernels.expression(family, name)
-        module = self._cupy.RawModule(
-            code=kernels.source(family), options=kernels.OPTIONS, name_expressions=(expression,)
-        )
-        return self._ask(lambda: module.get_function(expression).kernel)
+        cuda, expression = self._cupy.cuda, kernels.expression(family, name)
+        return self._ask(make)
 
     def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call the runtime with this GPU as the current one, and translate its errors."""
+        return self._translated(self._here, function, *arguments)
+
+    def _here(self, function: Callable[..., Any], *arguments: Any) -> Any:
         runtime = self._runtime
+        elsewhere = runtime.getDevice()
+        if elsewhere == self._number:
+            return function(*arguments)
+        # A thread that never chose a GPU has the first one as its current one, but no context there. To go back to that
+        # would make one, which takes memory of a GPU that may be another rank's.
+        chosen = bool(self._cupy.cuda.driver.ctxGetCurrent())
+        runtime.setDevice(self._number)
         try:
-            elsewhere = runtime.getDevice()
-            if elsewhere == self._number:
-                return function(*arguments)
-            runtime.setDevice(self._number)
-            try:
-                return function(*arguments)
-            finally:
+            return function(*arguments)
+        finally:
+            if chosen:
                 runtime.setDevice(elsewhere)
+
+    def _translated(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call the runtime, and translate its errors."""
+        try:
+            return function(*arguments)
         except (
             Exception
         ) as error:  # CuPy's errors have no common base but RuntimeError, and its compiler's not even that
-            if getattr(error, "status", None) == _NO_MEMORY:
-                raise MemoryError(f"GPU {self._number} has not that much free memory: {error}") from error
             raise TransportError(f"GPU {self._number}: {error}") from error
 
 

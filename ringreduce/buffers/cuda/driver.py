@@ -50,7 +50,7 @@ class Driver(Protocol):
     """The GPU that this process works on.
 
     Calls return before what they enqueue is done, in the order of their stream, except where it says otherwise.
-    Errors of the device become `ringreduce.errors.TransportError`, lack of memory `MemoryError`.
+    Errors become `ringreduce.errors.TransportError`; only a lack of device memory in `allocate` is a `MemoryError`.
     """
 
     @property
@@ -86,7 +86,9 @@ class Driver(Protocol):
         """Pin host memory, so that copies to and from it are asynchronous."""
         ...
 
-    def unregister(self, address: int) -> None: ...
+    def unregister(self, address: int) -> None:
+        """Take back what `register` did; nothing that is enqueued may still use it."""
+        ...
 
     # ---- order ----
 
@@ -122,10 +124,18 @@ class Driver(Protocol):
         """Return when what the event stands for is done."""
         ...
 
+    def synchronize_device(self) -> None:
+        """Return when all that this process has enqueued on the GPU so far is done, on any stream and by anybody."""
+        ...
+
     # ---- work ----
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
-        """Copy between any two of device and host memory; pinned host memory, or the call returns when it is done."""
+        """Copy between any two of device and host memory.
+
+        If the host memory is not pinned, the call returns when the host may use it again: when the copy is done, or the
+        bytes are at least on their way to the device.
+        """
         ...
 
     def kernel(self, family: str, name: str) -> Kernel:

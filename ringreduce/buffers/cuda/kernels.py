@@ -24,6 +24,7 @@ from ringreduce.reduce_ops import ReduceOp
 
 __all__ = [
     "FAMILIES",
+    "FEWEST_MULTIPROCESSORS",
     "FLAGS_NBYTES",
     "MAX_BLOCKS",
     "MAX_RANKS",
@@ -55,6 +56,8 @@ _CHUNK_NBYTES: Final = 1 << 16
 # As in sources/shots.cu.
 MAX_BLOCKS: Final = 64
 MAX_RANKS: Final = 16
+#: With fewer, a GPU could not run all blocks of kernels that meet at once, two on each.
+FEWEST_MULTIPROCESSORS: Final = MAX_BLOCKS // 2
 _SHOT_NBYTES: Final = 1 << 14
 #: What a rank's area of flags takes. It begins as zeros.
 FLAGS_NBYTES: Final = 4 * MAX_BLOCKS * (1 + MAX_RANKS)
@@ -133,6 +136,7 @@ class Table:
         rows = values if isinstance(values, np.ndarray) else np.array(values, np.uint64)
         assert len(rows) > 0 and rows.flags.c_contiguous
         self._driver = driver
+        self._rows = rows  # which the copy may still read when the driver has returned
         self.count = len(rows)
         self.address = driver.allocate(rows.nbytes)
         driver.copy(self.address, rows.ctypes.data, rows.nbytes, stream)

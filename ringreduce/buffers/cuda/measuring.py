@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 from ringreduce.buffers.cuda.cupy_driver import cuda_driver
@@ -29,6 +30,16 @@ def cupy_tools(local_rank: int = 0) -> CupyTools:
     return CupyTools(cuda_driver(number))
 
 
+@dataclass(frozen=True, slots=True)
+class _Foreign:
+    """A stream by the protocol in which libraries hand each other theirs."""
+
+    stream: Stream
+
+    def __cuda_stream__(self) -> tuple[int, Stream]:
+        return 0, self.stream  # the protocol's version
+
+
 class CupyTools:
     """Plain arrays and a stopwatch on one GPU, which is the current one; all on CuPy's current stream.
 
@@ -49,7 +60,11 @@ class CupyTools:
 
     def on(self, stream: Stream, *_: object) -> AbstractContextManager[object]:
         """Make a stream the current one inside a ``with``."""
-        lent: AbstractContextManager[object] = self._cupy.cuda.ExternalStream(stream)
+        cuda = self._cupy.cuda
+        # Since CuPy 14, which warns of the other one.
+        convert = getattr(cuda.Stream, "from_external", None)
+        lent: AbstractContextManager[object]
+        lent = cuda.ExternalStream(stream) if convert is None else convert(_Foreign(stream))
         return lent
 
     def ready(self) -> None:

@@ -1,8 +1,10 @@
 // Allreduce in one kernel on each of the ranks of a node, each with a GPU of its own that can reach the others' memory.
 //
 // The kernels wait for each other: all ranks launch the same one with the same grid, every block of every rank gets a
-// multiprocessor at once (a grid of at most MAX_BLOCKS on an otherwise idle GPU does), and no two ranks share a GPU,
-// where contexts take turns and one would wait for a kernel that does not run.
+// multiprocessor at once (a grid of at most MAX_BLOCKS does, where there are half as many multiprocessors: two blocks fit
+// on each, once what else the GPU does has ended), and no two ranks share a GPU, where contexts take turns and one would
+// wait for a kernel that does not run. Two blocks of 512 leave 64 registers to a thread; left alone, the compiler gives
+// them fewer and keeps the rest in memory.
 //
 // Every rank exports an area of flags, which begins as zeros and is never cleared:
 //   uint32 rounds[MAX_BLOCKS]               of its own: barriers that the block has been through
@@ -98,8 +100,8 @@ struct Entry {
 
 __device__ inline Entry enter(const Group& group) {
   Entry entry;
-  // One that another block of this kernel writes now may be seen by some threads only.
-  entry.open = __syncthreads_and(load_acquire(group.error) == 0);
+  // One thread looks: the word is in host memory, and one that another block writes now all threads should see or none.
+  entry.open = __syncthreads_and(threadIdx.x != 0 || load_acquire(group.error) == 0);
   entry.round = *group.rounds() + 1;
   return entry;
 }
@@ -121,9 +123,9 @@ __device__ inline void leave(const Group& group, uint32 round) {
 //   their rank's target is complete, and its source free.
 // Races: element e of a source is read, and then all targets' e are written, by one thread of one rank.
 template <class T, class Op>
-__global__ void __launch_bounds__(512) two_shot(uint64 sources, uint64 targets, uint64 flags, uint32 rank,
-                                                uint32 nranks, uint64 count, uint32 size, uint64 timeout_ns,
-                                                uint64 error) {
+__global__ void __launch_bounds__(512, 2)
+    two_shot(uint64 sources, uint64 targets, uint64 flags, uint32 rank, uint32 nranks, uint64 count, uint32 size,
+             uint64 timeout_ns, uint64 error) {
   const Group group = {at<uint64>(flags), rank, nranks, timeout_ns, at<uint32>(error)};
   const Entry entry = enter(group);
   if (!entry.open || !meet(group, entry.round)) return;
@@ -150,9 +152,9 @@ __global__ void __launch_bounds__(512) two_shot(uint64 sources, uint64 targets, 
 // Others, and errors: as for `two_shot`.
 // Grid and block: block b does the elements that the b-th SHOT_NBYTES hold, and the grid is as large as that takes.
 template <class T, class Op>
-__global__ void __launch_bounds__(512) one_shot(uint64 source, uint64 target, uint64 scratch, uint64 flags, uint32 rank,
-                                                uint32 nranks, uint64 count, uint32 size, uint64 timeout_ns,
-                                                uint64 error) {
+__global__ void __launch_bounds__(512, 2)
+    one_shot(uint64 source, uint64 target, uint64 scratch, uint64 flags, uint32 rank, uint32 nranks, uint64 count,
+             uint32 size, uint64 timeout_ns, uint64 error) {
   const Group group = {at<uint64>(flags), rank, nranks, timeout_ns, at<uint32>(error)};
   const Entry entry = enter(group);
   if (!entry.open) return;

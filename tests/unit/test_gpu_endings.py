@@ -1,0 +1,187 @@
+"""How work on a GPU ends, well or not: what is given back, and what must stay as it is until the process ends."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ringreduce as rr
+from ringreduce.buffers.cuda.arrays import DeviceOperand
+from ringreduce.config import Config
+from ringreduce.errors import TransportError
+from ringreduce.placement.ending import close_all
+from ringreduce.placement.staged import Staging
+from ringreduce.testing import caught, run_ranks
+from ringreduce.testing.device import HostDriver, HostMachine
+from ringreduce.testing.nccl import HostNccl
+from ringreduce.transport import nccl as transport
+from ringreduce.transport.shared import Arena, PrivateSegments
+from ringreduce.transport.waiting import Waiter
+
+
+def mapped(address: int) -> bool:
+    """Return whether an address means memory of this process."""
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        bounds = [[int(each, 16) for each in line.split()[0].split("-")] for line in maps]
+    return any(low <= address < high for low, high in bounds)
+
+
+def staging_of(driver: HostDriver) -> Staging:
+    """Return one with host memory that is unmapped when nobody refers to it."""
+    return Staging(driver, Arena(PrivateSegments()))
+
+
+def lend(staging: Staging, driver: HostDriver, during: Callable[[], object] = lambda: None) -> None:
+    """Bring an array down and up, on the default stream."""
+    array = DeviceOperand.of(driver.put(np.ones(10, np.float32)))
+    assert array is not None
+    with staging.lend(array, array):
+        during()
+
+
+def stick(driver: HostDriver) -> None:
+    """Let the default stream hold a kernel that does not end."""
+    driver.machine.families["never"] = lambda name: lambda driver, arguments: iter(lambda: None, 0)
+    driver.kernel("never", "never").launch(1, 1, (), 0)
+
+
+@pytest.mark.parametrize("ending", ["busy", "idle", "broken"])
+def test_pinned_memory_stays_mapped(ending: str) -> None:
+    """What is given up is unpinned if no copy uses it, and stays mapped where that cannot be known."""
+    driver = HostDriver()
+    staging = staging_of(driver)
+    lend(staging, driver, (lambda: stick(driver)) if ending == "busy" else lambda: None)
+    if ending != "busy":
+        next(iter(staging._rooms.values())).wait_until_sent()
+    if ending == "broken":
+        driver.fail("unregister")
+    (address,) = driver._pinned
+    staging.abandon()
+    del staging
+    gc.collect()
+    assert list(driver._pinned) == ([] if ending == "idle" else [address])
+    assert mapped(address) == (ending != "idle")
+    assert driver.log[-3:] == ["free e1", "free s1", "free s2"]
+
+
+def test_a_failure_does_not_stop_the_closing() -> None:
+    """An event that cannot be waited for: its memory is neither unmapped nor used again, and all else goes back."""
+    driver = HostDriver()
+    staging = staging_of(driver)
+    lend(staging, driver)
+    (address,) = driver._pinned
+    driver.fail("synchronize")
+    assert isinstance(caught(staging.close), TransportError)
+    del staging
+    gc.collect()
+    assert mapped(address)
+    assert driver.log[-3:] == ["free e1", "free s1", "free s2"]
+
+
+def test_every_part_is_closed() -> None:
+    """The first error is raised, when all parts have been asked."""
+    called: list[int] = []
+
+    def part(number: int) -> None:
+        called.append(number)
+        if number:
+            raise TransportError(str(number))
+
+    error = caught(close_all, *(lambda number=number: part(number) for number in range(3)))
+    assert str(error) == "1"
+    assert called == [0, 1, 2]
+
+
+def on_gpus(function: Callable[[rr.Communicator, HostDriver, HostNccl], Any]) -> list[Any]:
+    """Run a function on two ranks with a GPU each, which have done all kinds of work there."""
+    machine = HostMachine()
+    groups: dict[bytes, Any] = {}
+    drivers = [machine.driver(rank) for rank in range(2)]
+
+    def run(communicator: rr.Communicator) -> Any:
+        driver = drivers[communicator.rank]
+        nccl = HostNccl(driver, groups)
+        communicator.gpu.drivers = lambda number: driver
+        communicator.gpu.libraries = lambda number: nccl
+        for how in ({}, {"algorithm": "nccl"}, {"algorithm": "ring"}):
+            array = driver.put(np.ones(10, np.float32))
+            communicator.allreduce(array, out=array, **how)
+            assert array.get(0).tolist() == [2.0] * 10
+        result = function(communicator, driver, nccl)
+        communicator.barrier() if communicator._failure is None and not communicator._closed else None
+        return result
+
+    return run_ranks(2, run, config=Config(timeout_s=20.0))
+
+
+@pytest.mark.parametrize("method", ["synchronize", "unregister", "free_event", "close"])
+def test_closing_goes_on_after_an_error(method: str) -> None:
+    """A GPU that fails at the end: the error is raised, and streams and memory went back all the same."""
+
+    def function(communicator: rr.Communicator, driver: HostDriver, nccl: HostNccl) -> None:
+        driver.fail(method, error=TransportError)
+        assert isinstance(caught(communicator.close), TransportError)
+        assert "nccl close" in driver.log
+        assert not [name for name in driver.leftovers() if ":s" in name and method in ("synchronize", "unregister")]
+
+    on_gpus(function)
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_world_that_failed_keeps_nobody_waiting(busy: bool) -> None:
+    """NCCL is aborted, as Python would destroy it, which waits for all ranks; what no copy uses is unpinned."""
+
+    def function(communicator: rr.Communicator, driver: HostDriver, nccl: HostNccl) -> None:
+        communicator._failure = TransportError("a peer is gone")
+        if busy:
+            stick(driver)
+            driver.record(communicator.gpu.kernels._done, 0)  # type: ignore[union-attr]
+        begin = len(driver.log)
+        communicator.close()
+        assert "nccl abort" in driver.log[begin:]
+        assert not [line for line in driver.log[begin:] if line.startswith(("free m", "close"))]
+        assert sum(":h" in name for name in driver.leftovers()) == busy  # the error word, for the kernel that is left
+
+    on_gpus(function)
+
+
+def test_a_connection_that_comes_late_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks have given NCCL up by then, and to destroy what this one got would wait for them."""
+    monkeypatch.setattr(transport, "_CONNECTING_S", 0.01)
+    gate, aborted = threading.Event(), threading.Event()
+
+    def connect(size: int, unique_id: bytes, rank: int) -> Any:
+        gate.wait(20.0)
+        return SimpleNamespace(abort=aborted.set)
+
+    nccl: Any = SimpleNamespace(connect=connect)
+    messages: Any = SimpleNamespace(size=2, rank=0)
+    with pytest.raises(TransportError, match="to connect over NCCL"):
+        transport._connect(nccl, messages, Waiter(20.0, crowded=True), b"id")
+    assert not aborted.is_set()
+    gate.set()
+    assert aborted.wait(20.0)
+
+
+def test_nccl_is_aborted_where_the_gpu_fails_after_it_connected() -> None:
+    """The rank's error is raised, and its connection does not wait for the others."""
+    machine, groups = HostMachine(), dict[bytes, Any]()
+    drivers = [machine.driver(rank) for rank in range(2)]
+
+    def run(communicator: rr.Communicator) -> None:
+        driver = drivers[communicator.rank]
+        communicator.gpu.drivers = lambda number: driver
+        communicator.gpu.libraries = lambda number: HostNccl(driver, groups)
+        communicator.gpu.join()
+        driver.fail("make_event")
+        assert isinstance(caught(communicator.gpu.join_nccl), TransportError)
+        assert driver.log[-1] == "nccl abort"
+        communicator._failure = TransportError("NCCL")
+
+    run_ranks(2, run, config=Config(timeout_s=20.0))
