@@ -487,7 +487,7 @@ class HostDriver:
             self.log.append(f"launch {name} on {self._streams[stream].name}")
 
             def work() -> Iterator[None] | None:
-                waiting = code(self, arguments)
+                waiting = code(self.view, arguments)
                 assert waiting is None or not self.machine.shared(self.device.uuid), f"{name} spins on a shared GPU"
                 return waiting
 

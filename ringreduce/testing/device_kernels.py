@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,15 +17,14 @@ from ringreduce.buffers import DTYPES, DType, narrow, widen
 from ringreduce.buffers.cuda.kernels import FLAGS_NBYTES, MAX_BLOCKS, ONE_SHOT_NBYTES
 from ringreduce.reduce_ops import ReduceOp
 
-if TYPE_CHECKING:  # it imports this module
-    from ringreduce.testing.device import HostDriver
-
-__all__ = ["FAMILIES", "KernelCode", "reduced"]
+__all__ = ["FAMILIES", "KernelCode", "View", "reduced"]
 
 Array = npt.NDArray[Any]
-#: What a kernel does, given the driver that launched it and the arguments. One that waits for other kernels yields
-#: wherever it would spin.
-KernelCode = Callable[["HostDriver", Sequence[object]], Iterator[None] | None]
+#: Gives the memory at an address, so many bytes of it, as the kernel's rank may touch it.
+View = Callable[[int, int], Array]
+#: What a kernel does, given how it sees memory and the arguments. One that waits for other kernels yields wherever it
+#: would spin.
+KernelCode = Callable[[View, Sequence[object]], Iterator[None] | None]
 
 
 def _combine_instance(name: str) -> KernelCode:
@@ -35,15 +34,15 @@ def _combine_instance(name: str) -> KernelCode:
     dtype, op = DTYPES[parsed[1]], ReduceOp(parsed[2])
     assert op is not ReduceOp.AVERAGE or dtype.kind in ("float", "complex"), f"{name}: integers are not averaged"
 
-    def run(driver: HostDriver, arguments: Sequence[object]) -> None:
+    def run(view: View, arguments: Sequence[object]) -> None:
         sources, nsources, targets, ntargets, count, size = _numbers(arguments, "QIQIQI")
         nbytes = count * dtype.itemsize
-        views = [driver.view(address, nbytes) for address in _addresses_at(driver, sources, nsources)]
-        into = [driver.view(address, nbytes) for address in _addresses_at(driver, targets, ntargets)]
+        given = [view(address, nbytes) for address in _addresses_at(view, sources, nsources)]
+        into = [view(address, nbytes) for address in _addresses_at(view, targets, ntargets)]
         with np.errstate(all="ignore"):
-            result = reduced([view.copy().view(dtype.storage) for view in views], dtype, op, size)
-        for view in into:
-            view[:] = result.view(np.uint8)
+            result = reduced([each.copy().view(dtype.storage) for each in given], dtype, op, size)
+        for each in into:
+            each[:] = result.view(np.uint8)
 
     return run
 
@@ -57,12 +56,12 @@ def _shots_instance(name: str) -> KernelCode:
     assert parsed is not None, f"there is no kernel {name} in the family shots"
     dtype, op = DTYPES[parsed[2]], ReduceOp(parsed[3])
     run = _one_shot if parsed[1] == "one" else _two_shot
-    return lambda driver, arguments: run(driver, dtype, op, arguments)
+    return lambda view, arguments: run(view, dtype, op, arguments)
 
 
-def _two_shot(driver: HostDriver, dtype: DType, op: ReduceOp, arguments: Sequence[object]) -> Iterator[None]:
+def _two_shot(view: View, dtype: DType, op: ReduceOp, arguments: Sequence[object]) -> Iterator[None]:
     sources, targets, flags, rank, nranks, count, size, _, error = _numbers(arguments, "QQQIIQIQQ")
-    group = _Group(driver, flags, rank, nranks, error)
+    group = _Group(view, flags, rank, nranks, error)
     if group.failed():
         return
     yield from group.meet()
@@ -70,38 +69,38 @@ def _two_shot(driver: HostDriver, dtype: DType, op: ReduceOp, arguments: Sequenc
     begin, end = min(count, rank * part), min(count, (rank + 1) * part)
     offset, nbytes = begin * dtype.itemsize, (end - begin) * dtype.itemsize
     if nbytes:
-        parts = [driver.view(address + offset, nbytes) for address in _addresses_at(driver, sources, nranks)]
+        parts = [view(address + offset, nbytes) for address in _addresses_at(view, sources, nranks)]
         with np.errstate(all="ignore"):
             result = reduced([each.copy().view(dtype.storage) for each in parts], dtype, op, size)
-        for address in _addresses_at(driver, targets, nranks):
+        for address in _addresses_at(view, targets, nranks):
             yield  # the peers do not get their parts at once
-            driver.view(address + offset, nbytes)[:] = result.view(np.uint8)
+            view(address + offset, nbytes)[:] = result.view(np.uint8)
     yield from group.meet()
 
 
-def _one_shot(driver: HostDriver, dtype: DType, op: ReduceOp, arguments: Sequence[object]) -> Iterator[None]:
+def _one_shot(view: View, dtype: DType, op: ReduceOp, arguments: Sequence[object]) -> Iterator[None]:
     source, target, scratch, flags, rank, nranks, count, size, _, error = _numbers(arguments, "QQQQIIQIQQ")
-    group = _Group(driver, flags, rank, nranks, error)
+    group = _Group(view, flags, rank, nranks, error)
     if group.failed():
         return
     nbytes = count * dtype.itemsize
     place = group.round() % 2 * ONE_SHOT_NBYTES
-    areas = [driver.view(address + place, nbytes) for address in _addresses_at(driver, scratch, nranks)]
-    areas[rank][:] = driver.view(source, nbytes)
+    areas = [view(address + place, nbytes) for address in _addresses_at(view, scratch, nranks)]
+    areas[rank][:] = view(source, nbytes)
     yield from group.meet()
     with np.errstate(all="ignore"):
         result = reduced([each.copy().view(dtype.storage) for each in areas], dtype, op, size)
-    driver.view(target, nbytes)[:] = result.view(np.uint8)
+    view(target, nbytes)[:] = result.view(np.uint8)
 
 
 class _Group:
     """The barrier of kernels that meet, as their flags have it."""
 
-    def __init__(self, driver: HostDriver, flags: int, rank: int, nranks: int, error: int) -> None:
-        areas = [driver.view(address, FLAGS_NBYTES).view(np.uint32) for address in _addresses_at(driver, flags, nranks)]
+    def __init__(self, view: View, flags: int, rank: int, nranks: int, error: int) -> None:
+        areas = [view(address, FLAGS_NBYTES).view(np.uint32) for address in _addresses_at(view, flags, nranks)]
         self._mine, self._rank = areas[rank], rank
         self._arrived = [area[MAX_BLOCKS : MAX_BLOCKS + nranks] for area in areas]
-        self._error = driver.view(error, 4).view(np.uint32)
+        self._error = view(error, 4).view(np.uint32)
 
     def failed(self) -> bool:
         return bool(self._error[0])
@@ -133,9 +132,9 @@ def _numbers(arguments: Sequence[object], format: str) -> tuple[int, ...]:
     return tuple(int(each) for each in arguments)  # type: ignore[call-overload]
 
 
-def _addresses_at(driver: HostDriver, address: int, count: int) -> list[int]:
+def _addresses_at(view: View, address: int, count: int) -> list[int]:
     """Return a table of addresses that lies in device memory."""
-    return [int(each) for each in driver.view(address, 8 * count).copy().view(np.uint64)]
+    return [int(each) for each in view(address, 8 * count).copy().view(np.uint64)]
 
 
 def reduced(arrays: Sequence[Array], dtype: DType, op: ReduceOp, size: int) -> Array:

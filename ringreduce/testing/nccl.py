@@ -14,7 +14,7 @@ from ringreduce.buffers.cuda.driver import Stream
 from ringreduce.errors import TransportError
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.testing.device import HostDriver
-from ringreduce.testing.device_kernels import reduced
+from ringreduce.testing.device_kernels import View, reduced
 from ringreduce.transport.nccl import code_of_dtype, code_of_op
 
 __all__ = ["HostNccl"]
@@ -101,12 +101,12 @@ class _HostRanks:
         self._ncalls += 1
         row, kind = _BY_CODE[dtype], _OPS[op]
 
-        def run(driver: HostDriver, arguments: Sequence[object]) -> Iterator[None]:
+        def run(view: View, arguments: Sequence[object]) -> Iterator[None]:
             with self._group.lock:
                 call = self._group.calls.setdefault(number, _Call())
                 call.said.append((count, dtype, op))
                 assert len(set(call.said)) == 1, f"call {number} differs between ranks: {call.said}"
-                call.sources[self._rank] = driver.view(source, count * row.itemsize).copy()
+                call.sources[self._rank] = view(source, count * row.itemsize).copy()
             while len(call.sources) < self._size:
                 if self._aborted:
                     return
@@ -114,7 +114,7 @@ class _HostRanks:
             arrays = [call.sources[rank].view(row.storage) for rank in range(self._size)]
             with np.errstate(all="ignore"):
                 result = reduced(arrays, row, kind, self._size)
-            driver.view(target, count * row.itemsize)[:] = result.view(np.uint8)
+            view(target, count * row.itemsize)[:] = result.view(np.uint8)
 
         self._nccl.driver.launch(f"nccl {row.name} {kind.value} {count}", run, (), stream)
 

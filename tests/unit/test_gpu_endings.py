@@ -47,7 +47,7 @@ def lend(staging: Staging, driver: HostDriver, during: Callable[[], object] = la
 
 def stick(driver: HostDriver) -> None:
     """Let the default stream hold a kernel that does not end."""
-    driver.machine.families["never"] = lambda name: lambda driver, arguments: iter(lambda: None, 0)
+    driver.machine.families["never"] = lambda name: lambda view, arguments: iter(lambda: None, 0)
     driver.kernel("never", "never").launch(1, 1, (), 0)
 
 

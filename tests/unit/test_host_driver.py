@@ -13,6 +13,7 @@ from ringreduce.errors import TransportError
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.testing import assert_close, expected, run_threads, sample
 from ringreduce.testing.device import HostArray, HostDriver, HostMachine, check_driver
+from ringreduce.testing.device_kernels import KernelCode, View
 
 SEEDS = range(20)
 
@@ -99,7 +100,7 @@ def test_a_wait_binds_to_the_latest_record():
     driver.record(event, first)
     driver.wait(second, event)
     never: list[bool] = []
-    driver.machine.families["never"] = lambda name: lambda driver, arguments: iter(lambda: None, never.append)
+    driver.machine.families["never"] = lambda name: lambda view, arguments: iter(lambda: None, never.append)
     driver.kernel("never", "never").launch(1, 1, (), first)
     driver.record(event, first)
     assert one.get(second) == [1]
@@ -225,12 +226,12 @@ def test_memory_ends():
     other.allocate(600)
 
 
-def meet(name: str) -> Callable[[HostDriver, Sequence[object]], Iterator[None]]:
+def meet(name: str) -> KernelCode:
     """Return a kernel that waits until as many kernels run as its name says."""
-    arrived: list[HostDriver] = []
+    arrived: list[View] = []
 
-    def run(driver: HostDriver, arguments: Sequence[object]) -> Iterator[None]:
-        arrived.append(driver)
+    def run(view: View, arguments: Sequence[object]) -> Iterator[None]:
+        arrived.append(view)
         while len(arrived) < int(name):
             yield
 

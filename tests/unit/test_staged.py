@@ -444,7 +444,7 @@ def test_segments_are_cut_by_elements() -> None:
 def test_a_call_need_not_wait_for_the_last_copy_up() -> None:
     """The host writes what goes up next while the last result is still on its way; the one before has arrived."""
     driver = HostDriver()
-    driver.machine.families["never"] = lambda name: lambda driver, arguments: iter(lambda: None, 0)
+    driver.machine.families["never"] = lambda name: lambda view, arguments: iter(lambda: None, 0)
     staging = Staging(driver, Arena(PrivateSegments()))
     first, second = driver.put_late(np.ones(3)), driver.put_late(np.full(3, 2.0))
     with staging.lend(operand(first), operand(first)):
