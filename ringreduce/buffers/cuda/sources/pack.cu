@@ -15,29 +15,19 @@ struct Chunk {
   uint64 first;
 };
 
-template <class From, class To> struct Convert {
-  typedef To Result;
+template <class From, class To> struct Convert : Between<From, To> {
   static const int AHEAD = 4;
   typedef typename Type<From>::Wide Wide;
-  const From* source;
-  To* target;
   Wide scale;
 
-  __device__ bool aligned(uint64 i) const {
-    return ringreduce::aligned(source + i) && ringreduce::aligned(target + i);
-  }
   template <int N> __device__ Items<To, N> read(uint64 first) const {
-    const Items<From, N> items = load<From, N>(source + first);
+    const Items<From, N> items = load<From, N>(this->source + first);
     Items<To, N> result;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       result.item[i] = Type<To>::narrow(Type<From>::multiply(widen(items.item[i]), scale));
     }
     return result;
-  }
-
-  template <int N> __device__ void write(uint64 first, const Items<To, N>& items) const {
-    store<To, N>(target + first, items);
   }
 };
 

@@ -49,50 +49,32 @@ struct int4 {
 
 // ---- formats of one rounded number per element ----
 
-template <class Half> struct Encode {
-  typedef Half Result;
+template <class Half> struct Encode : Between<float32, Half> {
   static const int AHEAD = 4;
-  const float32* source;
-  Half* target;
 
-  __device__ bool aligned(uint64 i) const {
-    return ringreduce::aligned(source + i) && ringreduce::aligned(target + i);
-  }
   template <int N> __device__ Items<Half, N> read(uint64 first) const {
-    const Items<float32, N> values = load<float32, N>(source + first);
+    const Items<float32, N> values = load<float32, N>(this->source + first);
     Items<Half, N> result;
 #pragma unroll
     for (int i = 0; i < N; ++i) result.item[i] = Type<Half>::narrow(values.item[i]);
     return result;
   }
-  template <int N> __device__ void write(uint64 first, const Items<Half, N>& items) const {
-    store<Half, N>(target + first, items);
-  }
 };
 
-template <class Half, bool ADD> struct Decode {
-  typedef float32 Result;
+template <class Half, bool ADD> struct Decode : Between<Half, float32> {
   static const int AHEAD = 2;
-  const Half* source;
-  float32* target;
 
-  __device__ bool aligned(uint64 i) const {
-    return ringreduce::aligned(source + i) && ringreduce::aligned(target + i);
-  }
   template <int N> __device__ Items<float32, N> read(uint64 first) const {
-    const Items<Half, N> halves = load<Half, N>(source + first);
+    const Items<Half, N> halves = load<Half, N>(this->source + first);
     Items<float32, N> result;
 #pragma unroll
     for (int i = 0; i < N; ++i) result.item[i] = widen(halves.item[i]);
     if (ADD) {
-      const Items<float32, N> before = load<float32, N>(target + first);
+      const Items<float32, N> before = load<float32, N>(this->target + first);
 #pragma unroll
       for (int i = 0; i < N; ++i) result.item[i] = before.item[i] + result.item[i];
     }
     return result;
-  }
-  template <int N> __device__ void write(uint64 first, const Items<float32, N>& items) const {
-    store<float32, N>(target + first, items);
   }
 };
 
