@@ -468,6 +468,14 @@ class Communicator:
         way = self.gpu.way if self.gpu.takes(self._wanted_on_device()) else STAGED.reason
         return f"{said}\nin device memory: {way}"
 
+    def give_up(self, error: BaseException) -> None:
+        """Refuse all further calls, as what the ranks have under way is no longer known. Local.
+
+        Args:
+            error: why; the errors of those calls say so.
+        """
+        self._failure = self._failure or error
+
     def close(self) -> None:
         """Give everything back; collectives raise `ShutdownError` from here on. Collective, and safe to call twice."""
         if self._closed:

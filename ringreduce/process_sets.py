@@ -10,7 +10,7 @@ from ringreduce.communicator import Communicator
 from ringreduce.config import Config
 from ringreduce.engine import Engine
 from ringreduce.errors import ConfigError
-from ringreduce.placement import Context
+from ringreduce.placement import Context, close_all
 from ringreduce.transport.messages import Messages
 from ringreduce.transport.node import host_name, join
 from ringreduce.transport.notes import SharedNotes
@@ -34,8 +34,7 @@ class Parts:
 
     def close(self) -> None:
         """Give everything back. Collective."""
-        self.engine.close()
-        self.communicator.close()
+        close_all(self.engine.close, self.communicator.close)
 
 
 class ProcessSet:

@@ -25,7 +25,7 @@ from ringreduce.config import VERSION, Config, ignored_horovod_variables
 from ringreduce.errors import ConfigError, MismatchError
 from ringreduce.instruments import Instruments
 from ringreduce.metrics import Metrics
-from ringreduce.placement import Feedback
+from ringreduce.placement import Feedback, close_all
 from ringreduce.process_sets import Parts, ProcessSet, connect
 from ringreduce.reduce_ops import SUM, ReduceOp
 from ringreduce.selection import NCCL, VENDOR
@@ -144,13 +144,10 @@ def shutdown() -> None:
     ending, messages = dict(_sets), _messages
     _world, _messages, _process = None, None, 0
     _sets.clear()
-    for _, each in sorted(ending.items(), reverse=True):
-        parts = each.unregister()
-        if parts is not None:
-            parts.close()
-    if messages is not None:
-        messages.close()
     atexit.unregister(shutdown)
+    registered = [each.unregister() for _, each in sorted(ending.items(), reverse=True)]
+    closing = [parts.close for parts in registered if parts is not None]
+    close_all(*closing, *([] if messages is None else [messages.close]))
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:

@@ -141,7 +141,7 @@ def new(shape: Sequence[int], dtype: DType, library: str) -> Any:
     if library == "torch":
         import torch
 
-        return torch.empty(tuple(shape), dtype=getattr(torch, dtype.name))
+        return torch.empty(tuple(shape), dtype=getattr(torch, dtype.name), device="cpu")
     return np.empty(shape, ml_bfloat16() if dtype.name == "bfloat16" else dtype.storage)
 
 

@@ -274,15 +274,18 @@ class Engine:
             self._closed = True
             self._changed.notify_all()
             self._ring()
-        with self._driver:
-            failed = self._failure is not None
-            self._end_all(ShutdownError("ringreduce was shut down while the operation was under way"))
+        failed = True
+        try:
+            with self._driver:
+                failed = self._failure is not None
+                self._end_all(ShutdownError("ringreduce was shut down while the operation was under way"))
+                if not failed:
+                    self._take_leave()
+        finally:
+            if self._thread is not None and self._thread is not threading.current_thread():
+                self._thread.join()
             if not failed:
-                self._take_leave()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
-        if not failed:
-            self._messages.close()
+                self._messages.close()
 
     # ---- who drives ----
 
@@ -614,6 +617,7 @@ class Engine:
         """End everything, here and on the other ranks: what the ranks have under way is no longer known."""
         if self._failure is None:
             self._end_all(error)
+            self._communicator.give_up(error)
             with suppress(Exception):  # what fails may be the way to them; they will notice by their time limit
                 self._take_leave()
 

@@ -138,6 +138,10 @@ class AwareAllreduce:
         events = (partial(self._driver.free_event, each) for each in (self._computed, self._ready, self._done))
         close_all(self._plans.close, self._rooms.close, *events, partial(self._driver.free_stream, self._stream))
 
+    def idle(self) -> bool:
+        """Return whether the GPU has done all that it was given."""
+        return self._driver.done(self._done)
+
     def abandon(self) -> None:
         """Leave everything to the end of the process, as MPI may still use it; host memory is not touched here."""
 

@@ -168,16 +168,12 @@ class DeviceAllreduce:
 
     def abandon(self) -> None:
         """Give up after a failure without waiting for the device; its memory stays until the process ends."""
-        if self._shots is None:
-            return
-        done = False
-        try:
-            done = self._driver.done(self._done)
-        finally:
-            if not done:
-                keep_mapped(self._shots)
-        if done:
-            self._shots.close()
+        if self._shots is not None:
+            keep_mapped(self._shots)
+
+    def idle(self) -> bool:
+        """Return whether the GPU has done all that it was given."""
+        return self._driver.done(self._done)
 
     # ---- inside ----
 

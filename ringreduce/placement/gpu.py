@@ -13,7 +13,7 @@ from ringreduce.buffers import DType
 from ringreduce.buffers.cuda.arrays import empty_on_device
 from ringreduce.buffers.cuda.driver import Driver, Stream
 from ringreduce.config import gpu_switches
-from ringreduce.errors import ConfigError, UnsupportedBufferError
+from ringreduce.errors import CollectiveTimeoutError, ConfigError, PeerLostError, TransportError, UnsupportedBufferError
 from ringreduce.placement.aware import AwareAllreduce, agree_on_awareness
 from ringreduce.placement.context import Context, Signature
 from ringreduce.placement.device import DeviceAllreduce
@@ -65,6 +65,10 @@ class OnDevice(Protocol):
 
     def close(self) -> None:
         """Give everything back."""
+        ...
+
+    def idle(self) -> bool:
+        """Return whether the GPU has done all that it was given."""
         ...
 
     def abandon(self) -> None:
@@ -242,8 +246,25 @@ class Gpu:
         return empty_on_device(block.address, max(1, nbytes), shape, dtype, driver.device.number, block)
 
     def close(self) -> None:
-        """Give everything back. On all ranks, in any order, after which they call nothing here."""
-        parts = [part.close for part in (self._staging, self.nccl, self.kernels) if part is not None]
+        """Give everything back. On all ranks, in any order, after which they call nothing here.
+
+        What the GPU was given is waited for, but not for ever: it may wait for a rank that is lost, and events of a
+        process that has ended never come.
+
+        Raises:
+            TransportError: the GPU has failed.
+        """
+        used = [part for part in (self._staging, self.nccl, self.kernels) if part is not None]
+        try:
+            self._context.waiter.until(lambda: all(part.idle() for part in used), lambda: "the GPU to end its work")
+        except (CollectiveTimeoutError, PeerLostError) as error:
+            _log.warning("memory of the GPU stays as it is until the process ends: %s", error)
+            self.abandon()
+            return
+        except TransportError:
+            self.abandon()
+            raise
+        parts = [part.close for part in used]
         if self._devices is not None:
             parts.append(partial(self._devices.close, self._context.waiter))
         self._staging, self.kernels, self.nccl, self._devices = None, None, None, None

@@ -105,17 +105,15 @@ class NcclAllreduce:
             raise
         return True
 
+    def idle(self) -> bool:
+        """Return whether the GPU has done all that it was given."""
+        return self._driver.done(self._done)
+
     def close(self) -> None:
-        """Give everything back: when what was enqueued is done, or, after the time limit, without that."""
-        if self._ranks is not None:
-            try:
-                self._context.waiter.until(lambda: self._driver.done(self._done), lambda: "NCCL to end")
-            except RingReduceError as error:
-                _log.warning("NCCL is ended, as it does not end: %s", error)
-                self._abort()
-            else:
-                self._ranks.close()
-                self._ranks = None
+        """Give everything back, once `idle`."""
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.close()
         self._driver.free_event(self._done)
 
     def abandon(self) -> None:

@@ -25,7 +25,7 @@ from ringreduce.buffers.cuda.arrays import DeviceOperand
 from ringreduce.buffers.cuda.driver import Driver, Stream
 from ringreduce.errors import TransportError
 from ringreduce.partition import pieces
-from ringreduce.placement.ending import abandon_all, close_all, keep_mapped
+from ringreduce.placement.ending import close_all, keep_mapped
 from ringreduce.transport.shared import Arena
 
 __all__ = ["Staging"]
@@ -180,9 +180,14 @@ class Staging:
         """Give everything back; waits for the copies that are under way."""
         close_all(*(block.close for block in self._blocks()), *self._order())
 
+    def idle(self) -> bool:
+        """Return whether no copy is under way."""
+        return all(block.idle() for block in (*self._slots, *self._rooms.values()))
+
     def abandon(self) -> None:
-        """Give back what no copy uses, without waiting for any; the rest stays as it is until the process ends."""
-        abandon_all(*(block.abandon for block in self._blocks()), *self._order())
+        """Leave everything as it is until the process ends. Even to unpin memory may wait for the device."""
+        for block in self._blocks():
+            keep_mapped(block)
 
     def _blocks(self) -> list[_HostBlock]:
         """Return all host memory, of which this knows no longer."""
@@ -280,13 +285,6 @@ class _HostBlock:
             self._driver.free_event(event)
         self._arena.release(self._block)
 
-    def abandon(self) -> None:
-        """Give it back if no copy uses it now, else let it be."""
-        done = False
-        try:
-            done = self._driver.done(self.arrived) and self._driver.done(self.sent)
-        finally:
-            if not done:
-                keep_mapped(self._block)
-        if done:
-            self.close()
+    def idle(self) -> bool:
+        """Return whether no copy uses it."""
+        return self._driver.done(self.arrived) and self._driver.done(self.sent)

@@ -107,7 +107,7 @@ class _Allgather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        rows = torch.tensor([ctx.rows])
+        rows = torch.tensor([ctx.rows], device="cpu")
         everyone = prepare_allgather(
             [rows], f"{ctx.backward_name} rows", ctx.process_set, lambda gathered: gathered[0]
         ).carry_out()

@@ -86,6 +86,8 @@ class EarlyReduction:
         self._sent_checksum: int | torch.Tensor = 0
         device = gpu_of([bucket.flat])
         self._handover = None if device is None else Handover(device)
+        if device is not None:
+            _weights(bucket.flat.device, _PIECE)  # made now, as that keeps the GPU waiting
         self._counts = [0] * len(bucket.slots)
         self._expected = [0] * len(bucket.slots)
         self._incomplete = 0
@@ -237,6 +239,6 @@ def _checksum_on_device(flat: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=8)
 def _weights(device: torch.device, count: int) -> torch.Tensor:
-    weights = torch.randint(0, 1 << 62, (count,), generator=torch.Generator().manual_seed(0))
+    weights = torch.randint(0, 1 << 62, (count,), generator=torch.Generator().manual_seed(0), device="cpu")
     # The host waits for this copy, so that any stream may read it from now on.
     return weights.mul_(2).add_(1).to(device)

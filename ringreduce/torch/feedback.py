@@ -43,7 +43,7 @@ class ErrorFeedback:
         ]
         self._carried = carried
         self._norm = 0.0
-        self.meant = torch.zeros(max((place.stop for place in self._places), default=0))
+        self.meant = torch.zeros(max((place.stop for place in self._places), default=0), device="cpu")
         self.error = 0.0
 
     def pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:

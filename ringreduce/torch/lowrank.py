@@ -103,7 +103,8 @@ class PowerSGDReducer:
         # A generator of its own: all ranks begin with the same guess, and the program's random numbers stay what they
         # would be without compression.
         generator = torch.Generator().manual_seed(settings.seed)
-        self._guess = torch.randn(self._rank * sum(matrix.shape[1] for matrix in self._matrices), generator=generator)
+        ncolumns = sum(matrix.shape[1] for matrix in self._matrices)
+        self._guess = torch.randn(self._rank * ncolumns, generator=generator, device="cpu")
         self._first: torch.Tensor | None = None
         self._second: torch.Tensor | None = None
 

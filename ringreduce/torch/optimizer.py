@@ -382,7 +382,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Make this rank's gradients overflow if those of any rank do; what Adasum reduces comes after the step."""
         grads = [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
         values = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
-        found = torch.tensor([not all(bool(value.isfinite().all()) for value in values)])
+        found = torch.tensor([not all(bool(value.isfinite().all()) for value in values)], device="cpu")
         self._run(Reduction(f"{self._name}: overflow", "overflow of gradients", MAX, [found], [found]))
         if found and grads:
             grads[0].mul_(math.inf)

@@ -264,7 +264,7 @@ def prepare_alltoall(
 
     def run(communicator: Communicator) -> Any:
         result, received = communicator.alltoall(tensor, rows)
-        return result if alone else (result, torch.tensor(received, dtype=torch.int32))
+        return result if alone else (result, torch.tensor(received, dtype=torch.int32, device="cpu"))
 
     return prepare_call("alltoall", name, text, run, process_set, [tensor])
 

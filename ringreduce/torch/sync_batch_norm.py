@@ -179,7 +179,8 @@ def _moments(batch: torch.Tensor, ranks: ProcessSet) -> tuple[torch.Tensor, torc
         mean = exact.new_zeros(batch.shape[1])
         variance = torch.zeros_like(mean)
     # They are few, and what is gathered goes through the host: there once, and back once.
-    mine = torch.cat([torch.tensor([count], dtype=torch.float64), torch.cat([mean.double(), variance.double()]).cpu()])
+    counted = torch.tensor([count], dtype=torch.float64, device="cpu")
+    mine = torch.cat([counted, torch.cat([mean.double(), variance.double()]).cpu()])
     everyone = allgather(mine.unsqueeze(0), process_set=ranks)
     counts, means, variances = torch.tensor_split(everyone, [1, 1 + batch.shape[1]], dim=1)
     total = float(counts.sum())

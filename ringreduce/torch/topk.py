@@ -146,7 +146,7 @@ def largest(values: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.int64
 
 
 def _packed(positions: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    rows = torch.empty(len(positions) + 1, 2, dtype=torch.int32)
+    rows = torch.empty(len(positions) + 1, 2, dtype=torch.int32, device="cpu")
     rows[0] = len(positions)
     rows[1:, 0] = positions
     rows[1:, 1] = values.view(torch.int32)

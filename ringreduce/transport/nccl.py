@@ -282,8 +282,10 @@ class _CupyNccl:
         return made if isinstance(made, bytes) else bytes(each & 0xFF for each in made)
 
     def connect(self, size: int, unique_id: bytes, rank: int) -> NcclRanks:
-        with self._cupy.cuda.Device(self._number):
-            return _CupyRanks(self._cupy, self._number, _ask(lambda: self._communicator(size, unique_id, rank)))
+        # For good: this is a thread of its own, and to go back to the GPU that it has never chosen would make a context
+        # there, which takes memory.
+        self._cupy.cuda.Device(self._number).use()
+        return _CupyRanks(self._cupy, self._number, _ask(lambda: self._communicator(size, unique_id, rank)))
 
     def _communicator(self, size: int, unique_id: bytes, rank: int) -> Any:
         make = self._library.NcclCommunicator

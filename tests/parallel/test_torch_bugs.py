@@ -217,3 +217,23 @@ def test_averages_of_sparse_integers_are_integers(world: rr.Communicator) -> Non
     result = hvd.sparse_allreduce_async(sparse)()
     assert result.dtype is torch.int64
     assert result.to_dense().tolist() == [0, -3, 5]
+
+
+def test_a_default_device_changes_nothing() -> None:
+    """Programs may let torch make tensors elsewhere; what travels is made on the CPU all the same."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 40), hvd.SyncBatchNorm(40), torch.nn.Linear(40, 2))
+    batch = torch.randn(6, 3)
+    for compression in (hvd.Compression.none, hvd.Compression.powersgd(rank=1), hvd.Compression.topk(fraction=0.5)):
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        with torch.device("meta"):
+            optimizer = hvd.DistributedOptimizer(inner, compression=compression, overlap=True)
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(batch).square().mean().backward()
+                optimizer.step()
+    with torch.device("meta"):
+        rows = torch.ones(2 * hvd.size(), 2, device="cpu", requires_grad=True)
+        hvd.allgather(rows).sum().backward()
+        _, counts = hvd.alltoall(rows.detach(), [2] * hvd.size())
+    assert counts.tolist() == [2] * hvd.size()
+    assert all(parameter.isfinite().all() for parameter in model.parameters())

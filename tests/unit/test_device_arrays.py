@@ -542,6 +542,7 @@ def test_the_driver_asks_the_runtime(runtime: Runtime) -> None:
         ("ipcOpenMemHandle", b"h"),
         ("malloc", 4 << 20),
         ("eventCreateWithFlags", 6),
+        ("deviceSynchronize",),
         ("free", 7),
         ("ipcCloseMemHandle", 8),
         ("hostRegister", 4096, 100, 3),
@@ -757,3 +758,19 @@ def test_a_thread_without_a_gpu_takes_that_of_the_driver(runtime: Runtime) -> No
     runtime.log.clear()
     driver.allocate(1)
     assert runtime.log == [("setDevice", 2), ("malloc", 2 << 20)]
+
+
+def test_a_kernel_that_two_threads_ask_for_is_one(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> None:
+    """The function that was given first stays: its module would be unloaded with it, maybe while it runs."""
+    driver = cuda_driver(0)
+    functions: list[object] = []
+
+    def compile_twice(family: str, name: str) -> object:
+        if not functions:
+            functions.append(None)
+            functions.append(driver.kernel(family, name))  # another thread, quicker
+        return object()
+
+    monkeypatch.setattr(driver, "_compile", compile_twice)
+    assert driver.kernel("shots", "x") is functions[1]
+    assert driver.kernel("shots", "x") is functions[1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -406,8 +405,20 @@ class Recorded:
 def cupy_with(version: str, unique_id: Any, **attributes: Any) -> tuple[Any, Any, type[Recorded]]:
     """Return modules in the shape of CuPy and its NCCL, and the class of the communicators."""
     made = type("NcclCommunicator", (Recorded,), {"calls": [], **attributes})
-    device = lambda number: threading.Lock()  # noqa: E731 - something to stand behind `with`
-    cupy = SimpleNamespace(__version__=version, cuda=SimpleNamespace(Device=device))
+
+    class Device:
+        """Something to stand behind `with`."""
+
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def use(self) -> None: ...
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: object) -> None: ...
+
+    cupy = SimpleNamespace(__version__=version, cuda=SimpleNamespace(Device=Device))
     library = SimpleNamespace(
         available=True, get_version=lambda: 22705, get_unique_id=lambda: unique_id, NcclCommunicator=made
     )

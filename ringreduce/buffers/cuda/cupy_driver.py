@@ -109,6 +109,7 @@ class CupyDriver:
         return address
 
     def free(self, address: int) -> None:
+        self.synchronize_device()  # which `cudaFree` may do or not
         self._ask(self._runtime.free, address)
 
     def export(self, address: int) -> bytes:
@@ -184,7 +185,9 @@ class CupyDriver:
     def kernel(self, family: str, name: str) -> Kernel:
         found = self._kernels.get((family, name))
         if found is None:
-            found = self._kernels[family, name] = _CupyKernel(self, self._compile(family, name))
+            # Of two threads that compile it the second throws its own away: a module is unloaded with its functions,
+            # and the first may be running already.
+            found = self._kernels.setdefault((family, name), _CupyKernel(self, self._compile(family, name)))
         return found
 
     def _compile(self, family: str, name: str) -> Any:
