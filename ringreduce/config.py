@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -15,7 +16,7 @@ __all__ = [
     "VERSION",
     "Config",
     "gpu_switches",
-    "ignored_horovod_variables",
+    "ignored_variables",
     "launched_rank",
     "parse_nbytes",
 ]
@@ -24,6 +25,9 @@ __all__ = [
 VERSION = "0.1.0"
 
 _T = TypeVar("_T")
+
+#: Variables of ours that are not settings: the name of a host that is simulated, the time limit of a test.
+_ELSEWHERE = {"RINGREDUCE_HOST", "RINGREDUCE_TEST_TIMEOUT"}
 
 #: Where launchers say how many ranks they started: Open MPI, PMI (MPICH, Intel MPI), MVAPICH, Slurm, PALS, Flux, jsrun.
 LAUNCHER_SIZES = (
@@ -157,10 +161,33 @@ class Config:
         )
 
 
-def ignored_horovod_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the names of Horovod's variables that are set and mean nothing here, sorted."""
-    known = HOROVOD.keys() | _HOROVOD_ALWAYS
-    return sorted(name for name, text in environ.items() if name.startswith("HOROVOD_") and text and name not in known)
+def ignored_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the names of our variables and of Horovod's that are set and mean nothing here; for people, sorted."""
+    known = {"HOROVOD_": {*HOROVOD, *_HOROVOD_ALWAYS}, "RINGREDUCE_": _our_variables() | _ELSEWHERE}
+    return sorted(
+        _guess(name, prefix, meant)
+        for prefix, meant in known.items()
+        for name, text in environ.items()
+        if name.startswith(prefix) and text and name not in meant
+    )
+
+
+def _our_variables() -> set[str]:
+    """Return the names of our variables: those that are looked for where settings are read."""
+    asked: set[str] = set()
+
+    class Nothing(dict[str, str]):
+        def get(self, name: str, default: object = None) -> str:
+            asked.add(name)
+            return ""
+
+    Config.from_environ(Nothing())
+    return asked
+
+
+def _guess(name: str, prefix: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name.removeprefix(prefix), [each.removeprefix(prefix) for each in known], 1, 0.75)
+    return f"{name} (did you mean {prefix}{close[0]}?)" if close else name
 
 
 def launched_rank(environ: Mapping[str, str] = os.environ) -> int:

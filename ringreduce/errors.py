@@ -63,7 +63,7 @@ class MismatchError(CollectiveError, ValueError):
         for rank, value in self.values.items():
             groups.setdefault(value, []).append(rank)
         lines = (f"  {name_ranks(ranks)}: {value}" for value, ranks in groups.items())
-        super().__init__("the ranks called different collectives:\n" + "\n".join(lines))
+        super().__init__("the ranks disagree:\n" + "\n".join(lines))
 
     def __reduce__(self) -> tuple[type[MismatchError], tuple[dict[int, str]]]:
         return type(self), (self.values,)

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from traceback import format_exception
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast, overload
 
@@ -21,7 +22,7 @@ import numpy.typing as npt
 from ringreduce.algorithms import Collective, names
 from ringreduce.autotune import Key, Table
 from ringreduce.communicator import Communicator
-from ringreduce.config import VERSION, Config, ignored_horovod_variables
+from ringreduce.config import VERSION, Config, ignored_variables
 from ringreduce.errors import ConfigError, MismatchError
 from ringreduce.instruments import Instruments
 from ringreduce.metrics import Metrics
@@ -117,9 +118,9 @@ def init(
     if settings.algorithm is not None and settings.algorithm not in (*names(Collective.ALLREDUCE), VENDOR, NCCL):
         known = ", ".join((*names(Collective.ALLREDUCE), VENDOR, NCCL))
         raise ConfigError(f"RINGREDUCE_ALGORITHM={settings.algorithm!r} in the environment: expected one of {known}")
-    ignored = ignored_horovod_variables()
+    ignored = ignored_variables()
     if ignored and messages.rank == 0:
-        _log.warning("these variables of Horovod have no meaning here: %s", ", ".join(ignored))
+        _log.warning("these variables have no meaning here: %s", ", ".join(ignored))
     parts = connect(make, settings)
     _use_table(messages, parts, settings)
     _messages, _world, _clock, _timelines = messages, parts.communicator, Clock.agree(messages), 0
@@ -475,9 +476,12 @@ def _end_job_on_exceptions() -> None:
 
     def end_job(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         is_rank = os.getpid() == _process
-        if is_rank:
-            sys.stderr.write(f"ringreduce: rank {mpi.world().rank} of {mpi.world().size} failed; ending the job\n")
-        previous(kind, error, traceback)
+        if is_rank and previous is sys.__excepthook__:
+            # In one piece, as the ranks write to one place.
+            failed = f"ringreduce: rank {mpi.world().rank} of {mpi.world().size} failed; ending the job\n"
+            sys.stderr.write(failed + "".join(format_exception(kind, error, traceback)))
+        else:
+            previous(kind, error, traceback)
         sys.stdout.flush()
         sys.stderr.flush()
         if _timeline is not None:

@@ -174,7 +174,7 @@ def explain(collective: str, minbytes: int, maxbytes: int | None, stepfactor: in
     if device != "cpu":
         ringreduce.empty(0, device=device)  # the first use, in which the ranks find out what they share
     if ringreduce.rank() == 0:
-        for nbytes in sizes(minbytes, last, None, stepfactor):
+        for nbytes in sorted({*sizes(minbytes, last, None, stepfactor), last}):
             reason = ringreduce.explain(nbytes, native_dtype(TYPES[datatype]), collective, device=device)
             click.echo(f"{format_nbytes(nbytes):>10}  {reason}")
 

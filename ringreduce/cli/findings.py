@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ringreduce.buffers.cuda.arrays import INSTALL, install_command
 from ringreduce.cli.facts import LIBRARIES, ROOT_ALLOWED, Facts, clash, family
-from ringreduce.config import HOROVOD, Config, ignored_horovod_variables
+from ringreduce.config import ignored_variables
 from ringreduce.errors import name_ranks
 from ringreduce.transport.nccl import version_text
 
@@ -20,7 +19,7 @@ LEVELS = ("ok", "warning", "problem")
 _SMALL_SHM_NBYTES = 64 << 20  # what container engines give where nobody asks for more
 #: The warnings of `ringreduce.init` that are findings of their own, by how they begin.
 _NO_MEMORY, _NO_TABLE = "no shared memory between ranks", "going on without a tuning table"
-_KNOWN_WARNINGS = (_NO_MEMORY, _NO_TABLE, "these variables of Horovod", "the launcher started")
+_KNOWN_WARNINGS = (_NO_MEMORY, _NO_TABLE, "these variables have no meaning here", "the launcher started")
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,31 +291,11 @@ def _variables(facts: Facts) -> Finding | None:
     theirs = {name: text for name, text in facts.environ.items() if name.startswith("HOROVOD_") and text}
     if not ours and not theirs:
         return Finding("settings", "no RINGREDUCE_* or HOROVOD_* variable is set")
-    known = _known_variables()
     text = ", ".join(f"{name}={text}" for name, text in sorted({**ours, **theirs}.items()))
-    unknown = [_guess(name, known) for name in sorted(ours.keys() - known)]
-    unknown += [_guess(name, HOROVOD) for name in ignored_horovod_variables(theirs)]
+    unknown = ignored_variables({**ours, **theirs})
     if unknown:
         return Finding("settings", text, "warning", f"These mean nothing here: {', '.join(unknown)}.")
     return Finding("settings", text)
-
-
-def _guess(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), 1, 0.75)
-    return f"{name} (did you mean {close[0]}?)" if close else name
-
-
-def _known_variables() -> set[str]:
-    """Return the names of our variables: those that are looked for where settings are read."""
-    asked: set[str] = set()
-
-    class Nothing(dict[str, str]):
-        def get(self, name: str, default: object = None) -> str:
-            asked.add(name)
-            return ""
-
-    Config.from_environ(Nothing())
-    return {name for name in asked if name.startswith("RINGREDUCE_")}
 
 
 def _timeouts(ranks: Sequence[Facts]) -> Finding:

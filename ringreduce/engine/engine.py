@@ -596,7 +596,10 @@ class Engine:
 
     def _end_lost(self, rank: int) -> None:
         for operation in self._take_all():
-            reason = f"it has shut down; this rank waits for {operation.name!r}"
+            reason = (
+                f"it has shut down; this rank waits for {operation.name!r} (a rank that has no more data calls join(), "
+                "and the others go on without it)"
+            )
             self._end_with([operation], PeerLostError(rank, reason))
 
     def _end_all(self, error: BaseException) -> None:

@@ -20,6 +20,7 @@ from ringreduce.torch.prepared import (
     prepare_broadcast,
     prepare_reducescatter,
     require_linear,
+    require_tensors,
     scaled,
 )
 
@@ -186,6 +187,7 @@ def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
 
 def _backward_name(name: str | None, tensors: Tensors, process_set: ProcessSet) -> str:
     """Return what the backward pass calls its operation: the passes of several operations may come in any order."""
+    require_tensors(*tensors)
     if name is not None:
         return f"gradient of {name}"
     if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):

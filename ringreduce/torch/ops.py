@@ -59,6 +59,7 @@ from ringreduce.torch.prepared import (
     prepare_reducescatter,
     require_linear,
     require_rows,
+    require_tensors,
     without_graph,
 )
 
@@ -192,9 +193,10 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start what `allreduce` does; its result is a new tensor."""
-    outputs = [torch.empty_like(tensor)]
+    source = without_graph(tensor)
+    outputs = [torch.empty_like(source)]
     how = _op(op, average), prescale_factor, postscale_factor
-    return prepare_allreduce([without_graph(tensor)], outputs, name, *how, process_set, lambda: outputs[0]).submit()
+    return prepare_allreduce([source], outputs, name, *how, process_set, lambda: outputs[0]).submit()
 
 
 def allreduce_(
@@ -246,6 +248,7 @@ def grouped_allreduce(
     The other arguments are those of `allreduce`.
     """
     how = _op(op, average), prescale_factor, postscale_factor, _wire(compression)
+    require_tensors(*tensors)
     sent, contexts = zip(*map(compression.compress, tensors), strict=True) if tensors else ((), ())
     reduced = differentiable.allreduce(sent, name, *how, process_set)
     return [compression.decompress(each, context) for each, context in zip(reduced, contexts, strict=True)]
@@ -261,11 +264,10 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start what `grouped_allreduce` does; its result is a list of new tensors."""
-    outputs = [torch.empty_like(each) for each in tensors]
+    sources = [without_graph(each) for each in tensors]
+    outputs = [torch.empty_like(each) for each in sources]
     how = _op(op, average), prescale_factor, postscale_factor
-    return prepare_allreduce(
-        [without_graph(each) for each in tensors], outputs, name, *how, process_set, lambda: outputs
-    ).submit()
+    return prepare_allreduce(sources, outputs, name, *how, process_set, lambda: outputs).submit()
 
 
 def grouped_allreduce_(
@@ -315,6 +317,7 @@ def sparse_allreduce_async(
     Returns:
         A function that waits and returns the coalesced tensor, which `synchronize` takes as well.
     """
+    require_tensors(tensor)
     if not tensor.is_sparse:
         raise UnsupportedBufferError("sparse_allreduce_async takes sparse COO tensors; use allreduce for dense ones")
     op = ReduceOp.parse(op)
@@ -359,7 +362,7 @@ def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start what `allgather` does."""
-    return prepare_allgather([tensor.detach()], name, process_set, lambda gathered: gathered[0]).submit()
+    return prepare_allgather([without_graph(tensor)], name, process_set, lambda gathered: gathered[0]).submit()
 
 
 def grouped_allgather(
@@ -373,7 +376,8 @@ def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start what `grouped_allgather` does."""
-    return prepare_allgather([each.detach() for each in tensors], name, process_set, lambda gathered: gathered).submit()
+    sources = [without_graph(each) for each in tensors]
+    return prepare_allgather(sources, name, process_set, lambda gathered: gathered).submit()
 
 
 # ---- broadcast ----
@@ -397,7 +401,7 @@ def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start what `broadcast` does."""
-    return prepare_broadcast(tensor.detach(), None, process_set.rank_of(root_rank), name, process_set).submit()
+    return prepare_broadcast(without_graph(tensor), None, process_set.rank_of(root_rank), name, process_set).submit()
 
 
 def broadcast_(
@@ -449,7 +453,7 @@ def alltoall_async(
 ) -> Handle:
     """Start what `alltoall` does."""
     rows = _splits(tensor, splits, process_set)
-    return prepare_alltoall(tensor.detach(), rows, name, process_set, alone=splits is None).submit()
+    return prepare_alltoall(without_graph(tensor), rows, name, process_set, alone=splits is None).submit()
 
 
 # ---- reducescatter ----
@@ -485,7 +489,7 @@ def reducescatter_async(
 ) -> Handle:
     """Start what `reducescatter` does."""
     how = op, prescale_factor, postscale_factor
-    return prepare_reducescatter([tensor.detach()], name, *how, process_set, lambda parts: parts[0]).submit()
+    return prepare_reducescatter([without_graph(tensor)], name, *how, process_set, lambda parts: parts[0]).submit()
 
 
 def grouped_reducescatter(
@@ -500,6 +504,7 @@ def grouped_reducescatter(
     """Reduce and scatter several tensors as one operation; see `reducescatter`. Collective."""
     if (wire := _wire(compression)) is not None:
         raise ConfigError(f"reducescatter does not travel in {wire}; use Compression.none, fp16 or bf16")
+    require_tensors(*tensors)
     sent, contexts = zip(*map(compression.compress, tensors), strict=True) if tensors else ((), ())
     how = op, prescale_factor, postscale_factor
     parts = differentiable.reducescatter(sent, name, *how, process_set)
@@ -517,7 +522,7 @@ def grouped_reducescatter_async(
     """Start what `grouped_reducescatter` does."""
     how = op, prescale_factor, postscale_factor
     return prepare_reducescatter(
-        [each.detach() for each in tensors], name, *how, process_set, lambda parts: parts
+        [without_graph(each) for each in tensors], name, *how, process_set, lambda parts: parts
     ).submit()
 
 

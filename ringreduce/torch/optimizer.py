@@ -442,7 +442,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _require_agreement(self) -> None:
         op = Adasum if self._adasum else self._op.value
-        options = {"op": op} | self._buckets.options(self._parameters())
+        options = {"op": op, "backward_passes_per_step": self.backward_passes_per_step}
+        options |= self._buckets.options(self._parameters())
         require_same_tensors(
             self._communicator, "DistributedOptimizer", self._named_parameters(), devices=True, options=options
         )

@@ -36,6 +36,7 @@ __all__ = [
     "prepare_reducescatter",
     "require_linear",
     "require_rows",
+    "require_tensors",
     "scaled",
     "without_graph",
 ]
@@ -340,7 +341,8 @@ def _check(process_set: ProcessSet, sources: Tensors, targets: Tensors = ()) -> 
 
 
 def require_rows(tensors: Tensors, what: str) -> None:
-    """Raise `UnsupportedBufferError` unless all tensors have a first dimension."""
+    """Raise `UnsupportedBufferError` unless all are tensors that have a first dimension."""
+    require_tensors(*tensors)
     if any(each.dim() == 0 for each in tensors):
         raise UnsupportedBufferError(f"{what} needs tensors with at least one dimension, got a scalar")
 
@@ -402,8 +404,18 @@ def averaged(total: torch.Tensor, size: int) -> torch.Tensor:
     return torch.div(total, size, rounding_mode="trunc" if whole else None)
 
 
+def require_tensors(*tensors: object) -> None:
+    """Raise `UnsupportedBufferError` unless all are tensors."""
+    for each in tensors:
+        if not isinstance(each, torch.Tensor):
+            raise UnsupportedBufferError(
+                f"expected a torch tensor, got {type(each).__name__}; ringreduce itself takes NumPy arrays"
+            )
+
+
 def without_graph(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor itself if it can be, because calls that are repeated with the same object are fastest."""
+    require_tensors(tensor)
     return tensor.detach() if tensor.requires_grad else tensor
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 import ringreduce as rr
@@ -163,3 +165,24 @@ def test_gradients_of_a_loss_over_gathered_outputs() -> None:
     together = of_rank(50, (3, 2)).requires_grad_()
     loss(hvd.allgather(inputs[rr.rank()] @ together)).backward()
     torch.testing.assert_close(hvd.allreduce(together.grad), alone.grad)
+
+
+@pytest.mark.parametrize("wrong", [[1.0, 2.0], np.ones(3), None, 1.0], ids=lambda wrong: type(wrong).__name__)
+def test_what_is_no_tensor_is_refused(wrong: Any) -> None:
+    """At the call, by every function, with an error that says what it takes; nothing is sent."""
+    blocking = hvd.allgather, hvd.alltoall, hvd.reducescatter, hvd.allreduce, hvd.allreduce_
+    started = (
+        hvd.allgather_async,
+        hvd.alltoall_async,
+        hvd.reducescatter_async,
+        hvd.allreduce_async,
+        hvd.allreduce_async_,
+    )
+    grouped = (hvd.grouped_allgather, hvd.grouped_reducescatter, hvd.grouped_allreduce, hvd.grouped_allreduce_)
+    from_root = (hvd.broadcast, hvd.broadcast_, hvd.broadcast_async, hvd.broadcast_async_)
+    calls = [partial(each, wrong) for each in (*blocking, *started, hvd.sparse_allreduce_async)]
+    calls += [partial(each, [torch.ones(2), wrong]) for each in grouped]
+    calls += [partial(each, wrong, 0) for each in from_root]
+    for call in calls:
+        with pytest.raises(rr.UnsupportedBufferError, match=f"expected a torch tensor, got {type(wrong).__name__}"):
+            call()

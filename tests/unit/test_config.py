@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringreduce.config import HOROVOD, Config, gpu_switches, ignored_horovod_variables, launched_rank, parse_nbytes
+from ringreduce.config import HOROVOD, Config, gpu_switches, ignored_variables, launched_rank, parse_nbytes
 from ringreduce.errors import ConfigError
 
 VARIABLES = {
@@ -199,8 +199,10 @@ def test_variables_of_horovod_without_meaning() -> None:
         "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
         "HOME": "/",
     }
-    assert ignored_horovod_variables(environ) == ["HOROVOD_CYCLE_TIME", "HOROVOD_TORUS_ALLREDUCE"]
-    assert ignored_horovod_variables({}) == []
+    assert ignored_variables(environ) == ["HOROVOD_CYCLE_TIME", "HOROVOD_TORUS_ALLREDUCE"]
+    ours = {"RINGREDUCE_TIMEOT": "5", "RINGREDUCE_TIMEOUT": "5", "RINGREDUCE_XYZ": "1", "RINGREDUCE_HOST": "a"}
+    assert ignored_variables(ours) == ["RINGREDUCE_TIMEOT (did you mean RINGREDUCE_TIMEOUT?)", "RINGREDUCE_XYZ"]
+    assert ignored_variables({}) == []
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,13 @@ ALONE = [
     ("/dev/shm", {"shm_nbytes": 0}, "warning", "none", "--shm-size=1g"),
     ("/dev/shm", {"shm_nbytes": 64 << 20}, "warning", "64 MiB", "--shm-size=1g"),
     ("start", {"world": World(complaint="no way")}, "problem", "no way", "ringreduce.init() fails"),
-    ("start", {"world": World(said=("something", "these variables of Horovod"))}, "warning", "something", "the log"),
+    (
+        "start",
+        {"world": World(said=("something", "these variables have no meaning here"))},
+        "warning",
+        "something",
+        "the log",
+    ),
     ("settings", {}, "ok", "no RINGREDUCE_* or HOROVOD_* variable is set", ""),
     ("settings", {"environ": {"RINGREDUCE_TIMEOUT": "5"}}, "ok", "RINGREDUCE_TIMEOUT=5", ""),
     (

@@ -750,7 +750,7 @@ def test_collectives_go_on_after_what_all_ranks_raised(monkeypatch: pytest.Monke
         assert found[0].detail == "wrong: double max of 7: ValueError: of rank and file"
     who = {1}
     first, second = on_gpu(2, work)
-    assert "the ranks called different collectives" in first
+    assert "the ranks disagree" in first
     assert second.endswith("this one: ValueError: of rank and file")
 
 
