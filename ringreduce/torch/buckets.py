@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
+import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import is_dataclass
 from time import perf_counter
@@ -55,6 +56,8 @@ _log = logging.getLogger(__name__)
 # its dimensions are.
 _NONE, _DENSE, _SPARSE, _UNSUPPORTED = 0, 1, 2, 255
 
+
+_SIGNATURE_NBYTES = 8
 
 _WRONG_GUESSES = 3  # steps in a row in which something was reduced too early, after which nothing more is
 
@@ -406,8 +409,16 @@ class GradientBuckets:
             mine = bytes(self._state(parameter) for parameter in parameters) + bytes(wrong)
         else:
             mine = bytes(len(parameters) + len(self._buckets))
+        nstates = len(mine)
+        if self._steps == 0:
+            mine += _signature_of(parameters) if contributing else bytes(_SIGNATURE_NBYTES)
         everyone = self._exchange(mine)
-        found, anywhere_wrong = everyone[: len(parameters)], everyone[len(parameters) :]
+        if self._steps == 0 and not _all_alike(everyone[nstates:]) and self._communicator.rank == 0:
+            _log.warning(
+                "the ranks begin with different weights, and will end with different ones; call broadcast_parameters("
+                "model.state_dict(), root_rank=0) before the first step"
+            )
+        found, anywhere_wrong = everyone[: len(parameters)], everyone[len(parameters) : nstates]
         if (found == _UNSUPPORTED).any():
             name = self._name_of(parameters[int((found == _UNSUPPORTED).argmax())])
             raise UnsupportedBufferError(
@@ -477,6 +488,26 @@ class GradientBuckets:
                 self._early[bucket] = EarlyReduction(bucket, self._communicator)
                 self._early[bucket].watch(weakref.WeakMethod(self._start_early))
             bucket.collect_at_once()
+
+
+def _signature_of(parameters: Sequence[torch.Tensor]) -> bytes:
+    """Return a checksum of the values, and its complement.
+
+    Of either, the largest bytes of all ranks are complements, too, only if the checksums are equal.
+    """
+    checksum = 0
+    for parameter in parameters:
+        if parameter.layout is torch.strided:
+            values = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            checksum = zlib.crc32(values.numpy().data, checksum)
+    said = checksum.to_bytes(_SIGNATURE_NBYTES // 2, "little")
+    return said + bytes(255 - each for each in said)
+
+
+def _all_alike(largest: npt.NDArray[np.uint8]) -> bool:
+    """Whether these are the largest bytes of equal results of `_signature_of`."""
+    said, complement = largest.astype(np.int32).reshape(2, -1)
+    return bool((said + complement == 255).all())
 
 
 def _overridden(compression: type[Compressor] | BucketCompression) -> bool:

@@ -43,7 +43,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     It is a `torch.optim.Optimizer` for learning-rate schedulers and everything else that asks, and shares parameter
     groups, state, defaults and hooks with the wrapped optimizer, so that either can be used in the other's place for
     all but `step`. Every rank ends a step with the same weights, bit by bit, if it began with the same ones: call
-    `broadcast_parameters` first.
+    `broadcast_parameters` first. (Whether the ranks did is looked at in the first step, and a warning tells if not.)
 
     Gradients of any number of backward passes add up locally until `step` reduces them, once. If only some ranks have
     a gradient for a parameter, the others count as zeros; if none has, it becomes zeros as in Horovod, or stays None
