@@ -133,6 +133,8 @@ def join(device: int = -1) -> int:
 
     Allreduces of the others go on without this rank: it counts for nothing in sums, products, minima and maxima, and
     averages are over the ranks that are left. Other operations raise a `MismatchError` on the ranks that submit them.
+    An optimizer's steps of the others leave this rank's weights as they are: afterwards, broadcast those of the rank
+    that joined last.
 
     Args:
         device: without meaning here, taken for Horovod's sake.
