@@ -48,10 +48,17 @@ class _WorldGroup(click.Group):
         return _leave(status if isinstance(status, int) else 0)
 
 
-@click.group(cls=_WorldGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.group(
+    cls=_WorldGroup,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)
 @click.version_option(ringreduce.__version__, prog_name="ringreduce")
-def main() -> None:
+@click.pass_context
+def main(context: click.Context) -> None:
     """Collectives between the ranks of an MPI job: measure them and see what runs."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
 
 
 main.add_command(commands.bench)

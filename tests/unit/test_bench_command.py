@@ -104,7 +104,7 @@ def test_wrong_use_is_one_line(arguments: list[str], complaint: str):
 
 def test_explain_says_what_would_run():
     """One line or more per size, each beginning with the size."""
-    result = invoke("explain", "-b", "4K", "-e", "64M", "-f", "128")
+    result = invoke("explain", "-b", "4K", "-e", "64M", "-f", "256")
     assert result.exit_code == 0, result.output
     assert [line.split("  ")[0].strip() or line.split()[0] for line in result.stdout.splitlines()]
     assert "4 KiB" in result.stdout
@@ -119,6 +119,14 @@ def test_help(command: list[str]):
     assert "Usage: python -m ringreduce" in result.stdout
     assert max(len(line) for line in result.stdout.splitlines()) <= 120
     assert not ringreduce.is_initialized()
+
+
+def test_without_a_command_there_is_help():
+    """Nobody did anything wrong who only wants to see what there is."""
+    result = invoke()
+    assert result.exit_code == 0
+    assert result.stdout == invoke("--help").stdout
+    assert result.stderr == ""
 
 
 def test_no_option_is_without_help():
