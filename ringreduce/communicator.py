@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import wraps
 from math import prod
+from operator import index
 from time import perf_counter
-from typing import Any, TypeVar, cast, overload
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -56,23 +56,9 @@ __all__ = ["Communicator"]
 
 _REMEMBERED = 4096  # kinds of calls
 
+_BARRIER = "barrier"
+
 _WHOLE = "arrays go through host memory, whole"
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def _counting_refusals(method: _Method) -> _Method:
-    """Take note of calls that this rank refuses before it meets the others; see `Board.refused`."""
-
-    @wraps(method)
-    def counting(self: Communicator, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(self, *args, **kwargs)
-        except (ConfigError, UnsupportedBufferError):
-            self._context.board.refused += 1
-            raise
-
-    return cast("_Method", counting)
 
 
 class Communicator:
@@ -94,10 +80,14 @@ class Communicator:
 
     All methods raise, besides what they list:
 
-    * `UnsupportedBufferError`: an array cannot be used. Raised on the rank that has it, before anything moves.
+    * `UnsupportedBufferError`: an array cannot be used. Raised on the rank that has it, before anything moves; the
+      other ranks get a `MismatchError` with the reason. So it is with every argument that a rank finds wrong: it meets
+      the others all the same, to tell them, and all have that call behind them.
     * `MismatchError`: the ranks' calls disagree. Raised on all ranks, before any of the user's data moves; only between
       nodes, where two calls that were both made before are confused, may an array that is reduced in place be partly
-      reduced, and a rank that needed nothing from the others learn of it in its next call.
+      reduced. It says whether the ranks are in step; if not, all later calls raise a `TransportError`.
+    * `ConfigError`: another call is under way in this process: on another thread, or below the signal handler that
+      makes this one.
     * `CollectiveTimeoutError`, `PeerLostError`, `TransportError`: a peer did not take part. The contents of results
       are undefined then.
     * `ShutdownError`: the world was shut down.
@@ -122,7 +112,9 @@ class Communicator:
         self._table: Table | None = None
         self._closed = False
         self._failure: BaseException | None = None
-        self._quiet = quiet_context()
+        self._quiet = quiet_context()  # it can be entered only once at a time, and so keeps calls apart
+        self._calls = context.calls
+        self._behind = 0  # so many calls had been begun when the present one came in
         self.gpu = Gpu(context, cuda_driver, cupy_nccl)
         self.instruments = context.instruments
         self.tallies = {each.value: Tally() for each in Collective}
@@ -194,11 +186,7 @@ class Communicator:
             ConfigError: no such op, algorithm or format, or they do not go together or cannot run here.
             UnsupportedBufferError: a wire format was asked for, and the array is not of floats.
         """
-        if deterministic:
-            algorithm = self._deterministically(algorithm, wire)
-        if wire is not None:
-            return self._allreduce_in_format(array, wire, op, out, algorithm, feedback)
-        if out is array:
+        if out is array and not (deterministic or wire):
             bound = self._bound.get(id(array))
             if (
                 bound is not None
@@ -212,6 +200,7 @@ class Communicator:
                 try:
                     self._quiet.run(bound.run, array)
                 except BaseException as error:
+                    _require_alone(error)
                     self._failed(error)
                     raise
                 reduced = self._reduced
@@ -219,9 +208,8 @@ class Communicator:
                 reduced.nbytes += bound.nbytes
                 reduced.seconds += perf_counter() - started
                 return array
-        return self._allreduce_unbound(array, op, out, algorithm)
+        return self._call("allreduce", self._allreduce_anew, array, op, out, algorithm, deterministic, wire, feedback)
 
-    @_counting_refusals
     def reduce_scatter(
         self, array: Any, op: ReduceOp | str = SUM, *, out: Any = None, algorithm: str | None = None
     ) -> Any:
@@ -236,22 +224,8 @@ class Communicator:
             algorithm: as for `allreduce`.
             out: room for this rank's part; None: a new array.
         """
-        op = ReduceOp.parse(op)
-        source = operand_of(array)
-        _require_rows(source, "reduce_scatter")
-        rows = Partition.first_larger(source.shape[0], self.size).segment
-        row = prod(source.shape[1:])
-        shape = (rows[self.rank].stop - rows[self.rank].start, *source.shape[1:])
-        out, target = self._result(array, source, shape, out)
-        counts = [(part.stop - part.start) * row for part in rows]
-        choice, signature = self._choose(Collective.REDUCE_SCATTER, source, algorithm, op.value, shape=source.shape)
-        running = self._running(Collective.REDUCE_SCATTER, choice.algorithm, source.nbytes)
-        with running, self._on_host(source, target) as (given, taken), _flat_target(taken) as flat:
-            reduce_scatter = self._moves.reduce_scatter
-            self._quiet.run(reduce_scatter, given.flat(), given.dtype, counts, flat, op, choice, signature)
-        return out
+        return self._call("reduce_scatter", self._reduce_scatter, array, op, out, algorithm)
 
-    @_counting_refusals
     def allgather(self, array: Any, *, algorithm: str | None = None) -> Any:
         """Concatenate the ranks' arrays along the first dimension, in rank order; every rank gets all of it.
 
@@ -260,19 +234,8 @@ class Communicator:
                 must agree.
             algorithm: as for `allreduce`.
         """
-        source = operand_of(array)
-        _require_rows(source, "allgather")
-        rows = self._exchange_counts([source.shape[0]], source, Collective.ALLGATHER)[:, 0]
-        out, target = _new_result(array, source, (int(rows.sum()), *source.shape[1:]))
-        row = prod(source.shape[1:])
-        counts = [int(each) * row for each in rows]
-        choice, signature = self._choose(Collective.ALLGATHER, source, algorithm, shape=_any_rows(source))
-        running = self._running(Collective.ALLGATHER, choice.algorithm, target.nbytes)
-        with running, self._on_host(source, target) as (given, taken):
-            self._moves.allgather(given.flat(), counts, taken.flat(), choice, signature)
-        return out
+        return self._call("allgather", self._allgather, array, algorithm)
 
-    @_counting_refusals
     def broadcast(self, array: Any, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> Any:
         """Give every rank the root's array.
 
@@ -285,22 +248,8 @@ class Communicator:
         Raises:
             ConfigError: there is no such rank.
         """
-        if not 0 <= root < self.size:
-            raise ConfigError(f"root must be a rank, 0 to {self.size - 1}, got {root}")
-        source = operand_of(array)
-        out, target = self._result(array, source, source.shape, out)
-        am_root = self.rank == root
-        choice, signature = self._choose(Collective.BROADCAST, source, algorithm, f"root {root}", shape=source.shape)
-        running = self._running(Collective.BROADCAST, choice.algorithm, source.nbytes)
-        lent = self._on_host(source, target, fetch=am_root, store=not am_root or source is not target)
-        with running, lent as (given, taken):
-            if am_root and not _same(given, taken):
-                np.copyto(taken.view, given.view)
-            with _flat_target(taken) as flat:
-                self._moves.broadcast(flat, root, choice, signature)
-        return out
+        return self._call("broadcast", self._broadcast, array, root, out, algorithm)
 
-    @_counting_refusals
     def alltoall(self, array: Any, splits: Sequence[int] | None = None, *, algorithm: str | None = None) -> Any:
         """Send a part of one's array to every rank; get one's part of theirs.
 
@@ -316,27 +265,29 @@ class Communicator:
         Raises:
             ConfigError: the splits do not add up to the rows, or the rows do not divide equally.
         """
-        source = operand_of(array)
-        _require_rows(source, "alltoall")
-        mine = _check_splits(splits, source.shape[0], self.size)
-        rows = self._exchange_counts(mine, source, Collective.ALLTOALL)
-        received = rows[:, self.rank]
-        out, target = _new_result(array, source, (int(received.sum()), *source.shape[1:]))
-        choice, signature = self._choose(Collective.ALLTOALL, source, algorithm, shape=_any_rows(source))
-        running = self._running(Collective.ALLTOALL, choice.algorithm, source.nbytes)
-        with running, self._on_host(source, target) as (given, taken):
-            row = prod(source.shape[1:])
-            self._moves.alltoall(given.flat(), rows * row, taken.flat(), choice, signature)
-        return out if splits is None else (out, received.tolist())
+        return self._call("alltoall", self._alltoall, array, splits, algorithm)
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
-        self._require_open()
-        try:
-            self._context.barrier()
-        except BaseException as error:
-            self._failed(error)
-            raise
+        self._call("barrier", self._barrier)
+
+    def meet(self, text: str) -> None:
+        """Return when every rank has called it with this text: before a call that is made of several collectives.
+
+        Args:
+            text: what is called, with all that must agree: the name, and the rest in brackets.
+        """
+        self._call(text.partition("(")[0], self._meet, text)
+
+    def refuse(self, name: str, error: Exception) -> None:
+        """Meet the others in place of a call of this name, made of several collectives, that this rank cannot make.
+
+        Args:
+            name: of the call; what it begins with is `meet`.
+            error: why.
+        """
+        if not self._closed and self._failure is None:
+            self._quiet.run(self._refuse, f"{name}(refused: {error})", error)
 
     # ---- buffers, choices ----
 
@@ -474,7 +425,7 @@ class Communicator:
         Args:
             error: why; the errors of those calls say so.
         """
-        self._failure = self._failure or error
+        self._fail_for_good(error)
 
     def close(self) -> None:
         """Give everything back; collectives raise `ShutdownError` from here on. Collective, and safe to call twice."""
@@ -492,20 +443,133 @@ class Communicator:
 
     # ---- inside ----
 
-    @_counting_refusals
-    def _deterministically(self, algorithm: str | None, wire: str | None) -> str:
-        """Return the algorithm of a deterministic allreduce, unless something else is asked for as well."""
-        if algorithm is not None or wire is not None:
-            given = f"wire={wire!r}" if algorithm is None else f"algorithm={algorithm!r}"
-            raise ConfigError(f"give deterministic=True or {given}, not both")
-        return selection.DETERMINISTIC
+    def _call(self, collective: str, carry_out: Callable[..., Any], *arguments: Any) -> Any:
+        """Make a call that the program asks for, unless another one is under way."""
+        try:
+            return self._quiet.run(self._carry_out, collective, carry_out, arguments)
+        except RuntimeError as error:
+            _require_alone(error)
+            raise
 
-    @_counting_refusals
-    def _allreduce_unbound(self, array: Any, op: ReduceOp | str, out: Any, algorithm: str | None) -> Any:
+    def _carry_out(self, collective: str, carry_out: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        self._behind = self._calls.number
+        try:
+            return carry_out(*arguments)
+        except Exception as error:
+            if self._may_refuse(error):
+                self._refuse(f"{collective}(refused: {error})", error)
+            raise
+
+    def _may_refuse(self, error: BaseException | None) -> bool:
+        """Return whether the other ranks do not know yet that this one is in a call, which has failed here alone."""
+        begun = self._calls.number != self._behind
+        return isinstance(error, Exception) and not (begun or self._closed or self._failure is not None)
+
+    def _refuse(self, reason: str, error: Exception) -> None:
+        """Meet the others in a call that this rank cannot make, so that it ends for all of them."""
+        if self.size == 1:
+            return
+        try:
+            self._context.refuse(reason)
+        except MismatchError as mismatch:
+            self._failed(mismatch)
+            if self._failure is not None:
+                raise error from mismatch
+        except BaseException as lost:
+            self._failed(lost)
+            raise error from lost
+
+    def _reduce_scatter(self, array: Any, op: ReduceOp | str, out: Any, algorithm: str | None) -> Any:
+        op = ReduceOp.parse(op)
+        source = operand_of(array)
+        _require_rows(source, "reduce_scatter")
+        rows = Partition.first_larger(source.shape[0], self.size).segment
+        row = prod(source.shape[1:])
+        shape = (rows[self.rank].stop - rows[self.rank].start, *source.shape[1:])
+        out, target = self._result(array, source, shape, out)
+        counts = [(part.stop - part.start) * row for part in rows]
+        choice, signature = self._choose(Collective.REDUCE_SCATTER, source, algorithm, op.value, shape=source.shape)
+        running = self._running(Collective.REDUCE_SCATTER, choice.algorithm, source.nbytes)
+        with running, self._on_host(source, target) as (given, taken), _flat_target(taken) as flat:
+            reduce_scatter = self._moves.reduce_scatter
+            reduce_scatter(given.flat(), given.dtype, counts, flat, op, choice, signature)
+        return out
+
+    def _allgather(self, array: Any, algorithm: str | None) -> Any:
+        source = operand_of(array)
+        _require_rows(source, "allgather")
+        rows = self._exchange_counts([source.shape[0]], source, Collective.ALLGATHER)[:, 0]
+        out, target = _new_result(array, source, (int(rows.sum()), *source.shape[1:]))
+        row = prod(source.shape[1:])
+        counts = [int(each) * row for each in rows]
+        choice, signature = self._choose(Collective.ALLGATHER, source, algorithm, shape=_any_rows(source))
+        running = self._running(Collective.ALLGATHER, choice.algorithm, target.nbytes)
+        with running, self._on_host(source, target) as (given, taken):
+            self._moves.allgather(given.flat(), counts, taken.flat(), choice, signature)
+        return out
+
+    def _broadcast(self, array: Any, root: int, out: Any, algorithm: str | None) -> Any:
+        if not 0 <= root < self.size:
+            raise ConfigError(f"root must be a rank, 0 to {self.size - 1}, got {root}")
+        source = operand_of(array)
+        out, target = self._result(array, source, source.shape, out)
+        am_root = self.rank == root
+        choice, signature = self._choose(Collective.BROADCAST, source, algorithm, f"root {root}", shape=source.shape)
+        running = self._running(Collective.BROADCAST, choice.algorithm, source.nbytes)
+        lent = self._on_host(source, target, fetch=am_root, store=not am_root or source is not target)
+        with running, lent as (given, taken):
+            if am_root and not _same(given, taken):
+                np.copyto(taken.view, given.view)
+            with _flat_target(taken) as flat:
+                self._moves.broadcast(flat, root, choice, signature)
+        return out
+
+    def _alltoall(self, array: Any, splits: Sequence[int] | None, algorithm: str | None) -> Any:
+        source = operand_of(array)
+        _require_rows(source, "alltoall")
+        mine = _check_splits(splits, source.shape[0], self.size)
+        rows = self._exchange_counts(mine, source, Collective.ALLTOALL)
+        received = rows[:, self.rank]
+        out, target = _new_result(array, source, (int(received.sum()), *source.shape[1:]))
+        choice, signature = self._choose(Collective.ALLTOALL, source, algorithm, shape=_any_rows(source))
+        running = self._running(Collective.ALLTOALL, choice.algorithm, source.nbytes)
+        with running, self._on_host(source, target) as (given, taken):
+            row = prod(source.shape[1:])
+            self._moves.alltoall(given.flat(), rows * row, taken.flat(), choice, signature)
+        return out if splits is None else (out, received.tolist())
+
+    def _barrier(self) -> None:
+        self._meet(_BARRIER)
+
+    def _meet(self, text: str) -> None:
+        self._require_open()
+        try:
+            self._context.meet(Signature.of(text), known=False)
+        except BaseException as error:
+            if not self._may_refuse(error):
+                self._failed(error)
+            raise
+
+    def _allreduce_anew(
+        self,
+        array: Any,
+        op: ReduceOp | str,
+        out: Any,
+        algorithm: str | None,
+        deterministic: bool,
+        wire: str | None,
+        feedback: Feedback | None,
+    ) -> Any:
+        if deterministic:
+            if algorithm is not None or wire is not None:
+                given = f"wire={wire!r}" if algorithm is None else f"algorithm={algorithm!r}"
+                raise ConfigError(f"give deterministic=True or {given}, not both")
+            algorithm = selection.DETERMINISTIC
+        if wire is not None:
+            return self._allreduce_in_format(array, wire, op, out, algorithm, feedback)
         return self._allreduce_as_it_is(array, op, out, algorithm)
 
     def _allreduce_as_it_is(self, array: Any, op: ReduceOp | str, out: Any, algorithm: str | None) -> Any:
-        """Do it; whoever calls this counts refusals."""
         kind = ReduceOp.parse(op)
         source = operand_of(array)
         if isinstance(source, DeviceOperand):
@@ -515,7 +579,7 @@ class Communicator:
         assert isinstance(target, Operand)
         if not (new or in_place) and np.may_share_memory(source.view, target.view) and not _same(source, target):
             source = Operand(source.view.copy(), source.dtype)
-        choice, signature = self.allreduce_operands(source, target, kind, algorithm)
+        choice, signature = self._reduce_operands(source, target, kind, algorithm)
         if in_place:
             run = self._allreduce.repetition(array, target, kind, choice, signature)
             if run is not None:
@@ -523,7 +587,6 @@ class Communicator:
                 self._bound[key] = BoundCall(array, target, op, algorithm, run, lambda _: self._bound.pop(key, None))
         return out
 
-    @_counting_refusals
     def _allreduce_in_format(
         self,
         array: Any,
@@ -555,7 +618,7 @@ class Communicator:
         _, signature = self._choose(Collective.ALLREDUCE, source, None, argument, shape=source.shape)
         running = self._running(Collective.ALLREDUCE, f"direct as {wire}", source.nbytes)
         with running, self._on_host(source, target) as (given, taken):
-            self._quiet.run(self._exchange_in_format, given, taken, op, codec, signature, feedback)
+            self._exchange_in_format(given, taken, op, codec, signature, feedback)
         return out
 
     def _exchange_in_format(
@@ -596,6 +659,15 @@ class Communicator:
         Returns:
             What carried it out.
         """
+        return self._call("allreduce", self._reduce_operands, source, target, op, algorithm)  # type: ignore[no-any-return]
+
+    def _reduce_operands(
+        self,
+        source: Operand | DeviceOperand,
+        target: Operand | DeviceOperand,
+        op: ReduceOp,
+        algorithm: str | None,
+    ) -> tuple[Choice, Signature]:
         self._require_open()
         if isinstance(source, DeviceOperand):
             assert isinstance(target, DeviceOperand) and source.contiguous and target.contiguous
@@ -611,7 +683,7 @@ class Communicator:
             found = self._reductions[key] = choice, signature, run
         choice, signature, run = found
         with self._running(Collective.ALLREDUCE, choice.algorithm, source.view.nbytes):
-            self._quiet.run(run, source, target)
+            run(source, target)
         return choice, signature
 
     def _allreduce_on_device(
@@ -647,7 +719,7 @@ class Communicator:
         kernels = self._on_device(source, op, algorithm)
 
         def reduce(segment: Operand) -> None:
-            self._quiet.run(run[segment.count][1], segment, segment)
+            run[segment.count][1](segment, segment)
 
         choice = STAGED if kernels is None else kernels.choice
         running = self._running(Collective.ALLREDUCE, choice.algorithm, source.nbytes)
@@ -798,8 +870,10 @@ class Communicator:
         try:
             self._moves.allgather(own, [own.size] * self.size, gathered.reshape(-1), choice, Signature.of(what))
         except BaseException as error:
-            self._failed(error)
+            if not self._may_refuse(error):
+                self._failed(error)
             raise
+        self._behind = self._calls.number
         return gathered
 
     def _running(self, collective: Collective, algorithm: str, nbytes: int) -> _Running:
@@ -818,20 +892,24 @@ class Communicator:
             raise
 
     def _failed(self, error: BaseException) -> None:
-        """After a mismatch, which all ranks see, go on with fresh channels; after anything else, refuse to go on.
-
-        A call that was given up may have left messages under way, and a later one must not receive them.
-        """
+        """Go on if all ranks know that the same call has failed on all of them; otherwise refuse to."""
         self._bound.clear()
         self._reductions.clear()
-        if not isinstance(error, MismatchError):
-            self._failure = error
-        elif not self.topology.single_node:  # at one board a mismatch is seen before any message
-            self._allreduce, self._wire = Allreduce(self._context), WireAllreduce(self._context)
+        if isinstance(error, MismatchError) and error.in_step and not self.topology.single_node:
             try:
-                self._context.renew()
+                self._context.recover(error, self._calls.number)
             except RingReduceError as lost:
-                self._failure = lost
+                self._fail_for_good(lost)
+                return
+        if not (isinstance(error, MismatchError) and error.in_step):
+            self._fail_for_good(error)
+
+    def _fail_for_good(self, error: BaseException) -> None:
+        """Refuse all further calls, and let no other rank wait for one: which calls belong together is not known."""
+        if self._failure is None:
+            self._failure = error
+            with suppress(RingReduceError):
+                self._context.leave(error)
 
     def _require_usable(self, operand: Operand | DeviceOperand) -> None:
         """Refuse what cannot be used here, before the ranks meet."""
@@ -868,7 +946,8 @@ class _Running:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
-            self._communicator._failed(error)
+            if not self._communicator._may_refuse(error):
+                self._communicator._failed(error)
             return
         seconds = perf_counter() - self._started
         tally = self._communicator.tallies[self._collective]
@@ -878,6 +957,17 @@ class _Running:
         instruments = self._communicator.instruments
         if instruments.observers:
             instruments.tell("collective_finished", self._collective, self._algorithm, self._nbytes, seconds)
+
+
+def _require_alone(error: BaseException) -> None:
+    """Say it in our words if a call could not begin, as another one was under way."""
+    raised_here = error.__traceback__ is not None and error.__traceback__.tb_next is None
+    if type(error) is RuntimeError and raised_here:
+        raise ConfigError(
+            "another collective is under way in this process, on another thread or interrupted by the signal handler "
+            "that makes this call; the functions of ringreduce take one call at a time (those of ringreduce.torch may "
+            "be called from any thread), and a signal handler sets a flag that the program looks at between its steps"
+        ) from None
 
 
 def _new_result(
@@ -922,7 +1012,10 @@ def _check_splits(splits: Sequence[int] | None, rows: int, size: int) -> list[in
         if rows % size:
             raise ConfigError(f"{rows} rows do not divide into {size} equal parts; give splits")
         return [rows // size] * size
-    mine = [int(each) for each in splits]
+    try:
+        mine = [index(each) for each in splits]
+    except TypeError:
+        raise ConfigError(f"splits must be {size} whole numbers, got {splits!r}") from None
     if len(mine) != size or min(mine) < 0 or sum(mine) != rows:
         raise ConfigError(f"splits must be {size} numbers >= 0 that add up to the {rows} rows, got {mine}")
     return mine

@@ -17,6 +17,7 @@ ringreduce itself is an ``AssertionError`` and never one of these.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 __all__ = [
     "CollectiveError",
@@ -49,24 +50,45 @@ class CollectiveError(RingReduceError, RuntimeError):
 
 
 class MismatchError(CollectiveError, ValueError):
-    """The ranks of one collective call disagree about what is to be done.
+    """The ranks of one collective call disagree about what is to be done, or some cannot do it.
 
-    Raised on every rank, before any user data has moved.
+    Raised on every rank, before any user data has moved. If all of them made the same call of the program, only with
+    different arguments, they are in step, and later calls work. If not, one rank may have left out a call that the
+    others made; then the ranks would go on with calls that do not belong together, so no later call is accepted.
 
     Attributes:
         values: what each rank called, rank -> description.
+        in_step: whether later calls work.
+        places: where the program made the calls, rank -> ``file:line``; empty if the ranks are in step.
     """
 
-    def __init__(self, values: Mapping[int, str]) -> None:
+    def __init__(
+        self, values: Mapping[int, str], *, in_step: bool = True, places: Mapping[int, str] | None = None
+    ) -> None:
         self.values: dict[int, str] = dict(sorted(values.items()))
+        self.in_step = in_step
+        self.places: dict[int, str] = dict(places or {})
+        super().__init__(self.values)
+
+    def __str__(self) -> str:
         groups: dict[str, list[int]] = {}
         for rank, value in self.values.items():
-            groups.setdefault(value, []).append(rank)
-        lines = (f"  {name_ranks(ranks)}: {value}" for value, ranks in groups.items())
-        super().__init__("the ranks disagree:\n" + "\n".join(lines))
+            place = self.places.get(rank)
+            groups.setdefault(f"{value}, called at {place}" if place else value, []).append(rank)
+        lines = ["the ranks disagree:", *(f"  {name_ranks(ranks)}: {value}" for value, ranks in groups.items())]
+        if not self.in_step:
+            lines.append(
+                "these are not the same call of the program, so nobody knows which calls belong together, and no more "
+                "are accepted; call shutdown() and init() on all ranks to go on"
+            )
+        return "\n".join(lines)
 
-    def __reduce__(self) -> tuple[type[MismatchError], tuple[dict[int, str]]]:
-        return type(self), (self.values,)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _mismatch, (self.values, self.in_step, self.places)
+
+
+def _mismatch(values: Mapping[int, str], in_step: bool, places: Mapping[int, str]) -> MismatchError:
+    return MismatchError(values, in_step=in_step, places=places)
 
 
 class CollectiveTimeoutError(CollectiveError, TimeoutError):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ringreduce.calls import Called
 from ringreduce.communicator import Communicator
 from ringreduce.config import Config
 from ringreduce.engine import Engine
@@ -171,7 +172,8 @@ def connect(make: Callable[[Waiter], Messages], settings: Config) -> Parts:
         settings: equal on all of them.
     """
     blocking = Communicator(_context(make, settings))
-    context = _context(make, settings, warn=False)
+    # The engine's calls are in one order on all ranks, wherever in the program they come from.
+    context = _context(make, settings, called=Called, warn=False)
     asynchronous = Communicator(context)
     shared = context.topology.single_node and context.topology.size > 1
     notes = SharedNotes(context.node, context.messages) if shared else make(Waiter(settings.timeout_s))
@@ -179,11 +181,17 @@ def connect(make: Callable[[Waiter], Messages], settings: Config) -> Parts:
     return Parts(blocking, engine)
 
 
-def _context(make: Callable[[Waiter], Messages], settings: Config, *, warn: bool = True) -> Context:
+def _context(
+    make: Callable[[Waiter], Messages],
+    settings: Config,
+    *,
+    called: Callable[[str], Called] = Called.here,
+    warn: bool = True,
+) -> Context:
     waiter = Waiter(settings.timeout_s)
     messages = make(waiter)
     node = join(messages, waiter, settings, host_name(), MemfdSegments, warn=warn)
-    return Context(messages, waiter, node, settings)
+    return Context(messages, waiter, node, settings, called)
 
 
 def _ranks_of(comm: Any) -> list[int]:

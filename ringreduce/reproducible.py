@@ -7,7 +7,7 @@ however much cancels on the way.
 
 The words of one block of `BLOCK` elements cover the bits from the lowest that any rank has set there to the highest.
 The ranks agree on these bounds by a maximum, first. The bounds do depend on how the terms are spread over ranks; the
-sum does not, as nothing is ever cut off. (Of a sum that rounds to such bounds it could not be said.) A word has
+sum does not, as nothing is ever cut off. A word has
 62 - b bits of its own, b being those of the number of ranks, so that sums of words do not overflow.
 
 Bytes: 12 for every block to agree, then 8 per element for each word that the widest block of a group needs. Normally
@@ -33,14 +33,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from typing import Any, Protocol
-from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
 
 from ringreduce.buffers import DType, Operand, like, narrow, new, widen
 from ringreduce.communicator import Communicator
-from ringreduce.errors import MismatchError, UnsupportedBufferError
+from ringreduce.errors import UnsupportedBufferError
 from ringreduce.partition import pieces
 from ringreduce.reduce_ops import MAX, SUM
 
@@ -57,7 +56,7 @@ _LIMB = 40  # bits of an accumulator's words
 _TERMS = 1 << 22  # that can be added to these before carries: 2^(40 + 22) fits into 63 bits
 _WORD = 62  # bits of a word on the wire, with room for the ranks' sum
 _NOTHING = (-(1 << 20), -(1 << 20), 0)  # the window of zeros
-_TEXT = 200  # bytes that say what a rank called
+_NAME = "reproducible_allreduce"  # in errors
 
 #: Significant bits, and the exponent of the least number above zero.
 _FORMATS = {"float16": (11, -24), "bfloat16": (8, -133), "float32": (24, -149), "float64": (53, -1074)}
@@ -86,15 +85,22 @@ def reproducible_allreduce(
         UnsupportedBufferError: complex numbers, or ``out`` does not fit. Nothing has moved then.
         MismatchError: shapes or dtypes differ between ranks. Raised on all ranks; nothing has moved then.
     """
-    source = Operand.of(array)
-    if source.dtype.kind in ("int", "uint", "bool"):
-        return communicator.allreduce(array, SUM, out=out, algorithm=algorithm)
-    _require_float(source.dtype)
-    result = like(array) if out is None else out
-    target = _target(result, source.shape, source.dtype)
-    values = source.flat()
-    if out is not None and out is not array and np.may_share_memory(values, target.view):
-        values = values.copy()
+    try:
+        source = Operand.of(array)
+        whole = source.dtype.kind in ("int", "uint", "bool")
+        if not whole:
+            _require_float(source.dtype)
+        result = like(array) if out is None else out
+        target = _target(result, source.shape, source.dtype)
+        values = source.flat()
+        if out is not None and out is not array and np.may_share_memory(values, target.view):
+            values = values.copy()
+    except Exception as error:
+        communicator.refuse(_NAME, error)
+        raise
+    _meet(communicator, target)
+    if whole:
+        return communicator.allreduce(array, SUM, out=result, algorithm=algorithm)
     blocks = [_Term(values[piece], source.dtype) for piece in pieces(0, source.count, BLOCK)]
     _merge(communicator, blocks, target, algorithm)
     return result
@@ -146,8 +152,14 @@ class ReproducibleAccumulator:
         More terms can be added afterwards. Shapes and dtypes must agree on all ranks; arguments and errors are those of
         `reproducible_allreduce`.
         """
-        result = new(self._shape, self._dtype, self._library) if out is None else out
-        _merge(communicator, self._blocks, _target(result, self._shape, self._dtype), algorithm)
+        try:
+            result = new(self._shape, self._dtype, self._library) if out is None else out
+            target = _target(result, self._shape, self._dtype)
+        except Exception as error:
+            communicator.refuse(_NAME, error)
+            raise
+        _meet(communicator, target)
+        _merge(communicator, self._blocks, target, algorithm)
         return result
 
 
@@ -173,7 +185,8 @@ class _Block(Protocol):
 @np.errstate(all="ignore")  # where warnings are errors, one would leave the other ranks waiting
 def _merge(communicator: Communicator, blocks: Sequence[_Block], target: Operand, algorithm: str | None) -> None:
     """Sum blocks, as many and as long on all ranks, into the target. Collective."""
-    windows = _agree(communicator, [block.window() for block in blocks], target)
+    windows = np.array([block.window() for block in blocks], np.int32).reshape(-1, 3)
+    communicator.allreduce(windows, MAX, out=windows)  # what each block needs so that all ranks' parts fit
     flat = target.flat()
     for group in pieces(0, len(blocks), GROUP):
         part = flat[group.start * BLOCK : group.stop * BLOCK]
@@ -215,22 +228,9 @@ def _merge_group(
         narrow(total, dtype, part[place])
 
 
-def _agree(communicator: Communicator, windows: Sequence[tuple[int, int, int]], target: Operand) -> Array:
-    """Return what every block needs so that all ranks' parts fit, as (blocks, 3), once it is known that they match.
-
-    Raises:
-        MismatchError: the ranks' shapes or dtypes differ.
-    """
-    what = f"reproducible_sum(shape {'x'.join(map(str, target.shape)) or 'scalar'}, {target.dtype.name})"
-    check = crc32(what.encode()) >> 1
-    agreed = np.array([check, -check, *(each for window in windows for each in window)], np.int32)
-    communicator.allreduce(agreed, MAX, out=agreed)
-    if agreed[0] + agreed[1]:
-        mine = np.frombuffer(what.ljust(_TEXT)[:_TEXT].encode(), np.uint8).reshape(1, -1)
-        raise MismatchError(
-            {rank: bytes(row).decode().rstrip() for rank, row in enumerate(communicator.allgather(mine))}
-        )
-    return agreed[2:].reshape(-1, 3)
+def _meet(communicator: Communicator, target: Operand) -> None:
+    """Raise `MismatchError` on all ranks if shapes or dtypes differ."""
+    communicator.meet(f"{_NAME}(shape {'x'.join(map(str, target.shape)) or 'scalar'}, {target.dtype.name})")
 
 
 # ---- floats to words ----

@@ -94,37 +94,53 @@ class Runner:
         """
         if len(self._streams) > 1:
             self._run_together()
-            return
-        for each in self._streams[0]:
-            if each.requests:
-                self._start(each.requests)
-            for call in each.before:
-                call()
-            if each.requests:
-                self._wait_for_all(each.requests)
-            if self._instruments.observers:
-                self._instruments.step(f"{each.name}: transfer")
-            for call in each.after:
-                call()
-            if each.after and self._instruments.observers:
-                self._instruments.step(f"{each.name}: reduce")
+        else:
+            self._run_alone(self._streams[0])
+
+    def _run_alone(self, rounds: list[Round]) -> None:
+        nstarted = 0
+        try:
+            for nstarted, each in enumerate(rounds, start=1):  # noqa: B007  # for the error
+                if each.requests:
+                    self._start(each.requests)
+                for call in each.before:
+                    call()
+                if each.requests:
+                    self._wait_for_all(each.requests)
+                if self._instruments.observers:
+                    self._instruments.step(f"{each.name}: transfer")
+                for call in each.after:
+                    call()
+                if each.after and self._instruments.observers:
+                    self._instruments.step(f"{each.name}: reduce")
+        except BaseException:
+            self._give_up(rounds[:nstarted])
+            raise
 
     def _run_together(self) -> None:
         """Advance whichever stream has its messages; that order varies from run to run, the results do not."""
-        running = [_Cursor(rounds, self._instruments) for rounds in self._streams]
-        for cursor in running:
-            cursor.post(self._start)
-        while running := [cursor for cursor in running if cursor.current is not None]:
-            requests = [request for cursor in running for request in cursor.requests]
-            owners = [cursor for cursor in running for _ in cursor.requests]
-            arrived = self._wait_for_some(requests)
-            if self._instruments.observers:
-                self._instruments.step("wait for messages")
-            for position in arrived:
-                cursor = owners[position]
-                cursor.missing -= 1
-                if cursor.missing == 0:
-                    cursor.post(self._start)
+        cursors = [_Cursor(rounds, self._instruments) for rounds in self._streams]
+        try:
+            for cursor in cursors:
+                cursor.post(self._start)
+            while running := [cursor for cursor in cursors if cursor.current is not None]:
+                requests = [request for cursor in running for request in cursor.requests]
+                owners = [cursor for cursor in running for _ in cursor.requests]
+                arrived = self._wait_for_some(requests)
+                if self._instruments.observers:
+                    self._instruments.step("wait for messages")
+                for position in arrived:
+                    cursor = owners[position]
+                    cursor.missing -= 1
+                    if cursor.missing == 0:
+                        cursor.post(self._start)
+        except BaseException:
+            self._give_up([each for cursor in cursors for each in cursor.started])
+            raise
+
+    def _give_up(self, started: list[Round]) -> None:
+        if self._messages is not None:
+            self._messages.give_up([request for each in started for request in each.requests])
 
     def close(self) -> None:
         """Give back the messages; nothing can run again."""
@@ -313,10 +329,15 @@ class _Cursor:
     """How far a stream has come."""
 
     def __init__(self, rounds: list[Round], instruments: Instruments) -> None:
-        self._rounds = iter(rounds)
+        self._rounds = rounds
+        self._nstarted = 0
         self._instruments = instruments
         self.current: Round | None = None
         self.missing = 0  # messages of the current round that are still under way
+
+    @property
+    def started(self) -> list[Round]:
+        return self._rounds[: self._nstarted]
 
     @property
     def requests(self) -> list[Request]:
@@ -331,9 +352,11 @@ class _Cursor:
                     call()
                 if self._instruments.observers:
                     self._instruments.step(f"{self.current.name}: reduce")
-            self.current = next(self._rounds, None)
-            if self.current is None:
+            if self._nstarted == len(self._rounds):
+                self.current = None
                 return
+            self.current = self._rounds[self._nstarted]
+            self._nstarted += 1
             if self.current.requests:
                 start(self.current.requests)
                 self.missing = len(self.current.requests)

@@ -106,7 +106,7 @@ class Operand:  # a frozen dataclass would take three times as long to make
 
     def flat(self) -> npt.NDArray[Any]:
         """Return the elements in C order as one dimension: a view if they are contiguous, else a copy."""
-        return self.view.reshape(-1)
+        return np.ascontiguousarray(self.view).reshape(-1)  # alone, this leaves the gaps in one dimension as they are
 
     def require_writable(self) -> None:
         """Check that results can be stored here.

@@ -17,10 +17,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
+
+from ringreduce.calls import Called, GivenUp, disagreement
 from ringreduce.communicator import Communicator
 from ringreduce.engine.execution import Executor
 from ringreduce.engine.negotiation import Leader, Member
-from ringreduce.engine.operations import Join, Operation, Retirement
+from ringreduce.engine.operations import Join, Operation, Refusal, Retirement, is_unnamed
 from ringreduce.engine.orders import (
     OFFER,
     Expired,
@@ -32,6 +35,7 @@ from ringreduce.engine.orders import (
     Refuse,
     Run,
     Stalled,
+    TooLate,
     Withdrawn,
 )
 from ringreduce.engine.stall import StallWatch
@@ -40,9 +44,11 @@ from ringreduce.errors import (
     ConfigError,
     MismatchError,
     PeerLostError,
+    RingReduceError,
     ShutdownError,
     TransportError,
     UnsupportedBufferError,
+    name_ranks,
 )
 from ringreduce.transport.notes import Notes
 
@@ -127,11 +133,12 @@ class Engine:
             threading.Lock()
         )  # held for what follows, by its own name as a condition's takes four times as long
         self._changed = threading.Condition(self._lock)  # an operation is done, or nobody drives
+        self._entrance = _Entrance()
         self._bell = threading.Lock()  # released to wake the progress thread: many times cheaper than a condition
         self._bell.acquire()
         self._inbox: deque[Operation | Retirement | None] = deque()  # what the program did, in order; None: it waited
         self._pending: defaultdict[str, deque[Operation]] = defaultdict(deque)
-        self._names: set[str] = set()
+        self._names: dict[str, Operation] = {}  # that are under way, of operations that must be the only ones
         self._retiring: list[Retirement] = []
         self._join: Operation | None = None  # while it is under way
         self._under_way = 0  # operations that are not done
@@ -140,7 +147,7 @@ class Engine:
         self._dozing = False  # asleep, and will look by itself in a moment
         self._prompt = 0  # how often in a row the program waited before anybody had taken in what it submitted
         self._overlapping = False  # whether the progress thread drives, so that the program need not
-        self._lost: int | None = None  # a rank that has shut down: nothing can run any more
+        self._lost: Lost | None = None  # a rank that takes part in nothing any more: nothing can run then
         self._closed = False
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -169,13 +176,23 @@ class Engine:
             unique: whether its name must not be under way already.
 
         Raises:
-            ConfigError: its name is under way, or this rank has joined and others have not.
+            ConfigError: its name is under way, this rank has joined and others have not, or the thread that calls this
+                is in the engine already: a signal handler interrupts it there, or this is called back from there.
             ShutdownError: the engine was closed.
             TransportError: an earlier operation failed in a way that ended all.
         """
-        with self._lock:
+        with self._entrance, self._lock:
             self._enter(operation, unique)
             self._wake()
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Let the other ranks hear of a call that this one cannot make; returns at once.
+
+        It is submitted like the call, so that the next one of its name meets the others' next one. Where nothing can be
+        submitted any more there is nobody to tell.
+        """
+        with suppress(RingReduceError):
+            self.submit(refusal, unique=False)
 
     def run(self, operation: Operation, *, unique: bool = True) -> Any:
         """Start an operation and wait for it: without the help of another thread, if none is at work.
@@ -183,11 +200,12 @@ class Engine:
         Raises:
             what `submit` and `wait` raise.
         """
-        with self._lock:
-            self._enter(operation, unique)
-            self._waiters += 1
-        self._take_note_of_wait()
-        return self._await(operation)
+        with self._entrance:
+            with self._lock:
+                self._enter(operation, unique)
+                self._waiters += 1
+            self._take_note_of_wait()
+            return self._await(operation)
 
     def register(self, kind: str, procedure: Callable[[Communicator, int, bool, str], Any]) -> str:
         """Say what to do when a `Procedure` runs; on all ranks, in the same order.
@@ -228,7 +246,7 @@ class Engine:
             what `submit` raises.
         """
         operation = Join("join", Looks("join"))
-        with self._lock:
+        with self._entrance, self._lock:
             self._require_open()
             self._join = operation
             self._under_way += 1
@@ -239,13 +257,14 @@ class Engine:
     def poll(self, operation: Operation) -> bool:
         """Return whether an operation has come to an end; never blocks for another rank's sake but to carry one out."""
         self._take_note_of_wait()
-        if not operation.done and self._driver.acquire(blocking=False):
-            try:
-                if not operation.done:
-                    self._step()
-            finally:
-                self._driver.release()
-            self._let_waiters_drive()
+        if not operation.done:
+            with self._entrance:
+                if self._driver.acquire(blocking=False):
+                    try:
+                        self._step()
+                    finally:
+                        self._driver.release()
+                    self._let_waiters_drive()
         return operation.done
 
     def wait(self, operation: Operation) -> Any:
@@ -259,33 +278,39 @@ class Engine:
         """
         prompt = bool(self._inbox)
         self._take_note_of_wait()
-        if not operation.done:
+        if operation.done:
+            return _outcome(operation)
+        with self._entrance:
             with self._lock:
                 self._waiters += 1
                 self._prompt = self._prompt + 1 if prompt else 0
             return self._await(operation)
-        return _outcome(operation)
 
     def close(self) -> None:
-        """Stop. What is under way ends in a `ShutdownError`; safe to call twice."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._changed.notify_all()
-            self._ring()
-        failed = True
-        try:
-            with self._driver:
-                failed = self._failure is not None
-                self._end_all(ShutdownError("ringreduce was shut down while the operation was under way"))
+        """Stop. What is under way ends in a `ShutdownError`; safe to call twice.
+
+        Raises:
+            ConfigError: the thread that calls this is in the engine already.
+        """
+        with self._entrance:
+            with self._lock:
+                if self._closed:
+                    return
+                self._closed = True
+                self._changed.notify_all()
+                self._ring()
+            failed = True
+            try:
+                with self._driver:
+                    failed = self._failure is not None
+                    self._end_all(ShutdownError("ringreduce was shut down while the operation was under way"))
+                    if not failed:
+                        self._take_leave()
+            finally:
+                if self._thread is not None:
+                    self._thread.join()
                 if not failed:
-                    self._take_leave()
-        finally:
-            if self._thread is not None and self._thread is not threading.current_thread():
-                self._thread.join()
-            if not failed:
-                self._messages.close()
+                    self._messages.close()
 
     # ---- who drives ----
 
@@ -294,11 +319,14 @@ class Engine:
         self._require_open()
         if unique:
             if operation.name in self._names:
-                raise ConfigError(
+                error = ConfigError(
                     f"an operation with the name {operation.name!r} is under way on this rank; "
                     "synchronize it first, or choose another name"
                 )
-            self._names.add(operation.name)
+                self._enter(Refusal(operation.name, operation.looks.text.partition("(")[0], error), unique=False)
+                self._wake()
+                raise error
+            self._names[operation.name] = operation
         self._under_way += 1
         if self._instruments.observers:
             self._instruments.tell("operation_submitted", operation.name)
@@ -367,6 +395,10 @@ class Engine:
             self._thread.start()
 
     def _run_thread(self) -> None:
+        with self._entrance:  # for good: what it calls back must not wait for it
+            self._make_progress()
+
+    def _make_progress(self) -> None:
         doze_s = _DOZE_S[0]
         while not self._closed:
             with self._lock:
@@ -506,7 +538,7 @@ class Engine:
             else:
                 self._finish(own)
         elif isinstance(order, Refuse):
-            self._end(order.name, MismatchError({rank: f"{order.name}: {text}" for rank, text in order.values.items()}))
+            self._refuse(order)
         elif isinstance(order, Joined):
             if self._join is not None:
                 self._join.result = order.last
@@ -517,15 +549,52 @@ class Engine:
         elif isinstance(order, Late):
             self.tally.late = self._clock(), order.rank, order.seconds
         elif isinstance(order, Lost):
-            self._lost = order.rank
-            self._end_lost(order.rank)
+            self._lost = order
+            self._end_lost(order)
         elif isinstance(order, Expired):
             if self._communicator.rank in order.present:
-                missing = ", ".join(map(str, order.missing))
-                text = f"waited {order.seconds:.3g} s for rank {missing} to submit {order.name!r}"
+                self._expire(order)
+        elif isinstance(order, TooLate):
+            if self._communicator.rank == order.rank and self._pending.get(order.name):
+                title = self._pending[order.name][0].title
+                text = f"this rank submitted {title} when {name_ranks(list(order.gave_up))} had stopped waiting for it"
                 self._end(order.name, CollectiveTimeoutError(text))
         else:
             self._warn(order)
+
+    def _refuse(self, order: Refuse) -> None:
+        """End an operation that differs between the ranks; end all if one of them may have left out an earlier one.
+
+        A name says what belongs together. Without one it is the order of the program, which is right if they all
+        submitted theirs from the same lines.
+        """
+        if not is_unnamed(order.name):
+            self._end(order.name, MismatchError({rank: f"{order.name}: {text}" for rank, text in order.values.items()}))
+            return
+        operation = self._next(order.name)
+        mine = b"" if operation is None else Called.at(order.name, operation.stack).to_json()
+        places = self._communicator.allgather(np.array([[len(mine)]], np.int64))[:-1, 0].cumsum()
+        everyone = np.split(self._communicator.allgather(np.frombuffer(mine, np.uint8)), places)
+        calls = {rank: Called.from_json(everyone[rank].tobytes()) for rank in order.submitted}
+        error = disagreement(calls)
+        error.values = order.values
+        if operation is not None:
+            self._end_with([operation], error)
+        if not error.in_step:
+            raise error
+
+    def _expire(self, order: Expired) -> None:
+        missing = name_ranks(list(order.missing))
+        if order.is_join:
+            if self._join is not None:
+                text = f"waited {order.seconds:.3g} s since {missing} last submitted anything, and has not joined"
+                self._end_with([self._join], CollectiveTimeoutError(text))
+            return
+        if self._pending.get(order.name):
+            title = self._pending[order.name][0].title
+            hint = "; if it has no more data, it must call join()"
+            text = f"waited {order.seconds:.3g} s for {missing} to submit {title}{hint}"
+            self._end(order.name, CollectiveTimeoutError(text))
 
     def _carry_out(self, order: Run, operations: list[Operation | None]) -> None:
         if self._instruments.observers:
@@ -541,15 +610,19 @@ class Engine:
                 self.tally.overlapped_s += seconds
 
     def _warn(self, order: Stalled) -> None:
-        if order.first == self._communicator.rank and self._pending.get(order.name):
-            missing = ", ".join(map(str, order.missing))
-            site = self._pending[order.name][0].site
+        if order.first != self._communicator.rank:
+            return
+        missing = name_ranks(list(order.missing))
+        if order.is_join:
+            _log.warning("stalled: join has waited for %.0f s since %s last submitted anything", order.seconds, missing)
+        elif self._pending.get(order.name):
+            operation = self._pending[order.name][0]
             _log.warning(
-                "stalled: %s has waited for %.0f s; missing: rank %s. Submitted at %s",
-                order.name,
+                "stalled: %s has waited for %.0f s; missing: %s. Submitted at %s",
+                operation.title,
                 order.seconds,
                 missing,
-                site,
+                operation.site,
             )
 
     def _next(self, name: str) -> Operation | None:
@@ -579,7 +652,8 @@ class Engine:
         with self._lock:
             for operation in operations:
                 operation.done = True
-                self._names.discard(operation.name)
+                if self._names.get(operation.name) is operation:
+                    del self._names[operation.name]
                 if operation is self._join:
                     self._join = None
             self._under_way -= len(operations)
@@ -594,13 +668,10 @@ class Engine:
             self._retiring.remove(each)
             self._executor.forget(each.name)
 
-    def _end_lost(self, rank: int) -> None:
+    def _end_lost(self, lost: Lost) -> None:
+        hint = " (a rank that has no more data calls join(), and the others go on without it)" * (not lost.why.reason)
         for operation in self._take_all():
-            reason = (
-                f"it has shut down; this rank waits for {operation.name!r} (a rank that has no more data calls join(), "
-                "and the others go on without it)"
-            )
-            self._end_with([operation], PeerLostError(rank, reason))
+            self._end_with([operation], lost.why.error(lost.rank, f"this rank waits for {operation.title}{hint}"))
 
     def _end_all(self, error: BaseException) -> None:
         """End everything that is under way; nothing is taken in from here on."""
@@ -622,12 +693,12 @@ class Engine:
             self._end_all(error)
             self._communicator.give_up(error)
             with suppress(Exception):  # what fails may be the way to them; they will notice by their time limit
-                self._take_leave()
+                self._take_leave(error)
 
-    def _take_leave(self) -> None:
+    def _take_leave(self, failure: BaseException | None = None) -> None:
         """Let the others know that this rank takes part in nothing any more, those too that wait for its data."""
         try:
-            self._send(self._member.leave())
+            self._send(self._member.leave(GivenUp.after(failure)))
         finally:
             self._communicator.close()
 
@@ -656,6 +727,31 @@ class Engine:
             raise TransportError(f"an earlier operation failed, so the ranks are out of step: {self._failure!r}")
         if self._join is not None:
             raise ConfigError("this rank has joined: it can submit nothing more until all ranks have")
+
+
+class _Entrance:
+    """Notes the threads that are inside, and lets none of them in a second time, as it would wait for itself.
+
+    Raises:
+        ConfigError: from ``with``: this thread is inside.
+    """
+
+    __slots__ = ("_inside",)
+
+    def __init__(self) -> None:
+        self._inside: set[int] = set()
+
+    def __enter__(self) -> None:
+        thread = threading.get_ident()
+        if thread in self._inside:
+            raise ConfigError(
+                "this thread is in an operation of ringreduce already: a signal handler has interrupted it, or the "
+                "operation has called back; a handler sets a flag that the program looks at between its steps"
+            )
+        self._inside.add(thread)
+
+    def __exit__(self, *_: object) -> None:
+        self._inside.discard(threading.get_ident())
 
 
 def _encode(notes: list[list[Any]]) -> bytes:

@@ -17,6 +17,9 @@ be sent, so that every interleaving can be played through in a test.
 * A rank that has joined needs no longer submit anything: allreduces run without it, and it learns their looks to take
   part with neutral elements.
 
+A call that a rank cannot make comes under its name all the same, and is refused on all ranks. What some ranks gave up,
+because others did not come within the time limit, is over for those too, when they come.
+
 What is offered need not be submitted by all ranks: nobody is waited for, and it can be withdrawn until it runs.
 
 An operation without a name takes one that it shares with all others of its kind and looks; these match in order.
@@ -29,9 +32,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ringreduce.buffers import DType
+from ringreduce.calls import GivenUp
 from ringreduce.engine.fusion import plan
 from ringreduce.engine.orders import (
     OFFER,
+    REFUSED,
     Expired,
     Joined,
     Late,
@@ -42,6 +47,7 @@ from ringreduce.engine.orders import (
     Refuse,
     Run,
     Stalled,
+    TooLate,
     Waiting,
     Withdrawn,
 )
@@ -122,9 +128,9 @@ class Member:
         """Take note that what was offered under a name is not offered any more."""
         return [["withdraw", name]]
 
-    def leave(self) -> list[Note]:
-        """Take note that the program ends."""
-        return [["leave"]]
+    def leave(self, why: GivenUp) -> list[Note]:
+        """Take note that this rank takes part in nothing any more."""
+        return [["leave", tuple(why)]]
 
     def hear(self, note: Note) -> Order | None:
         """Take in what the leader says; return what this rank has to do now."""
@@ -148,8 +154,8 @@ class Member:
             entries, active = said
             return Run(tuple(self._decode(entry) for entry in entries), active)
         if kind == "refuse":
-            name, values = said
-            return Refuse(name, values)
+            name, values, submitted = said
+            return Refuse(name, values, tuple(submitted))
         if kind == "joined":
             return Joined(*said)
         if kind == "late":
@@ -157,13 +163,17 @@ class Member:
         if kind == "withdrawn":
             return Withdrawn(*said)
         if kind == "lost":
-            return Lost(*said)
+            rank, why = said
+            return Lost(rank, GivenUp(*why))
+        if kind == "too late":
+            rank, name, gave_up = said
+            return TooLate(rank, name, tuple(gave_up))
         if kind == "stalled":
-            name, missing, seconds, first = said
-            return Stalled(name, tuple(missing), seconds, first)
+            name, missing, seconds, first, is_join = said
+            return Stalled(name, tuple(missing), seconds, first, is_join)
         assert kind == "expired", note
-        name, present, missing, seconds = said
-        return Expired(name, tuple(present), tuple(missing), seconds)
+        name, present, missing, seconds, is_join = said
+        return Expired(name, tuple(present), tuple(missing), seconds, is_join)
 
     def _decode(self, entry: int | Sequence[Any]) -> Named:
         if isinstance(entry, int):
@@ -235,6 +245,9 @@ class Leader:
         self._breaks: Counter[int] = Counter()
         self._last_number = 0
         self._joined: list[int] = []
+        self._heard_s = 0.0  # when anything was last submitted, or a rank joined
+        # What ranks had not submitted when the others gave it up: name -> rank -> who did so, the earliest first.
+        self._owed: defaultdict[str, dict[int, deque[tuple[int, ...]]]] = defaultdict(dict)
         self._left = False  # whether a rank has: nothing can run then
 
     def hear(self, rank: int, note: Note, now: float = 0.0) -> list[Note]:
@@ -248,6 +261,7 @@ class Leader:
         if self._left:
             return []
         kind, *said = note
+        self._heard_s = now
         if kind == "known":
             notes: list[Note] = []
             for number in said:
@@ -255,8 +269,7 @@ class Leader:
             return notes
         if kind == "new":
             name, looks = said
-            self._claim(rank, name, _Claim(Looks.decode(looks), None, now))
-            return self._decide([name])
+            return self._claim(rank, name, _Claim(Looks.decode(looks), None, now)) or self._decide([name])
         if kind == "together":
             return self._plan(said)
         if kind == "apart":
@@ -266,10 +279,10 @@ class Leader:
         if kind == "withdraw":
             return self._withdraw(rank, *said)
         assert kind == "leave", note
-        return self._leave(rank)
+        return self._leave(rank, *said)
 
     def waiting(self) -> list[Waiting]:
-        """Return what is not ready, in the order of first submission under each name; but for offers."""
+        """Return what is not ready, in the order of first submission under each name, but for offers; else a join."""
         found = []
         for number, ranks in self._whole.items():
             missing = tuple(rank for rank in range(self._size) if rank not in ranks)
@@ -285,17 +298,29 @@ class Leader:
             missing = tuple(rank for rank in self._expected() if rank not in claims)
             since = min(queue[0].since for queue in claims.values())
             found.append(Waiting(name, since, tuple(sorted(claims)), missing))
+        if self._joined and not found:
+            found.append(Waiting("join", self._heard_s, tuple(sorted(self._joined)), tuple(self._expected()), True))
         return found
 
     def stalled(self, waiting: Waiting, now: float) -> Note:
-        """Return what all ranks have to hear about an operation that waits for long."""
-        return ["stalled", waiting.name, list(waiting.missing), now - waiting.since, waiting.present[0]]
+        """Return what all ranks have to hear about an operation, or a join, that waits for long."""
+        name, since, present, missing, is_join = waiting
+        return ["stalled", name, list(missing), now - since, present[0], is_join]
 
     def expire(self, waiting: Waiting, now: float) -> Note:
-        """Give up an operation; return what all ranks have to hear."""
-        self._open(waiting.name)
-        self._take(waiting.name, waiting.present)
-        return ["expired", waiting.name, list(waiting.present), list(waiting.missing), now - waiting.since]
+        """Give up an operation, or a join; return what all ranks have to hear.
+
+        The missing ranks may come to the operation yet. It is still theirs then, and not the next one of its name.
+        """
+        name, since, present, missing, is_join = waiting
+        if is_join:
+            self._joined.clear()
+        else:
+            self._open(name)
+            self._take(name, present)
+            for rank in missing:
+                self._owed[name].setdefault(rank, deque()).append(present)
+        return ["expired", name, list(present), list(missing), now - since, is_join]
 
     # ---- claims ----
 
@@ -311,9 +336,10 @@ class Leader:
             first = min(self._end_whole(number).values())
             return [*_lateness(rank, now - first), ["all", number]]
         operations = self._operations(number)
+        notes: list[Note] = []
         for name, looks in operations:
-            self._claim(rank, name, _Claim(looks, number if number in self._groups else None, now))
-        return self._decide([name for name, _ in operations])
+            notes += self._claim(rank, name, _Claim(looks, number if number in self._groups else None, now))
+        return [*notes, *self._decide([name for name, _ in operations])]
 
     def _operations(self, number: int) -> list[Named]:
         return [self._named[member] for member in self._groups.get(number, (number,))]
@@ -321,7 +347,7 @@ class Leader:
     def _begin_whole(self, number: int) -> bool:
         """Prepare to hear a number from all ranks, if nothing else was said of its operations."""
         names = [name for name, _ in self._operations(number)]
-        if self._joined or any(name in self._claims or name in self._whole_of for name in names):
+        if self._joined or any(name in self._claims or name in self._whole_of or name in self._owed for name in names):
             return False
         self._whole[number] = {}
         self._whole_of.update(dict.fromkeys(names, number))
@@ -346,9 +372,22 @@ class Leader:
         for name in list(self._whole_of):
             self._open(name)
 
-    def _claim(self, rank: int, name: str, claim: _Claim) -> None:
+    def _claim(self, rank: int, name: str, claim: _Claim) -> list[Note]:
+        """Take note that a rank has submitted an operation; return what there is to say if others have given it up."""
+        if name in self._owed and rank in self._owed[name]:
+            given_up = self._owed[name][rank]
+            present = given_up.popleft()
+            if not given_up:
+                self._forgive(rank, name)
+            return [["too late", rank, name, list(present)]]
         self._open(name)
         self._claims[name].setdefault(rank, deque()).append(claim)
+        return []
+
+    def _forgive(self, rank: int, name: str) -> None:
+        self._owed[name].pop(rank, None)
+        if not self._owed[name]:
+            del self._owed[name]
 
     def _take(self, name: str, ranks: Iterable[int]) -> dict[int, _Claim]:
         """Remove the oldest claim of each of ``ranks`` and return them."""
@@ -384,12 +423,10 @@ class Leader:
             last = max(taken, key=lambda rank: taken[rank].since)
             notes += _lateness(last, taken[last].since - min(claim.since for claim in taken.values()))
             first = next(iter(looks.values()))
-            if any(each != first for each in looks.values()):
-                notes.append(["refuse", name, {rank: each.text for rank, each in looks.items()}])
-                continue
-            if len(taken) < self._size and not first.op:
+            refused = any(each != first or each.op == REFUSED for each in looks.values())
+            if refused or (len(taken) < self._size and not first.op):
                 texts = {rank: looks[rank].text if rank in looks else "joined" for rank in range(self._size)}
-                notes.append(["refuse", name, texts])
+                notes.append(["refuse", name, texts, list(looks)])
                 continue
             entry = self._entry(Named(name, first), notes)
             groups = {claim.group for claim in taken.values()}
@@ -463,6 +500,8 @@ class Leader:
     def _join(self, rank: int) -> list[Note]:
         self._open_all()
         self._joined.append(rank)
+        for name in list(self._owed):
+            self._forgive(rank, name)
         # Of a name that was submitted several times, all may be ready now.
         notes = self._decide(
             [name for name, claims in self._claims.items() for _ in range(max(map(len, claims.values())))]
@@ -479,12 +518,13 @@ class Leader:
         self._take(name, [rank])
         return [["withdrawn", rank, name]]
 
-    def _leave(self, rank: int) -> list[Note]:
+    def _leave(self, rank: int, why: Sequence[Any]) -> list[Note]:
         self._left = True
+        self._joined.clear()
         self._whole.clear()
         self._whole_of.clear()
         self._claims.clear()
-        return [["lost", rank]]
+        return [["lost", rank, tuple(why)]]
 
 
 def _lateness(rank: int, seconds: float) -> list[Note]:

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from types import CodeType
 from typing import Any
 
 from ringreduce.buffers import Operand
+from ringreduce.calls import place_of, program_stack
 from ringreduce.communicator import Communicator
-from ringreduce.engine.orders import OFFER, Looks
+from ringreduce.engine.orders import OFFER, REFUSED, Looks
 from ringreduce.reduce_ops import ReduceOp
 
-__all__ = ["PROCEDURE", "Call", "Join", "Operation", "Procedure", "Reduction", "Retirement", "parted"]
+__all__ = [
+    "PROCEDURE",
+    "Call",
+    "Join",
+    "Operation",
+    "Procedure",
+    "Reduction",
+    "Refusal",
+    "Retirement",
+    "is_unnamed",
+    "parted",
+    "unnamed",
+]
 
 #: What stands in place of a reduce op in the looks of a `Procedure`.
 PROCEDURE = "procedure"
 
 _PART = ", part "
-
-_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_UNNAMED = " without a name"
 
 
 class Operation:
@@ -32,17 +40,18 @@ class Operation:
         looks: what must agree.
 
     Attributes:
+        stack: where the program made it.
         done: whether it has come to an end; everything else is settled before this becomes true.
         result: what `Engine.wait` returns.
         error: what it raises instead.
     """
 
-    __slots__ = ("_site", "done", "error", "looks", "name", "result")
+    __slots__ = ("done", "error", "looks", "name", "result", "stack")
 
     def __init__(self, name: str, looks: Looks) -> None:
         self.name = name
         self.looks = looks
-        self._site = _call_site()
+        self.stack = program_stack()
         self.done = False
         self.result: Any = None
         self.error: BaseException | None = None
@@ -50,8 +59,12 @@ class Operation:
     @property
     def site(self) -> str:
         """Where the user's program submitted it, ``file:line``."""
-        code, line = self._site
-        return f"{code.co_filename}:{line}"
+        return place_of(self.stack)
+
+    @property
+    def title(self) -> str:
+        """What errors call it."""
+        return repr(self.name)
 
 
 class Reduction(Operation):
@@ -127,6 +140,21 @@ class Call(Operation):
         self.run = run
 
 
+class Refusal(Operation):
+    """A call that this rank cannot make: it ends the call on the other ranks as well, with the reason.
+
+    Args:
+        name: as for `Operation`: that of the call.
+        kind: of the call.
+        error: why.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, name: str, kind: str, error: BaseException) -> None:
+        super().__init__(name, Looks(f"{kind}(refused: {error})", REFUSED))
+
+
 class Join(Operation):
     """The end of a rank's data, done when all ranks have come to theirs; see `Engine.join`."""
 
@@ -170,13 +198,11 @@ def parted(name: str) -> tuple[str, str]:
     return registered, part
 
 
-def _call_site() -> tuple[CodeType, int]:
-    """Return where the code outside this package, and outside torch's autograd, is that led here."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and _is_ours(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame.f_code, frame.f_lineno
+def unnamed(kind: str) -> str:
+    """Return the name that all operations of a kind share that the program gave none; their order matches them."""
+    return kind + _UNNAMED
 
 
-def _is_ours(path: str) -> bool:
-    return path.startswith(_PACKAGE) or "/torch/autograd/" in path or path.endswith("/torch/_tensor.py")
+def is_unnamed(name: str) -> bool:
+    """Return whether a name is one that `unnamed` gives."""
+    return name.endswith(_UNNAMED)

@@ -1,4 +1,4 @@
-"""What the ranks say of operations: how one looks, and what is to happen with it."""
+"""Signatures of operations, and the coordinator's decisions about them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ringreduce.calls import GivenUp
+
 __all__ = [
     "OFFER",
+    "REFUSED",
     "Expired",
     "Joined",
     "Late",
@@ -18,12 +21,15 @@ __all__ = [
     "Refuse",
     "Run",
     "Stalled",
+    "TooLate",
     "Waiting",
     "Withdrawn",
 ]
 
 #: What stands in place of a reduce op in the looks of what is offered: other ranks may submit it or not.
 OFFER = "offer"
+#: What stands there in the looks of a call that a rank cannot make, for its arguments.
+REFUSED = "refused"
 
 
 class Looks(NamedTuple):
@@ -78,10 +84,17 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """An operation does not run: what the ranks submitted under its name differs, or it cannot run after a join."""
+    """An operation does not run: what the ranks submitted differs, or some rank cannot do it, or it follows a join.
+
+    Attributes:
+        name: which.
+        values: what each rank submitted, in words.
+        submitted: the ranks that did; the others have joined.
+    """
 
     name: str
     values: dict[int, str]
+    submitted: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,22 +114,33 @@ class Late:
 
 @dataclass(frozen=True, slots=True)
 class Stalled:
-    """An operation waits for long for ``missing``; ``first`` is the lowest rank that submitted it."""
+    """An operation, or a join, waits for long for ``missing``; ``first`` is the lowest rank that waits."""
 
     name: str
     missing: tuple[int, ...]
     seconds: float
     first: int
+    is_join: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Expired:
-    """An operation is given up where it was submitted: ``missing`` did not submit it within the time limit."""
+    """An operation, or a join, is given up on ``present``: ``missing`` did not come within the time limit."""
 
     name: str
     present: tuple[int, ...]
     missing: tuple[int, ...]
     seconds: float
+    is_join: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TooLate:
+    """What ``rank`` has submitted comes to nothing: ``gave_up`` were there first and have stopped waiting for it."""
+
+    rank: int
+    name: str
+    gave_up: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,23 +156,25 @@ class Lost:
     """A rank takes part in nothing any more, so nothing can run."""
 
     rank: int
+    why: GivenUp
 
 
-Order = Run | Refuse | Joined | Late | Stalled | Expired | Withdrawn | Lost
+Order = Run | Refuse | Joined | Late | Stalled | Expired | TooLate | Withdrawn | Lost
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """An operation that not all ranks have submitted.
+class Waiting(NamedTuple):
+    """An operation that not all ranks have submitted, or a join.
 
     Attributes:
         name: which.
-        since: the leader's clock when the first rank submitted it.
+        since: the leader's clock when the first rank submitted it; of a join, when anything was last submitted.
         present: the ranks that have.
         missing: the ranks that have not.
+        is_join: whether it is a join.
     """
 
     name: str
     since: float
     present: tuple[int, ...]
     missing: tuple[int, ...]
+    is_join: bool = False

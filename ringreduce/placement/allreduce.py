@@ -7,7 +7,7 @@ private array of moderate size travels through a buffer of the plan; a large one
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -34,7 +34,6 @@ from ringreduce.placement.context import Cache, Context, Signature
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.selection import Choice
 from ringreduce.transport.board import MAILBOX_NBYTES, NOWHERE
-from ringreduce.transport.messages import Request
 from ringreduce.transport.shared import Location
 
 __all__ = ["Allreduce", "OperandReducer", "TwoShot", "peer_views"]
@@ -57,8 +56,6 @@ class Allreduce:
         self._one_shots: Cache[OneShot] = Cache()
         self._two_shots: Cache[TwoShot] = Cache()
         self._message_plans: Cache[_MessagePlan] = Cache()
-        # The library's own are set up by all ranks together, so what is kept of them must not depend on anything local.
-        self._vendor_plans: Cache[_MessagePlan] = Cache()
 
     def run(self, source: Operand, target: Operand, op: ReduceOp, choice: Choice, signature: Signature) -> None:
         """Reduce ``source`` over all ranks into ``target``, which is the same memory or apart from it.
@@ -77,6 +74,8 @@ class Allreduce:
             self._two_shot(source, target, op, signature)
         elif dtype.half:
             self._widened(source, target, op, choice, signature)
+        elif choice.algorithm == selection.VENDOR:
+            self._by_library(source, target, op, choice, signature)
         else:
             self._over_messages(source, target, op, choice, signature)
 
@@ -124,7 +123,7 @@ class Allreduce:
     def _repetition_over_messages(
         self, array: Any, target: Operand, op: ReduceOp, choice: Choice, signature: Signature
     ) -> Callable[[Any], object] | None:
-        if target.dtype.half:
+        if target.dtype.half or choice.algorithm == selection.VENDOR:
             return None
         messages = self._messages(target, op, choice, signature)
         if messages.located:
@@ -134,7 +133,7 @@ class Allreduce:
         return None
 
     def close(self) -> None:
-        for plans in (self._one_shots, self._two_shots, self._message_plans, self._vendor_plans):
+        for plans in (self._one_shots, self._two_shots, self._message_plans):
             plans.close()
 
     # ---- one node ----
@@ -198,6 +197,25 @@ class Allreduce:
             divide_toward_zero(wide, self._context.topology.size)
         narrow(wide, target.dtype, target.view)
 
+    def _by_library(self, source: Operand, target: Operand, op: ReduceOp, choice: Choice, signature: Signature) -> None:
+        """Let the MPI library reduce, where it can; it compares nothing, so the ranks do each time."""
+        context, dtype = self._context, target.dtype
+        if not context.messages.offers_allreduce(target.count, dtype.name, op):
+            ours = replace(choice, algorithm="recursive_doubling")
+            self._over_messages(source, target, op, ours, signature)
+            return
+        context.meet(signature, known=False)
+        flat = target.flat() if target.contiguous else np.empty(target.count, dtype.storage)
+        if source.address != target.address or not target.contiguous:
+            np.copyto(flat.reshape(source.shape), source.view)
+        context.messages.allreduce(flat, dtype.name, op)
+        if context.instruments.observers:
+            context.instruments.step("the library's own allreduce")
+        if op is ReduceOp.AVERAGE:
+            divide(flat, context.topology.size)
+        if not target.contiguous:
+            np.copyto(target.view, flat.reshape(target.shape))
+
     def _over_messages(
         self, source: Operand, target: Operand, op: ReduceOp, choice: Choice, signature: Signature
     ) -> None:
@@ -210,10 +228,8 @@ class Allreduce:
             messages.run(source.view, target.view)
 
     def _messages(self, target: Operand, op: ReduceOp, choice: Choice, signature: Signature) -> _OverMessages:
-        vendor = choice.algorithm == selection.VENDOR
-        location = None if vendor else self.locate(target)
-        keep = location is not None or target.nbytes <= _OWN_BUFFER_NBYTES
-        plans = (self._vendor_plans if vendor else self._message_plans) if keep else None
+        location = self.locate(target)
+        plans = self._message_plans if location is not None or target.nbytes <= _OWN_BUFFER_NBYTES else None
         make = partial(_MessagePlan, self._context, choice, target.dtype, target.count, location, op, signature)
         return _OverMessages(self._context, choice, signature, location, plans, make)
 
@@ -245,16 +261,18 @@ class _OverMessages:
     def run(self, source: Array | None, target: Array | None) -> None:
         """Reduce; ``source`` is copied in first and the result copied to ``target``, unless these are None."""
         if self._meets:
-            self._context.meet(self._signature)  # before the library's own is set up by all ranks together
+            self._context.meet(self._signature)
         plans = self._plans
         plan = plans.get(self._key, self._make) if plans is not None else self._make()
-        if source is not None:
-            np.copyto(plan.memory.reshape(source.shape), source)
-        plan.run()
-        if target is not None:
-            np.copyto(target, plan.memory.reshape(target.shape))
-        if plans is None:
-            plan.close()
+        try:
+            if source is not None:
+                np.copyto(plan.memory.reshape(source.shape), source)
+            plan.run()
+            if target is not None:
+                np.copyto(target, plan.memory.reshape(target.shape))
+        finally:
+            if plans is None:
+                plan.close()
 
 
 class TwoShot:
@@ -374,7 +392,7 @@ class _MessagePlan:
         self.memory = context.arena.view(self._location, dtype.storage, count)
         self.shared = choice.transport == "shared+messages"
         self._others: list[int] | None = None
-        self._plan: Plan | _Vendor | None = None
+        self._plan: Plan | None = None
 
     def run(self) -> None:
         context = self._context
@@ -391,15 +409,10 @@ class _MessagePlan:
         if self._op is ReduceOp.AVERAGE:
             divide(self.memory, context.topology.size)
 
-    def _bind(self) -> Plan | _Vendor:
+    def _bind(self) -> Plan:
         context = self._context
         summing = ReduceOp.SUM if self._op is ReduceOp.AVERAGE else self._op
-        if self._choice.algorithm == selection.VENDOR:
-            request = context.messages.allreduce(self.memory, self._dtype.name, summing)
-            if request is not None:
-                return _Vendor(context, request, self._signature)
-        algorithm = "recursive_doubling" if self._choice.algorithm == selection.VENDOR else self._choice.algorithm
-        schedule = context.schedule(Collective.ALLREDUCE, algorithm)
+        schedule = context.schedule(Collective.ALLREDUCE, self._choice.algorithm)
         limit = max(1, context.config.segment_nbytes // self._dtype.itemsize)
         return Plan(
             rank=context.rank,
@@ -424,27 +437,6 @@ class _MessagePlan:
         if self._own is not None:
             self._context.arena.release(self._own)
             self._own = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Vendor:
-    """The library's own allreduce, started anew for each call: unlike its blocking form it can time out."""
-
-    context: Context
-    request: Request
-    signature: Signature
-
-    def run(self) -> None:
-        messages, requests, instruments = self.context.messages, [self.request], self.context.instruments
-        messages.start(requests)
-        self.context.waiter.until(
-            lambda: messages.test_all(requests), lambda: f"all ranks in {self.signature.text} of the MPI library"
-        )
-        if instruments.observers:
-            instruments.step("the library's own allreduce")
-
-    def close(self) -> None:
-        self.context.messages.free([self.request])
 
 
 def _averages_integers(op: ReduceOp, dtype: DType) -> bool:

@@ -6,17 +6,18 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NoReturn, Protocol, TypeVar
 
 from ringreduce.algorithms import Collective, Schedule, schedule_for
 from ringreduce.algorithms.execute import STREAMS
+from ringreduce.calls import Called, GivenUp
 from ringreduce.config import Config
 from ringreduce.errors import MismatchError
 from ringreduce.instruments import Instruments
 from ringreduce.placement.ending import close_all
 from ringreduce.topology import Topology
 from ringreduce.transport.agreement import Agreement
-from ringreduce.transport.board import NOWHERE, Board, after_refusals, signature_hash
+from ringreduce.transport.board import NOWHERE, Board, signature_hash
 from ringreduce.transport.messages import Messages, exchange_json
 from ringreduce.transport.node import Node
 from ringreduce.transport.shared import Arena, Location
@@ -38,9 +39,6 @@ class Signature:
         return cls(text, signature_hash(text))
 
 
-_BARRIER = Signature.of("barrier")
-
-
 @dataclass(frozen=True, slots=True)
 class Context:
     """The ranks of a process set and what connects them.
@@ -50,6 +48,7 @@ class Context:
         waiter: how a rank waits.
         node: the ranks that share memory with this one.
         config: equal on all ranks.
+        called: says what this rank calls, and where, to ranks that call something else.
         agreement: compares signatures over messages, where not all ranks meet at one board.
         instruments: who is told of collectives and their steps.
     """
@@ -58,11 +57,13 @@ class Context:
     waiter: Waiter
     node: Node
     config: Config
+    called: Callable[[str], Called] = Called.here
     agreement: Agreement = field(init=False)
     instruments: Instruments = field(default_factory=Instruments)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "agreement", Agreement(self.messages, self.waiter))
+        object.__setattr__(self, "agreement", Agreement(self.messages, self.waiter, called=self.called))
+        self.board.called = self.called
         if not self.topology.single_node:
             self.waiter.watchers.append(self.agreement.watch)
 
@@ -86,8 +87,18 @@ class Context:
         """Return this rank's steps."""
         return schedule_for(collective, algorithm, self.rank, self.topology, root)
 
-    def meet(self, signature: Signature) -> None:
+    @property
+    def calls(self) -> Board | Agreement:
+        """What counts the calls that this rank has begun, as its ``number``."""
+        return self.board if self.topology.single_node else self.agreement
+
+    def meet(self, signature: Signature, *, known: bool = True) -> None:
         """Make sure that all ranks call this, before any data is sent as messages.
+
+        Args:
+            signature: what this rank calls.
+            known: whether between nodes a call that all ranks have made before need not be compared again: no rank can
+                end it before all have come, and messages of different calls do not match.
 
         Raises:
             MismatchError: they do not.
@@ -95,10 +106,18 @@ class Context:
         if self.topology.single_node:
             self.board.arrive(signature.text, signature.code)
         else:
-            self._agree(signature)
+            self.agreement.enter(signature.text, meet=not known)
 
-    def _agree(self, signature: Signature) -> None:
-        self.agreement.enter(after_refusals(signature.text, self.board.refused))
+    def refuse(self, reason: str) -> NoReturn:
+        """Meet the others in a call that this rank cannot make, so that it ends for all.
+
+        Args:
+            reason: what they hear in place of a signature, the collective first.
+
+        Raises:
+            MismatchError: on all ranks.
+        """
+        self.calls.refuse(reason)
 
     def meet_at_board(self, signature: Signature, location: Location | None) -> list[int]:
         """Meet, and let the others of the node know where this rank's buffer lies.
@@ -111,7 +130,7 @@ class Context:
             MismatchError: not all ranks call this.
         """
         if not self.topology.single_node:
-            self._agree(signature)
+            self.agreement.enter(signature.text)
         try:
             return self.board.arrive(signature.text, signature.code, NOWHERE if location is None else location.packed)
         except MismatchError:
@@ -119,32 +138,38 @@ class Context:
                 self.agreement.settle()  # the other nodes must hear of it, and say what they call
             raise
 
-    def barrier(self) -> None:
-        """Return when all ranks have called this."""
-        if self.topology.single_node:
-            self.meet(_BARRIER)
-        else:
-            self.agreement.enter(_BARRIER.text, meet=True)
+    def recover(self, mismatch: MismatchError, number: int) -> None:
+        """Go on after a mismatch between nodes: take what is under way off the network, count calls alike. Collective.
 
-    def renew(self) -> None:
-        """Go on after a mismatch between nodes: leave behind what is under way and count calls alike. Collective."""
-        self.messages.renew()
-        reached = [self.agreement.call, self.board.number, self.board.epoch]
+        Args:
+            mismatch: the error of a call that was the same on all ranks, as far as these have said. If one of them had
+                left that call behind when it heard of the others', the error says from now on that they are not.
+            number: of the call that this rank was in.
+
+        Raises:
+            TransportError: one of its kinds; the ranks did not come, or what is under way does not end.
+        """
+        reached = [number, self.board.number, self.board.epoch]
         everyone = exchange_json(self.messages, reached)
-        self.agreement.resume(max(call for call, _, _ in everyone))
+        if len({each[0] for each in everyone}) > 1:
+            mismatch.in_step = False
+            return
         members = [everyone[member] for member in self.board.members]
-        self.board.resume(max(number for _, number, _ in members), max(epoch for _, _, epoch in members))
+        self.messages.renew()
+        self.agreement.resume(number)
+        self.board.resume(max(each[1] for each in members), max(each[2] for each in members))
 
     def tag(self, signature: Signature) -> int:
         """Return the first of a few tags that stand for a signature, so that messages of two calls never match."""
         room = (self.messages.max_tag - 1) // STREAMS - 1
         return 1 + signature.code % room * STREAMS
 
-    def leave(self) -> None:
-        """Tell the others that this rank takes part in no further call."""
-        self.board.leave()
+    def leave(self, failure: BaseException | None = None) -> None:
+        """Tell the others that this rank takes part in no further call; None: as it shuts down."""
+        why = GivenUp.after(failure)
+        self.board.leave(why)
         if not self.topology.single_node:
-            self.agreement.leave()
+            self.agreement.leave(why)
 
     def close(self) -> None:
         """Give everything back; arrays that users still hold stay valid."""

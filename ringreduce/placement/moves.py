@@ -56,7 +56,8 @@ class Moves:
                 peers = {} if am_root else {root: self._root_view(others, root, data)}
                 self._load(Collective.BROADCAST, choice, Memory(data, peers), (slice(0, data.size),), signature, root)
         else:
-            context.meet(signature)
+            # Ranks get their data and go on, whoever else is there; so they compare what they call each time.
+            context.meet(signature, known=False)
             schedule = context.schedule(Collective.BROADCAST, choice.algorithm, root)
             segments = segments_of_buffer(data.size, schedule.nblocks, self._limit(data))
             self._send(Collective.BROADCAST, choice, Memory(data), segments, None, signature, root)
@@ -266,8 +267,10 @@ class Moves:
             tag,
             instruments=context.instruments,
         )
-        plan.run()
-        plan.close()
+        try:
+            plan.run()
+        finally:
+            plan.close()
 
     def _limit(self, data: Array) -> int:
         return max(1, self._context.config.segment_nbytes // data.itemsize)

@@ -30,6 +30,7 @@ def check_messages(messages: Messages) -> None:
     _check_order(messages, waiter, ahead, behind)
     _check_restarts(messages, waiter, ahead, behind)
     _check_notes(messages, waiter)
+    _check_renewal(messages, waiter, ahead, behind)
 
 
 def _check_order(messages: Messages, waiter: Waiter, ahead: int, behind: int) -> None:
@@ -64,6 +65,23 @@ def _check_restarts(messages: Messages, waiter: Waiter, ahead: int, behind: int)
         waiter.until(lambda: messages.test_all(requests), lambda: "messages in a ring")
         assert (incoming == 100 * behind + turn).all()
     messages.free(requests)
+
+
+def _check_renewal(messages: Messages, waiter: Waiter, ahead: int, behind: int) -> None:
+    """What was given up on both sides, or on one, meets nothing that comes later; the same requests work again."""
+    outgoing, incoming = np.zeros(3, np.int32), np.zeros(3, np.int32)
+    send, late, never = (messages.send(outgoing, ahead, 5), *(messages.recv(incoming, behind, tag) for tag in (5, 6)))
+    for turn in range(1, 4):
+        outgoing[:] = -turn
+        if turn != 3 or messages.rank == 0:
+            messages.start([send, never])
+            messages.give_up([send, never])
+        messages.renew()
+        outgoing[:] = 100 * messages.rank + turn
+        messages.start([send, late])
+        waiter.until(lambda: messages.test_all([send, late]), lambda: "messages in a ring")
+        assert (incoming == 100 * behind + turn).all()
+    messages.free([send, late, never])
 
 
 def _check_notes(messages: Messages, waiter: Waiter) -> None:

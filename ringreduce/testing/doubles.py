@@ -47,8 +47,11 @@ class _Wrapper:
     def free(self, requests: Sequence[Request]) -> None:
         self._inner.free(requests)
 
-    def allreduce(self, data: Array, dtype: str, op: ReduceOp) -> Request | None:
-        return self._inner.allreduce(data, dtype, op)
+    def offers_allreduce(self, count: int, dtype: str, op: ReduceOp) -> bool:
+        return self._inner.offers_allreduce(count, dtype, op)
+
+    def allreduce(self, data: Array, dtype: str, op: ReduceOp) -> None:
+        self._inner.allreduce(data, dtype, op)
 
     def post(self, note: bytes, peer: int) -> None:
         self._inner.post(note, peer)
@@ -61,6 +64,9 @@ class _Wrapper:
 
     def subset(self, ranks: Sequence[int], waiter: Waiter) -> Messages | None:
         return self._inner.subset(ranks, waiter)
+
+    def give_up(self, requests: Sequence[Request]) -> None:
+        self._inner.give_up(requests)
 
     def renew(self) -> None:
         self._inner.renew()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from ringreduce.calls import Called
 from ringreduce.communicator import Communicator
 from ringreduce.config import Config
 from ringreduce.engine import Engine
@@ -31,6 +32,7 @@ def run_ranks(
     node_size: int | None = None,
     config: Config | None = None,
     wrap: Callable[[Messages], Messages] = lambda messages: messages,
+    called: Callable[[str], Called] = Called.here,
 ) -> list[T]:
     """Call ``function(communicator)`` on ``size`` ranks, each a thread of this process, and return their results.
 
@@ -40,6 +42,7 @@ def run_ranks(
         node_size: ranks per node; None: all on one. 1: no shared memory, everything goes as messages.
         config: settings; the time limit is 30 s unless they say otherwise.
         wrap: puts a recording or failing transport around each rank's messages.
+        called: says what a rank calls, and where; see `Context`.
 
     Raises:
         Exception: the first error of the rank that failed first; the others are ended by their time limit at the
@@ -49,7 +52,7 @@ def run_ranks(
     world = MemoryWorld(size, settings.timeout_s)
 
     def run(rank: int) -> T:
-        communicator = _communicator(world, rank, settings, wrap)
+        communicator = _communicator(world, rank, settings, wrap, called)
         result = function(communicator)
         communicator.close()
         return result
@@ -62,12 +65,13 @@ def _communicator(
     rank: int,
     settings: Config,
     wrap: Callable[[Messages], Messages] = lambda messages: messages,
+    called: Callable[[str], Called] = Called.here,
 ) -> Communicator:
     waiter = Waiter(settings.timeout_s, crowded=True)
     messages = wrap(world.messages(rank))
     node = join(messages, waiter, settings, "threads", lambda pids: world.segments_of(rank))
     waiter.crowded = True  # threads of one interpreter run one at a time
-    context = Context(messages, waiter, node, settings)
+    context = Context(messages, waiter, node, settings, called)
     context.agreement.patience = 16  # a false suspicion costs nothing here, a test that waits does
     return Communicator(context)
 
@@ -122,7 +126,7 @@ def run_engines(
         finally:
             engine.close()
 
-    return run_ranks(size, run, node_size=node_size, config=config)
+    return run_ranks(size, run, node_size=node_size, config=config, called=Called)
 
 
 def run_process_sets(

@@ -12,6 +12,7 @@ from ringreduce.engine import Engine
 from ringreduce.process_sets import ProcessSet
 from ringreduce.reduce_ops import AVERAGE, SUM, ReduceOp
 from ringreduce.torch.prepared import (
+    Checking,
     Op,
     Tensors,
     prepare_allgather,
@@ -41,17 +42,19 @@ def allreduce(
 ) -> list[torch.Tensor]:
     """Reduce tensors into new ones; see `ringreduce.torch.ops.grouped_allreduce`."""
     how = op, prescale, postscale, wire
-    return list(_apply(_Allreduce, process_set, _backward_name(name, tensors, process_set), name, *how, *tensors))
+    backward = _backward_name("allreduce", name, tensors, process_set)
+    return list(_apply(_Allreduce, process_set, backward, name, *how, *tensors))
 
 
 def allgather(tensors: Tensors, name: str | None, process_set: ProcessSet) -> list[torch.Tensor]:
     """Concatenate tensors; see `ringreduce.torch.ops.grouped_allgather`."""
-    return list(_apply(_Allgather, process_set, _backward_name(name, tensors, process_set), name, *tensors))
+    backward = _backward_name("allgather", name, tensors, process_set)
+    return list(_apply(_Allgather, process_set, backward, name, *tensors))
 
 
 def broadcast(tensor: torch.Tensor, root: int, name: str | None, process_set: ProcessSet) -> torch.Tensor:
     """Return the tensor of a rank of the set; see `ringreduce.torch.ops.broadcast`."""
-    backward = _backward_name(name, [tensor], process_set)
+    backward = _backward_name("broadcast", name, [tensor], process_set)
     return cast(torch.Tensor, _apply(_Broadcast, tensor, root, process_set, backward, name))
 
 
@@ -59,7 +62,8 @@ def alltoall(
     tensor: torch.Tensor, rows: list[int], name: str | None, process_set: ProcessSet
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Exchange so many rows with each rank; see `ringreduce.torch.ops.alltoall`."""
-    result, received = _apply(_Alltoall, tensor, rows, process_set, _backward_name(name, [tensor], process_set), name)
+    backward = _backward_name("alltoall", name, [tensor], process_set)
+    result, received = _apply(_Alltoall, tensor, rows, process_set, backward, name)
     return result, received
 
 
@@ -68,7 +72,8 @@ def reducescatter(
 ) -> list[torch.Tensor]:
     """Reduce tensors into this rank's parts; see `ringreduce.torch.ops.grouped_reducescatter`."""
     how = op, prescale, postscale
-    return list(_apply(_ReduceScatter, process_set, _backward_name(name, tensors, process_set), name, *how, *tensors))
+    backward = _backward_name("reducescatter", name, tensors, process_set)
+    return list(_apply(_ReduceScatter, process_set, backward, name, *how, *tensors))
 
 
 class _Allreduce(torch.autograd.Function):
@@ -79,7 +84,8 @@ class _Allreduce(torch.autograd.Function):
         outputs = [torch.empty_like(each) for each in tensors]
         sources = [each.detach() for each in tensors]
         how = op, prescale, postscale
-        prepared = prepare_allreduce(sources, outputs, name, *how, process_set, lambda: outputs, wire)
+        with Checking("allreduce", name, process_set):
+            prepared = prepare_allreduce(sources, outputs, name, *how, process_set, lambda: outputs, wire)
         return tuple(prepared.carry_out())
 
     @staticmethod
@@ -104,7 +110,9 @@ class _Allgather(torch.autograd.Function):
         ctx.process_set, ctx.backward_name = process_set, backward
         ctx.rows = [each.shape[0] if each.dim() else 0 for each in tensors]
         sources = [each.detach() for each in tensors]
-        return tuple(prepare_allgather(sources, name, process_set, lambda gathered: gathered).carry_out())
+        with Checking("allgather", name, process_set):
+            prepared = prepare_allgather(sources, name, process_set, lambda gathered: gathered)
+        return tuple(prepared.carry_out())
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -125,7 +133,9 @@ class _Broadcast(torch.autograd.Function):
         ctx: Any, tensor: torch.Tensor, root: int, process_set: ProcessSet, backward: str, name: str | None
     ) -> Any:
         ctx.process_set, ctx.backward_name, ctx.root = process_set, backward, root
-        return prepare_broadcast(tensor.detach(), None, root, name, process_set).carry_out()
+        with Checking("broadcast", name, process_set):
+            prepared = prepare_broadcast(tensor.detach(), None, root, name, process_set)
+        return prepared.carry_out()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -142,7 +152,8 @@ class _ReduceScatter(torch.autograd.Function):
         ctx.process_set, ctx.backward_name = process_set, backward
         ctx.op, ctx.factor = op, prescale * postscale
         sources = [each.detach() for each in tensors]
-        prepared = prepare_reducescatter(sources, name, op, prescale, postscale, process_set, lambda parts: parts)
+        with Checking("reducescatter", name, process_set):
+            prepared = prepare_reducescatter(sources, name, op, prescale, postscale, process_set, lambda parts: parts)
         return tuple(prepared.carry_out())
 
     @staticmethod
@@ -159,7 +170,8 @@ class _Alltoall(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: torch.Tensor, rows: list[int], process_set: ProcessSet, backward: str, name: str | None
     ) -> Any:
-        prepared = prepare_alltoall(tensor.detach(), rows, name, process_set, alone=False)
+        with Checking("alltoall", name, process_set):
+            prepared = prepare_alltoall(tensor.detach(), rows, name, process_set, alone=False)
         result, received = prepared.carry_out()
         ctx.process_set, ctx.backward_name, ctx.received = process_set, backward, received.tolist()
         ctx.mark_non_differentiable(received)
@@ -185,9 +197,10 @@ def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     return function.forward(_NoGraph(), *arguments)  # half as long
 
 
-def _backward_name(name: str | None, tensors: Tensors, process_set: ProcessSet) -> str:
+def _backward_name(kind: str, name: str | None, tensors: Tensors, process_set: ProcessSet) -> str:
     """Return what the backward pass calls its operation: the passes of several operations may come in any order."""
-    require_tensors(*tensors)
+    with Checking(kind, name, process_set):
+        require_tensors(*tensors)
     if name is not None:
         return f"gradient of {name}"
     if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):

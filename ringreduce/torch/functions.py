@@ -12,7 +12,7 @@ from ringreduce.process_sets import ProcessSet
 from ringreduce.runtime import global_process_set
 from ringreduce.torch.agreement import require_same_tensors
 from ringreduce.torch.objects import broadcast_object, carry_out
-from ringreduce.torch.prepared import changed
+from ringreduce.torch.prepared import Checking, changed
 from ringreduce.torch.streams import gpu_of, require_usable
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
@@ -35,8 +35,9 @@ def broadcast_parameters(
         ConfigError: something in ``params`` is not a tensor.
         MismatchError: the tensors differ between ranks in more than their values; nothing was overwritten then.
     """
-    tensors = _named(params)
-    root = process_set.rank_of(root_rank)
+    with Checking("broadcast_parameters", None, process_set):
+        tensors = _named(params)
+        root = process_set.rank_of(root_rank)
 
     def run(communicator: Communicator) -> None:
         require_same_tensors(communicator, "broadcast_parameters", tensors)
@@ -46,7 +47,7 @@ def broadcast_parameters(
 
     values = [tensor for _, tensor in tensors]
     device = gpu_of(values)
-    if device is not None:
+    with Checking("broadcast_parameters", None, process_set):
         for value in values:
             require_usable(process_set.engine.communicator, value.detach(), writable=True)
     carry_out("broadcast_parameters", None, run, process_set, f"broadcast_parameters(root {root})", device)
@@ -74,7 +75,8 @@ def broadcast_optimizer_state(
     Raises:
         ValueError: the parameter groups of this rank differ from the root's in number or length.
     """
-    is_root = process_set.rank() == process_set.rank_of(root_rank)
+    with Checking("broadcast_object", None, process_set):
+        is_root = process_set.rank() == process_set.rank_of(root_rank)
     state = broadcast_object(optimizer.state_dict() if is_root else None, root_rank, process_set=process_set)
     if not is_root:
         optimizer.load_state_dict(state)

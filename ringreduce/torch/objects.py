@@ -19,10 +19,11 @@ import torch
 
 from ringreduce.buffers import DTYPES
 from ringreduce.communicator import Communicator
-from ringreduce.engine import Call
+from ringreduce.engine import Call, unnamed
 from ringreduce.errors import ConfigError
 from ringreduce.process_sets import ProcessSet
 from ringreduce.runtime import global_process_set
+from ringreduce.torch.prepared import Checking
 from ringreduce.torch.streams import on_this_stream
 
 __all__ = ["allgather_object", "broadcast_object", "carry_out", "gather"]
@@ -45,7 +46,8 @@ def broadcast_object(
     Raises:
         ConfigError: the object does not pickle. Raised on all ranks.
     """
-    root = process_set.rank_of(root_rank)
+    with Checking("broadcast_object", _named("broadcast_object", name), process_set):
+        root = process_set.rank_of(root_rank)
     skeleton, tensors = carry_out("broadcast_object", name, lambda ranks: _broadcast(ranks, obj, root), process_set)
     return obj if process_set.rank() == root else _Unpickler(io.BytesIO(skeleton), tensors).load()
 
@@ -96,8 +98,12 @@ def carry_out(
     So it may be called from any thread, ends in an error on ranks whose peers have joined, and is seen by the stall
     watch. What it does on a GPU (``device``, or the current one) it does on the caller's stream. Collective.
     """
-    named = f"{kind} without a name" if name is None else f"{kind} {name}"
+    named = _named(kind, name) or unnamed(kind)
     return process_set.engine.run(Call(named, text or kind, on_this_stream(run, device)), unique=name is not None)
+
+
+def _named(kind: str, name: str | None) -> str | None:
+    return None if name is None else f"{kind} {name}"
 
 
 def gather(communicator: Communicator, obj: Any) -> list[Any]:

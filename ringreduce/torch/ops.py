@@ -31,6 +31,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
+from operator import index
 from typing import Any, cast
 
 import torch
@@ -44,6 +46,7 @@ from ringreduce.torch import differentiable
 from ringreduce.torch.compression import Compression, Compressor, WireCompressor
 from ringreduce.torch.prepared import (
     Adasum,
+    Checking,
     Handle,
     Op,
     ReproducibleSum,
@@ -195,10 +198,12 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start what `allreduce` does; its result is a new tensor."""
-    source = without_graph(tensor)
-    outputs = [torch.empty_like(source)]
-    how = _op(op, average), prescale_factor, postscale_factor
-    return prepare_allreduce([source], outputs, name, *how, process_set, lambda: outputs[0]).submit()
+    with Checking("allreduce", name, process_set):
+        source = without_graph(tensor)
+        outputs = [torch.empty_like(source)]
+        how = _op(op, average), prescale_factor, postscale_factor
+        prepared = prepare_allreduce([source], outputs, name, *how, process_set, lambda: outputs[0])
+    return prepared.submit()
 
 
 def allreduce_(
@@ -211,9 +216,10 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Reduce like `allreduce`, but in place; returns ``tensor``. Collective."""
-    values = [without_graph(tensor)]
-    how = _op(op, average), prescale_factor, postscale_factor
-    prepared = prepare_allreduce(values, values, name, *how, process_set, lambda: changed(tensor))
+    with Checking("allreduce", name, process_set):
+        values = [without_graph(tensor)]
+        how = _op(op, average), prescale_factor, postscale_factor
+        prepared = prepare_allreduce(values, values, name, *how, process_set, lambda: changed(tensor))
     return cast(torch.Tensor, prepared.carry_out())
 
 
@@ -227,9 +233,11 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start what `allreduce_` does."""
-    values = [without_graph(tensor)]
-    how = _op(op, average), prescale_factor, postscale_factor
-    return prepare_allreduce(values, values, name, *how, process_set, lambda: changed(tensor)).submit()
+    with Checking("allreduce", name, process_set):
+        values = [without_graph(tensor)]
+        how = _op(op, average), prescale_factor, postscale_factor
+        prepared = prepare_allreduce(values, values, name, *how, process_set, lambda: changed(tensor))
+    return prepared.submit()
 
 
 def grouped_allreduce(
@@ -249,9 +257,10 @@ def grouped_allreduce(
 
     The other arguments are those of `allreduce`.
     """
-    how = _op(op, average), prescale_factor, postscale_factor, _wire(compression)
-    require_tensors(*tensors)
-    sent, contexts = zip(*map(compression.compress, tensors), strict=True) if tensors else ((), ())
+    with Checking("allreduce", name, process_set):
+        how = _op(op, average), prescale_factor, postscale_factor, _wire(compression)
+        require_tensors(*tensors)
+        sent, contexts = zip(*map(compression.compress, tensors), strict=True) if tensors else ((), ())
     reduced = differentiable.allreduce(sent, name, *how, process_set)
     return [compression.decompress(each, context) for each, context in zip(reduced, contexts, strict=True)]
 
@@ -266,10 +275,12 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start what `grouped_allreduce` does; its result is a list of new tensors."""
-    sources = [without_graph(each) for each in tensors]
-    outputs = [torch.empty_like(each) for each in sources]
-    how = _op(op, average), prescale_factor, postscale_factor
-    return prepare_allreduce(sources, outputs, name, *how, process_set, lambda: outputs).submit()
+    with Checking("allreduce", name, process_set):
+        sources = [without_graph(each) for each in tensors]
+        outputs = [torch.empty_like(each) for each in sources]
+        how = _op(op, average), prescale_factor, postscale_factor
+        prepared = prepare_allreduce(sources, outputs, name, *how, process_set, lambda: outputs)
+    return prepared.submit()
 
 
 def grouped_allreduce_(
@@ -282,9 +293,11 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Reduce like `grouped_allreduce`, but in place; returns ``tensors``. Collective."""
-    values = [without_graph(each) for each in tensors]
-    how = _op(op, average), prescale_factor, postscale_factor
-    prepared = prepare_allreduce(values, values, name, *how, process_set, lambda: [changed(each) for each in tensors])
+    with Checking("allreduce", name, process_set):
+        values = [without_graph(each) for each in tensors]
+        how = _op(op, average), prescale_factor, postscale_factor
+        result = partial(_all_changed, tensors)
+        prepared = prepare_allreduce(values, values, name, *how, process_set, result)
     return cast("list[torch.Tensor]", prepared.carry_out())
 
 
@@ -298,11 +311,12 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start what `grouped_allreduce_` does."""
-    values = [without_graph(each) for each in tensors]
-    how = _op(op, average), prescale_factor, postscale_factor
-    return prepare_allreduce(
-        values, values, name, *how, process_set, lambda: [changed(each) for each in tensors]
-    ).submit()
+    with Checking("allreduce", name, process_set):
+        values = [without_graph(each) for each in tensors]
+        how = _op(op, average), prescale_factor, postscale_factor
+        result = partial(_all_changed, tensors)
+        prepared = prepare_allreduce(values, values, name, *how, process_set, result)
+    return prepared.submit()
 
 
 def sparse_allreduce_async(
@@ -319,13 +333,16 @@ def sparse_allreduce_async(
     Returns:
         A function that waits and returns the coalesced tensor, which `synchronize` takes as well.
     """
-    require_tensors(tensor)
-    if not tensor.is_sparse:
-        raise UnsupportedBufferError("sparse_allreduce_async takes sparse COO tensors; use allreduce for dense ones")
-    op = ReduceOp.parse(op)
-    require_linear(op, "sparse_allreduce")
-    mine = tensor.detach().coalesce()
-    indices, values, shape = mine.indices().t().contiguous(), mine.values().contiguous(), tensor.shape
+    with Checking("sparse_allreduce", name, process_set):
+        require_tensors(tensor)
+        if not tensor.is_sparse:
+            raise UnsupportedBufferError(
+                "sparse_allreduce_async takes sparse COO tensors; use allreduce for dense ones"
+            )
+        op = ReduceOp.parse(op)
+        require_linear(op, "sparse_allreduce")
+        mine = tensor.detach().coalesce()
+        indices, values, shape = mine.indices().t().contiguous(), mine.values().contiguous(), tensor.shape
 
     def run(communicator: Communicator) -> torch.Tensor:
         places, numbers = communicator.allgather(indices), communicator.allgather(values)
@@ -364,7 +381,9 @@ def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start what `allgather` does."""
-    return prepare_allgather([without_graph(tensor)], name, process_set, lambda gathered: gathered[0]).submit()
+    with Checking("allgather", name, process_set):
+        prepared = prepare_allgather([without_graph(tensor)], name, process_set, lambda gathered: gathered[0])
+    return prepared.submit()
 
 
 def grouped_allgather(
@@ -378,8 +397,10 @@ def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start what `grouped_allgather` does."""
-    sources = [without_graph(each) for each in tensors]
-    return prepare_allgather(sources, name, process_set, lambda gathered: gathered).submit()
+    with Checking("allgather", name, process_set):
+        sources = [without_graph(each) for each in tensors]
+        prepared = prepare_allgather(sources, name, process_set, lambda gathered: gathered)
+    return prepared.submit()
 
 
 # ---- broadcast ----
@@ -396,22 +417,28 @@ def broadcast(
         name: see the module; must agree.
         process_set: the ranks that take part.
     """
-    return differentiable.broadcast(tensor, process_set.rank_of(root_rank), name, process_set)
+    with Checking("broadcast", name, process_set):
+        root = process_set.rank_of(root_rank)
+    return differentiable.broadcast(tensor, root, name, process_set)
 
 
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start what `broadcast` does."""
-    return prepare_broadcast(without_graph(tensor), None, process_set.rank_of(root_rank), name, process_set).submit()
+    with Checking("broadcast", name, process_set):
+        root = process_set.rank_of(root_rank)
+        prepared = prepare_broadcast(without_graph(tensor), None, root, name, process_set)
+    return prepared.submit()
 
 
 def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
     """Overwrite a tensor with the root's; returns ``tensor``. Collective."""
-    root = process_set.rank_of(root_rank)
-    prepared = prepare_broadcast(without_graph(tensor), tensor, root, name, process_set)
+    with Checking("broadcast", name, process_set):
+        root = process_set.rank_of(root_rank)
+        prepared = prepare_broadcast(without_graph(tensor), tensor, root, name, process_set)
     return cast(torch.Tensor, prepared.carry_out())
 
 
@@ -419,7 +446,10 @@ def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start what `broadcast_` does."""
-    return prepare_broadcast(without_graph(tensor), tensor, process_set.rank_of(root_rank), name, process_set).submit()
+    with Checking("broadcast", name, process_set):
+        root = process_set.rank_of(root_rank)
+        prepared = prepare_broadcast(without_graph(tensor), tensor, root, name, process_set)
+    return prepared.submit()
 
 
 # ---- alltoall ----
@@ -442,7 +472,8 @@ def alltoall(
     Returns:
         What the ranks sent here, in rank order; with ``splits`` also how many rows came from each (int32).
     """
-    rows = _splits(tensor, splits, process_set)
+    with Checking("alltoall", name, process_set):
+        rows = _splits(tensor, splits, process_set)
     result, received = differentiable.alltoall(tensor, rows, name, process_set)
     return result if splits is None else (result, received)
 
@@ -454,8 +485,10 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start what `alltoall` does."""
-    rows = _splits(tensor, splits, process_set)
-    return prepare_alltoall(without_graph(tensor), rows, name, process_set, alone=splits is None).submit()
+    with Checking("alltoall", name, process_set):
+        rows = _splits(tensor, splits, process_set)
+        prepared = prepare_alltoall(without_graph(tensor), rows, name, process_set, alone=splits is None)
+    return prepared.submit()
 
 
 # ---- reducescatter ----
@@ -490,8 +523,10 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Start what `reducescatter` does."""
-    how = op, prescale_factor, postscale_factor
-    return prepare_reducescatter([without_graph(tensor)], name, *how, process_set, lambda parts: parts[0]).submit()
+    with Checking("reducescatter", name, process_set):
+        how = op, prescale_factor, postscale_factor
+        prepared = prepare_reducescatter([without_graph(tensor)], name, *how, process_set, lambda parts: parts[0])
+    return prepared.submit()
 
 
 def grouped_reducescatter(
@@ -504,10 +539,11 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """Reduce and scatter several tensors as one operation; see `reducescatter`. Collective."""
-    if (wire := _wire(compression)) is not None:
-        raise ConfigError(f"reducescatter does not travel in {wire}; use Compression.none, fp16 or bf16")
-    require_tensors(*tensors)
-    sent, contexts = zip(*map(compression.compress, tensors), strict=True) if tensors else ((), ())
+    with Checking("reducescatter", name, process_set):
+        if (wire := _wire(compression)) is not None:
+            raise ConfigError(f"reducescatter does not travel in {wire}; use Compression.none, fp16 or bf16")
+        require_tensors(*tensors)
+        sent, contexts = zip(*map(compression.compress, tensors), strict=True) if tensors else ((), ())
     how = op, prescale_factor, postscale_factor
     parts = differentiable.reducescatter(sent, name, *how, process_set)
     return [compression.decompress(each, context) for each, context in zip(parts, contexts, strict=True)]
@@ -522,13 +558,18 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Start what `grouped_reducescatter` does."""
-    how = op, prescale_factor, postscale_factor
-    return prepare_reducescatter(
-        [without_graph(each) for each in tensors], name, *how, process_set, lambda parts: parts
-    ).submit()
+    with Checking("reducescatter", name, process_set):
+        sources = [without_graph(each) for each in tensors]
+        how = op, prescale_factor, postscale_factor
+        prepared = prepare_reducescatter(sources, name, *how, process_set, lambda parts: parts)
+    return prepared.submit()
 
 
 # ---- arguments ----
+
+
+def _all_changed(tensors: Tensors) -> list[torch.Tensor]:
+    return [changed(each) for each in tensors]
 
 
 def _checked(handle: Handle) -> Handle:
@@ -569,7 +610,10 @@ def _splits(tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None, p
         if rows % size:
             raise ConfigError(f"{rows} rows do not divide among {size} ranks; give splits")
         return [rows // size] * size
-    listed = [int(each) for each in (splits.tolist() if isinstance(splits, torch.Tensor) else splits)]
+    try:
+        listed = [index(each) for each in (splits.tolist() if isinstance(splits, torch.Tensor) else splits)]
+    except TypeError:
+        raise ConfigError(f"splits must be {size} whole numbers, got {splits!r}") from None
     if len(listed) != size or min(listed) < 0 or sum(listed) != rows:
         raise ConfigError(f"splits must be {size} numbers >= 0 that add up to the {rows} rows, got {listed}")
     return listed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
@@ -11,7 +12,7 @@ import torch
 
 from ringreduce.adasum import adasum
 from ringreduce.communicator import Communicator
-from ringreduce.engine import Call, Engine, Operation, Reduction
+from ringreduce.engine import Call, Engine, Operation, Reduction, Refusal, unnamed
 from ringreduce.errors import ConfigError, UnsupportedBufferError
 from ringreduce.process_sets import ProcessSet
 from ringreduce.reduce_ops import AVERAGE, SUM, ReduceOp
@@ -20,6 +21,7 @@ from ringreduce.torch.streams import Crossing, gpu_of, on_host, on_this_stream, 
 
 __all__ = [
     "Adasum",
+    "Checking",
     "Handle",
     "Op",
     "Prepared",
@@ -100,6 +102,35 @@ class Prepared(NamedTuple):
         return process_set.engine.run(operation, unique=unique)
 
 
+class Checking:
+    """A context for what is done to arguments before an operation is submitted.
+
+    If that fails on this rank, the others hear of it when they come to the operation: it ends for them, too, and the
+    next ones belong together again.
+
+    Args:
+        kind: of collective, as in `prepare_call`.
+        name: that the program gave the operation, or None.
+        process_set: the ranks that take part; None: there are no others.
+    """
+
+    __slots__ = ("_kind", "_name", "_process_set")
+
+    def __init__(self, kind: str, name: str | None, process_set: ProcessSet | None) -> None:
+        self._kind = kind
+        self._name = name
+        self._process_set = process_set
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, Exception) and isinstance(self._process_set, ProcessSet):
+            with suppress(ConfigError):  # no member, or no world: there is nobody to tell
+                engine = self._process_set.engine
+                engine.refuse(Refusal(_key(self._kind, self._name), self._kind, error))
+
+
 def prepare_allreduce(
     sources: Tensors,
     targets: Tensors,
@@ -129,6 +160,7 @@ def prepare_allreduce(
     """
     if not sources:
         raise ConfigError("a group must have at least one tensor")
+    prescale, postscale = _factor("prescale_factor", prescale), _factor("postscale_factor", postscale)
     text = _allreduce_text(op, prescale, postscale, tuple([(each.shape, each.dtype) for each in sources]))
     if wire is not None:
         text = f"{text} as {wire}"
@@ -283,6 +315,7 @@ def prepare_reducescatter(
     if op == Adasum:
         raise ConfigError("there is no reducescatter with Adasum, which looks at whole tensors; use allreduce")
     kind = ReduceOp.parse(op)
+    prescale, postscale = _factor("prescale_factor", prescale), _factor("postscale_factor", postscale)
     _check(process_set, tensors)
     require_rows(tensors, "reducescatter")
     text = f"reducescatter({kind.value}, {looks(*tensors)}, scaled by {prescale} and {postscale})"
@@ -323,7 +356,7 @@ def prepare_call(
 
 
 def _key(kind: str, name: str | None) -> str:
-    return f"{kind} without a name" if name is None else name
+    return unnamed(kind) if name is None else name
 
 
 # ---- arguments ----
@@ -338,6 +371,17 @@ def _check(process_set: ProcessSet, sources: Tensors, targets: Tensors = ()) -> 
         require_usable(communicator, source)
     for target in targets:
         require_usable(communicator, target, writable=True)
+
+
+def _factor(name: str, value: Any) -> float:
+    if type(value) is float:
+        return value
+    if value is None:
+        return 1.0
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{name} must be a number, got {value!r}") from None
 
 
 def require_rows(tensors: Tensors, what: str) -> None:

@@ -13,6 +13,7 @@ from ringreduce.process_sets import ProcessSet
 from ringreduce.reduce_ops import SUM
 from ringreduce.runtime import global_process_set, is_initialized
 from ringreduce.torch.ops import allgather, allreduce
+from ringreduce.torch.prepared import Checking
 
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
 
@@ -63,9 +64,10 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the normalised batch, of the shape, dtype and memory format of ``input``: (rows, channels, ...)."""
-        self._check_input_dim(input)
         of_batch = self.training or self.running_mean is None
         ranks = self._ranks() if of_batch else None
+        with Checking("allgather", None, ranks):
+            self._check_input_dim(input)
         if ranks is None:
             if of_batch:
                 _require_variance(_values(input))

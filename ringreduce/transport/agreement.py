@@ -8,14 +8,18 @@ and answers there when it hears the announcement: so a mismatch is seen by all a
 Two known signatures can be confused too. Their messages do not match (the signature is part of the tag), so both
 ranks wait; one that waits for long announces what it waits in, and the mismatch comes out. By then ranks that did
 agree may have exchanged data.
+
+A call that a rank cannot make, for its arguments, is announced like a new one.
 """
 
 from __future__ import annotations
 
 import json
 from collections import OrderedDict
+from collections.abc import Callable
+from typing import NoReturn
 
-from ringreduce.errors import MismatchError, PeerLostError
+from ringreduce.calls import Called, GivenUp, disagreement
 from ringreduce.transport.messages import Messages
 from ringreduce.transport.waiting import Waiter
 
@@ -28,22 +32,36 @@ _PATIENCE = 4096  # watcher rounds without data (about half a second) before a r
 class Agreement:
     """Compares signatures over a transport's control notes; one for each communicator of several nodes.
 
-    Attributes:
-        call: the number of the call that this rank is in, or was in last.
+    Args:
+        messages: carries the notes.
+        waiter: how to wait for them.
         patience: how often `watch` is called without data before a rank announces what it waits in.
+        called: says what this rank calls, and where.
+
+    Attributes:
+        number: of the call that this rank is in, or was in last.
     """
 
-    def __init__(self, messages: Messages, waiter: Waiter, patience: int = _PATIENCE) -> None:
+    def __init__(
+        self,
+        messages: Messages,
+        waiter: Waiter,
+        patience: int = _PATIENCE,
+        called: Callable[[str], Called] = Called.here,
+    ) -> None:
         self._messages = messages
         self._waiter = waiter
+        self._called = called
         self.patience = patience
-        self.call = 0
+        self.number = 0
         self._settled_up_to = 0  # notes about calls up to this one are old
         self._known: set[str] = set()
         self._mine: OrderedDict[int, str] = OrderedDict()
-        self._heard: dict[int, dict[int, str]] = {}
+        self._heard: dict[int, dict[int, Called]] = {}
+        self._refused: set[int] = set()  # calls that some rank could not make
         self._announced: set[int] = set()
-        self._left: dict[int, int] = {}
+        self._left: dict[int, tuple[int, GivenUp]] = {}  # rank -> its last call, and why that was the last
+        self._has_left = False
         self._checks = 0
 
     def enter(self, signature: str, *, meet: bool = False) -> None:
@@ -54,93 +72,117 @@ class Agreement:
             meet: wait for all ranks to enter, known or not: a barrier.
 
         Raises:
-            MismatchError: another rank's call has another signature.
+            MismatchError: another rank's call has another signature, or cannot be made.
             PeerLostError: a rank has left the world.
+            TransportError: a rank has given up this call or an earlier one.
         """
-        self.call += 1
-        self._mine[self.call] = signature
-        self._checks = 0
-        if len(self._mine) > _REMEMBERED:
-            self._mine.popitem(last=False)
+        self._begin(signature)
         if meet or signature not in self._known:
             self.settle()
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Begin a call that this rank cannot make, and tell the others why.
+
+        Raises:
+            MismatchError: on all ranks.
+            PeerLostError, TransportError: as `enter`.
+        """
+        self._begin(reason)
+        self._refused.add(self.number)
+        self.settle()
+        raise AssertionError("a call that was refused is a mismatch")
 
     def settle(self) -> None:
         """Announce the call that this rank is in and wait until all ranks have announced theirs.
 
         Raises:
-            MismatchError, PeerLostError: as `enter`.
+            MismatchError, PeerLostError, TransportError: as `enter`.
         """
-        self._announce(self.call)
+        self._announce(self.number)
         self._waiter.until(self._settled, self._missing)
 
-    def resume(self, call: int) -> None:
-        """Count on from ``call``, the furthest that any rank had come to when a mismatch ended it."""
-        self.call = self._settled_up_to = call
+    def resume(self, number: int) -> None:
+        """Count on from a number, the furthest that any rank had come to when a mismatch ended its call."""
+        self.number = self._settled_up_to = number
         self._heard.clear()
         self._announced.clear()
+        self._refused.clear()
 
     def watch(self) -> None:
         """Look at what peers announce; called again and again by whoever waits for data.
 
         Raises:
-            MismatchError, PeerLostError: as `enter`.
+            MismatchError, PeerLostError, TransportError: as `enter`.
         """
         self._listen()
         self._checks += 1
-        if self._checks == self.patience and self.call > self._settled_up_to:
-            self._announce(self.call)
+        if self._checks == self.patience and self.number > self._settled_up_to:
+            self._announce(self.number)
 
-    def leave(self) -> None:
+    def leave(self, why: GivenUp) -> None:
         """Tell the others that this rank takes part in no further call."""
-        for peer in self._peers():
-            self._messages.post(json.dumps({"left_after": self.call}).encode(), peer)
+        if not self._has_left:
+            self._has_left = True
+            self._post({"left_after": self.number, "why": why})
+
+    def _begin(self, signature: str) -> None:
+        self.number += 1
+        self._mine[self.number] = signature
+        self._checks = 0
+        if len(self._mine) > _REMEMBERED:
+            self._mine.popitem(last=False)
 
     def _settled(self) -> bool:
         self._listen()
-        return len(self._heard.get(self.call, ())) == self._messages.size
+        return len(self._heard.get(self.number, ())) == self._messages.size
 
     def _missing(self) -> str:
-        heard = self._heard.get(self.call, {})
+        heard = self._heard.get(self.number, {})
         missing = [rank for rank in range(self._messages.size) if rank not in heard]
-        return f"ranks {missing} to call a collective; this rank called {self._mine[self.call]}"
+        return f"ranks {missing} to call a collective; this rank called {self._mine[self.number]}"
 
-    def _announce(self, call: int) -> None:
-        if call in self._announced or call not in self._mine:  # what ended so long ago did not end in a mismatch
+    def _announce(self, number: int) -> None:
+        if number in self._announced or number not in self._mine:  # what ended so long ago did not end in a mismatch
             return
-        self._announced.add(call)
-        signature = self._mine[call]
-        note = json.dumps({"call": call, "signature": signature}).encode()
-        for peer in self._peers():
-            self._messages.post(note, peer)
-        self._hear(call, self._messages.rank, signature)
+        self._announced.add(number)
+        text = self._mine[number]
+        called = self._called(text) if number == self.number else Called(text)  # from where, is past
+        refused = number in self._refused
+        self._post({"call": number, "called": called, "refused": refused})
+        self._hear(number, self._messages.rank, called, refused)
+
+    def _post(self, said: object) -> None:
+        note = json.dumps(said).encode()
+        for peer in range(self._messages.size):
+            if peer != self._messages.rank:
+                self._messages.post(note, peer)
 
     def _listen(self) -> None:
         while (arrived := self._messages.poll()) is not None:
             peer, note = arrived
             said = json.loads(note)
             if "left_after" in said:
-                self._left[peer] = said["left_after"]
+                self._left[peer] = said["left_after"], GivenUp(*said["why"])
             elif said["call"] > self._settled_up_to:
-                self._hear(said["call"], peer, said["signature"])
+                self._hear(said["call"], peer, Called(*said["called"]), said["refused"])
         # Peers may have announced calls before this rank entered them, and it may have left some behind since.
-        for call in [each for each in self._heard if each <= self.call and each not in self._announced]:
-            self._announce(call)
-        for peer, last in self._left.items():
-            if self._settled_up_to <= last < self.call:
-                raise PeerLostError(peer, f"it has shut down; this rank called {self._mine[self.call]}")
+        for number in [each for each in self._heard if each <= self.number and each not in self._announced]:
+            self._announce(number)
+        for peer, (last, why) in self._left.items():
+            # One that gave up may have done so in the very call that this rank is in.
+            if self._settled_up_to <= last < self.number + bool(why.reason):
+                raise why.error(peer, f"this rank called {self._mine[self.number]}")
 
-    def _hear(self, call: int, rank: int, signature: str) -> None:
-        heard = self._heard.setdefault(call, {})
-        heard[rank] = signature
+    def _hear(self, number: int, rank: int, called: Called, refused: bool) -> None:
+        if refused:
+            self._refused.add(number)
+        heard = self._heard.setdefault(number, {})
+        heard[rank] = called
         if len(heard) < self._messages.size:
             return
-        if len(set(heard.values())) > 1:
-            raise MismatchError(heard)
-        self._known.add(signature)
-        for old in [each for each in self._heard if each < call]:
+        if number in self._refused or len({each.text for each in heard.values()}) > 1:
+            raise disagreement(heard)
+        self._known.add(called.text)
+        for old in [each for each in self._heard if each < number]:
             del self._heard[old]
             self._announced.discard(old)
-
-    def _peers(self) -> list[int]:
-        return [rank for rank in range(self._messages.size) if rank != self._messages.rank]

@@ -4,7 +4,7 @@ Every rank owns one page of flags that only it writes, and areas that its peers 
 
     line 0, 1   arrival: call number, signature hash, location of the buffer, for even and odd calls
     line 2      barrier: how many barriers this rank has reached
-    line 3      status: 1 once the rank has left the world
+    line 3      status: not 0 once the rank takes part in no further call
     line 4 ...  the signature as text, written only when a mismatch was seen
     mailboxes   two of `MAILBOX_NBYTES`: data of small collectives, for even and odd calls
     staging     four of `STAGE_NBYTES`: pieces of private buffers on their way (two in, two out)
@@ -15,21 +15,23 @@ call n + 1 only after they have arrived there, and they do so only after they ar
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import threading
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.errors import MismatchError, PeerLostError
+from ringreduce.calls import CALLED_NBYTES, Called, GivenUp, disagreement
+from ringreduce.errors import PeerLostError
 from ringreduce.transport.shared import Arena, Location
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["MAILBOX_NBYTES", "NOWHERE", "STAGE_NBYTES", "Board", "after_refusals", "fence", "signature_hash"]
+__all__ = ["MAILBOX_NBYTES", "NOWHERE", "STAGE_NBYTES", "Board", "fence", "signature_hash"]
 
 Array = npt.NDArray[Any]
 
@@ -38,8 +40,8 @@ STAGE_NBYTES = 1 << 20
 
 _LINE = 64  # bytes: what the cores' caches pass to one another
 _BARRIER, _STATUS, _TEXT = 2, 3, 4
-_TEXT_NBYTES = 2048
 _MAILBOXES = 4096
+assert _TEXT * _LINE + 8 + CALLED_NBYTES <= _MAILBOXES
 _STAGES = _MAILBOXES + 2 * MAILBOX_NBYTES
 _BOARD_NBYTES = _STAGES + 4 * STAGE_NBYTES
 
@@ -50,6 +52,9 @@ _NUMBER, _SIGNATURE, _LOCATION = range(3)
 
 #: What a rank publishes as its location whose buffer no peer can reach.
 NOWHERE = -1
+
+#: What it publishes in place of the hash of a signature, which is never negative, for a call that it cannot make.
+_REFUSED = -1
 
 
 def signature_hash(signature: str) -> int:
@@ -70,8 +75,7 @@ class Board:
     Attributes:
         number: the calls that this rank has begun.
         epoch: the barriers that it has reached.
-        refused: the calls that this rank refused, for their arguments, since the ranks last disagreed. Part of every
-            signature: where only one rank has refused a call, its next one must not pass for the one that it missed.
+        called: says what this rank calls, and where, to members that call something else.
     """
 
     def __init__(
@@ -96,7 +100,7 @@ class Board:
         self._barriers = tuple(line[_BARRIER] for _, line in self._others)
         self.number = 0
         self.epoch = 0
-        self.refused = 0
+        self.called: Callable[[str], Called] = Called.here
         self._waiting: tuple[Sequence[memoryview], int, str] | None = None
         self._fence = fence()
         waiter.watchers.append(self._watch)
@@ -138,7 +142,6 @@ class Board:
         """
         number = self.number = self.number + 1
         parity = number & 1
-        code ^= self.refused
         line = self._mine[parity]
         line[_SIGNATURE] = code
         line[_LOCATION] = location
@@ -159,6 +162,19 @@ class Board:
         if not agreed:
             self._disagree(signature)
         return locations
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Come to a call that this rank cannot make, so that it is over for all members.
+
+        Args:
+            reason: what the others hear instead of a signature.
+
+        Raises:
+            MismatchError: on every member.
+            CollectiveTimeoutError, PeerLostError: a member did not come.
+        """
+        self.arrive(reason, _REFUSED)
+        self._disagree(reason)  # all have refused
 
     @property
     def peers(self) -> list[int]:
@@ -182,11 +198,15 @@ class Board:
 
         No member may be on its way through a call; the same numbers on all.
         """
-        self.number, self.epoch, self.refused = number, epoch, 0
+        self.number, self.epoch = number, epoch
 
-    def leave(self) -> None:
-        """Mark this rank as gone, so that nobody waits for it in vain."""
-        self._mine[_STATUS][0] = 1
+    def leave(self, why: GivenUp) -> None:
+        """Let nobody wait for this rank in vain."""
+        if not self._mine[_STATUS][0]:
+            self._say(json.dumps(why).encode())
+            if self._fence is not None:
+                self._fence()
+            self._mine[_STATUS][0] = 1
 
     def close(self) -> None:
         """Stop watching; the memory goes with the arena."""
@@ -225,34 +245,35 @@ class Board:
         if self._waiting is None:
             return
         lines, number, signature = self._waiting
-        for (member, line), flag in zip(self._others, lines, strict=True):
-            if flag[0] >= number:
-                continue
+        late = [place for place, flag in enumerate(lines) if flag[0] < number]
+        doing = f"this rank called {signature}"
+        # Those first that died without a word: others may have ended because of them.
+        for member, line in (self._others[place] for place in late):
+            if not line[_STATUS][0] and not self._arena.alive(member) and not line[_STATUS][0]:
+                raise PeerLostError(member, f"its process has ended; {doing}")
+        for member, line in (self._others[place] for place in late):
             if line[_STATUS][0]:
-                raise PeerLostError(member, f"it has shut down; this rank called {signature}")
-            if not self._arena.alive(member):
-                raise PeerLostError(member, f"its process has ended; this rank called {signature}")
+                if self._fence is not None:
+                    self._fence()
+                raise GivenUp(*json.loads(self._said(self.members.index(member)))).error(member, doing)
 
-    def _disagree(self, signature: str) -> None:
-        """Tell the others what was called, learn what they called, and raise."""
-        text = after_refusals(signature, self.refused).encode()[: _TEXT_NBYTES - 8]
+    def _say(self, text: bytes) -> None:
+        """Write what the others read once a flag tells them to."""
         area = self._parts[self.index][_TEXT * _LINE :]
         area[8 : 8 + len(text)] = np.frombuffer(text, np.uint8)
         area[:8].view(np.int64)[0] = len(text)
-        self.barrier(signature)
-        values = {}
-        for member, part in zip(self.members, self._parts, strict=True):
-            area = part[_TEXT * _LINE :]
-            length = int(area[:8].view(np.int64)[0])
-            values[member] = area[8 : 8 + length].tobytes().decode(errors="replace")
-        self.barrier(signature)
-        self.refused = 0
-        raise MismatchError(values)
 
+    def _said(self, index: int) -> bytes:
+        area = self._parts[index][_TEXT * _LINE :]
+        return area[8 : 8 + int(area[:8].view(np.int64)[0])].tobytes()
 
-def after_refusals(signature: str, refused: int) -> str:
-    """Return what a rank calls, and how many calls it did not get to make since the ranks last disagreed."""
-    return f"{signature} after {refused} that it refused" if refused else signature
+    def _disagree(self, signature: str) -> NoReturn:
+        """Tell the others what was called, learn what they called, and raise."""
+        self._say(self.called(signature).to_json())
+        self.barrier(signature)
+        calls = {member: Called.from_json(self._said(index)) for index, member in enumerate(self.members)}
+        self.barrier(signature)
+        raise disagreement(calls)
 
 
 def fence(machine: str = platform.machine()) -> Callable[[], object] | None:

@@ -30,7 +30,7 @@ class MemoryWorld:
         self.timeout_s = timeout_s
         # deque.append and popleft are atomic, so the queues need no lock of their own; and so is dict.setdefault, while
         # a defaultdict may give two threads a queue each.
-        self.queues: dict[tuple[int, int, int, int], deque[Array]] = {}
+        self.queues: dict[tuple[int, int, int], deque[Array]] = {}
         self.notes: list[deque[tuple[int, bytes]]] = [deque() for _ in range(size)]
         self.segments: dict[tuple[int, int], Array] = {}
         self.payloads: list[bytes] = [b""] * size
@@ -66,7 +66,6 @@ class MemoryMessages:
         self._world = world
         self.rank = rank
         self.size = world.size
-        self._renewals = 0
         self._subsets = 0
 
     def send(self, data: Array, peer: int, tag: int) -> Request:
@@ -76,7 +75,7 @@ class MemoryMessages:
         return _Transfer(self._queue(peer, self.rank, tag), data, is_send=False)
 
     def _queue(self, sender: int, receiver: int, tag: int) -> deque[Array]:
-        return self._world.queues.setdefault((sender, receiver, tag, self._renewals), deque())
+        return self._world.queues.setdefault((sender, receiver, tag), deque())
 
     def start(self, requests: Sequence[Request]) -> None:
         for each in requests:
@@ -106,8 +105,11 @@ class MemoryMessages:
     def free(self, requests: Sequence[Request]) -> None:
         pass
 
-    def allreduce(self, data: Array, dtype: str, op: ReduceOp) -> Request | None:
-        return None
+    def offers_allreduce(self, count: int, dtype: str, op: ReduceOp) -> bool:
+        return False
+
+    def allreduce(self, data: Array, dtype: str, op: ReduceOp) -> None:
+        raise AssertionError("not offered")
 
     def post(self, note: bytes, peer: int) -> None:
         self._world.notes[peer].append((self.rank, note))
@@ -136,8 +138,17 @@ class MemoryMessages:
         )
         return world.messages(ranks.index(self.rank)) if self.rank in ranks else None
 
+    def give_up(self, requests: Sequence[Request]) -> None:
+        for each in requests:
+            assert isinstance(each, _Transfer)
+            each.done = True
+
     def renew(self) -> None:
-        self._renewals += 1
+        self._meet()  # nobody sends any more
+        for (_, receiver, _), queue in list(self._world.queues.items()):
+            if receiver == self.rank:
+                queue.clear()
+        self._meet()
 
     def close(self) -> None:
         pass

@@ -33,7 +33,7 @@ class Messages(Protocol):
     size: int
     #: Tags are 0 <= tag <= max_tag.
     max_tag: int
-    #: Whether `allreduce` ever describes anything.
+    #: Whether there is an allreduce of the library's own, for any argument.
     has_allreduce: bool
     #: Whether two transports may be used by two threads at once.
     concurrent: bool
@@ -59,11 +59,18 @@ class Messages(Protocol):
         ...
 
     def free(self, requests: Sequence[Request]) -> None:
-        """Give back requests that will not be started again; none of them may be under way."""
+        """Give back requests that will not be started again; those that were given up go once they have ended."""
         ...
 
-    def allreduce(self, data: Array, dtype: str, op: ReduceOp) -> Request | None:
-        """Describe the library's own in-place allreduce, None if it has none for this dtype and op. Collective."""
+    def offers_allreduce(self, count: int, dtype: str, op: ReduceOp) -> bool:
+        """Return whether the library's own allreduce takes so many elements."""
+        ...
+
+    def allreduce(self, data: Array, dtype: str, op: ReduceOp) -> None:
+        """Reduce contiguous ``data`` in place by the library's own allreduce, where it is offered. Collective.
+
+        All ranks must be known to call it with the same arguments: it compares none. Averages come out as sums.
+        """
         ...
 
     def post(self, note: bytes, peer: int) -> None:
@@ -87,8 +94,12 @@ class Messages(Protocol):
         """
         ...
 
+    def give_up(self, requests: Sequence[Request]) -> None:
+        """Take note of a call that was given up: all transfers that it had started, complete or not, in that order."""
+        ...
+
     def renew(self) -> None:
-        """Forget all requests and whatever is under way; later messages meet none of it. Collective."""
+        """Bring what was given up to an end on all ranks, so that no later message meets any of it. Collective."""
         ...
 
     def close(self) -> None:

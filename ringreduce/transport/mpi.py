@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +13,10 @@ from mpi4py import MPI
 
 from ringreduce.errors import CollectiveTimeoutError, PeerLostError, TransportError
 from ringreduce.reduce_ops import ReduceOp
-from ringreduce.transport.messages import Request
+from ringreduce.transport.messages import Request, exchange_json
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["MpiMessages", "abort", "library", "offers_allreduce", "subworld", "world", "world_ranks"]
+__all__ = ["MpiMessages", "abort", "library", "subworld", "world", "world_ranks"]
 
 Array = npt.NDArray[Any]
 
@@ -41,10 +41,21 @@ _OPS = {
 }
 _NOTE_TAG, _LAST_TAG = 0, 1
 _PARTING_S = 1.0
+_EXCHANGE = "all ranks to start ringreduce, or to join an exchange over MPI"
 
 #: Transports that were not closed, or had transfers under way then: MPI may still use the memory which these name, so
 #: it must stay, and the transport with it.
 _open: set[MpiMessages] = set()
+
+
+class _Transfer(NamedTuple):
+    """A message that was described."""
+
+    request: MPI.Prequest
+    is_send: bool
+    peer: int
+    tag: int
+    nbytes: int
 
 
 class MpiMessages:
@@ -64,8 +75,10 @@ class MpiMessages:
         self._waiter = waiter
         self._posted: list[tuple[MPI.Request, bytes]] = []
         self._unfinished: list[tuple[object, ...]] = []  # collective requests that were given up, and their memory
-        # A request that is under way when its call fails is never freed: MPI may still write to the memory it names.
-        self._described: dict[int, MPI.Prequest] = {}
+        # A request that is under way when its call fails is not freed: MPI may still write to the memory it names.
+        self._described: dict[int, _Transfer] = {}
+        self._given_up: list[_Transfer] = []
+        self._to_free: list[MPI.Prequest] = []  # of those
         _open.add(self)
         self._data = self._duplicate(comm)
         self._control = self._duplicate(comm)
@@ -73,18 +86,22 @@ class MpiMessages:
         self.size = self._data.size
         tag_limit = self._data.Get_attr(MPI.TAG_UB)
         self.max_tag = 32767 if tag_limit is None else int(tag_limit)
-        self.has_allreduce = offers_allreduce(MPI.COMM_SELF)
+        self.has_allreduce = True
         self._sent = np.zeros(self.size, np.int64)
         self._received = np.zeros(self.size, np.int64)
         self.concurrent = MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
     def send(self, data: Array, peer: int, tag: int) -> Request:
         with _translated():
-            return self._keep(self._data.Send_init([data.view(np.uint8), MPI.BYTE], peer, tag))
+            return self._keep(self._data.Send_init([data.view(np.uint8), MPI.BYTE], peer, tag), True, data, peer, tag)
 
     def recv(self, data: Array, peer: int, tag: int) -> Request:
         with _translated():
-            return self._keep(self._data.Recv_init([data.view(np.uint8), MPI.BYTE], peer, tag))
+            return self._keep(self._data.Recv_init([data.view(np.uint8), MPI.BYTE], peer, tag), False, data, peer, tag)
+
+    def _keep(self, request: MPI.Prequest, is_send: bool, data: Array, peer: int, tag: int) -> MPI.Prequest:
+        self._described[id(request)] = _Transfer(request, is_send, peer, tag, data.nbytes)
+        return request
 
     def start(self, requests: Sequence[Request]) -> None:
         try:
@@ -94,7 +111,7 @@ class MpiMessages:
 
     def test_all(self, requests: Sequence[Request]) -> bool:
         try:
-            if len(requests) == 1:  # MPICH 5.0 fails Testall on a single persistent collective
+            if len(requests) == 1:
                 return cast("MPI.Request", requests[0]).Test()
             return MPI.Request.Testall(cast("list[MPI.Request]", requests))
         except MPI.Exception as error:
@@ -107,22 +124,26 @@ class MpiMessages:
             raise _translate(error) from error
 
     def free(self, requests: Sequence[Request]) -> None:
+        given_up = {id(each.request) for each in self._given_up}
         with _translated():
-            for request in cast("Sequence[MPI.Request]", requests):
-                del self._described[id(request)]
-                request.Free()
+            for request in cast("Sequence[MPI.Prequest]", requests):
+                if id(request) in given_up:
+                    self._to_free.append(request)
+                else:
+                    del self._described[id(request)]
+                    request.Free()
 
-    def allreduce(self, data: Array, dtype: str, op: ReduceOp) -> Request | None:
+    def offers_allreduce(self, count: int, dtype: str, op: ReduceOp) -> bool:
         # MPI leaves open what MIN and MAX make of a NaN, and this package does not.
         exact = op in (ReduceOp.SUM, ReduceOp.AVERAGE, ReduceOp.PRODUCT) or not dtype.startswith("float")
-        if dtype not in _TYPES or not exact or data.size > np.iinfo(np.int32).max:
-            return None
-        with _translated():
-            return self._keep(self._data.Allreduce_init(MPI.IN_PLACE, [data, _TYPES[dtype]], _OPS[op]))
+        return dtype in _TYPES and exact and count <= np.iinfo(np.int32).max
 
-    def _keep(self, request: MPI.Prequest) -> MPI.Prequest:
-        self._described[id(request)] = request
-        return request
+    def allreduce(self, data: Array, dtype: str, op: ReduceOp) -> None:
+        # Neither the blocking form, which waits for ever for a rank that is lost, nor the persistent one: Open MPI 5.0
+        # never gives back the memory that this takes, as much as the data.
+        with _translated():
+            request = self._data.Iallreduce(MPI.IN_PLACE, [data, _TYPES[dtype]], _OPS[op])
+            self._finish(request, data, waiting_for="all ranks in the MPI library's own allreduce")
 
     def post(self, note: bytes, peer: int) -> None:
         with _translated():
@@ -164,9 +185,37 @@ class MpiMessages:
         part.Free()
         return messages
 
+    def give_up(self, requests: Sequence[Request]) -> None:
+        self._given_up += [self._described[id(each)] for each in requests]
+
     def renew(self) -> None:
-        # The old communicator is not freed: requests that can no longer complete hold on to it.
-        self._data = self._duplicate(self._control)
+        given_up, self._given_up = self._given_up, []
+        sends = exchange_json(self, [(each.peer, each.tag, each.nbytes) for each in given_up if each.is_send])
+        # Of one sender and tag, messages and receives meet in their order. So of messages on the way to this rank, or
+        # of its receives, the last ones are too many.
+        coming: dict[tuple[int, int], list[int]] = {}
+        for peer, theirs in enumerate(sends):
+            for receiver, tag, nbytes in theirs:
+                if receiver == self.rank:
+                    coming.setdefault((peer, tag), []).append(nbytes)
+        receives: dict[tuple[int, int], list[MPI.Prequest]] = {}
+        for each in given_up:
+            if not each.is_send:
+                receives.setdefault((each.peer, each.tag), []).append(each.request)
+        ending: list[MPI.Request] = [each.request for each in given_up]
+        with _translated():
+            for source, mine in receives.items():
+                for request in mine[len(coming.get(source, ())) :]:
+                    request.Cancel()
+            for (peer, tag), sizes in coming.items():
+                for nbytes in sizes[len(receives.get((peer, tag), ())) :]:
+                    ending.append(self._data.Irecv([bytearray(nbytes), MPI.BYTE], peer, tag))
+            self._unfinished.append((ending, given_up))
+            self._waiter.until(lambda: MPI.Request.Testall(ending), lambda: "messages of a call that was given up")
+            self._unfinished.pop()
+        self.exchange(b"")  # nobody may send before the receives are gone that were given up
+        freeing, self._to_free = self._to_free, []
+        self.free(freeing)
 
     def _duplicate(self, comm: MPI.Intracomm) -> MPI.Intracomm:
         with _translated():
@@ -175,10 +224,10 @@ class MpiMessages:
             copy.Set_errhandler(MPI.ERRORS_RETURN)
         return copy
 
-    def _finish(self, request: MPI.Request, *memory: object) -> None:
+    def _finish(self, request: MPI.Request, *memory: object, waiting_for: str = _EXCHANGE) -> None:
         """Wait for a collective request; if that fails, ``memory`` stays, since the others may yet complete it."""
         self._unfinished.append((request, *memory))
-        self._waiter.until(request.Test, lambda: "all ranks to start ringreduce, or to join an exchange over MPI")
+        self._waiter.until(request.Test, lambda: waiting_for)
         self._unfinished.pop()
 
     def close(self) -> None:
@@ -235,22 +284,6 @@ def library() -> str:
     """Return the name and version of the MPI library, e.g. ``Open MPI 5.0.11``."""
     text = MPI.Get_library_version().splitlines()[0]
     return text.split(",")[0].removesuffix("\x00").strip()
-
-
-def offers_allreduce(comm: MPI.Intracomm) -> bool:
-    """Return whether the library has the persistent allreduce of MPI-4, which older ones such as Open MPI 4 lack.
-
-    It is tried, not read from the version: Open MPI 5 has it and calls itself MPI 3.1.
-
-    Args:
-        comm: of this rank alone.
-    """
-    data = np.zeros(1, np.float32)
-    try:
-        comm.Allreduce_init(MPI.IN_PLACE, [data, MPI.FLOAT], MPI.SUM).Free()
-    except (NotImplementedError, MPI.Exception):  # mpi4py raises the first where the library has no such function
-        return False
-    return True
 
 
 def abort(code: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,6 +33,10 @@ def communicator(request: pytest.FixtureRequest) -> Iterator[rr.Communicator]:
     made = rr.Communicator(context)
     yield made
     made.close()
+
+
+def resident_nbytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 def last(communicator: rr.Communicator) -> bool:
@@ -95,21 +100,6 @@ def test_algorithms(communicator: rr.Communicator) -> None:
     assert_says(error, "algorithm ring", "algorithm double_tree")
 
 
-def test_collectives(communicator: rr.Communicator) -> None:
-    """Different collectives are named, the barrier among them."""
-    array = np.ones(12, np.uint8)
-    size = communicator.size
-    for name, call in (
-        ("broadcast", lambda: communicator.broadcast(array)),
-        ("allgather", lambda: communicator.allgather(array)),
-        ("reduce_scatter", lambda: communicator.reduce_scatter(array)),
-        ("alltoall", lambda: communicator.alltoall(array, [12, *[0] * (size - 1)])),
-        ("barrier", communicator.barrier),
-    ):
-        error = mismatch(communicator, call if last(communicator) else lambda: communicator.allreduce(array))
-        assert_says(error, "allreduce(", name)
-
-
 def test_ragged_rows_may_differ_but_not_their_shape(communicator: rr.Communicator) -> None:
     """Rows of an allgather are each rank's own number; what a row is must agree."""
     columns = 4 if last(communicator) else 2
@@ -120,17 +110,17 @@ def test_ragged_rows_may_differ_but_not_their_shape(communicator: rr.Communicato
 def test_known_calls_that_are_confused(communicator: rr.Communicator) -> None:
     """Calls that all ranks have made before are not compared between nodes each time; mixing them up is found too."""
     small, large = np.ones(40_000, np.float32), np.ones(40_001, np.float32)
-    calls = [
-        lambda: communicator.allreduce(small),
-        lambda: communicator.allreduce(large),
-        lambda: communicator.allreduce(small, algorithm="ring"),
-        lambda: communicator.allreduce(small[:100]),  # the MPI library's own, between nodes
-        communicator.barrier,
+    calls: list[tuple[np.ndarray, dict[str, str]]] = [
+        (small, {}),
+        (large, {}),
+        (small, {"algorithm": "ring"}),
+        (small[:100], {"algorithm": "mpi"}),
     ]
-    for call in calls:
-        call()
-    for most, odd in ((0, 1), (0, 2), (3, 1), (4, 0), (0, 4)):
-        mismatch(communicator, calls[odd if last(communicator) else most])
+    for array, options in calls:
+        communicator.allreduce(array, **options)
+    for most, odd in ((0, 1), (0, 2), (3, 1), (1, 3), (2, 0)):
+        array, options = calls[odd if last(communicator) else most]
+        mismatch(communicator, lambda: communicator.allreduce(array, **options))  # noqa: B023
 
 
 def test_confused_calls_of_the_librarys_own(communicator: rr.Communicator) -> None:
@@ -141,3 +131,51 @@ def test_confused_calls_of_the_librarys_own(communicator: rr.Communicator) -> No
     array = longer if last(communicator) else shorter
     error = mismatch(communicator, lambda: communicator.allreduce(array, algorithm="mpi"))
     assert_says(error, "shape 50,", "shape 60,")
+
+
+def test_memory_stays_where_it_is(communicator: rr.Communicator) -> None:
+    """Hundreds of confused calls, with messages under way, leave nothing behind: plans are used again."""
+    small, large = np.ones(40_000, np.float32), np.ones(40_001, np.float32)
+    for array in (small, large):
+        communicator.allreduce(array)
+
+    def confuse(times: int) -> None:
+        for _ in range(times):
+            mismatch(communicator, lambda: communicator.allreduce(large if last(communicator) else small))
+
+    confuse(20)
+    before = resident_nbytes()
+    confuse(100)
+    assert resident_nbytes() - before < 4 << 20
+
+
+@pytest.mark.parametrize("refused", [np.ones(3, object), "text", None], ids=["objects", "text", "None"])
+def test_a_call_that_one_rank_cannot_make(communicator: rr.Communicator, refused: object) -> None:
+    """It raises its own error, the others hear rank and reason, and the next calls of all belong together."""
+    for step in range(6):
+        array = np.full(4, 10.0**step)
+        error = caught(communicator.allreduce, refused if (communicator.rank, step) == (0, 2) else array, out=None)
+        if step != 2:
+            assert error is None
+        elif communicator.rank == 0:
+            assert isinstance(error, rr.UnsupportedBufferError)
+        else:
+            assert isinstance(error, rr.MismatchError)
+            assert error.values[0].startswith("allreduce(refused: ")
+        assert (communicator.allreduce(array) == communicator.size * 10.0**step).all()
+
+
+def test_a_call_that_one_rank_left_out_is_the_last(world: rr.Communicator, no_world: None) -> None:
+    """Ranks in different lines may be anywhere, so that nothing is accepted any more; ``init`` begins anew."""
+    rr.init()
+    error = None
+    if rr.rank() != 1:
+        error = caught(rr.allreduce, np.ones(5))
+    error = error or caught(rr.allreduce, np.ones(6))
+    assert isinstance(error, rr.MismatchError)
+    assert not error.in_step
+    assert len(set(error.places.values())) == 2
+    assert isinstance(caught(rr.allreduce, np.ones(5)), rr.TransportError)
+    rr.shutdown()
+    rr.init()
+    assert rr.allreduce(np.ones(2)).tolist() == [rr.size()] * 2

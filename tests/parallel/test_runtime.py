@@ -122,30 +122,6 @@ def test_a_tensor_on_a_communication_buffer(world: rr.Communicator) -> None:
             assert (tensor == world.size).all()
 
 
-class Mpi3:
-    """Stands for a communicator of an MPI-3 library: mpi4py raises this for functions that the library lacks."""
-
-    def Allreduce_init(self, *arguments: object) -> None:
-        raise NotImplementedError
-
-
-def test_a_library_without_persistent_allreduce_is_recognised() -> None:
-    """Whether the library has the persistent allreduce is found by trying it, whatever version it says it is."""
-    assert not mpi.offers_allreduce(Mpi3())
-    assert mpi.offers_allreduce(MPI.COMM_SELF) or MPI.Get_version() < (4, 0)
-
-
-def test_a_library_without_persistent_allreduce_is_not_asked_for_one(
-    no_world: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Over an MPI-3 library our own algorithms do what the library's would have done."""
-    monkeypatch.setattr(mpi, "offers_allreduce", lambda comm: False)
-    monkeypatch.setenv("RINGREDUCE_NODE_SIZE", "1")
-    rr.init()
-    assert "mpi" not in rr.world().algorithms()
-    assert rr.allreduce(np.ones(5)).tolist() == [rr.size()] * 5
-
-
 def test_a_closed_transport_is_let_go() -> None:
     """A transport that was closed with nothing under way does not outlive its user."""
     messages = mpi.MpiMessages(PRIVATE, Waiter(20.0))

@@ -16,7 +16,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 #: The house from the ground up: a module imports only from rows that stand before its own in this list.
 ROWS = (
     ("errors",),
-    ("config", "instruments", "partition", "reduce_ops"),
+    ("calls", "config", "instruments", "partition", "reduce_ops"),
     ("buffers", "topology"),
     ("transport", "wire"),
     ("algorithms",),

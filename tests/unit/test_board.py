@@ -8,6 +8,7 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
+from ringreduce.calls import GivenUp
 from ringreduce.errors import CollectiveTimeoutError, MismatchError, PeerLostError
 from ringreduce.testing import caught, run_threads
 from ringreduce.transport.board import MAILBOX_NBYTES, NOWHERE, STAGE_NBYTES, Board, signature_hash
@@ -153,7 +154,7 @@ def test_a_member_that_left_is_named(how: str) -> None:
 
     def call(board: Board) -> object:
         if board.index == 1:
-            return board.leave()
+            return board.leave(GivenUp())
         return caught(arrive, board, "allreduce") if how == "arrive" else caught(board.barrier, "allreduce")
 
     errors = on_boards(3, call)
@@ -168,7 +169,7 @@ def test_a_member_that_left_after_its_part_is_not_missed() -> None:
 
     def call(board: Board) -> None:
         arrive(board, "last")
-        board.leave()
+        board.leave(GivenUp())
 
     on_boards(3, call)
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
-from ringreduce.config import Config
 from ringreduce.testing import run_ranks
 from ringreduce.transport.agreement import Agreement
 from ringreduce.transport.memory import MemoryWorld
@@ -40,16 +39,6 @@ def test_a_bound_call_outlives_its_plan() -> None:
         return float(first.min() + first.max())
 
     assert run_ranks(2, body) == [6.0, 6.0]
-
-
-def test_library_plans_do_not_depend_on_other_plans() -> None:
-    """With one rank's plans for located buffers dropped, the ranks still agree on what is set up together."""
-
-    def body(communicator: rr.Communicator) -> bool:
-        allreduce = communicator._allreduce
-        return allreduce._vendor_plans is not allreduce._message_plans
-
-    assert run_ranks(2, body, node_size=1) == [True, True]
 
 
 def test_arena_survives_arrays_that_die_at_any_time() -> None:
@@ -132,36 +121,6 @@ def test_results_go_into_views_of_any_stride(dtype: str) -> None:
     assert run_ranks(2, body) == [[0.0, 2.0, 4.0, 6.0, 8.0]] * 2
 
 
-@pytest.mark.parametrize("node_size", [None, 1])
-def test_a_call_that_one_rank_refused_is_not_confused_with_the_next(node_size: int | None) -> None:
-    """A rank that catches its refusal and goes on meets the others one call late: they hear of it, then go on."""
-
-    def body(communicator: rr.Communicator) -> object:
-        array = np.full(3, communicator.rank + 1.0)
-        readonly = np.empty(3)
-        readonly.flags.writeable = False
-        communicator.allreduce(array)  # the signature is known
-        if communicator.rank == 0:
-            with pytest.raises(rr.UnsupportedBufferError):
-                communicator.allreduce(array, out=readonly)
-        with pytest.raises(rr.MismatchError, match="after 1 that it refused"):
-            communicator.allreduce(array)
-        return communicator.allreduce(array).tolist()
-
-    assert run_ranks(2, body, node_size=node_size, config=Config(timeout_s=10.0)) == [[3.0] * 3] * 2
-
-
-def test_all_ranks_may_refuse_alike() -> None:
-    """A call that every rank refuses leaves them in step."""
-
-    def body(communicator: rr.Communicator) -> float:
-        with pytest.raises(rr.UnsupportedBufferError):
-            communicator.allreduce([1, 2, 3])
-        return float(communicator.allreduce(np.ones(1))[0])
-
-    assert run_ranks(3, body) == [3.0] * 3
-
-
 def test_rows_of_ragged_calls_leave_nothing_behind() -> None:
     """An allgather with other rows each time is one signature, not ever more of them."""
 
@@ -201,38 +160,3 @@ def test_averages_of_integers_may_outgrow_the_mailbox(count: int, algorithm: str
         assert (communicator.allreduce(mine, "average", algorithm=algorithm) == 2).all()
 
     run_ranks(3, check)
-
-
-def test_a_refusal_is_counted_once() -> None:
-    """Calls that all ranks refuse, each for a reason of its own, leave them in step.
-
-    In a wire format on one node, a refusal counted twice where the array was found wrong by the plain allreduce.
-    """
-
-    def body(communicator: rr.Communicator) -> float:
-        floats = np.ones(4, np.float32)
-        array, out = (floats, np.ones(5, np.float32)) if communicator.rank else (np.ones(4, np.int32), None)
-        with pytest.raises(rr.UnsupportedBufferError):
-            communicator.allreduce(array, out=out, wire="bf16")
-        return float(communicator.allreduce(floats)[0])
-
-    assert run_ranks(2, body) == [2.0, 2.0]
-
-
-def test_a_refusal_of_arguments_is_counted() -> None:
-    """A rank that refused ``deterministic=True`` with an algorithm is a call behind, and the others hear of it.
-
-    It was not counted, so the call that this rank had missed was taken for its next one, in silence.
-    """
-
-    def body(communicator: rr.Communicator) -> list[float]:
-        first, second = np.full(3, 1.0), np.full(3, 100.0)
-        communicator.allreduce(first)  # the signature is known
-        if communicator.rank == 0:
-            with pytest.raises(rr.ConfigError):
-                communicator.allreduce(first, deterministic=True, algorithm="ring")
-        with pytest.raises(rr.MismatchError, match="after 1 that it refused"):
-            communicator.allreduce(first if communicator.rank else second)
-        return communicator.allreduce(second).tolist()
-
-    assert run_ranks(2, body, config=Config(timeout_s=10.0)) == [[200.0] * 3] * 2

@@ -13,9 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ringreduce.calls import GivenUp
 from ringreduce.engine.negotiation import Leader, Member
 from ringreduce.engine.orders import (
     OFFER,
+    REFUSED,
     Expired,
     Joined,
     Late,
@@ -25,6 +27,8 @@ from ringreduce.engine.orders import (
     Refuse,
     Run,
     Stalled,
+    TooLate,
+    Waiting,
     Withdrawn,
 )
 
@@ -80,7 +84,7 @@ class Rank:
             self.joining = True
             return self.member.join()
         self.program.clear()
-        return self.member.leave()
+        return self.member.leave(GivenUp())
 
     def hear(self, note: Any) -> None:
         """Do what the leader says."""
@@ -419,7 +423,7 @@ def test_nothing_that_was_said_before_a_rank_left_runs_after() -> None:
     """Its own word counts no more, for it is not there to carry out what it submitted."""
     leader = Leader(2, BIG)
     assert leader.hear(1, ["new", "x", tuple(summed())]) == []
-    assert leader.hear(1, ["leave"]) == [["lost", 1]]
+    assert leader.hear(1, ["leave", ("", None, False)]) == [["lost", 1, ("", None, False)]]
     assert leader.hear(0, ["new", "x", tuple(summed())]) == []
     assert leader.waiting() == []
 
@@ -440,21 +444,70 @@ def test_what_waits_is_listed_with_who_is_missing() -> None:
 
 
 @pytest.mark.parametrize("announced", [["new", "x", tuple(summed())], ["known", 1]])
-def test_what_is_given_up_can_be_submitted_again(announced: list[Any]) -> None:
-    """Only those that had submitted it give it up. Who comes too late waits for the next of the others."""
-    leader, member = Leader(2, BIG), Member(2, plans=False)
+def test_what_is_given_up_is_over_for_those_too_that_come_late(announced: list[Any]) -> None:
+    """The n-th operation of a name on one rank never runs with another than the n-th of the others."""
+    leader, member = Leader(3, BIG), Member(3, plans=False)
     for _ in range(2):
-        told = [note for rank in range(2) for note in leader.hear(rank, ["new", "x", tuple(summed())])]
+        told = [note for rank in range(3) for note in leader.hear(rank, ["new", "x", tuple(summed())])]
     assert told[0][:2] == ["number", 1]
     assert leader.hear(0, announced, 1.0) == []
     (waiting,) = leader.waiting()
-    assert member.hear(_sent(leader.expire(waiting, 31.0))) == Expired("x", (0,), (1,), 30.0)
+    assert member.hear(_sent(leader.expire(waiting, 31.0))) == Expired("x", (0,), (1, 2), 30.0)
     assert leader.waiting() == []
-    assert leader.hear(1, announced, 32.0) == []
-    assert [waiting.missing for waiting in leader.waiting()] == [(0,)]
-    late, note = leader.hear(0, announced, 33.0)
-    assert late == ["late", 0, 1.0]
-    assert note in (["run", [1], 2], ["all", 1])
+    (note,) = leader.hear(1, announced, 32.0)
+    assert member.hear(_sent(note)) == TooLate(1, "x", (0,))
+    assert leader.waiting() == []
+    assert leader.hear(1, announced, 33.0) == leader.hear(0, announced, 33.0) == []
+    assert [waiting.missing for waiting in leader.waiting()] == [(2,)]
+    (note,) = leader.hear(2, announced, 34.0)
+    assert member.hear(_sent(note)) == TooLate(2, "x", (0,))
+    late, note = leader.hear(2, announced, 35.0)
+    assert late == ["late", 2, 2.0]
+    assert note in (["run", [1], 3], ["all", 1])
+
+
+def test_a_rank_that_joins_owes_nothing_any_more() -> None:
+    """What it submits when all have joined is new."""
+    leader = Leader(2, BIG)
+    announced = ["new", "x", tuple(summed())]
+    assert leader.hear(0, announced, 1.0) == []
+    (waiting,) = leader.waiting()
+    leader.expire(waiting, 31.0)
+    assert leader.hear(1, ["join"], 32.0) == []
+    assert leader.hear(0, ["join"], 33.0) == [["joined", 0]]
+    assert leader.hear(1, announced, 34.0) == []
+    assert [note[0] for note in leader.hear(0, announced, 34.0)] == ["run"]
+
+
+def test_a_join_waits_since_anything_was_last_submitted() -> None:
+    """Ranks that go on may take as long as they like; one that is silent is named, and given up like any other."""
+    leader, member = Leader(3, BIG), Member(3, plans=False)
+    leader.hear(0, ["join"], 1.0)
+    leader.hear(2, ["join"], 2.0)
+    assert leader.waiting() == [Waiting("join", 2.0, (0, 2), (1,), is_join=True)]
+    leader.hear(1, ["new", "x", tuple(summed())], 40.0)
+    (waiting,) = leader.waiting()
+    assert waiting.since == 40.0
+    assert member.hear(_sent(leader.stalled(waiting, 50.0))) == Stalled("join", (1,), 10.0, 0, is_join=True)
+    assert member.hear(_sent(leader.expire(waiting, 70.0))) == Expired("join", (0, 2), (1,), 30.0, is_join=True)
+    assert leader.waiting() == []
+
+
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_call_that_a_rank_cannot_make_is_refused_on_all(before: int) -> None:
+    """Under its name, also where the others' signature has a number, and also if all ranks refuse alike."""
+    leader, member = Leader(2, BIG), Member(2, plans=False)
+    right, refused = summed(), Looks("allreduce(refused: no such op)", REFUSED)
+    for _ in range(before):
+        for rank in range(2):
+            leader.hear(rank, ["new", "x", tuple(right)])
+    assert leader.hear(0, ["new", "x", tuple(refused)]) == []
+    (note,) = leader.hear(1, ["known", 1] if before else ["new", "x", tuple(right)])
+    assert member.hear(_sent(note)) == Refuse("x", {0: refused.text, 1: right.text}, (0, 1))
+    for rank in range(2):
+        told = leader.hear(rank, ["new", "x", tuple(refused)])
+    assert [each[0] for each in told] == ["refuse"]
+    assert leader.waiting() == []
 
 
 @pytest.mark.parametrize("known", [False, True])

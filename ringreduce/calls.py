@@ -1,0 +1,142 @@
+"""What ranks tell each other when a call goes wrong: what each called, from where, and why one gave up."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from hashlib import blake2b
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import NamedTuple
+
+from ringreduce.errors import CollectiveError, CollectiveTimeoutError, MismatchError, PeerLostError, TransportError
+
+__all__ = ["CALLED_NBYTES", "Called", "GivenUp", "Stack", "disagreement", "place_of", "program_stack"]
+
+#: The code that was running and the instruction that each had come to, the innermost first.
+Stack = tuple[tuple[CodeType, int], ...]
+
+_PACKAGE = str(Path(__file__).parent) + os.sep
+_DEPTH = 64  # frames; more would only slow down programs that recurse deeply
+_TEXT_LENGTH, _PLACE_LENGTH = 1200, 200
+#: Twice these, as JSON may escape every character, and the rest.
+CALLED_NBYTES = 3000
+
+
+class Called(NamedTuple):
+    """What one rank called, and where in its program.
+
+    Attributes:
+        text: the call, the collective first: ``allreduce(sum, shape 5, float32)``.
+        place: the line of the program that made it, ``train.py:12``; empty if the order of the program does not matter.
+        stack: stands for all lines of the program that were running; equal in processes that run the same program.
+    """
+
+    text: str
+    place: str = ""
+    stack: str = ""
+
+    @classmethod
+    def at(cls, text: str, stack: Stack) -> Called:
+        """Return a call that was made from this stack."""
+        program = [(code, at) for code, at in stack if not _is_ours(code.co_filename)]
+        lines = [f"{os.path.basename(code.co_filename)}:{_line(code, at)}:{at}" for code, at in program]
+        place = lines[0].rpartition(":")[0] if lines else ""
+        return cls(text, place, blake2b(" ".join(lines).encode(), digest_size=16).hexdigest())
+
+    @classmethod
+    def here(cls, text: str) -> Called:
+        """Return a call that the program is making now."""
+        return cls.at(text, program_stack())
+
+    @classmethod
+    def from_json(cls, said: bytes) -> Called:
+        """Read what `to_json` wrote."""
+        return cls(*json.loads(said))
+
+    def to_json(self) -> bytes:
+        """Return it as one line of ASCII of at most `CALLED_NBYTES`; the end of a long call is cut off."""
+        return json.dumps([_plain(self.text, _TEXT_LENGTH), _plain(self.place, _PLACE_LENGTH), self.stack]).encode()
+
+
+def disagreement(calls: Mapping[int, Called]) -> MismatchError:
+    """Return the error of ranks that made different calls.
+
+    They are in step if all made the same call of the program with different arguments: the same collective, from the
+    same lines. Then each has behind it one call that came to nothing. Otherwise nobody can know whose next call belongs
+    to whose.
+
+    Args:
+        calls: what each rank called.
+    """
+    in_step = len({each.stack for each in calls.values()}) == 1
+    in_step = in_step and len({each.text.partition("(")[0] for each in calls.values()}) == 1
+    values = {rank: each.text for rank, each in calls.items()}
+    places = {rank: each.place for rank, each in calls.items()}
+    return MismatchError(values, in_step=in_step, places={} if in_step else places)
+
+
+class GivenUp(NamedTuple):
+    """Why a rank takes part in nothing any more.
+
+    Attributes:
+        reason: in words; empty if it has shut down.
+        lost: the rank that it has lost; None: that is not the reason.
+        late: whether it has waited for too long.
+    """
+
+    reason: str = ""
+    lost: int | None = None
+    late: bool = False
+
+    @classmethod
+    def after(cls, failure: BaseException | None) -> GivenUp:
+        """Return what a failure means for the others; None: an ordinary end."""
+        if failure is None:
+            return cls()
+        if isinstance(failure, PeerLostError):
+            return cls(failure.reason, failure.rank)
+        late = isinstance(failure, CollectiveTimeoutError)
+        reason = str(failure) if late else f"{type(failure).__name__}: {failure}"
+        return cls(_plain(reason, _TEXT_LENGTH), late=late)
+
+    def error(self, rank: int, doing: str) -> CollectiveError:
+        """Return what whoever waits for that rank raises; ``doing`` says what it does."""
+        if not self.reason:
+            return PeerLostError(rank, f"it has shut down; {doing}")
+        if self.lost is not None:
+            return PeerLostError(self.lost, self.reason)
+        kind = CollectiveTimeoutError if self.late else TransportError
+        return kind(f"rank {rank} has given up ({self.reason}); {doing}")
+
+
+def program_stack() -> Stack:
+    """Return what is running now; takes about a microsecond, as nothing is looked at."""
+    frames: list[tuple[CodeType, int]] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and len(frames) < _DEPTH:
+        frames.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return tuple(frames)
+
+
+def place_of(stack: Stack) -> str:
+    """Return the innermost line that is not of this package, nor of torch's autograd: ``/home/me/train.py:12``."""
+    code, at = next((each for each in stack if not _is_ours(each[0].co_filename)), stack[-1])
+    return f"{code.co_filename}:{_line(code, at)}"
+
+
+def _plain(text: str, length: int) -> str:
+    line = " ".join(text.split())[:length]
+    return "".join(each if each.isascii() and each.isprintable() else "?" for each in line)
+
+
+def _line(code: CodeType, instruction: int) -> int:
+    lines = (line for start, end, line in code.co_lines() if start <= instruction < end and line is not None)
+    return next(lines, code.co_firstlineno)
+
+
+def _is_ours(path: str) -> bool:
+    return path.startswith(_PACKAGE) or "/torch/autograd/" in path or path.endswith("/torch/_tensor.py")
