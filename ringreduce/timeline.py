@@ -1,8 +1,13 @@
 """The timeline: what this job's ranks did and when, as one trace for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
 Every rank appends what it sees to one file, in pieces, with the file locked; so the trace needs no collective call to
-be merged, holds what happened up to a crash, and is complete JSON at any time. Where hosts share no file system, each
-has a file with its own ranks. Times are on one clock: that of rank 0, whose distance the ranks measure in `init`.
+be merged, holds what happened up to a crash, and is complete JSON between any two writes. Where hosts share no file
+system, each has a file with its own ranks. Times are on one clock: that of rank 0, whose distance the ranks measure in
+`init`.
+
+The file is private, so only processes of this user can get in the way. No rank waits for them: while the file is locked
+it keeps what it sees, up to a limit, and tries again later. A piece first takes its room on the disk, as spaces behind
+the closing bracket, and then fills it; so a full disk is noticed while the file is whole.
 
 The format is the JSON array of the Trace Event Format. Each rank is a process in it, with two rows of nested spans for
 each process set: blocking collectives, and what the engine carries out. Collectives contain their steps. Asynchronous
@@ -12,16 +17,19 @@ operations have rows of their own: *queue* until the engine takes one in, *negot
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
 import os
+import stat
 import threading
 import uuid
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 from ringreduce.errors import ConfigError
@@ -34,7 +42,12 @@ _log = logging.getLogger(__name__)
 
 _ROUNDS = 8  # of messages to compare clocks; the best of them counts
 _BUFFERED = 4096  # events that are written at once
+_KEPT = 16 * _BUFFERED  # events that are kept while the file cannot be had; they take about 10 MB
 _WRITE_EVERY_S = 1.0
+_TRY_EVERY_S = 0.2  # while others have the file
+_POLL_S = 1e-3
+_PATIENCE_S = 5.0  # for who begins or ends a trace; collectives have none
+_OPENING = b'[\n{"name": "trace", "ph": "M", "pid": 0, "args": {"job": '
 _CLOSING = b"\n]\n"
 
 Event = dict[str, Any]
@@ -90,24 +103,41 @@ class Timeline:
         rank: this rank, in the world.
         host: where it runs.
         mark_batches: whether to mark the moments at which operations that travel together start.
+        patience_s: how long `write` and `flush` try to get the file, if others have it.
 
     Raises:
-        ConfigError: the file cannot be written.
+        ConfigError: the file cannot be written; or it is none of this user's plain files, a link, or holds something
+            else than a trace of ours, and stays as it is.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], clock: Clock, number: int, rank: int, host: str, *, mark_batches: bool
+        self,
+        path: str | os.PathLike[str],
+        clock: Clock,
+        number: int,
+        rank: int,
+        host: str,
+        *,
+        mark_batches: bool,
+        patience_s: float = _PATIENCE_S,
     ) -> None:
         self.mark_batches = mark_batches
         self._path = os.fspath(path)
         self._rank = rank
         self._zero = clock.zero_s
-        self._head = {"name": "trace", "ph": "M", "pid": 0, "args": {"job": f"{clock.job} {number}"}}
+        self._head = _OPENING + json.dumps(f"{clock.job} {number}").encode() + b"}}"
+        self._patience_s = patience_s
+        self._lock = threading.Lock()  # of what follows; held for moments
         self._events: list[Event] = []
-        self._lock = threading.Lock()
-        self._written_s = perf_counter()
+        self._dropped = 0  # since the last piece
         self._tracks = 0
         self._operations = 0
+        self._turn = threading.Lock()  # to write: of the threads of this rank, one at a time
+        self._pieces: list[bytes] = []  # which wait for the file
+        self._waiting = 0  # events in them
+        self._due_s = 0.0  # when to try next
+        self._begun = False  # whether anything of this trace is in the file
+        self._failed = False  # whether writing was given up
         self._describe("process_name", f"rank {rank} ({host})")
         self._describe("process_sort_index", rank, key="sort_index")
         try:
@@ -127,9 +157,12 @@ class Timeline:
         """Take an event down; ``at_s`` is a time of `perf_counter`."""
         event = {"name": name, "ph": kind, "pid": self._rank, "tid": track, "ts": self._microseconds(at_s), **more}
         with self._lock:
-            self._events.append(event)
-        if len(self._events) >= _BUFFERED or perf_counter() - self._written_s > _WRITE_EVERY_S:
-            self.flush()
+            if len(self._events) + self._waiting < _KEPT:
+                self._events.append(event)
+            else:
+                self._dropped += 1
+        if len(self._events) >= _BUFFERED or perf_counter() > self._due_s:
+            self._write_or_log(0.0)
 
     def span(self, name: str, begin_s: float, end_s: float, track: int, **arguments: Any) -> None:
         """Take down that something lasted from one time to another."""
@@ -141,40 +174,107 @@ class Timeline:
             self._operations += 1
             return f"{self._rank}.{self._operations}"
 
-    def write(self) -> None:
-        """Append what was taken down to the file.
+    def write(self) -> bool:
+        """Append what was taken down to the file; return whether that could be had. If not, a later call does it.
 
         Raises:
-            OSError: that does not work; what was taken down is lost.
+            OSError: that does not work; what was taken down is lost, and so is what comes.
         """
-        with self._lock:
-            events, self._events = self._events, []
-            self._written_s = perf_counter()
-            if events:
-                self._append(",\n".join(json.dumps(each, separators=(",", ":")) for each in events).encode())
+        return self._write(self._patience_s)
 
     def flush(self) -> None:
-        """Do what `write` does; an error is logged, as no collective shall fail for it."""
-        try:
-            self.write()
-        except OSError as error:
-            _log.error("the timeline %r cannot be written: %s", self._path, error.strerror)
+        """Do what `write` does; an error is logged, once, as no collective shall fail for it."""
+        if not self._write_or_log(self._patience_s):
+            count = len(self._events) + self._waiting + self._dropped
+            _log.error("the timeline %r is locked by another process; events that it lacks: %d", self._path, count)
 
-    def _append(self, events: bytes) -> None:
-        """Put events before the closing bracket; begin the file anew if it holds another trace."""
-        head = b"[\n" + json.dumps(self._head).encode()
-        with open(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if file.read(len(head)) == head:
-                file.seek(-len(_CLOSING), os.SEEK_END)
-            else:
-                file.seek(0)
-                file.truncate()
-                file.write(head)
-            file.write(b",\n" + events + _CLOSING)
+    def _write_or_log(self, patience_s: float) -> bool:
+        try:
+            return self._write(patience_s)
+        except OSError as error:
+            _log.error("the timeline %r cannot be written, and ends here: %s", self._path, error.strerror)
+            return True
+
+    def _write(self, patience_s: float) -> bool:
+        if not self._turn.acquire(timeout=patience_s):
+            return False  # another thread is at it
+        done = False
+        try:
+            with self._lock:
+                events, self._events = self._events, []
+                self._waiting += len(events)
+            if events and not self._failed:
+                self._pieces.append(b",\n".join(map(_encode, events)))
+            done = not self._pieces or self._append(perf_counter() + patience_s)
+        except OSError:
+            self._failed = done = True
+            raise
+        finally:
+            self._due_s = perf_counter() + (_WRITE_EVERY_S if done else _TRY_EVERY_S)
+            if done:
+                self._pieces.clear()
+                self._waiting = 0
+            self._turn.release()
+        return done
+
+    def _append(self, deadline_s: float) -> bool:
+        """Put what waits before the closing bracket; begin the file anew if it holds another trace.
+
+        Returns:
+            Whether the file could be had in time.
+        """
+        descriptor = self._open()
+        try:
+            free = _lock(descriptor, deadline_s)
+            head = os.pread(descriptor, len(self._head), 0)
+            if head and not head.startswith(_OPENING):
+                raise FileExistsError(errno.EEXIST, "it is no trace of ringreduce; remove it, or name another file")
+            if not free:
+                return False
+            if head != self._head:
+                if head and self._begun:
+                    raise FileExistsError(errno.EEXIST, "another trace was begun in it")
+                _begin(descriptor, self._head)
+            with self._lock:
+                dropped, self._dropped = self._dropped, 0
+            if dropped:
+                self._pieces.append(_encode(self._about("dropped_events", {"count": dropped})))
+            _extend(descriptor, b",\n".join(self._pieces), len(self._head))
+            self._begun = True
+            return True
+        finally:
+            # A process that was forked meanwhile has the descriptor too, and would keep the lock.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
+
+    def _open(self) -> int:
+        """Open the file, which is made if need be; what is none of this user's plain files, or a link, is refused."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+        try:
+            descriptor = os.open(self._path, flags, 0o600)
+        except OSError as error:
+            if error.errno == errno.ELOOP and os.path.islink(self._path):
+                raise OSError(errno.ELOOP, "it is a symbolic link; name the file itself") from None
+            raise
+        found = os.fstat(descriptor)
+        complaint = ""
+        if not stat.S_ISREG(found.st_mode):
+            complaint = "it is no regular file"
+        elif found.st_uid != os.geteuid():
+            complaint = f"it belongs to user {found.st_uid}, and this is user {os.geteuid()}"
+        elif found.st_nlink > 1:
+            complaint = f"it has {found.st_nlink} names (hard links)"
+        if complaint:
+            os.close(descriptor)
+            raise FileExistsError(errno.EEXIST, f"{complaint}; name another file")
+        return descriptor
 
     def _describe(self, what: str, value: Any, track: int = 0, key: str = "name") -> None:
-        self._events.append({"name": what, "ph": "M", "pid": self._rank, "tid": track, "args": {key: value}})
+        with self._lock:
+            self._events.append(self._about(what, {key: value}, track))
+
+    def _about(self, what: str, arguments: dict[str, Any], track: int = 0) -> Event:
+        return {"name": what, "ph": "M", "pid": self._rank, "tid": track, "args": arguments}
 
     def _microseconds(self, at_s: float) -> float:
         return round((at_s - self._zero) * 1e6, 3)
@@ -277,6 +377,77 @@ class Track(Instrument):
 
     def _count(self, counter: str, now: float, value: int) -> None:
         self._timeline.add("C", f"{counter} ({self._number})", now, self._number, args={"value": value})
+
+
+def _encode(event: Event) -> bytes:
+    return json.dumps(event, separators=(",", ":")).encode()
+
+
+def _lock(descriptor: int, deadline_s: float) -> bool:
+    """Get the lock of a file, within the time; return whether that went well.
+
+    Not the locks of `fcntl.lockf`: for those, the threads of a process are one, and to close a file frees all of them.
+    """
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if perf_counter() >= deadline_s:
+                return False
+            sleep(_POLL_S)
+
+
+def _begin(descriptor: int, head: bytes) -> None:
+    """Make a file an empty trace, readable by this user alone; one without anything if that fails."""
+    if stat.S_IMODE(os.fstat(descriptor).st_mode) & 0o077:
+        os.fchmod(descriptor, 0o600)
+    os.ftruncate(descriptor, 0)
+    try:
+        _fill(descriptor, head + _CLOSING, 0)
+    except OSError:
+        os.ftruncate(descriptor, 0)
+        raise
+
+
+def _extend(descriptor: int, events: bytes, begin: int) -> None:
+    """Put events before the closing bracket of a trace, whose head ends at ``begin``; if that fails, it stays whole."""
+    end = _find_end(descriptor, begin)
+    text = b",\n" + events + _CLOSING
+    size = os.fstat(descriptor).st_size
+    try:
+        _fill(descriptor, b" " * (end + len(text) - size), size)
+        _fill(descriptor, text, end)
+    except BaseException:
+        with suppress(OSError):  # the first error is what is told
+            _fill(descriptor, _CLOSING, end)
+            os.ftruncate(descriptor, end + len(_CLOSING))
+        raise
+
+
+def _find_end(descriptor: int, begin: int) -> int:
+    """Return where the events of a trace end and the closing bracket begins; put it there if a killed rank did not."""
+    size, length, place = os.fstat(descriptor).st_size, 1 << 12, -1
+    while True:
+        start = max(begin, size - length)
+        tail = os.pread(descriptor, size - start, start).rstrip()
+        if tail.endswith(_CLOSING.rstrip()):
+            return start + len(tail) - len(_CLOSING.rstrip())
+        place = tail.rfind(b",\n")  # what follows may be half an event; no event has a newline in it
+        if place >= 0 or start == begin:
+            break
+        length *= 16
+    end = start + max(0, place)
+    os.ftruncate(descriptor, end)
+    _fill(descriptor, _CLOSING, end)
+    return end
+
+
+def _fill(descriptor: int, text: bytes, place: int) -> None:
+    """Write all of a text; one that does not fit ends in an error after a part of it."""
+    while text:
+        written = os.pwrite(descriptor, text, place)
+        text, place = text[written:], place + written
 
 
 def _take(places: dict[str, deque[str]], name: str) -> str | None:

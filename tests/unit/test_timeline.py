@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import stat
+import subprocess
+import sys
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +81,9 @@ def test_the_file_is_complete_at_any_time_and_holds_all_ranks(tmp_path: Path) ->
 
 
 def test_another_trace_begins_the_file_anew(tmp_path: Path) -> None:
-    """Neither an earlier job's trace, nor an earlier one of this job, nor anything else is left of a file's content."""
+    """Neither an earlier job's trace nor an earlier one of this job is left of a file; an empty one will do."""
     path = tmp_path / "trace.json"
-    path.write_text("notes " * 1000)
+    path.touch()
     for clock, number in ((CLOCK, 1), (CLOCK, 2), (Clock("another job", 0.0), 2)):
         for rank in (1, 0):
             timeline = Timeline(path, clock, number, rank, "host", mark_batches=False)
@@ -91,15 +98,269 @@ def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> Non
         Timeline(tmp_path / "missing" / "trace.json", CLOCK, 1, 0, "host", mark_batches=False)
 
 
+def test_files_are_private(tmp_path: Path) -> None:
+    """Others may not read a trace, nor lock it, whatever the umask; also where an earlier one was open to them."""
+    path = tmp_path / "trace.json"
+    before = os.umask(0)
+    try:
+        Timeline(path, CLOCK, 1, 0, "host", mark_batches=False)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        path.chmod(0o666)
+        Timeline(path, CLOCK, 2, 0, "host", mark_batches=False)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    finally:
+        os.umask(before)
+
+
+FOREIGN = {
+    "notes": "notes " * 1000,
+    "JSON": '[\n{"name": "something else"}\n]\n',
+    "another program's trace": '[\n{"name": "trace", "ph": "M", "pid": 1}\n]\n',
+    "one byte": " ",
+}
+
+
+@pytest.mark.parametrize("content", FOREIGN.values(), ids=FOREIGN)
+@pytest.mark.parametrize("held", [False, True])
+def test_what_is_no_trace_stays_as_it_is(tmp_path: Path, content: str, held: bool) -> None:
+    """A file that holds something else is refused at once and keeps its content and its mode, locked or not."""
+    path = tmp_path / "trace.json"
+    path.write_text(content)
+    path.chmod(0o640)
+    with open(path) as reader:
+        if held:
+            fcntl.flock(reader, fcntl.LOCK_SH)
+        with pytest.raises(ConfigError, match=r"trace\.json.* no trace of ringreduce"):
+            Timeline(path, CLOCK, 1, 0, "host", mark_batches=False, patience_s=0.0)
+    assert path.read_text() == content
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+def _symlink(path: Path, target: Path) -> None:
+    path.symlink_to(target)
+
+
+def _dangling_symlink(path: Path, target: Path) -> None:
+    path.symlink_to(target.with_name("nowhere"))
+
+
+def _hard_link(path: Path, target: Path) -> None:
+    os.link(target, path)
+
+
+def _fifo(path: Path, target: Path) -> None:
+    os.mkfifo(path)
+
+
+def _folder(path: Path, target: Path) -> None:
+    path.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (_symlink, "symbolic link"),
+        (_dangling_symlink, "symbolic link"),
+        (_hard_link, "2 names"),
+        (_fifo, "no regular file"),
+        (_folder, "directory"),
+    ],
+)
+def test_only_a_plain_file_is_written(tmp_path: Path, make: Callable[[Path, Path], None], complaint: str) -> None:
+    """No link is followed, and nothing waits for a reader of a pipe; what a link leads to stays as it is."""
+    target, path = tmp_path / "target", tmp_path / "trace.json"
+    Timeline(target, CLOCK, 1, 0, "host", mark_batches=False)
+    before = target.read_bytes()
+    make(path, target)
+    with pytest.raises(ConfigError, match=complaint):
+        Timeline(path, CLOCK, 2, 0, "host", mark_batches=False)
+    assert target.read_bytes() == before
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_device_is_refused() -> None:
+    """Whoever may write to it."""
+    with pytest.raises(ConfigError, match="no regular file"):
+        Timeline("/dev/null", CLOCK, 1, 0, "host", mark_batches=False)
+
+
+@contextmanager
+def held(path: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
+    """Keep a lock on a file, as another process can that may open it."""
+    with open(path) as file:
+        fcntl.flock(file, kind)
+        yield
+
+
+@pytest.mark.parametrize("kind", [fcntl.LOCK_EX, fcntl.LOCK_SH])
+def test_nobody_waits_for_who_holds_the_file(tmp_path: Path, kind: int, caplog: pytest.LogCaptureFixture) -> None:
+    """While another process has the file locked, the rank goes on and keeps what it sees; later all of it is there."""
+    path = tmp_path / "trace.json"
+    path.touch()
+    with held(path, kind):
+        timeline = Timeline(path, CLOCK, 1, 0, "host", mark_batches=False, patience_s=0.0)
+        for number in range(10_000):
+            timeline.span(str(number), number, number + 0.5, 1)
+        assert path.read_bytes() == b""
+    timeline.write()
+    assert [event["name"] for event in events_of(path, "X")] == [str(number) for number in range(10_000)]
+    assert [event["name"] for event in events_of(path, "M")] == ["trace", "process_name", "process_sort_index"]
+    assert caplog.text == ""
+
+
+def test_what_is_kept_is_bounded(tmp_path: Path) -> None:
+    """A rank that cannot write for long keeps the first events, drops further ones, and says in the trace how many."""
+    path = tmp_path / "trace.json"
+    timeline = Timeline(path, CLOCK, 1, 0, "host", mark_batches=False, patience_s=0.0)
+    count = 100_000
+    with held(path):
+        for number in range(count):
+            timeline.add("i", str(number), 0.0)
+    timeline.write()
+    timeline.add("i", "last", 0.0)
+    timeline.write()
+    *kept, last = [event["name"] for event in events_of(path, "i")]
+    assert kept == [str(number) for number in range(len(kept))]
+    assert last == "last"
+    assert 10_000 < len(kept) < count
+    (dropped,) = [event for event in events_of(path, "M") if event["name"] == "dropped_events"]
+    assert dropped["args"]["count"] == count - len(kept)
+    assert dropped["pid"] == 0
+
+
+def test_a_trace_that_ends_while_the_file_is_held_says_what_is_missing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line in the log; the file stays as it was."""
+    path = tmp_path / "trace.json"
+    timeline = Timeline(path, CLOCK, 1, 0, "host", mark_batches=False, patience_s=0.0)
+    before = path.read_bytes()
+    timeline.span("work", 0.0, 1.0, 1)
+    with held(path):
+        timeline.flush()
+    assert path.read_bytes() == before
+    (record,) = caplog.records
+    assert record.getMessage().endswith("events that it lacks: 1")
+
+
+def test_ranks_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
+    """Each waits for its turn when it asks for everything to be written; the events of each are there, in order."""
+    path = tmp_path / "trace.json"
+
+    def trace(rank: int) -> None:
+        timeline = Timeline(path, CLOCK, 1, rank, "host", mark_batches=False)
+        for number in range(100):
+            timeline.add("i", str(number), 0.0)
+            assert timeline.write()
+
+    run_threads(4, trace)
+    by_rank = {rank: [event["name"] for event in events_of(path, "i") if event["pid"] == rank] for rank in range(4)}
+    assert by_rank == {rank: [str(number) for number in range(100)] for rank in range(4)}
+
+
+def test_a_trace_that_has_given_way_is_not_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A rank that still writes to a trace when another begins the next one in its file takes nothing of that away."""
+    path = tmp_path / "trace.json"
+    late = Timeline(path, CLOCK, 1, 0, "host", mark_batches=False)
+    Timeline(path, CLOCK, 2, 1, "host", mark_batches=False)
+    before = path.read_bytes()
+    for _ in range(3):
+        late.span("work", 0.0, 1.0, 1)
+        late.flush()
+    assert path.read_bytes() == before
+    (record,) = caplog.records
+    assert "another trace" in record.getMessage()
+
+
+@pytest.mark.parametrize("tail", [b"\n]\n" + b" " * 100_000, b",", b',\n{"name":"unf', b',\n{"na' + b" " * 100_000])
+def test_what_a_killed_rank_left_unfinished_is_mended(tmp_path: Path, tail: bytes) -> None:
+    """A rank that was killed as it wrote leaves room after the bracket, or half an event; the next piece mends that."""
+    path = tmp_path / "trace.json"
+    timeline = Timeline(path, CLOCK, 1, 0, "host", mark_batches=False)
+    for name in ("first", "second"):
+        timeline.span(name, 0.0, 1.0, 1)
+    timeline.write()
+    path.write_bytes(path.read_bytes().removesuffix(b"\n]\n") + tail)
+    timeline.span("third", 0.0, 1.0, 1)
+    timeline.write()
+    names = [event["name"] for event in events_of(path, "X")]
+    # Whether the last line was whole is not known where nothing follows it.
+    assert names == (["first", "third"] if tail == b"," else ["first", "second", "third"])
+
+
+FULL_DISK = """
+import json, logging, resource, sys
+from ringreduce.errors import ConfigError
+from ringreduce.timeline import Clock, Timeline
+
+path, limit = sys.argv[1], int(sys.argv[2])
+logging.basicConfig(format="logged: %(message)s")
+first, second = (Timeline(path, Clock("job", 0.0), 1, rank, "host", mark_batches=False) for rank in (0, 1))
+first.span("before", 0.0, 1.0, 1)
+first.write()
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))  # a write that goes beyond is cut short
+for number in range(20_000):
+    for timeline in (first, second):
+        timeline.span(f"{number:100}", 0.0, 1.0, 1)
+    if number % 1000 == 0:
+        first.flush()
+        second.flush()
+        json.load(open(path))
+first.flush()
+second.flush()
+print(len(json.load(open(path))))
+"""
+
+
+@pytest.mark.parametrize("limit", [700, 4096, 5000, 100_000, 1_000_003])
+def test_a_full_disk_leaves_a_whole_trace(tmp_path: Path, limit: int) -> None:
+    """What fitted is there, complete; each rank says so in one line and writes no more, and the program goes on."""
+    path = tmp_path / "trace.json"
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(path), str(limit)],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    logged = [line for line in done.stderr.splitlines() if line.startswith("logged: ")]
+    assert len(logged) == 2, done.stderr
+    assert all("File too large" in line for line in logged)
+    events = events_of(path)
+    assert len(events) == int(done.stdout)
+    assert next(event["name"] for event in events if event["ph"] == "X") == "before"
+    assert path.stat().st_size <= limit
+
+
+def test_a_disk_that_is_full_from_the_start_is_refused(tmp_path: Path) -> None:
+    """No part of a trace is left, and what is no trace of ours cannot come of it."""
+    path = tmp_path / "trace.json"
+    source = """
+import resource, sys
+from ringreduce.timeline import Clock, Timeline
+resource.setrlimit(resource.RLIMIT_FSIZE, (50, resource.RLIM_INFINITY))
+Timeline(sys.argv[1], Clock("job", 0.0), 1, 0, "host", mark_batches=False)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", source, str(path)], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert "ConfigError" in done.stderr
+    assert "File too large" in done.stderr
+    assert path.read_bytes() == b""
+
+
 def test_a_trace_that_fails_later_is_a_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What is traced goes on when the file can no longer be written."""
+    """One, however often it is tried; what is traced goes on when the file can no longer be written."""
     folder = tmp_path / "there"
     folder.mkdir()
     timeline = Timeline(folder / "trace.json", CLOCK, 1, 0, "host", mark_batches=False)
     (folder / "trace.json").unlink()
     folder.rmdir()
-    timeline.span("work", 0.0, 1.0, 1)
-    timeline.flush()
+    for _ in range(5):
+        timeline.span("work", 0.0, 1.0, 1)
+        timeline.flush()
+    assert len(caplog.records) == 1
     assert "cannot be written" in caplog.text
 
 
