@@ -18,6 +18,7 @@ import itertools
 import json
 import math
 import os
+import stat
 import statistics
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -55,6 +56,14 @@ Vector = npt.NDArray[np.float64]
 
 #: Of the file; another one is not read.
 _FORMAT = 1
+#: Of a file that is read: more than ten times what `ringreduce.cli.tune` writes for thousands of ranks.
+_MOST_NBYTES = 4 << 20
+#: Seconds; with sizes below 2^63 nothing that is computed from such times is infinite.
+_MOST_SECONDS = 1e9
+#: Of a whole number in a file: what 64 bits hold.
+_MOST_DIGITS = 20
+#: Characters of what is told of a text that anybody may have written.
+_TOLD = 200
 #: What ran just below a size keeps running unless something is faster by more than this: noise must not decide.
 _HYSTERESIS = 1.05
 #: The schedules of whole nodes are looked at until there were so many ranks; those that do most are among the first.
@@ -391,17 +400,18 @@ class Table:
             ConfigError: the text says something else, or was written by another version.
         """
         try:
-            document = json.loads(text)
-        except ValueError as error:
-            raise ConfigError(f"a tuning table that is not JSON: {error}") from None
-        if not isinstance(document, dict) or "format" not in document:
-            raise ConfigError("not a tuning table: it has no format version")
-        if document["format"] != _FORMAT:
-            raise ConfigError(f"a tuning table of format {document['format']!r}, where {_FORMAT} is understood")
-        try:
-            return _parse(document)
-        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-            raise ConfigError(f"a damaged tuning table: {type(error).__name__}: {error}") from None
+            document = json.loads(text, parse_int=_whole)
+            if not isinstance(document, dict) or "format" not in document:
+                complaint = "not a tuning table: it has no format version"
+            elif document["format"] != _FORMAT:
+                complaint = f"a tuning table of format {_told(repr(document['format']))}, where {_FORMAT} is understood"
+            else:
+                return _parse(document)
+        except json.JSONDecodeError as error:
+            complaint = f"a tuning table that is not JSON: {error}"
+        except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
+            complaint = f"a damaged tuning table: {type(error).__name__}: {_told(str(error))}"
+        raise ConfigError(complaint)
 
     def save(self, path: Path) -> None:
         """Write a file; whoever reads at the same time finds the old one or the new one, never a part.
@@ -410,7 +420,7 @@ class Table:
             ConfigError: it cannot be written.
         """
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".tuning-")
             try:
                 with open(descriptor, "w", encoding="utf-8") as file:
@@ -424,17 +434,18 @@ class Table:
 
     @classmethod
     def load(cls, path: Path, key: Key) -> Table:
-        """Read a file.
+        """Read a file, or what a link leads to. Waits for nobody.
 
         Raises:
             ConfigError: it cannot be read or understood, or is for another machine than ``key``.
         """
         try:
-            table = cls.from_json(path.read_text(encoding="utf-8"))
+            table = cls.from_json(_read(path))
         except (OSError, UnicodeDecodeError, ConfigError) as error:
             raise ConfigError(f"{path}: {error}") from None
         if table.key != key:
-            raise ConfigError(f"{path}: a tuning table for [{table.key.text}], and this is [{key.text}]")
+            theirs, ours = _told(table.key.text), _told(key.text)
+            raise ConfigError(f"{path}: a tuning table for [{theirs}], and this is [{ours}]")
         return table
 
     def _times(self, nbytes: int) -> tuple[dict[str, float], list[int]]:
@@ -499,23 +510,56 @@ def _prefer(favourites: Sequence[str], times: Mapping[str, float]) -> str:
     return next((name for name in favourites if times.get(name, math.inf) <= _HYSTERESIS * times[fastest]), fastest)
 
 
+def _read(path: Path) -> str:
+    """Return the text of a file, which may be anything that somebody put there."""
+    with open(path, "rb", opener=_open_at_once) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ConfigError("no regular file")
+        content = file.read(_MOST_NBYTES + 1)
+    if len(content) > _MOST_NBYTES:
+        raise ConfigError(f"more than {_MOST_NBYTES >> 20} MiB, which no tuning table has")
+    return content.decode()
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
+
+
+def _told(text: str) -> str:
+    """Return a text as a part of a line: without the middle where it is long, and without what is not printed."""
+    if len(text) > _TOLD:
+        text = f"{text[: _TOLD // 2]} ... {text[-_TOLD // 2 :]}"
+    return " ".join("".join(each if each.isprintable() else " " for each in text).split())
+
+
+def _whole(digits: str) -> int:
+    """Read a whole number of JSON; without a limit, the time for that grows with the square of its digits."""
+    _require(len(digits) <= _MOST_DIGITS, f"a number of {len(digits)} digits")
+    return int(digits)
+
+
 def _parse(document: Mapping[str, Any]) -> Table:
     """Read the parts of a table; a KeyError, TypeError or ValueError means that something is wrong."""
     key = dict(document["key"])
     nodes = tuple(tuple(int(rank) for rank in node) for node in key.pop("topology"))
-    _require(sorted(itertools.chain(*nodes)) == list(range(sum(map(len, nodes)))) and all(nodes), f"nodes {nodes}")
+    ranks = sorted(itertools.chain(*nodes))
+    _require(bool(nodes) and all(nodes) and ranks == list(range(len(ranks))), f"nodes {nodes}")
+    topology = Topology(nodes)
+    runnable = algorithms.names(Collective.ALLREDUCE, topology)
     for name, value in key.items():
         _require(isinstance(value, str), f"{name} is {value!r}")
     model = Model(**{name: _number(value) for name, value in document["model"].items()})
     rows = tuple(Row(int(row["nbytes"]), tuple(map(_candidate, row["candidates"]))) for row in document["rows"])
     sizes = [row.nbytes for row in rows]
-    _require(bool(sizes) and sizes[0] > 0 and sizes == sorted(set(sizes)), f"the sizes are {sizes}")
+    ascending = bool(sizes) and sizes == sorted(set(sizes)) and sizes[0] > 0 and sizes[-1] < 1 << 63
+    _require(ascending, f"the sizes are {sizes}")
     for row in rows:
         _require(0 < len(row.medians) == len(row.candidates), f"no algorithm, or one twice, at {row.nbytes} bytes")
         for name in row.medians:
+            _require(name in runnable or not _is_ours(name), f"algorithm {name!r} cannot run there")
             known = _is_ours(name) or model.vendor_alpha + model.vendor_beta > 0
             _require(known, f"nothing is known about algorithm {name!r}")
-    return Table(Key(Topology(nodes), **key), model, rows)
+    return Table(Key(topology, **key), model, rows)
 
 
 def _candidate(entry: Mapping[str, Any]) -> Candidate:
@@ -526,7 +570,7 @@ def _candidate(entry: Mapping[str, Any]) -> Candidate:
 
 def _number(value: Any) -> float:
     number = float(value)
-    _require(math.isfinite(number) and number >= 0, f"{value!r} is not a time")
+    _require(0 <= number <= _MOST_SECONDS, f"{value!r} is not a time")
     return number
 
 

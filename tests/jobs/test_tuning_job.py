@@ -7,6 +7,43 @@ from typing import Any
 
 import pytest
 
+#: What stands where a job looks for its table, as a program that makes it from its ``path``.
+REFUSED = {
+    "a pipe": "os.mkfifo(path)",
+    "a folder": "path.mkdir()",
+    "a file of a terabyte": "path.touch(); os.truncate(path, 1 << 40)",
+    "nested without end": "path.write_text('[' * 100_000)",
+    "a number of 4000 digits": "path.write_text('{\"format\": %s}' % ('7' * 4000))",
+}
+
+
+@pytest.mark.parametrize("make", REFUSED.values(), ids=REFUSED)
+def test_a_job_goes_on_without_a_table_that_is_refused(run_job: Callable[..., Any], make: str, tmp_path: Any):
+    """Rank 0 says so in one line of the log, nothing waits, and all ranks work."""
+    job = run_job(
+        2,
+        source=f"""
+        import os, sys
+        from pathlib import Path
+        import numpy as np
+        import ringreduce as rr
+        from ringreduce.runtime import tuning_key
+        rr.init()
+        path = Path({str(tmp_path)!r}) / tuning_key(rr.world()).file_name
+        if rr.rank() == 0:
+            {make}
+        rr.barrier()
+        rr.shutdown()
+        rr.init()
+        assert rr.allreduce(np.ones(3)).tolist() == [2.0] * 3
+        """,
+        RINGREDUCE_TUNING=str(tmp_path),
+    )
+    assert job.returncode == 0, job.stderr
+    (line,) = job.stderr.splitlines()
+    assert "going on without a tuning table" in line
+    assert len(line) < 600
+
 
 @pytest.mark.parametrize("folder", ["tables", 300 * "x"], ids=["empty", "a name too long for file systems"])
 @pytest.mark.parametrize("deterministic", ["0", "1"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import stat
 from dataclasses import replace
 from pathlib import Path
 
@@ -348,6 +350,8 @@ def damaged(**changes: object) -> str:
         (damaged(rows__0__candidates__0__median_s=0), "takes 0.0 s"),
         (damaged(rows__0__candidates__0__times_s=None), "times_s"),
         (damaged(rows__0__candidates__0__times_s=["x"]), "x"),
+        (damaged(rows__0__candidates__0__algorithm="two_shot"), "algorithm 'two_shot' cannot run there"),
+        (damaged(key__topology=[]), "nodes ()"),
         (damaged(model__vendor_alpha=0, model__vendor_beta=0), "nothing is known about algorithm 'mpi'"),
     ],
 )
@@ -359,6 +363,85 @@ def test_a_damaged_file_is_refused(text: str, complaint: str, tmp_path: Path):
         Table.load(path, KEY)
     assert str(caught.value).startswith(f"{path}: ")
     assert complaint in str(caught.value)
+
+
+HUGE = "7" * 4000
+
+OVERDONE = {
+    "nested": "[" * 100_000,
+    "nested objects": '{"format": ' * 100_000,
+    "nested format": '{"format": ' + "[" * 900 + "]" * 900 + "}",
+    "a long format": damaged(format="x" * 1_000_000),
+    "a huge format": FULL.to_json().replace('"format": ', '"format": ' + HUGE),
+    "a huge size": FULL.to_json().replace('"nbytes": 1024', '"nbytes": ' + HUGE),
+    "a huge size as a float": FULL.to_json().replace('"nbytes": 16384', '"nbytes": 1e300'),
+    "a size beyond all memory": FULL.to_json().replace('"nbytes": 16384', f'"nbytes": {1 << 63}'),
+    "a huge size as a text": damaged(rows__1__nbytes=HUGE),
+    "a huge rank": FULL.to_json().replace('"topology": [[0]', f'"topology": [[{HUGE}]'),
+    "a huge rank as a text": damaged(key__topology=[[HUGE]]),
+    "a huge time": FULL.to_json().replace('"median_s": ', '"median_s": ' + HUGE),
+    "a time of an age": damaged(rows__0__candidates__0__median_s=1e300),
+    "more digits than Python reads": FULL.to_json().replace('"nbytes": 1024', '"nbytes": ' + 100 * HUGE),
+    "no number": FULL.to_json().replace('"nbytes": 1024', '"nbytes": NaN'),
+    "no finite number": FULL.to_json().replace('"nbytes": 1024', '"nbytes": -Infinity'),
+    "no finite rank": FULL.to_json().replace('"topology": [[0]', '"topology": [[Infinity]'),
+    "a long word for a time": damaged(model__alpha="x" * 1_000_000),
+    "a long name of a parameter": damaged(**{"model__" + "x" * 1_000_000: 1.0}),
+    "many lines": damaged(key__library="Some MPI\n\x1b[31m1.2\r\n" * 1000),
+}
+
+
+@pytest.mark.parametrize("text", OVERDONE.values(), ids=OVERDONE)
+def test_what_is_overdone_is_refused_in_a_line(text: str, tmp_path: Path):
+    """Nesting, digits and texts without end make an error of one short line that names the file."""
+    path = tmp_path / "table.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        Table.load(path, KEY)
+    said = str(caught.value)
+    assert said.startswith(f"{path}: ")
+    assert said.isprintable()
+    assert len(said) < len(str(path)) + 600
+
+
+def test_only_plain_files_are_read(tmp_path: Path):
+    """A pipe that nobody writes to, a folder, a device without end and a file of a terabyte are refused at once."""
+    path = tmp_path / "table.json"
+    path.mkdir()
+    with pytest.raises(ConfigError, match="Is a directory"):
+        Table.load(path, KEY)
+    path.rmdir()
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match="no regular file"):
+        Table.load(path, KEY)
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match="no regular file"):
+        Table.load(path, KEY)
+    path.unlink()
+    path.touch()
+    os.truncate(path, 1 << 40)
+    with pytest.raises(ConfigError, match="more than 4 MiB"):
+        Table.load(path, KEY)
+
+
+def test_a_link_to_a_table_is_followed(tmp_path: Path):
+    """Whoever keeps tables in one place may refer to them from another."""
+    FULL.save(tmp_path / "kept.json")
+    (tmp_path / "table.json").symlink_to("kept.json")
+    assert Table.load(tmp_path / "table.json", KEY) == FULL
+
+
+def test_tables_are_private(tmp_path: Path):
+    """Nobody else may write a table of this user's, or put one into the folder that was made for them."""
+    path = tmp_path / "new" / "table.json"
+    before = os.umask(0)
+    try:
+        FULL.save(path)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
 def test_a_missing_or_binary_file_is_refused(tmp_path: Path):
