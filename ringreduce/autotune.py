@@ -55,7 +55,7 @@ __all__ = [
 Vector = npt.NDArray[np.float64]
 
 #: Of the file; another one is not read.
-_FORMAT = 1
+_FORMAT = 2
 #: Of a file that is read: more than ten times what `ringreduce.cli.tune` writes for thousands of ranks.
 _MOST_NBYTES = 4 << 20
 #: Seconds; with sizes below 2^63 nothing that is computed from such times is infinite.
@@ -350,11 +350,14 @@ class Table:
         key: the machine.
         model: fitted to it.
         rows: at least one, by ascending size.
+        busy_cores: how many cores other processes took meanwhile, on the machine where it was most; 0.0: none to speak
+            of.
     """
 
     key: Key
     model: Model
     rows: tuple[Row, ...]
+    busy_cores: float = 0.0
 
     def choose(self, nbytes: int) -> Decision:
         """Return the algorithm for ``nbytes`` bytes per rank.
@@ -378,9 +381,13 @@ class Table:
         text = f"{self._origin(nbytes)} {format_seconds(found.seconds)}"
         text += f", model {format_seconds(model)}; "
         if found.second is None:
-            return text + "nothing else was measured"
-        percent = 100 * (found.second_seconds / found.seconds - 1)
-        return text + f"second {found.second} {format_seconds(found.second_seconds)} ({percent:+.0f} %)"
+            text += "nothing else was measured"
+        else:
+            percent = 100 * (found.second_seconds / found.seconds - 1)
+            text += f"second {found.second} {format_seconds(found.second_seconds)} ({percent:+.0f} %)"
+        if self.busy_cores:
+            text += f"; measured while other processes took {self.busy_cores:.2g} cores"
+        return text
 
     def to_json(self) -> str:
         """Return the text of a file."""
@@ -389,6 +396,7 @@ class Table:
             "key": {**asdict(self.key), "topology": self.key.topology.nodes},
             "model": asdict(self.model),
             "rows": [asdict(row) for row in self.rows],
+            "busy_cores": self.busy_cores,
         }
         return json.dumps(document) + "\n"
 
@@ -559,7 +567,7 @@ def _parse(document: Mapping[str, Any]) -> Table:
             _require(name in runnable or not _is_ours(name), f"algorithm {name!r} cannot run there")
             known = _is_ours(name) or model.vendor_alpha + model.vendor_beta > 0
             _require(known, f"nothing is known about algorithm {name!r}")
-    return Table(Key(topology, **key), model, rows)
+    return Table(Key(topology, **key), model, rows, _number(document["busy_cores"], "no number of cores"))
 
 
 def _candidate(entry: Mapping[str, Any]) -> Candidate:
@@ -568,9 +576,9 @@ def _candidate(entry: Mapping[str, Any]) -> Candidate:
     return Candidate(name, median, tuple(map(_number, entry["times_s"])))
 
 
-def _number(value: Any) -> float:
+def _number(value: Any, otherwise: str = "not a time") -> float:
     number = float(value)
-    _require(0 <= number <= _MOST_SECONDS, f"{value!r} is not a time")
+    _require(0 <= number <= _MOST_SECONDS, f"{value!r} is {otherwise}")
     return number
 
 

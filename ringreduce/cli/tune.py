@@ -24,6 +24,8 @@ import ringreduce
 from ringreduce import selection
 from ringreduce.algorithms import Collective
 from ringreduce.autotune import Candidate, Model, Row, Sample, Table, distinct, fit, format_seconds
+from ringreduce.cli.bystanders import Bystanders, Found, Usage
+from ringreduce.cli.bystanders import usage as usage_now
 from ringreduce.cli.cases import format_nbytes
 from ringreduce.cli.measure import Contender, iterations_for, time_in_turn, turn_for
 from ringreduce.communicator import Communicator
@@ -49,6 +51,7 @@ _WARMUP = 1
 _KINDS = 2  # of buffers, of which each call takes one after the other
 _FIT_SHARE = 1 / 4  # of the time: the most that fitting the model may take
 _COMPLETE_SHARE = 1 / 10  # kept for measuring winners beside their sizes
+_SEEN_S = 1.0  # from which on a look at other processes says something
 _CONTENDING = 2.0  # an algorithm is measured if it should take at most so many times as long as the fastest
 
 
@@ -59,8 +62,10 @@ def tune(
     emit: Callable[[str], None],
     budget_s: float = 60.0,
     *,
+    even_if_busy: bool = False,
     measure: Measure | None = None,
     clock: Callable[[], float] = time.monotonic,
+    usage: Callable[[], Usage] = usage_now,
 ) -> Table:
     """Measure allreduce algorithms on float32 and write a table of the fastest. Collective.
 
@@ -71,23 +76,36 @@ def tune(
         emit: gets the text, in whole lines, on rank 0.
         budget_s: about how many seconds it may take; large sizes are left out where it does not suffice for them. Rank
             0's counts.
+        even_if_busy: write the table although other processes took the machines' time meanwhile; it says so. The same
+            on all ranks.
         measure: takes the times, for tests.
         clock: in seconds, for tests.
+        usage: reads how much time processes took, for tests.
 
     Returns:
         The table, equal on all ranks.
 
     Raises:
-        ConfigError: there is one rank; or rank 0 cannot write the table. On all ranks.
+        ConfigError: there is one rank; other processes took the machines' time; or rank 0 cannot write the table. On
+            all ranks.
     """
     if communicator.size == 1:
         raise ConfigError("one rank has nothing to choose from: run tune under mpirun, as the program that it is for")
     wanted = sorted({max(4, nbytes // 4 * 4) for nbytes in sizes})
     tuning = _Tuning(communicator, wanted, emit, measure or calls_of(communicator, wanted[-1]), clock, budget_s)
+    bystanders = Bystanders(communicator, usage)
     tuning.fit()
+    found = bystanders.look()
+    if found.elapsed_s >= _SEEN_S and not even_if_busy:
+        _require_quiet(found)  # rather than measure on in vain
     tuning.sweep()
     tuning.complete()
-    table = tuning.table()
+    found = bystanders.look()
+    if not even_if_busy:
+        _require_quiet(found)
+    elif found.cores:
+        tuning.say(f"# {found.text}: the table says so\n")
+    table = tuning.table(found.cores)
     path = directory / table.key.file_name
     complaint = tuning.agree(_save, table, path)
     if complaint is not None:
@@ -199,14 +217,14 @@ class _Tuning:
             if iterations:
                 self._time(self._times, nbytes, names, iterations)
 
-    def table(self) -> Table:
+    def table(self, busy_cores: float) -> Table:
         """Return what was found."""
         key = tuning_key(self._communicator)
         rows = [
             Row(nbytes, tuple(map(Candidate.of_times, found.keys(), found.values())))
             for nbytes, found in self._times.items()
         ]
-        return Table.from_json(self.agree(Table(key, self._model, tuple(rows)).to_json))
+        return Table.from_json(self.agree(Table(key, self._model, tuple(rows), busy_cores).to_json))
 
     def _probe(self, nbytes: int) -> None:
         self._time(self._probes, nbytes, self._names, _PROBES)
@@ -298,6 +316,15 @@ def _rule(communicator: Communicator, nbytes: int) -> str:
     return selection.choose(Collective.ALLREDUCE, nbytes, communicator.topology, config, vendor=vendor).algorithm
 
 
+def _require_quiet(found: Found) -> None:
+    """Refuse a table that would say how fast algorithms are beside other work."""
+    if found.cores:
+        raise ConfigError(
+            f"{found.text}: times taken meanwhile say little about this machine at rest. End the others, "
+            "or write a table all the same, in which that is said, with --even-if-busy"
+        )
+
+
 def _save(table: Table, path: Path) -> str | None:
     """Write a table; return what was wrong."""
     try:
@@ -346,15 +373,19 @@ def _summary(table: Table, rules: Mapping[int, str]) -> str:
 @click.option(
     "--budget", type=click.FloatRange(1), default=60.0, show_default=True, help="Seconds that it may take, about."
 )
-def command(directory: Path | None, budget: float) -> None:
+@click.option(
+    "--even-if-busy", is_flag=True, help="Write the table although other processes took time meanwhile; it says so."
+)
+def command(directory: Path | None, budget: float, even_if_busy: bool) -> None:
     """Measure the allreduce algorithms on these ranks, and write a table from which later runs choose.
 
     The table is for this placement of the ranks on nodes, this MPI library and this version of ringreduce; run this
-    under mpirun just as the program that it is for. Later runs find it by themselves.
+    under mpirun just as the program that it is for. Later runs find it by themselves. Where other processes take more
+    than 0.2 cores of a machine meanwhile, no table is written.
     """
     ringreduce.init()
     world = ringreduce.world()
     folder = directory or world.config.tuning
     if folder is None:
         raise ConfigError("tune has no folder to write to: set RINGREDUCE_TUNING or name one with --directory")
-    tune(world, SIZES, Path(folder), lambda text: click.echo(text, nl=False), budget)
+    tune(world, SIZES, Path(folder), lambda text: click.echo(text, nl=False), budget, even_if_busy=even_if_busy)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -63,3 +65,23 @@ def test_a_job_without_a_table_works(run_job: Callable[..., Any], folder: str, d
     )
     assert job.returncode == 0, job.stderr
     assert job.stderr == ""
+
+
+def test_a_table_is_not_made_beside_other_work(run_job: Callable[..., Any], tmp_path: Any):
+    """Where something else computes, tune writes nothing and says why once; asked to, it writes what explain tells."""
+    tune = ("-m", "ringreduce", "tune", "--budget", "1", "--directory", str(tmp_path))
+    other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        refused = run_job(2, *tune)
+        assert refused.returncode == 2, refused.stderr
+        assert refused.stderr.count("other processes took") == 1
+        assert list(tmp_path.iterdir()) == []
+        made = run_job(2, *tune, "--even-if-busy")
+    finally:
+        other.kill()
+        other.wait()
+    assert made.returncode == 0, made.stderr
+    assert "other processes took" in made.stdout
+    told = run_job(2, "-m", "ringreduce", "explain", "-b", "1M", "-e", "1M", RINGREDUCE_TUNING=str(tmp_path))
+    assert told.returncode == 0, told.stderr
+    assert "measured while other processes took" in told.stdout

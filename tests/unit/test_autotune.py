@@ -271,7 +271,7 @@ def test_another_machine_is_another_key(change: dict[str, object]):
     assert replace(KEY, **change).digest != KEY.digest
 
 
-FULL = table({"ring": 10, "mpi": 30.123}, {"ring": 1 / 3, "direct": 1e7})
+FULL = replace(table({"ring": 10, "mpi": 30.123}, {"ring": 1 / 3, "direct": 1e7}), busy_cores=0.37)
 
 
 def test_json_keeps_everything():
@@ -329,7 +329,7 @@ def damaged(**changes: object) -> str:
         (FULL.to_json()[:-20], "not JSON"),
         ("[1, 2]", "no format version"),
         ("{}", "no format version"),
-        (damaged(format=2), "format 2, where 1 is understood"),
+        (damaged(format=1), "format 1, where 2 is understood"),
         (damaged(key=None), "KeyError: 'key'"),
         (damaged(key__library=None), "library"),
         (damaged(key__library=7), "library is 7"),
@@ -339,6 +339,9 @@ def damaged(**changes: object) -> str:
         (damaged(model__alpha="fast"), "fast"),
         (damaged(model__alpha=math.nan), "nan is not a time"),
         (damaged(model__delta=1), "delta"),
+        (damaged(busy_cores=None), "busy_cores"),
+        (damaged(busy_cores=-1), "-1 is no number of cores"),
+        (damaged(busy_cores=math.nan), "nan is no number of cores"),
         (damaged(model=[1]), "AttributeError"),
         (damaged(rows=[]), "the sizes are"),
         (damaged(rows__1__nbytes=1 << 10), "the sizes are"),

@@ -15,6 +15,7 @@ from ringreduce import selection
 from ringreduce.algorithms import Collective
 from ringreduce.autotune import Key, Model, Table
 from ringreduce.cli import tune as command
+from ringreduce.cli.bystanders import Bystanders, Usage, usage
 from ringreduce.cli.tune import SIZES, calls_of, tune
 from ringreduce.communicator import Communicator
 from ringreduce.config import Config
@@ -37,6 +38,8 @@ class Machine:
         special: (algorithm, size) -> seconds, where the model is wrong.
         calls: what was measured: (size, algorithms, iterations).
         now: on the clock.
+        machine: on which machine the rank runs; None: all ranks are on one.
+        others: how many cores of it other processes take.
     """
 
     communicator: Communicator
@@ -44,6 +47,8 @@ class Machine:
     special: dict[tuple[str, int], float] = field(default_factory=dict)
     calls: list[tuple[int, tuple[str, ...], int]] = field(default_factory=list)
     now: float = 0.0
+    machine: int | None = None
+    others: float = 0.0
     said: list[str] = field(default_factory=list)
 
     def seconds(self, name: str, nbytes: int) -> float:
@@ -58,9 +63,27 @@ class Machine:
     def clock(self) -> float:
         return self.now
 
-    def tune(self, directory: Path, budget_s: float = 60.0, sizes: Sequence[int] = SIZES) -> Table:
-        measure, clock = self.measure, self.clock
-        return tune(self.communicator, sizes, directory, self.said.append, budget_s, measure=measure, clock=clock)
+    def usage(self) -> Usage:
+        """Let each rank compute nine tenths of the time."""
+        neighbours = 1 if self.machine is not None else self.communicator.size
+        now = self.now / self.speed
+        own = 0.9 * now
+        return Usage(100 + now, 500 + neighbours * own + self.others * now, 7 + own, self.machine or 0)
+
+    def tune(
+        self, directory: Path, budget_s: float = 60.0, sizes: Sequence[int] = SIZES, *, even_if_busy: bool = False
+    ) -> Table:
+        return tune(
+            self.communicator,
+            sizes,
+            directory,
+            self.said.append,
+            budget_s,
+            even_if_busy=even_if_busy,
+            measure=self.measure,
+            clock=self.clock,
+            usage=self.usage,
+        )
 
     def rule(self, nbytes: int) -> str:
         """Return what the built-in rules take."""
@@ -223,6 +246,118 @@ def test_a_table_that_cannot_be_written_is_everyones_error(tmp_path: Path):
     assert "cannot be written" in str(errors[0])
 
 
+def busy(machine: Machine) -> Machine:
+    """Let other processes take 0.3 cores of each machine."""
+    machine.others = 0.3
+    return machine
+
+
+def test_no_table_is_written_beside_other_work(tmp_path: Path):
+    """All ranks are refused alike, soon; the error says how much the others took, and how to do it all the same."""
+    errors: list[object] = []
+    machines = on_ranks(4, 1, lambda machine: errors.append(caught(busy(machine).tune, tmp_path)))
+    assert [type(error) for error in errors] == [ConfigError] * 4
+    assert len({str(error) for error in errors}) == 1
+    assert "machine of ranks 0-3, other processes took 0.30 cores on average, and the ranks 3.60" in str(errors[0])
+    assert "--even-if-busy" in str(errors[0])
+    assert list(tmp_path.iterdir()) == []
+    assert len(machines[0].calls) == 3  # to fit the model; nothing else is measured in vain
+
+
+def test_other_work_that_comes_later_is_seen(tmp_path: Path):
+    """What others took counts up to the end of the measurement."""
+
+    def run(machine: Machine) -> None:
+        quiet = machine.measure
+
+        def measure(nbytes: int, names: Sequence[str], iterations: int) -> list[list[float]]:
+            machine.others = 2.0 if nbytes == SIZES[-1] and len(machine.calls) > 3 else machine.others
+            return quiet(nbytes, names, iterations)
+
+        machine.measure = measure  # type: ignore[method-assign]
+        assert isinstance(caught(machine.tune, tmp_path), ConfigError)
+
+    machines = on_ranks(2, None, run)
+    assert {nbytes for nbytes, _, _ in machines[0].calls} == set(SIZES)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_table_can_be_made_beside_other_work(tmp_path: Path):
+    """If that is asked for; the table and what `explain` says of it tell how much it was, and so does the output."""
+    tables: list[Table] = []
+    machines = on_ranks(2, None, lambda machine: tables.append(busy(machine).tune(tmp_path, even_if_busy=True)))
+    (path,) = tmp_path.iterdir()
+    assert Table.load(path, tables[0].key) == tables[0] == tables[1]
+    assert tables[0].busy_cores == pytest.approx(0.3)
+    assert tables[0].explain(8).endswith("; measured while other processes took 0.3 cores")
+    assert "other processes took 0.30 cores on average" in "".join(machines[0].said)
+
+
+def test_a_quiet_machine_leaves_no_trace(tmp_path: Path):
+    """What a system does for itself is not told."""
+    tables: list[Table] = []
+
+    def run(machine: Machine) -> None:
+        machine.others = 0.19
+        tables.append(machine.tune(tmp_path))
+
+    on_ranks(2, None, run)
+    assert tables[0].busy_cores == 0.0
+    assert "other processes" not in tables[0].explain(8)
+
+
+@pytest.mark.parametrize(
+    ("others", "ranks", "cores"),
+    [((0.0, 0.0, 0.9), "rank 2", 0.9), ((1.5, 0.0, 0.9), "rank 0", 1.5), ((0.2, 0.2, 0.2), None, 0.0)],
+)
+def test_the_machine_with_the_most_other_work_counts(others: tuple[float, ...], ranks: str | None, cores: float):
+    """Each machine is looked at for itself, and all ranks find the same."""
+
+    def run(communicator: Communicator) -> tuple[float, float, str]:
+        machine = Machine(communicator, machine=communicator.rank, others=others[communicator.rank])
+        bystanders = Bystanders(communicator, machine.usage)
+        machine.now = 10.0
+        return bystanders.look()
+
+    found = run_ranks(3, run)
+    assert len(set(found)) == 1
+    assert found[0][:2] == (10.0, pytest.approx(cores))
+    assert ranks is None or f"machine of {ranks}, other" in found[0][2]
+
+
+@pytest.mark.parametrize("own", [64.0, 0.0])
+def test_ways_to_count_may_differ(own: float):
+    """A hundredth of what the ranks took may be counted for others, and more than all may be counted for the ranks."""
+
+    def look(communicator: Communicator, everyone: float) -> float:
+        moments = iter([Usage(0.0, 0.0, 0.0, 7), Usage(1.0, everyone, own, 7)])
+        return Bystanders(communicator, lambda: next(moments)).look()[1]
+
+    for everyone, cores in ((own + 0.19 + 0.01 * own, 0.0), (own + 0.21 + 0.01 * own, 0.21 + 0.01 * own), (0.0, 0.0)):
+        assert run_ranks(1, lambda communicator, time=everyone: look(communicator, time)) == [pytest.approx(cores)]
+
+
+def test_a_system_that_says_nothing_is_taken_to_be_quiet():
+    """Nothing is known there, so nothing is refused."""
+
+    def look(communicator: Communicator) -> float:
+        return Bystanders(communicator, lambda: Usage(0.0, float("nan"), 0.0, 7)).look()[1]
+
+    assert run_ranks(2, look) == [0.0, 0.0]
+
+
+def test_the_time_of_processors_is_read():
+    """This process's time passes as it computes, and no clock goes back."""
+    before = usage()
+    while usage().own == before.own:
+        pass
+    after = usage()
+    assert after.own > before.own >= 0
+    assert after.at > before.at
+    assert after.everyone >= before.everyone > 0
+    assert after.machine == before.machine
+
+
 def test_one_rank_has_no_choice(tmp_path: Path):
     """It is told to use mpirun."""
     (error,) = run_ranks(1, lambda communicator: caught(Machine(communicator).tune, tmp_path))
@@ -249,7 +384,11 @@ def test_calls_are_timed(size: int, node_size: int | None):
 
 def test_a_real_run(tmp_path: Path):
     """Nothing made up: two ranks, two sizes, a table that can be read."""
-    tables = run_ranks(2, lambda communicator: tune(communicator, [9, 1 << 12], tmp_path, lambda text: None, 0.5))
+
+    def run(communicator: Communicator) -> Table:
+        return tune(communicator, [9, 1 << 12], tmp_path, lambda text: None, 0.5, usage=Machine(communicator).usage)
+
+    tables = run_ranks(2, run)
     assert [row.nbytes for row in tables[0].rows] == [8, 1 << 12]
     assert tables[0] == tables[1]
     (path,) = tmp_path.iterdir()
