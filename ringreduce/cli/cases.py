@@ -14,7 +14,7 @@ import numpy as np
 from ringreduce.buffers import DTYPES, DType, new
 from ringreduce.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
 
-__all__ = ["COLLECTIVES", "OPS", "TYPES", "Case", "Collective", "format_nbytes", "native_dtype", "sizes"]
+__all__ = ["COLLECTIVES", "OPS", "TYPES", "Case", "Collective", "format_nbytes", "native_dtype", "plural", "sizes"]
 
 #: nccl-tests' name -> our name of an element type; our own names are understood too.
 _NCCL_TYPES = {
@@ -148,11 +148,20 @@ def native_dtype(row: DType) -> np.dtype[Any]:
 
 
 def sizes(min_nbytes: int, max_nbytes: int, step_nbytes: int | None, step_factor: int) -> Iterator[int]:
-    """Yield sizes from ``min_nbytes`` to ``max_nbytes``: by addition if ``step_nbytes`` is given, else by factor."""
+    """Yield sizes from ``min_nbytes`` on: by addition if ``step_nbytes`` is given, else by factor.
+
+    The last is ``max_nbytes``, which nccl-tests leaves out where the steps jump over it; whoever names an end wants it.
+    """
     nbytes = min_nbytes
-    while nbytes <= max_nbytes:
+    while nbytes < max_nbytes:
         yield nbytes
         nbytes = nbytes + step_nbytes if step_nbytes is not None else nbytes * step_factor
+    yield max_nbytes
+
+
+def plural(number: float, word: str) -> str:
+    """Write a number before a word: ``1 core``, ``2.5 cores``."""
+    return f"{number:g} {word}{'s' * (number != 1)}"
 
 
 def format_nbytes(nbytes: int) -> str:

@@ -61,9 +61,9 @@ _NCCL_TYPES = tuple(list(TYPES)[:10])
 
 _EXAMPLES = """\b
 Examples:
-  mpirun -np 4 python -m ringreduce bench allreduce -b 8 -e 64M -f 8
+  mpirun -np 2 python -m ringreduce bench allreduce -b 8 -e 64M -f 8
   mpirun -np 2 python -m ringreduce bench allreduce -b 64K -e 64M -f 4 --buffers shared --vs mpi,gloo
-  mpirun -np 4 python -m ringreduce bench allreduce -b 1M -e 256M -f 4 --device cuda --buffers shared
+  mpirun -np 2 python -m ringreduce bench allreduce -b 1M -e 256M -f 4 --device cuda --buffers shared
   mpirun -np 2 python -m ringreduce bench async
 """
 
@@ -71,7 +71,9 @@ Examples:
 @click.command(epilog=_EXAMPLES, short_help="Measure a collective.")
 @click.argument("collective", metavar="COLLECTIVE", type=click.Choice([*COLLECTIVES, "async"]))
 @click.option("-b", "--minbytes", type=_NBYTES, default="32M", show_default=True, help="First size; takes K, M, G.")
-@click.option("-e", "--maxbytes", type=_NBYTES, show_default="32M, or --minbytes", help="Last size.")
+@click.option(
+    "-e", "--maxbytes", type=_NBYTES, show_default="32M, or --minbytes", help="Last size, measured too if jumped over."
+)
 @click.option("-i", "--stepbytes", type=_NBYTES, default=None, help="From size to size, add this much ...")
 @click.option("-f", "--stepfactor", type=click.IntRange(2), default=2, show_default=True, help="... or multiply by it.")
 @click.option(
@@ -123,12 +125,14 @@ Examples:
 def bench(**options: Any) -> int:
     """Measure a COLLECTIVE: allreduce, reduce_scatter, allgather, broadcast or alltoall; or async.
 
-    Flags, sizes and columns are those of nccl-tests; -o, -d and --vs also take several names with commas. The time of
-    an iteration is the slowest rank's, the figure is the median over the iterations. Results are verified on fresh
-    inputs, #wrong counts over all ranks, and the exit status is 1 if any element was wrong.
+    Flags, sizes and columns are those of nccl-tests; but the size of -e is measured too where the steps jump over it,
+    and -o, -d and --vs take several names with commas. The time of an iteration is the slowest rank's, the figure is
+    the median over the iterations. Results are verified on fresh inputs, #wrong counts over all ranks, and the exit
+    status is 1 if any element was wrong.
 
     For allreduce, the column "bound" is the share of the machine's own limit that was reached: the time in which all
-    ranks at once read and write as many bytes of their own memory in place, measured in turn with the collective.
+    ranks at once read and write as many bytes of their own memory in place, measured in turn with the collective. It
+    is N/A for one rank, which moves nothing.
     "vs": how many times longer another library took, N/A where it cannot do the job or gets it wrong.
 
     With --device cuda, times are those between events on the stream, "bound" is the share of the GPU's own copy
@@ -174,7 +178,7 @@ def explain(collective: str, minbytes: int, maxbytes: int | None, stepfactor: in
     if device != "cpu":
         ringreduce.empty(0, device=device)  # the first use, in which the ranks find out what they share
     if ringreduce.rank() == 0:
-        for nbytes in sorted({*sizes(minbytes, last, None, stepfactor), last}):
+        for nbytes in sizes(minbytes, last, None, stepfactor):
             reason = ringreduce.explain(nbytes, native_dtype(TYPES[datatype]), collective, device=device)
             click.echo(f"{format_nbytes(nbytes):>10}  {reason}")
 

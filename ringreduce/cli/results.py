@@ -20,7 +20,7 @@ class Settings:
     Attributes:
         collective: our name of it.
         min_nbytes: the first size.
-        max_nbytes: no size is larger.
+        max_nbytes: the last size.
         step_nbytes: the distance of two sizes; None: they grow by ``step_factor``.
         step_factor: the quotient of two sizes.
         iterations: timed calls per size; None: adapted to the size.

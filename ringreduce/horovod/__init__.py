@@ -1,6 +1,6 @@
 """Horovod's module names for ringreduce, so that scripts written for Horovod run unchanged.
 
-    mpirun -np 4 python -m ringreduce.horovod train.py --epochs 3
+    mpirun -np 2 python -m ringreduce.horovod train.py --epochs 3
 
 runs a script in which ``import horovod.torch as hvd`` gives `ringreduce.torch`, that very module. So does a script that
 begins with ``import ringreduce.horovod``. Either way ``horovod.torch`` and all below it, ``horovod.common`` and

@@ -19,7 +19,7 @@ usage: python -m ringreduce.horovod script.py [arguments ...]
 Runs a script, a folder or zip file with a __main__.py, or a module, in which `import horovod.torch` gives
 ringreduce.torch. Under mpirun:
 
-       mpirun -np 4 python -m ringreduce.horovod train.py
+       mpirun -np 2 python -m ringreduce.horovod train.py
 """
 
 

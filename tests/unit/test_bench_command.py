@@ -53,6 +53,15 @@ def test_bench_prints_a_row_per_size():
     ]
 
 
+def test_the_last_size_is_measured():
+    """Also where the factor jumps over it; the help says so."""
+    result = invoke("bench", "allreduce", "-b", "8", "-e", "100K", "-f", "32", *FAST)
+    assert result.exit_code == 0, result.output
+    rows = [line.split() for line in result.stdout.splitlines() if not line.startswith("#")]
+    assert [row[0] for row in rows] == ["8", "256", "8192", "102400"]
+    assert "measured too where the steps jump over it" in " ".join(invoke("bench", "--help").stdout.split())
+
+
 def test_bench_writes_json(tmp_path):
     """-J writes the report beside the table."""
     path = tmp_path / "report.json"
@@ -86,7 +95,7 @@ def test_wrong_elements_make_the_exit_status_1(monkeypatch):
         (["bench", "allreduce", "-o", "xor"], "'xor' is not one of sum, prod, max, min, avg, all"),
         (["bench", "allreduce", "--vs", "nccl"], "'nccl' is not one of mpi, gloo"),
         (["bench", "allreduce", "--algorithm", "rnig", *FAST], "choose auto, all or one of"),
-        (["bench", "broadcast", "-r", "7", *FAST], "root 7 is not one of the 1 ranks"),
+        (["bench", "broadcast", "-r", "7", *FAST], "there is no rank 7 to be the root; the last is rank 0"),
         (["bench", "allreduce", "-J", "/no/such/folder/x.json"], "does not exist"),
         (["bench", "gather"], "'gather' is not one of"),
         (["bnech"], "No such command 'bnech'"),

@@ -49,6 +49,12 @@ def report(*rows: Row, settings: Settings = SETTINGS) -> Report:
     return Report(settings, MACHINE, rows, (Bound(64 << 20, 5000.0, "negate"),))
 
 
+def test_one_core_is_one():
+    """A rank that is bound to a core runs on 1 core."""
+    machine = dataclasses.replace(MACHINE, cores=1)
+    assert "# 4 ranks on 1 node, 1 core, A Processor;" in NcclWriter(SETTINGS).head(machine)
+
+
 def test_nccl_head():
     """The lines before the first row begin with '#' and end with the column heads of nccl-tests, ours to the right."""
     assert NcclWriter(SETTINGS).head(MACHINE).splitlines() == [

@@ -116,6 +116,17 @@ def test_bound_is_measured_for_allreduce():
     assert (reports[0].bounds, reports[0].rows[0].best.bound_share) == ((), None)
 
 
+def test_one_rank_has_no_bound():
+    """Its result is its input: nothing is read or written, so a share of what memory allows says nothing."""
+    reports, printed = run(Settings("allreduce", **FAST), ranks=1)
+    assert reports[0].bounds == ()
+    assert [result.bound_share for result in reports[0].results] == [None] * 6
+    assert reports[0].as_dict()["bound"] is None
+    rows = [line.split() for line in printed.splitlines() if not line.startswith("#")]
+    assert [row[-1] for row in rows] == ["N/A"] * 3
+    assert "Memory-traffic bound" not in printed
+
+
 def test_sizes_below_one_element_per_rank_are_measured_once():
     """8 and 16 bytes of double over 4 ranks are the same case."""
     reports, _ = run(Settings("allgather", types=("double",), **{**FAST, "step_factor": 2, "max_nbytes": 64}), ranks=4)
@@ -124,7 +135,10 @@ def test_sizes_below_one_element_per_rank_are_measured_once():
 
 @pytest.mark.parametrize(
     ("changes", "complaint"),
-    [({"algorithm": "rnig"}, "'rnig' cannot run allreduce here; choose auto, all or one of"), ({"root": 2}, "root 2")],
+    [
+        ({"algorithm": "rnig"}, "'rnig' cannot run allreduce here; choose auto, all or one of"),
+        ({"root": 2}, "no rank 2 to be the root"),
+    ],
 )
 def test_what_cannot_be_measured_is_refused(changes, complaint: str):
     """Names and ranks that are not there are refused before anything is measured or printed."""

@@ -18,6 +18,12 @@ def test_the_index_of_algorithms_is_up_to_date() -> None:
     assert checked.returncode == 0, f"run scripts/algorithm_docs:\n{checked.stdout}{checked.stderr}"
 
 
+def test_advice_is_for_packages_that_an_index_has() -> None:
+    """This package is installed from a checkout, so nobody is told to install it, or its extras, by name."""
+    paths = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "ringreduce").rglob("*.py")]
+    assert [str(path) for path in paths if "ringreduce[" in path.read_text(encoding="utf-8")] == []
+
+
 def test_the_index_of_algorithms_is_complete() -> None:
     """Every algorithm has a row in the table of its collective, which says what it does and when it wins."""
     page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")

