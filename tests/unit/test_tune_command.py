@@ -354,7 +354,7 @@ def test_the_time_of_processors_is_read():
     after = usage()
     assert after.own > before.own >= 0
     assert after.at > before.at
-    assert after.everyone >= before.everyone > 0
+    assert after.everyone >= before.everyone >= 0
     assert after.machine == before.machine
 
 
