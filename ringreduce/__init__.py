@@ -12,6 +12,7 @@ PyTorch users start at `ringreduce.torch`. Importing this package starts nothing
 
 from ringreduce.communicator import Communicator
 from ringreduce.config import VERSION, Config
+from ringreduce.conventions import Conventions
 from ringreduce.errors import (
     CollectiveError,
     CollectiveTimeoutError,
@@ -50,6 +51,7 @@ from ringreduce.runtime import (
     rank,
     reduce_scatter,
     remove_process_set,
+    set_conventions,
     shutdown,
     size,
     start_timeline,
@@ -73,6 +75,7 @@ __all__ = [
     "Communicator",
     "Config",
     "ConfigError",
+    "Conventions",
     "Feedback",
     "Instrument",
     "Metrics",
@@ -107,6 +110,7 @@ __all__ = [
     "reduce_scatter",
     "remove_process_set",
     "reproducible_allreduce",
+    "set_conventions",
     "shutdown",
     "size",
     "start_timeline",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+from ringreduce.conventions import Conventions
 from ringreduce.errors import ConfigError
 
 __all__ = [
@@ -108,6 +109,8 @@ class Config:
             ``RINGREDUCE_TUNING``, 0 for none; else the folder ``ringreduce`` in that of the user's caches
         cuda_aware: whether the MPI library takes addresses of GPU memory; None: ask it. ``RINGREDUCE_CUDA_AWARE``, 1, 0
             or auto
+        conventions: whose numbers come out where Horovod's differ from the chain rule's. ``RINGREDUCE_CONVENTIONS``,
+            chain_rule or horovod; else those of `ringreduce.runtime.set_conventions`
         launched_size: how many ranks the launcher says it started, None when there was no launcher.
     """
 
@@ -127,18 +130,25 @@ class Config:
     timeline_marks_batches: bool = False
     tuning: str | None = None
     cuda_aware: bool | None = None
+    conventions: Conventions = Conventions.CHAIN_RULE
     launched_size: int | None = None
 
     @classmethod
-    def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Config:
+    def from_environ(
+        cls, environ: Mapping[str, str] = os.environ, conventions: Conventions = Conventions.CHAIN_RULE
+    ) -> Config:
         """Read the settings; a variable that is unset or empty keeps its default.
 
         Where Horovod has a variable of the same meaning, it is read if ours is not set; see `HOROVOD`.
 
+        Args:
+            environ: the variables.
+            conventions: the default of the field of that name.
+
         Raises:
             ConfigError: a variable holds something that cannot be understood.
         """
-        standard = cls()
+        standard = cls(conventions=conventions)
         sizes = [int(environ[name]) for name in LAUNCHER_SIZES if environ.get(name, "").isdigit()]
         return cls(
             timeout_s=_read(environ, "RINGREDUCE_TIMEOUT", _positive_float, standard.timeout_s),
@@ -157,6 +167,7 @@ class Config:
             ),
             tuning=_tuning_folder(environ),
             cuda_aware=_read(environ, "RINGREDUCE_CUDA_AWARE", _switch_or_auto, standard.cuda_aware),
+            conventions=_read(environ, "RINGREDUCE_CONVENTIONS", Conventions.parse, standard.conventions),
             launched_size=sizes[0] if sizes else None,
         )
 

@@ -23,6 +23,7 @@ from ringreduce.algorithms import Collective, names
 from ringreduce.autotune import Key, Table
 from ringreduce.communicator import Communicator
 from ringreduce.config import VERSION, Config, ignored_variables
+from ringreduce.conventions import Conventions
 from ringreduce.errors import ConfigError, MismatchError
 from ringreduce.instruments import Instruments
 from ringreduce.metrics import Metrics
@@ -61,6 +62,7 @@ __all__ = [
     "rank",
     "reduce_scatter",
     "remove_process_set",
+    "set_conventions",
     "shutdown",
     "size",
     "start_timeline",
@@ -78,6 +80,7 @@ _world: Communicator | None = None  # of the global process set; here because ev
 _messages: Messages | None = None  # between all ranks, for what concerns them all
 _sets: dict[int, ProcessSet] = {}
 _last_set = 0
+_conventions = Conventions.CHAIN_RULE  # of the next world, unless the environment says otherwise
 _clock: Clock | None = None
 _timeline: Timeline | None = None
 _timelines = 0  # that were started since init
@@ -108,7 +111,7 @@ def init(
     global _world, _messages, _clock, _timelines, _process
     if _world is not None:
         return
-    settings = Config.from_environ()
+    settings = Config.from_environ(conventions=_conventions)
     if settings.log_level is not None:
         logging.getLogger("ringreduce").setLevel(settings.log_level)
     _process = os.getpid()
@@ -130,6 +133,29 @@ def init(
         start_timeline(settings.timeline, settings.timeline_marks_batches)
     for each in () if process_sets is None or isinstance(process_sets, str) else process_sets:
         add_process_set(each)
+
+
+def set_conventions(conventions: Conventions | str) -> None:
+    """Choose whose numbers come out where Horovod's differ from the chain rule's; see `ringreduce.conventions`.
+
+    It holds for the worlds that `init` starts from now on in this process, and must agree on all ranks, as `init`
+    checks. ``RINGREDUCE_CONVENTIONS``, where it is set, overrides it. ``import ringreduce.horovod`` chooses
+    ``"horovod"``.
+
+    Args:
+        conventions: ``"chain_rule"`` or ``"horovod"``.
+
+    Raises:
+        ConfigError: there are no such conventions, or a world has begun with others.
+    """
+    global _conventions
+    chosen = Conventions.parse(conventions)
+    if _world is not None and config().conventions is not chosen:
+        raise ConfigError(
+            f"the world has begun with the conventions {config().conventions.value}; "
+            "choose others before init(), or after shutdown()"
+        )
+    _conventions = chosen
 
 
 def shutdown() -> None:

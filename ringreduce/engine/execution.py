@@ -106,9 +106,11 @@ class Executor:
         active: int,
     ) -> None:
         """Reduce arrays of one dtype, this rank's or, after it has joined, none, together."""
-        if active < self._communicator.size and op is AVERAGE:
-            self._average_over_active(dtype, count, arrays, active)
-            return
+        if op is AVERAGE:
+            averaged_over = self._communicator.config.conventions.averaged_over(active, self._size)
+            if averaged_over < self._size:
+                self._average_over(averaged_over, dtype, count, arrays)
+                return
         instruments = self._communicator.instruments
         buffer, flat = self._buffer(dtype, count)
         if arrays:
@@ -122,19 +124,19 @@ class Executor:
         if instruments.observers:
             instruments.step(f"unpack {len(arrays)} arrays")
 
-    def _average_over_active(
-        self, dtype: DType, count: int, arrays: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]], active: int
+    def _average_over(
+        self, divisor: int, dtype: DType, count: int, arrays: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]]
     ) -> None:
-        """Average over the ranks that have not joined: a sum, in a dtype that holds it, divided by their number."""
+        """Average over fewer ranks than there are: a sum, in a dtype that holds it, divided by their number."""
         own: npt.NDArray[Any] = np.zeros(count, dtype.storage)
         _pack(own, [source for source, _ in arrays])
         exact = dtype.half or dtype.kind in ("int", "uint", "bool")
         total = widen(own, dtype) if exact else own
         self._communicator.allreduce(total, SUM, out=total)
         if total.dtype.kind in "iu":
-            divide_toward_zero(total, active)
+            divide_toward_zero(total, divisor)
         else:
-            divide(total, active)
+            divide(total, divisor)
         narrow(total, dtype, own)
         _unpack(own, [target for _, target in arrays])
 

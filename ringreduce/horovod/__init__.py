@@ -5,7 +5,8 @@
 runs a script in which ``import horovod.torch as hvd`` gives `ringreduce.torch`, that very module. So does a script that
 begins with ``import ringreduce.horovod``. Either way ``horovod.torch`` and all below it, ``horovod.common`` and
 ``horovod.runner`` are there from then on, also in processes that `multiprocessing` starts; a Horovod that is installed
-is hidden. Nothing of torch is imported before ``horovod.torch`` is.
+is hidden. Nothing of torch is imported before ``horovod.torch`` is. From then on numbers are Horovod's, where they
+differ from those of the chain rule; see `ringreduce.conventions`.
 
 Horovod's environment variables are honoured with and without this module; see `ringreduce.config.HOROVOD`.
 """

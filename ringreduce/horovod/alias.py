@@ -12,7 +12,9 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
+from ringreduce import runtime
 from ringreduce.config import launched_rank
+from ringreduce.conventions import Conventions
 
 __all__ = ["install"]
 
@@ -24,7 +26,9 @@ _PATH = str(Path(__file__).parent / "_path")
 
 
 def install() -> None:
-    """Make ``import horovod`` and all below it give our modules; does nothing the second time.
+    """Make ``import horovod`` and all below it give our modules, and numbers Horovod's; nothing the second time.
+
+    See `ringreduce.conventions` for the numbers, and `ringreduce.runtime.set_conventions` for who may choose others.
 
     Raises:
         ImportError: Horovod itself was imported before.
@@ -40,6 +44,10 @@ def install() -> None:
     sys.meta_path.insert(0, _Finder())
     if _PATH not in sys.path:
         sys.path.insert(1, _PATH)  # behind the script's folder, before an installed horovod
+    if not runtime.is_initialized():
+        runtime.set_conventions(Conventions.HOROVOD)
+    elif (chosen := runtime.config().conventions) is not Conventions.HOROVOD and launched_rank() == 0:
+        _log.warning("numbers stay those of %s: import ringreduce.horovod before init()", chosen.value)
 
 
 class _Finder(MetaPathFinder):

@@ -7,8 +7,9 @@
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
-Where it differs from Horovod, it does so to be right: gradients flow through collectives as the chain rule says, an
-optimizer keeps its state when it is wrapped, and what cannot work is an error on all ranks and not a hang.
+Where it differs from Horovod, it does so to be right: an optimizer keeps its state when it is wrapped, and what cannot
+work is an error on all ranks and not a hang. Gradients flow through collectives as the chain rule says, or by Horovod's
+conventions: see `ringreduce.conventions`.
 """
 
 from ringreduce.errors import CollectiveError as HorovodInternalError
@@ -25,6 +26,7 @@ from ringreduce.runtime import (
     local_size,
     rank,
     remove_process_set,
+    set_conventions,
     shutdown,
     size,
     start_timeline,
@@ -153,6 +155,7 @@ __all__ = [
     "reducescatter_async",
     "remove_process_set",
     "rocm_built",
+    "set_conventions",
     "shutdown",
     "size",
     "sparse_allreduce_async",

@@ -149,7 +149,7 @@ class GradientBuckets:
 
         Args:
             parameters: all of the optimizer's, in registration order, equal on all ranks.
-            active: how many ranks contribute, and are averaged over; None: all.
+            active: how many ranks contribute; None: all. Averages are over these, or as `Conventions` say.
             contributing: whether this rank does. If not, its gradients stay as they are.
 
         Raises:
@@ -359,7 +359,8 @@ class GradientBuckets:
     def _combine(self, bucket: Bucket, flat: torch.Tensor, active: int) -> None:
         """Reduce a bucket's memory, or what stands for it, in place."""
         averages = self._op is AVERAGE
-        plain = self._predivide_factor == 1.0 and active == self._communicator.size
+        averaged_over = self._averaged_over(active)
+        plain = self._predivide_factor == 1.0 and averaged_over == self._communicator.size
         if self._predivide_factor != 1.0:
             flat.mul_(1.0 / self._predivide_factor)
         if bucket.reducer is not None:
@@ -373,7 +374,7 @@ class GradientBuckets:
         else:
             self._allreduce_as(self._compressor, flat, self._op if plain else SUM)
         if averages and not plain:
-            flat.mul_(self._predivide_factor / active)
+            flat.mul_(self._predivide_factor / averaged_over)
 
     def _allreduce_as(self, compressor: type[Compressor], flat: torch.Tensor, op: ReduceOp) -> None:
         sent, context = compressor.compress(flat)
@@ -399,7 +400,10 @@ class GradientBuckets:
         if not contributing:
             return
         total = _sparse(places.t(), numbers, parameter.shape)
-        parameter.grad = total / active if self._op is AVERAGE else total
+        parameter.grad = total / self._averaged_over(active) if self._op is AVERAGE else total
+
+    def _averaged_over(self, active: int) -> int:
+        return self._communicator.config.conventions.averaged_over(active, self._communicator.size)
 
     def _find(self, parameters: Sequence[torch.Tensor], contributing: bool) -> tuple[list[int], list[int]]:
         """Return for each parameter what the ranks found in its ``grad``, and for each bucket a wrong early guess."""

@@ -1,4 +1,7 @@
-"""Collectives that gradients flow through: each is the operation forwards, and the one that turns it back backwards."""
+"""Collectives that gradients flow through: each is the operation forwards, and the one that turns it back backwards.
+
+Where Horovod's gradients differ from those of the chain rule, `ringreduce.conventions` says by what.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from ringreduce.conventions import Conventions
 from ringreduce.engine import Engine
 from ringreduce.process_sets import ProcessSet
-from ringreduce.reduce_ops import AVERAGE, SUM, ReduceOp
+from ringreduce.reduce_ops import AVERAGE, ReduceOp
 from ringreduce.torch.prepared import (
     Checking,
     Op,
@@ -122,7 +126,8 @@ class _Allgather(torch.autograd.Function):
         ).carry_out()
         starts = everyone[: ctx.process_set.rank()].sum(0).tolist()
         name = ctx.backward_name
-        totals = _apply(_Allreduce, ctx.process_set, f"{name}'", name, SUM, 1.0, 1.0, None, *grads)
+        op = _conventions(ctx).gradient_op
+        totals = _apply(_Allreduce, ctx.process_set, f"{name}'", name, op, 1.0, 1.0, None, *grads)
         mine = [total.narrow(0, start, own) for total, start, own in zip(totals, starts, ctx.rows, strict=True)]
         return None, None, None, *mine
 
@@ -140,7 +145,8 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         name = ctx.backward_name
-        (total,) = _apply(_Allreduce, ctx.process_set, f"{name}'", name, SUM, 1.0, 1.0, None, grads[0])
+        op = _conventions(ctx).gradient_op
+        (total,) = _apply(_Allreduce, ctx.process_set, f"{name}'", name, op, 1.0, 1.0, None, grads[0])
         mine = total if ctx.process_set.rank() == ctx.root else torch.zeros_like(total)
         return mine, None, None, None, None
 
@@ -161,7 +167,10 @@ class _ReduceScatter(torch.autograd.Function):
         require_linear(ctx.op, "reducescatter")
         name = ctx.backward_name
         wholes = _apply(_Allgather, ctx.process_set, f"{name}'", name, *grads)
-        factor = ctx.factor / ctx.process_set.size() if ReduceOp.parse(ctx.op) is AVERAGE else ctx.factor
+        size = ctx.process_set.size()
+        factor = ctx.factor * _conventions(ctx).scattered_gradient_factor(size)
+        if ReduceOp.parse(ctx.op) is AVERAGE:
+            factor /= size
         return None, None, None, None, None, None, *[scaled(whole, factor) for whole in wholes]
 
 
@@ -182,6 +191,10 @@ class _Alltoall(torch.autograd.Function):
         name = ctx.backward_name
         back = _apply(_Alltoall, grads[0], ctx.received, ctx.process_set, f"{name}'", name)[0]
         return back, None, None, None, None
+
+
+def _conventions(ctx: Any) -> Conventions:
+    return cast(Conventions, ctx.process_set.communicator.config.conventions)
 
 
 class _NoGraph:

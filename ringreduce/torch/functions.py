@@ -63,8 +63,9 @@ def broadcast_optimizer_state(
 ) -> None:
     """Make an optimizer equal to the root's: hyper-parameters and state, whatever each rank had before. Collective.
 
-    The root's optimizer is only read. A fresh optimizer stays fresh: no step is made to create state. The state goes by
-    pickle, so this is for trusted jobs only.
+    The root's optimizer is only read. A fresh optimizer stays fresh: no step is made to create state. (By Horovod's
+    conventions, see `ringreduce.conventions`, the parameters of an optimizer that had no state have zeros as gradients
+    afterwards.) The state goes by pickle, so this is for trusted jobs only.
 
     Args:
         optimizer: one of torch's or a `DistributedOptimizer`, over the same parameter groups on all ranks.
@@ -77,9 +78,15 @@ def broadcast_optimizer_state(
     """
     with Checking("broadcast_object", None, process_set):
         is_root = process_set.rank() == process_set.rank_of(root_rank)
+        had_no_state = not optimizer.state
     state = broadcast_object(optimizer.state_dict() if is_root else None, root_rank, process_set=process_set)
     if not is_root:
         optimizer.load_state_dict(state)
+    if had_no_state and process_set.communicator.config.conventions.broadcast_state_zeroes_gradients:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
 
 
 def _named(

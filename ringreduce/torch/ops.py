@@ -16,9 +16,9 @@ are a group, and after a `join` they raise a `MismatchError`.
 ``*_async`` functions return a `Handle`; `synchronize` returns the result. Until then the tensors belong to the
 operation. Functions whose name ends in ``_`` work in place and out of autograd's sight, and so do the asynchronous
 ones; gradients flow through the others. They are those of the sum of all ranks' losses, as the chain rule gives them;
-`DistributedOptimizer`, which averages over the ranks, makes of them the gradient of the mean loss. (Horovod divides
-those of `allgather` and `broadcast` by the number of ranks, which is off by that factor.) Backward passes are
-collective too: a tensor must require gradients on all ranks or on none.
+`DistributedOptimizer`, which averages over the ranks, makes of them the gradient of the mean loss. By Horovod's
+conventions those of `allgather`, `broadcast` and `reducescatter` differ by a factor; `ringreduce.conventions` says by
+which. Backward passes are collective too: a tensor must require gradients on all ranks or on none.
 
 All functions raise, besides what they list:
 
@@ -135,9 +135,9 @@ def join(device: int = -1) -> int:
     """Say that this rank has no more data, and wait until all ranks have. Collective over all ranks.
 
     Allreduces of the others go on without this rank: it counts for nothing in sums, products, minima and maxima, and
-    averages are over the ranks that are left. Other operations raise a `MismatchError` on the ranks that submit them.
-    An optimizer's steps of the others leave this rank's weights as they are: afterwards, broadcast those of the rank
-    that joined last.
+    averages are over the ranks that are left (by Horovod's conventions over all, see `ringreduce.conventions`). Other
+    operations raise a `MismatchError` on the ranks that submit them. An optimizer's steps of the others leave this
+    rank's weights as they are: afterwards, broadcast those of the rank that joined last.
 
     Args:
         device: without meaning here, taken for Horovod's sake.

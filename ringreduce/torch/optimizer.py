@@ -55,9 +55,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ``p.grad.data_ptr()`` or ``untyped_storage()`` is not kept.
 
     Construction and `add_param_group` are collective, and so are `step` and `synchronize`: they must be called on all
-    ranks, each optimizer's in the same order. A rank that has no more data calls `join`; the averages of the others are
-    over those that are left. `torch.amp.GradScaler` can be used as with any optimizer: before it looks at the gradients
-    they are reduced, so that all ranks see the same overflows.
+    ranks, each optimizer's in the same order. A rank that has no more data calls `join`; over whom the others
+    average then, `ringreduce.conventions` says. `torch.amp.GradScaler` can be used as with any optimizer: before it
+    looks at the gradients they are reduced, so that all ranks see the same overflows.
 
     With op `Adasum` every rank makes the step with its own gradients, and what it changed in the parameters is combined
     (see `ringreduce.adasum`), each parameter by itself.

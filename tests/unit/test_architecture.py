@@ -16,7 +16,9 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 #: The house from the ground up: a module imports only from rows that stand before its own in this list.
 ROWS = (
     ("errors",),
-    ("calls", "config", "instruments", "partition", "reduce_ops"),
+    ("calls", "instruments", "partition", "reduce_ops"),
+    ("conventions",),
+    ("config",),
     ("buffers", "topology"),
     ("transport", "wire"),
     ("algorithms",),

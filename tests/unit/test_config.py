@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringreduce.config import HOROVOD, Config, gpu_switches, ignored_variables, launched_rank, parse_nbytes
+from ringreduce.conventions import Conventions
 from ringreduce.errors import ConfigError
 
 VARIABLES = {
@@ -27,6 +28,7 @@ VARIABLES = {
     "RINGREDUCE_TIMELINE_MARK_BATCHES": "timeline_marks_batches",
     "RINGREDUCE_TUNING": "tuning",
     "RINGREDUCE_CUDA_AWARE": "cuda_aware",
+    "RINGREDUCE_CONVENTIONS": "conventions",
 }
 
 
@@ -69,6 +71,8 @@ def test_every_setting_has_a_variable_and_says_so() -> None:
         ("RINGREDUCE_CUDA_AWARE", "1", True),
         ("RINGREDUCE_CUDA_AWARE", "0", False),
         ("RINGREDUCE_CUDA_AWARE", "Auto", None),
+        ("RINGREDUCE_CONVENTIONS", "horovod", Conventions.HOROVOD),
+        ("RINGREDUCE_CONVENTIONS", "chain_rule", Conventions.CHAIN_RULE),
     ],
 )
 def test_a_variable_sets_its_field_alone(name: str, text: str, value: object) -> None:
@@ -87,6 +91,7 @@ def test_a_variable_sets_its_field_alone(name: str, text: str, value: object) ->
         *(("RINGREDUCE_STALL_WARNING", text) for text in ("-1", "never")),
         *(("RINGREDUCE_LOG_LEVEL", text) for text in ("loud", "10")),
         ("RINGREDUCE_CUDA_AWARE", "maybe"),
+        ("RINGREDUCE_CONVENTIONS", "mine"),
         ("HOROVOD_FUSION_THRESHOLD", "64.5"),
         ("HOROVOD_LOG_LEVEL", "loud"),
         ("HOROVOD_STALL_CHECK_TIME_SECONDS", "a minute"),
@@ -99,6 +104,13 @@ def test_a_bad_value_is_refused_by_name(name: str, text: str) -> None:
         Config.from_environ({name: text})
     assert name in str(caught.value)
     assert repr(text) in str(caught.value)
+
+
+def test_a_variable_overrides_the_conventions_of_the_process() -> None:
+    """What the program has chosen is the default; the environment has the last word."""
+    assert Config.from_environ({}, Conventions.HOROVOD).conventions is Conventions.HOROVOD
+    environ = {"RINGREDUCE_CONVENTIONS": "chain_rule"}
+    assert Config.from_environ(environ, Conventions.HOROVOD).conventions is Conventions.CHAIN_RULE
 
 
 @pytest.mark.parametrize(

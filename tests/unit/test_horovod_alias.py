@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import pkgutil
 import subprocess
 import sys
@@ -303,3 +304,58 @@ def test_workers_of_a_data_loader_have_the_names_too(tmp_path: Path, method: str
     done = python("-m", "ringreduce.horovod", "train.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"{n * n} ringreduce.torch" for n in range(4)]
+
+
+# ---- conventions ----
+
+
+def conventions(source: str, **environ: str) -> str:
+    """Return whose numbers come out in a program with a world, which it starts with ``init()``."""
+    asked = "\nfrom ringreduce import config, init\ninit()\nprint(config().conventions.value)"
+    command = [sys.executable, "-c", source + asked]
+    done = subprocess.run(
+        command, env={**os.environ, **environ}, capture_output=True, text=True, check=False, timeout=50
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    return done.stdout.strip()
+
+
+def test_numbers_are_horovods_by_its_name_alone() -> None:
+    """A program that imports only ringreduce gets those of the chain rule."""
+    assert conventions("import ringreduce, ringreduce.config") == "chain_rule"
+    assert conventions("import ringreduce.horovod") == "horovod"
+    assert conventions("import ringreduce.horovod, horovod.common.exceptions") == "horovod"
+
+
+def test_the_choice_of_a_program_and_the_last_word_of_the_environment() -> None:
+    """A program may choose either, whatever it imports; a variable overrides it."""
+    chosen = "import ringreduce.horovod as horovod, ringreduce\nringreduce.set_conventions('chain_rule')\n"
+    assert conventions(chosen + "horovod.install()") == "chain_rule"
+    assert conventions("import ringreduce\nringreduce.set_conventions('horovod')") == "horovod"
+    assert conventions("import ringreduce.horovod", RINGREDUCE_CONVENTIONS="chain_rule") == "chain_rule"
+    assert conventions("import ringreduce", RINGREDUCE_CONVENTIONS="horovod") == "horovod"
+
+
+def test_a_script_gets_horovods_numbers(tmp_path: Path) -> None:
+    """So does one that ``python -m ringreduce.horovod`` runs."""
+    (tmp_path / "train.py").write_text("import ringreduce as rr\nrr.init()\nprint(rr.config().conventions.value)")
+    done = python("-m", "ringreduce.horovod", "train.py", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "horovod\n"), done.stderr
+
+
+def test_a_world_keeps_the_conventions_it_began_with() -> None:
+    """Horovod's names that come later change neither it nor those after it, and a log line says so."""
+    source = """
+import ringreduce as rr
+rr.init()
+import ringreduce.horovod
+print(rr.config().conventions.value)
+rr.shutdown()
+rr.init()
+print(rr.config().conventions.value)
+"""
+    done = python("-c", source)
+    assert (done.returncode, done.stdout) == (0, "chain_rule\nchain_rule\n"), done.stderr
+    (line,) = done.stderr.splitlines()
+    assert "before init()" in line
