@@ -1,17 +1,19 @@
 """The exceptions that ringreduce raises, all of them.
 
-    RingReduceError
-    ├── ConfigError (ValueError)               a setting, an argument or the launch itself is wrong
-    ├── UnsupportedBufferError (TypeError)     an array that no collective can take
-    └── CollectiveError (RuntimeError)         something that the ranks do together failed
-        ├── MismatchError (ValueError)             the ranks called different things
-        ├── CollectiveTimeoutError (TimeoutError)  a peer did not arrive within the time limit
-        ├── TransportError                         bytes could not be moved
-        │   └── PeerLostError                      ... because a peer is gone
-        └── ShutdownError                          the world was shut down under the call
+    RingReduceError (RuntimeError)
+    ├── ConfigError (ValueError)                        a setting, an argument or the launch itself is wrong
+    ├── UnsupportedBufferError (TypeError, ValueError)  an array that no collective can take
+    └── CollectiveError                                 something that the ranks do together failed
+        ├── MismatchError (ValueError)                      the ranks called different things
+        ├── CollectiveTimeoutError (TimeoutError)           a peer did not arrive within the time limit
+        ├── TransportError                                  bytes could not be moved
+        │   └── PeerLostError                               ... because a peer is gone
+        └── ShutdownError                                   the world was shut down under the call
 
-Each also inherits the builtin it specialises, so ``except ValueError`` keeps working. A broken invariant of
-ringreduce itself is an ``AssertionError`` and never one of these.
+Each also inherits the builtins that programs catch in its place, so that ``except ValueError`` works. All are
+RuntimeErrors, as most errors of torch are, and of Horovod: it finds some mistakes (a scalar to be gathered) once the
+ranks have met, which are found here at the call. A broken invariant of ringreduce itself is an ``AssertionError`` and
+never one of these.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ __all__ = [
 ]
 
 
-class RingReduceError(Exception):
+class RingReduceError(RuntimeError):
     """Base of every error that ringreduce raises on purpose."""
 
 
@@ -41,11 +43,11 @@ class ConfigError(RingReduceError, ValueError):
     """A setting, an argument or the way the job was launched is wrong."""
 
 
-class UnsupportedBufferError(RingReduceError, TypeError):
+class UnsupportedBufferError(RingReduceError, TypeError, ValueError):
     """An array cannot take part: its dtype, device, writability or memory layout is not supported."""
 
 
-class CollectiveError(RingReduceError, RuntimeError):
+class CollectiveError(RingReduceError):
     """What the ranks do together failed, through no fault of this rank's arguments alone."""
 
 

@@ -15,8 +15,8 @@ CLASSES = [each for name in errors.__all__ if isinstance(each := getattr(errors,
 
 def drawn(kind: type[Exception], prefix: str = "", below: str = "") -> list[str]:
     """Return the tree below an exception as the module's docstring draws it, without the remarks."""
-    builtin = [base.__name__ for base in kind.__bases__ if base.__module__ == "builtins" and base is not Exception]
-    lines = [prefix + kind.__name__ + (f" ({builtin[0]})" if builtin else "")]
+    builtins = [base.__name__ for base in kind.__bases__ if base.__module__ == "builtins"]
+    lines = [prefix + kind.__name__ + (f" ({', '.join(builtins)})" if builtins else "")]
     children = [child for child in kind.__subclasses__() if child.__module__ == errors.__name__]
     for child in children:
         last = child is children[-1]
@@ -39,7 +39,9 @@ def test_every_public_error_is_in_the_tree() -> None:
     ("kind", "builtin"),
     [
         (errors.ConfigError, ValueError),
+        (errors.RingReduceError, RuntimeError),
         (errors.UnsupportedBufferError, TypeError),
+        (errors.UnsupportedBufferError, ValueError),
         (errors.MismatchError, ValueError),
         (errors.CollectiveTimeoutError, TimeoutError),
     ],
