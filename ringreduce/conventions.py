@@ -25,7 +25,7 @@ from ringreduce.reduce_ops import AVERAGE, SUM, ReduceOp
 __all__ = ["Conventions"]
 
 
-class Conventions(enum.Enum):
+class Conventions(str, enum.Enum):  # a string in JSON
     """Whose numbers come out; the table is in the module's docstring."""
 
     CHAIN_RULE = "chain_rule"

@@ -11,6 +11,9 @@ differ from those of the chain rule; see `ringreduce.conventions`.
 Horovod's environment variables are honoured with and without this module; see `ringreduce.config.HOROVOD`.
 """
 
+import importlib
+from typing import Any
+
 from ringreduce.horovod.alias import install
 from ringreduce.horovod.runner import run
 
@@ -20,3 +23,13 @@ __all__ = ["run"]
 __version__ = "0.28.1"
 
 install()
+
+
+def __getattr__(name: str) -> Any:
+    # Libraries import horovod alone and ask what it has.
+    if name in ("common", "torch"):
+        try:
+            return importlib.import_module(f"horovod.{name}")
+        except ImportError as error:
+            raise AttributeError(f"horovod.{name} cannot be imported: {error}") from error
+    raise AttributeError(f"module 'horovod' has no attribute {name!r}")

@@ -11,11 +11,11 @@ from ringreduce.errors import ConfigError
 from ringreduce.process_sets import ProcessSet
 from ringreduce.runtime import global_process_set
 from ringreduce.torch.agreement import require_same_tensors
-from ringreduce.torch.objects import broadcast_object, carry_out
+from ringreduce.torch.objects import allgather_object, broadcast_object, carry_out
 from ringreduce.torch.prepared import Checking, changed
 from ringreduce.torch.streams import gpu_of, require_usable
 
-__all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
+__all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 
 
 def broadcast_parameters(

@@ -1,10 +1,17 @@
-"""What Horovod scripts find in ``horovod.torch.mpi_ops``: all operations, and what the library can do."""
+"""What Horovod scripts find in ``horovod.torch.mpi_ops``: all operations, the world, and what the library can do."""
 
 from __future__ import annotations
 
 import importlib.util
+import sys
 
+import torch
+
+from ringreduce.buffers.cuda.inventory import nccl_version
+from ringreduce.errors import CollectiveError as HorovodInternalError
+from ringreduce.process_sets import ProcessSet
 from ringreduce.runtime import (
+    add_process_set,
     cross_rank,
     cross_size,
     global_process_set,
@@ -14,103 +21,51 @@ from ringreduce.runtime import (
     local_rank,
     local_size,
     rank,
+    remove_process_set,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
     world,
 )
-from ringreduce.torch.ops import (
-    Adasum,
-    Average,
-    Handle,
-    Max,
-    Min,
-    Product,
-    Sum,
-    allgather,
-    allgather_async,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    alltoall,
-    alltoall_async,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    join,
-    poll,
-    reducescatter,
-    reducescatter_async,
-    sparse_allreduce_async,
-    synchronize,
-)
+from ringreduce.torch import ops
+from ringreduce.torch.compression import Compression
+from ringreduce.torch.ops import *  # noqa: F403  # what it exports is written down there, and not once more
 
 __all__ = [
-    "Adasum",
-    "Average",
-    "Handle",
-    "Max",
-    "Min",
-    "Product",
-    "Sum",
-    "allgather",
-    "allgather_async",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
+    "Compression",
+    "HorovodInternalError",
+    "ProcessSet",
+    "add_process_set",
     "ccl_built",
     "cross_rank",
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "global_process_set",
     "gloo_built",
     "gloo_enabled",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
     "init",
     "is_homogeneous",
     "is_initialized",
-    "join",
     "local_rank",
     "local_size",
     "mpi_built",
     "mpi_enabled",
     "mpi_threads_supported",
     "nccl_built",
-    "poll",
     "rank",
-    "reducescatter",
-    "reducescatter_async",
+    "remove_process_set",
     "rocm_built",
     "shutdown",
     "size",
-    "sparse_allreduce_async",
-    "synchronize",
+    "start_timeline",
+    "stop_timeline",
 ]
+__all__ += ops.__all__
+__all__.sort()
+
+_basics = sys.modules[__name__]  # in Horovod an object whose methods are the functions that are here
 
 
 def mpi_built() -> bool:
@@ -139,8 +94,8 @@ def gloo_enabled() -> bool:
 
 
 def nccl_built() -> int:
-    """Return 0: there is no NCCL here."""
-    return 0
+    """Return the version of the NCCL that CuPy has found, 22703 for 2.27.3; 0 if there is no CuPy, or no NCCL."""
+    return nccl_version()
 
 
 def ddl_built() -> bool:
@@ -154,10 +109,10 @@ def ccl_built() -> bool:
 
 
 def cuda_built() -> bool:
-    """Return False: tensors are on the CPU, for now."""
-    return False
+    """Return whether CUDA tensors can be used: torch is built for CUDA, and CuPy is installed. There may be no GPU."""
+    return torch.version.cuda is not None and importlib.util.find_spec("cupy") is not None
 
 
 def rocm_built() -> bool:
-    """Return False: tensors are on the CPU, for now."""
+    """Return False: tensors may be on GPUs, but on none that take ROCm."""
     return False

@@ -266,6 +266,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Seconds that this rank has spent in collectives of this optimizer, waiting for others included."""
         return self._waited_s - self._buckets.local_s
 
+    @property
+    def _parameter_names(self) -> dict[torch.Tensor, str]:
+        """What errors call the parameters, by parameter; by Horovod's name, under which libraries look for it."""
+        return {parameter: name for name, parameter in self._named_parameters()}
+
     # ---- the wrapped optimizer ----
 
     @property
@@ -456,6 +461,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _name_of(self, parameter: torch.Tensor) -> str:
         return next(name for name, each in self._named_parameters() if each is parameter)
+
+
+#: Horovod's name for it, by which libraries ask what kind an optimizer is.
+_DistributedOptimizer = DistributedOptimizer
 
 
 def _reduce(

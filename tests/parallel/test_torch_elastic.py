@@ -301,6 +301,100 @@ def test_indices_may_come_as_tensors(world: rr.Communicator) -> None:
     assert sampler.remaining_indices == [index for index in range(ROWS) if index not in (1, 3)]
 
 
+class Counter:
+    """Counts; has no state dict."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class CounterHandler(hvd.elastic.state.StateHandler):
+    """Keeps a `Counter`."""
+
+    def save(self) -> None:
+        self.saved = self.value.count
+
+    def restore(self) -> None:
+        self.value.count = self.saved
+
+    def sync(self) -> None:
+        self.value.count = hvd.broadcast_object(self.value.count)
+
+
+def test_objects_of_other_kinds_have_handlers_of_their_own(world: rr.Communicator) -> None:
+    """What is registered keeps its kind, as the object that it is; what is not, by value or by its state dict."""
+    state = hvd.elastic.state
+    before = list(state.get_handler_registry())
+    assert [handler for _, handler in before] == [
+        state.ModelStateHandler,
+        state.OptimizerStateHandler,
+        state.SamplerStateHandler,
+    ]
+    state.set_handler_registry([*before, (Counter, CounterHandler)])
+    try:
+        counter = Counter()
+        counter.count = 5 + world.rank
+        kept = hvd.elastic.TorchState(counter=counter)
+        kept.sync()
+        assert kept.counter is counter
+        assert counter.count == 5
+        counter.count = 9
+        kept.restore()
+        assert counter.count == 5
+    finally:
+        state.set_handler_registry(before)
+
+
+def test_a_handler_can_be_used_alone(world: rr.Communicator) -> None:
+    """It keeps what it is given: it saves, goes back, and makes it that of rank 0."""
+    model, optimizer = trained(seed=world.rank)
+    handlers = [hvd.elastic.state.ModelStateHandler(model), hvd.elastic.state.OptimizerStateHandler(optimizer)]
+    assert [handler.value for handler in handlers] == [model, optimizer]
+    for handler in handlers:
+        handler.save()
+    before = content(model, optimizer)
+    for handler in handlers:
+        handler.sync()
+    assert same(content(model, optimizer), content(*trained(seed=0)))
+    for handler in handlers:
+        handler.restore()
+    assert same(content(model, optimizer), before)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_sampler_goes_on_from_a_checkpoint_of_horovod(world: rr.Communicator, shuffle: bool) -> None:
+    """So many of the epoch's indices, the first in its order, are left out."""
+    sampler = hvd.elastic.ElasticSampler(Indices(), shuffle=shuffle, seed=3)
+    sampler.set_epoch(2)
+    order = list(sampler.remaining_indices)
+    sampler.set_epoch(0)
+    for done in (0, 7, ROWS, ROWS + 1):
+        sampler.load_state_dict({"epoch": 2, "processed_num": done})
+        assert sampler.remaining_indices == order[done:]
+        assert sampler.processed_num == min(done, ROWS)
+        assert sampler.epoch == 2
+
+
+def test_how_much_of_an_epoch_is_processed(world: rr.Communicator) -> None:
+    """As many as all ranks together have, if they are as far as this one; a state dict says it as Horovod's does."""
+    sampler = hvd.elastic.ElasticSampler(Indices(), shuffle=False)
+    state = hvd.elastic.TorchState(sampler=sampler)
+    assert sampler.processed_num == 0
+    sampler.record_batch(0, 2)
+    assert sampler.processed_num == sampler.state_dict()["processed_num"] == 2 * world.size
+    state.sync()
+    assert sampler.processed_num == 2 * world.size
+    sampler.record_batch(0, 1)
+    assert sampler.processed_num == 3 * world.size
+    sampler.record_batch(0, 1000)
+    assert sampler.processed_num == ROWS
+    other = hvd.elastic.ElasticSampler(Indices(), shuffle=False)
+    other.load_state_dict(sampler.state_dict())
+    assert other.processed_indices == sampler.processed_indices
+    sampler.set_epoch(1)
+    assert sampler.processed_num == 0
+
+
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
@@ -309,10 +403,15 @@ def test_indices_may_come_as_tensors(world: rr.Communicator) -> None:
         (lambda sampler: sampler.record_batch(0, 2.5), "batch_size must be a whole number, got 2.5"),
         (lambda sampler: sampler.set_epoch("1"), "epoch must be a whole number, got '1'"),
         (lambda sampler: sampler.load_state_dict({"epoch": 1}), "lacks processed_indices"),
+        (lambda sampler: sampler.load_state_dict({"processed_num": 1}), "lacks epoch"),
+        (
+            lambda sampler: sampler.load_state_dict({"epoch": 1, "processed_num": -1}),
+            "processed_num must not be negative",
+        ),
         (lambda sampler: type(sampler)(7), "has a length, not a int"),
         (lambda sampler: type(sampler)(Indices(), seed=0.5), "seed must be a whole number"),
     ],
-    ids=["range", "index", "batch", "epoch", "state", "dataset", "seed"],
+    ids=["range", "index", "batch", "epoch", "state", "no epoch", "negative", "dataset", "seed"],
 )
 def test_a_sampler_refuses_what_makes_no_sense(world: rr.Communicator, wrong: Any, why: str) -> None:
     """What is wrong is named, and the sampler stays as it was."""

@@ -32,6 +32,44 @@ print(json.dumps({
 """
 
 
+#: What scripts and libraries import, by module.
+NAMES = {
+    "torch": """Adasum Average Compression DistributedOptimizer HorovodInternalError Max Min ProcessSet Product Sum
+        SyncBatchNorm add_process_set allgather allgather_async allgather_object allreduce allreduce_ allreduce_async
+        allreduce_async_ alltoall alltoall_async barrier broadcast broadcast_ broadcast_async broadcast_async_
+        broadcast_object broadcast_optimizer_state broadcast_parameters ccl_built cross_rank cross_size cuda_built
+        ddl_built elastic global_process_set gloo_built gloo_enabled grouped_allgather grouped_allgather_async
+        grouped_allreduce grouped_allreduce_ grouped_allreduce_async grouped_allreduce_async_ grouped_reducescatter
+        grouped_reducescatter_async init is_initialized join local_rank local_size mpi_built mpi_enabled
+        mpi_threads_supported nccl_built poll rank reducescatter reducescatter_async remove_process_set rocm_built
+        shutdown size sparse_allreduce_async start_timeline stop_timeline synchronize""",
+    "torch.compression": "Compression Compressor FP16Compressor NoneCompressor",
+    "torch.elastic": "ElasticSampler ObjectState State TorchState run run_fn",
+    "torch.elastic.sampler": "ElasticSampler",
+    "torch.elastic.state": """ModelStateHandler OptimizerStateHandler SamplerStateHandler StateHandler TorchState
+        get_handler_registry set_handler_registry""",
+    "torch.functions": "allgather_object broadcast_object broadcast_optimizer_state broadcast_parameters",
+    "torch.mpi_ops": """Adasum Average Compression HorovodInternalError Max Min ProcessSet Product Sum _basics
+        add_process_set allgather allgather_async allreduce allreduce_ allreduce_async allreduce_async_ alltoall
+        alltoall_async barrier broadcast broadcast_ broadcast_async broadcast_async_ ccl_built cross_rank cross_size
+        cuda_built ddl_built global_process_set gloo_built gloo_enabled grouped_allgather grouped_allgather_async
+        grouped_allreduce grouped_allreduce_ grouped_allreduce_async grouped_allreduce_async_ grouped_reducescatter
+        grouped_reducescatter_async init is_homogeneous is_initialized join local_rank local_size mpi_built mpi_enabled
+        mpi_threads_supported nccl_built poll rank reducescatter reducescatter_async remove_process_set rocm_built
+        shutdown size sparse_allreduce_async start_timeline stop_timeline synchronize""",
+    "torch.optimizer": "DistributedOptimizer _DistributedOptimizer",
+    "torch.sync_batch_norm": "SyncBatchNorm",
+    "common.basics": "HorovodBasics",
+    "common.elastic": "ObjectState State run_fn",
+    "common.exceptions": "HorovodInternalError HostsUpdatedInterrupt",
+    "common.process_sets": "ProcessSet add_process_set global_process_set remove_process_set",
+    "common.util": """ccl_built check_extension check_installed_version cuda_built ddl_built env extension_available
+        gloo_built gpu_available is_iterable is_version_greater_equal_than mpi_built nccl_built num_rank_is_power_2
+        rocm_built split_list""",
+    "runner": "run",
+}
+
+
 def python(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run python in ``cwd``."""
     command = [sys.executable, *arguments]
@@ -61,6 +99,61 @@ def test_every_module_of_the_binding_has_horovods_name() -> None:
             theirs, ours = importlib.import_module("horovod." + name), importlib.import_module("ringreduce." + name)
             assert theirs is ours, name
             assert ours.__spec__.name == ours.__name__ == "ringreduce." + name, ours.__spec__
+    """)
+
+
+@needs_torch
+def test_names_that_scripts_import_are_there() -> None:
+    """Each where Horovod has it; what is in two places is one thing."""
+    names = {module: text.split() for module, text in NAMES.items()}
+    aliased(f"""
+        import importlib
+        found = {{}}
+        for module, names in {names!r}.items():
+            there = importlib.import_module("horovod." + module)
+            for name in names:
+                thing = getattr(there, name)
+                once = found.setdefault(name, thing) is thing
+                assert once or module in ("common.util", "runner"), (module, name)
+        import horovod.torch as hvd
+        hvd.init()
+        basics = hvd.mpi_ops._basics
+        assert (basics.rank(), basics.size(), basics.is_homogeneous()) == (0, 1, True)
+    """)
+
+
+@needs_torch
+def test_a_plain_import_knows_its_binding() -> None:
+    """Libraries ask a plain ``import horovod`` for it; torch is imported when they do, and not before."""
+    aliased("""
+        import sys, horovod
+        assert "torch" not in sys.modules
+        assert not hasattr(horovod, "tensorflow") and not hasattr(horovod, "no_such_thing")
+        assert "torch" not in sys.modules
+        assert hasattr(horovod, "torch") and horovod.torch is sys.modules["ringreduce.torch"]
+        assert horovod.common.util.split_list
+    """)
+    aliased("from horovod import torch as hvd\nassert hvd.__name__ == 'ringreduce.torch'")
+
+
+def test_without_torch_there_is_no_binding() -> None:
+    """Who asks hears no; who imports hears what is missing."""
+    aliased("""
+        import sys, horovod
+        sys.modules["torch"] = None
+        assert not hasattr(horovod, "torch")
+        try:
+            from horovod import torch
+        except ImportError as error:
+            assert "torch" in str(error), error
+        else:
+            raise AssertionError
+        try:
+            import horovod.torch
+        except ModuleNotFoundError as error:
+            assert error.name == "torch", error
+        else:
+            raise AssertionError
     """)
 
 
@@ -143,6 +236,60 @@ def test_common_modules() -> None:
         assert [n for n in range(-1, 9) if util.num_rank_is_power_2(n)] == [1, 2, 4, 8]
         assert util.split_list(list("abcde"), 3) == [["a", "b"], ["c", "d"], ["e"]]
         assert util.is_iterable([]) and not util.is_iterable(1)
+        util.check_extension("horovod.torch", "HOROVOD_WITH_PYTORCH", "somewhere", "mpi_lib_v2")
+        try:
+            util.check_extension("horovod.tensorflow", "HOROVOD_WITH_TENSORFLOW", "somewhere")
+        except ImportError as error:
+            assert "horovod.tensorflow" in str(error)
+        else:
+            raise AssertionError
+        assert util.check_installed_version("pytorch", "2.0.0") is None
+    """)
+
+
+@pytest.mark.parametrize(
+    ("version", "least", "answer"),
+    [
+        ("2.1.0", "2.1.0", True),
+        ("2.1", "2.1.0", True),
+        ("2.10.1+cpu", "2.9.2", True),
+        ("1.13.1", "2.0.0", False),
+        ("2.0.9", "2.1.0", False),
+        ("10", "9.9.9", True),
+    ],
+)
+def test_versions_are_compared_as_numbers(version: str, least: str, answer: bool) -> None:
+    """By their release numbers, one by one."""
+    question = f"print(horovod.common.util.is_version_greater_equal_than({version!r}, {least!r}))"
+    assert aliased(f"import horovod.common.util\n{question}") == f"{answer}\n"
+
+
+def test_what_is_no_version_is_refused() -> None:
+    """As a ValueError that quotes it."""
+    aliased("""
+        from horovod.common.util import is_version_greater_equal_than
+        try:
+            is_version_greater_equal_than("two", "2.0.0")
+        except ValueError as error:
+            assert "'two'" in str(error)
+        else:
+            raise AssertionError
+    """)
+
+
+def test_variables_for_a_while() -> None:
+    """They are set within the block, whatever ends it, and are what they were afterwards; None changes nothing."""
+    aliased("""
+        import os
+        from horovod.common.util import env
+        os.environ["KEPT"], os.environ["CHANGED"] = "kept", "before"
+        try:
+            with env(CHANGED="within", NEW="new", KEPT=None):
+                assert [os.environ[name] for name in ("KEPT", "CHANGED", "NEW")] == ["kept", "within", "new"]
+                raise KeyError
+        except KeyError:
+            pass
+        assert (os.environ["KEPT"], os.environ["CHANGED"], "NEW" in os.environ) == ("kept", "before", False)
     """)
 
 

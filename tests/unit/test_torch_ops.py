@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,3 +68,42 @@ def test_in_place_operations_take_views_of_leaves() -> None:
         part = leaf[:1]
     hvd.allreduce_(part, prescale_factor=2.0, postscale_factor=3.0)
     assert leaf.tolist() == [6.0, 1.0]
+
+
+# ---- what the library can do ----
+
+
+def install_cupy(monkeypatch: pytest.MonkeyPatch, nccl: Any) -> None:
+    """Put a CuPy in place that has this NCCL, and no GPU."""
+    module: Any = ModuleType("cupy")
+    module.__spec__ = ModuleSpec("cupy", None)
+    module.cuda = SimpleNamespace(nccl=nccl)
+    monkeypatch.setitem(sys.modules, "cupy", module)
+
+
+def test_nccl_is_what_cupy_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its version; 0 without CuPy, without NCCL, and with one that cannot be asked."""
+
+    def broken() -> int:
+        raise RuntimeError("no driver")
+
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert hvd.nccl_built() == 0
+    install_cupy(monkeypatch, SimpleNamespace(available=True, get_version=lambda: 22703))
+    assert hvd.nccl_built() == 22703
+    install_cupy(monkeypatch, SimpleNamespace(available=False))
+    assert hvd.nccl_built() == 0
+    install_cupy(monkeypatch, SimpleNamespace(available=True, get_version=broken))
+    assert hvd.nccl_built() == 0
+
+
+@pytest.mark.parametrize("cuda", [None, "12.9"])
+@pytest.mark.parametrize("cupy", [False, True])
+def test_cuda_takes_torch_and_cupy(monkeypatch: pytest.MonkeyPatch, cuda: str | None, cupy: bool) -> None:
+    """CUDA tensors can be used where torch is built for CUDA and CuPy is installed; ROCm is not for us."""
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    if cupy:
+        install_cupy(monkeypatch, SimpleNamespace())
+    assert hvd.cuda_built() == (cupy and cuda is not None)
+    assert not hvd.rocm_built()

@@ -49,6 +49,16 @@ def test_it_is_an_optimizer_and_shares_everything(model: Any) -> None:
         _ = optimizer.no_such_thing
 
 
+def test_libraries_find_what_they_look_for_in_horovods(model: Any) -> None:
+    """Its private class, by which they ask what kind an optimizer is, and the names of its parameters."""
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    named = hvd.DistributedOptimizer(inner, named_parameters=model.named_parameters())
+    assert isinstance(named, hvd.optimizer._DistributedOptimizer)
+    assert not isinstance(inner, hvd.optimizer._DistributedOptimizer)
+    assert named._parameter_names == {model.weight: "weight", model.bias: "bias"}
+    assert len(set(hvd.DistributedOptimizer(inner)._parameter_names.values())) == 2
+
+
 def test_what_is_set_on_it_is_set_on_the_wrapped_optimizer(model: Any) -> None:
     """Replacing groups, state or defaults reaches the optimizer that steps."""
     inner = torch.optim.SGD(model.parameters(), lr=0.1)

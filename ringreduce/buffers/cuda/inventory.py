@@ -8,12 +8,11 @@ import importlib.util
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ringreduce.buffers.cuda.cupy_driver import cuda_driver
 from ringreduce.buffers.cuda.driver import Device
 
-__all__ = ["Inventory", "take_inventory"]
+__all__ = ["Inventory", "nccl_version", "take_inventory"]
 
 _PROC = Path("/proc/driver/nvidia/version")
 
@@ -53,7 +52,7 @@ def take_inventory() -> Inventory:
         runtime = cupy.cuda.runtime
         cupy_cuda = int(runtime.runtimeGetVersion())
         devices = tuple(cuda_driver(number).device for number in range(runtime.getDeviceCount()))
-        return Inventory(driver, driver_cuda, packages, cupy_cuda, _nccl(cupy.cuda), devices)
+        return Inventory(driver, driver_cuda, packages, cupy_cuda, nccl_version(), devices)
     except Exception as error:  # a broken installation fails in many ways, and this is where one looks for why
         problem = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
         return Inventory(driver, driver_cuda, packages, problem=problem)
@@ -82,9 +81,12 @@ def _cupy_packages() -> tuple[str, ...]:
     return tuple(f"{name} {importlib.metadata.version(name)}" for name in sorted(set(names))) or ("cupy",)
 
 
-def _nccl(cuda: Any) -> int:
-    """Return NCCL's version; CuPy finds the library, if there is one, when the module is first touched."""
+def nccl_version() -> int:
+    """Return the version of the NCCL that CuPy finds, 22703 for 2.27.3; 0 without CuPy or NCCL. Uses no GPU."""
     try:
-        return int(cuda.nccl.get_version()) if cuda.nccl.available else 0
+        import cupy
+
+        nccl = cupy.cuda.nccl  # looks for the library when it is first touched
+        return int(nccl.get_version()) if nccl.available else 0
     except Exception:  # it comes without one, or with one that does not load
         return 0

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+import importlib.util
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise, zip_longest
 from typing import Any, TypeVar
 
 __all__ = [
     "ccl_built",
+    "check_extension",
+    "check_installed_version",
     "cuda_built",
     "ddl_built",
+    "env",
     "extension_available",
     "gloo_built",
     "gpu_available",
     "is_iterable",
+    "is_version_greater_equal_than",
     "mpi_built",
     "nccl_built",
     "num_rank_is_power_2",
@@ -25,8 +33,18 @@ _T = TypeVar("_T")
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Return whether there is a binding for a framework: for ``"torch"``, and that only."""
-    return ext_base_name == "torch"
+    """Return whether there is a binding for a framework: for ``"torch"`` if that is installed, and that only."""
+    return ext_base_name == "torch" and importlib.util.find_spec("torch") is not None
+
+
+def check_extension(ext_name: str, *ignored: Any) -> None:
+    """Raise ImportError unless there is a binding by this name: ``"horovod.torch"``."""
+    if not extension_available(ext_name.rpartition(".")[2]):
+        raise ImportError(f"there is no {ext_name} here: ringreduce is for PyTorch, which must be installed")
+
+
+def check_installed_version(name: str, version: str, exception: BaseException | None = None) -> None:
+    """Do nothing: ringreduce is compiled against no version of any library."""
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
@@ -72,6 +90,35 @@ def rocm_built(verbose: bool = False) -> bool:
 def num_rank_is_power_2(num_rank: int) -> bool:
     """Return whether a number of ranks is a power of two."""
     return num_rank > 0 and num_rank & (num_rank - 1) == 0
+
+
+def is_version_greater_equal_than(ver: str, target: str) -> bool:
+    """Return whether a version is at least another, by their release numbers: 2.1.0+cpu and 2.1.0rc1 are 2.1.0."""
+    pairs = zip_longest(_release(ver), _release(target), fillvalue=0)
+    return next((ours > theirs for ours, theirs in pairs if ours != theirs), True)
+
+
+def _release(version: str) -> list[int]:
+    found = re.match(r"\d+(\.\d+)*", version)
+    if found is None:
+        raise ValueError(f"a version begins with numbers, as 2.1.0 does; got {version!r}")
+    return [int(number) for number in found.group().split(".")]
+
+
+@contextmanager
+def env(**kwargs: str | None) -> Iterator[None]:
+    """Set environment variables for the time of a block; those that are None are left alone."""
+    new = {name: value for name, value in kwargs.items() if value is not None}
+    old = {name: os.environ.get(name) for name in new}
+    os.environ.update(new)
+    try:
+        yield
+    finally:
+        for name, value in old.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def split_list(l: Sequence[_T], n: int) -> list[Sequence[_T]]:  # noqa: E741  # Horovod's name

@@ -48,6 +48,7 @@ class ElasticSampler(Sampler[int]):
         self.num_replicas = 1
         self.rank = 0
         self._mine: list[int] = []
+        self._known = 0  # how many were processed when the epoch was divided last
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
@@ -75,25 +76,46 @@ class ElasticSampler(Sampler[int]):
     def reset(self) -> None:
         """Divide what is left among the ranks there are now."""
         self.num_replicas, self.rank = (size(), rank()) if is_initialized() else (1, 0)
-        order = range(len(self.dataset))
-        left = [place for place in self._shuffled(order) if place not in self.processed_indices]
+        self._known = len(self.processed_indices)
+        left = [place for place in self._order(self.epoch) if place not in self.processed_indices]
         self.remaining_indices = left
         share = -(-len(left) // self.num_replicas)
         # A few ranks get indices a second time, from the start, so that all make the same number of steps.
         padded = [left[place % len(left)] for place in range(share * self.num_replicas)]
         self._mine = padded[self.rank :: self.num_replicas]
 
+    @property
+    def processed_num(self) -> int:
+        """How many indices of this epoch all ranks have processed, if they are as far as this one."""
+        since = len(self.processed_indices) - self._known
+        return min(self._known + since * self.num_replicas, len(self.dataset))
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch and what of it was processed."""
-        return {"epoch": self.epoch, "processed_indices": set(self.processed_indices)}
+        """Return the epoch, and what and how much of it was processed."""
+        processed = set(self.processed_indices)
+        return {"epoch": self.epoch, "processed_indices": processed, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there, divided among the ranks there are now."""
-        missing = {"epoch", "processed_indices"} - set(state_dict)
+        """Go on from there, divided among the ranks there are now.
+
+        Args:
+            state_dict: what `state_dict` has returned, or Horovod's, which knows a number alone: so many indices count
+                as processed, the first in the order of the epoch here. (Horovod's order is another.)
+        """
+        by_number = "processed_num" in state_dict and "processed_indices" not in state_dict
+        form = "processed_num" if by_number else "processed_indices"
+        missing = {"epoch", form} - set(state_dict)
         if missing:
             raise ConfigError(f"this is no state of an ElasticSampler; it lacks {', '.join(sorted(missing))}")
-        processed = self._checked(state_dict["processed_indices"])
-        self.epoch, self.processed_indices = _whole("epoch", state_dict["epoch"]), processed
+        epoch = _whole("epoch", state_dict["epoch"])
+        if by_number:
+            number = _whole(form, state_dict[form])
+            if number < 0:
+                raise ConfigError(f"{form} must not be negative, got {number}")
+            processed = set(self._order(epoch)[:number])
+        else:
+            processed = self._checked(state_dict[form])
+        self.epoch, self.processed_indices = epoch, processed
         self.reset()
 
     def __iter__(self) -> Iterator[int]:
@@ -102,11 +124,11 @@ class ElasticSampler(Sampler[int]):
     def __len__(self) -> int:
         return len(self._mine)
 
-    def _shuffled(self, order: range) -> list[int]:
+    def _order(self, epoch: int) -> list[int]:
         if not self.shuffle:
-            return list(order)
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        return list(torch.randperm(len(order), generator=generator).tolist())
+            return list(range(len(self.dataset)))
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        return list(torch.randperm(len(self.dataset), generator=generator).tolist())
 
     def _checked(self, indices: Iterable[int]) -> set[int]:
         # As plain numbers: tensors are equal to nothing but themselves in a set.

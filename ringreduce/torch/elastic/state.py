@@ -14,15 +14,23 @@ from ringreduce.torch.functions import broadcast_optimizer_state, broadcast_para
 from ringreduce.torch.objects import allgather_object, broadcast_object
 from ringreduce.torch.optimizer import DistributedOptimizer
 
-__all__ = ["TorchState"]
+__all__ = [
+    "ModelStateHandler",
+    "OptimizerStateHandler",
+    "SamplerStateHandler",
+    "StateHandler",
+    "TorchState",
+    "get_handler_registry",
+    "set_handler_registry",
+]
 
 
 class TorchState(ObjectState):
     """Models, optimizers, samplers, and whatever else is given, as attributes.
 
     Models, optimizers, `ElasticSampler`s and what else has a state dict (a learning-rate scheduler) are kept by that,
-    and stay the objects that they are; anything else is kept by value. An attribute that is given another model later
-    keeps that one. Gradients are not kept.
+    and stay the objects that they are; anything else is kept by value. `set_handler_registry` says how other kinds are
+    kept. An attribute that is given another model later keeps that one. Gradients are not kept.
 
     Args:
         model: a model, kept as ``state.model``.
@@ -40,23 +48,23 @@ class TorchState(ObjectState):
         **kwargs: Any,
     ) -> None:
         named = {"model": model, "optimizer": optimizer, **kwargs}
-        self._keepers: dict[str, _Keeper] = {}
+        self._handlers: dict[str, StateHandler] = {}
         super().__init__(broadcast_object, rank, **{name: value for name, value in named.items() if value is not None})
 
     def save(self) -> None:
-        for keeper in self._keepers.values():
-            keeper.save()
+        for handler in self._handlers.values():
+            handler.save()
         super().save()
 
     def restore(self) -> None:
-        for keeper in self._keepers.values():
-            keeper.restore()
+        for handler in self._handlers.values():
+            handler.restore()
         super().restore()
 
     def sync(self) -> None:
-        for keeper in self._keepers.values():
-            keeper.sync()
-            keeper.save()
+        for handler in self._handlers.values():
+            handler.sync()
+            handler.save()
         super().sync()
 
     def check_host_updates(self) -> None:
@@ -64,88 +72,122 @@ class TorchState(ObjectState):
             super().check_host_updates()
         except HostsUpdatedInterrupt:
             # Now, while those that go can still say what they have processed, and because a sync may be skipped.
-            for keeper in self._keepers.values():
-                if isinstance(keeper, _Sampler):
-                    keeper.sync()
+            for handler in self._handlers.values():
+                if isinstance(handler, SamplerStateHandler):
+                    handler.sync()
             raise
 
     def reset(self) -> None:
         """Divide what is left of the epoch among the ranks there are now, and let optimizers work with them."""
-        for keeper in self._keepers.values():
-            keeper.reset()
+        for handler in self._handlers.values():
+            handler.reset()
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        known = None if name.startswith("_") else self._keepers.get(name)
-        if name.startswith("_") or (known is not None and known.kept is value):
+        known = None if name.startswith("_") else self._handlers.get(name)
+        if name.startswith("_") or (known is not None and known.value is value):
             return
-        keeper = _keeper_of(value)
-        if keeper is not None:
-            self._keepers[name] = keeper
-            keeper.save()
+        handler = _handler_of(value)
+        if handler is not None:
+            self._handlers[name] = handler
+            handler.save()
             if name in self._names:
                 self._names.remove(name)
-        elif self._keepers.pop(name, None) is not None:
+        elif self._handlers.pop(name, None) is not None:
             self._names.append(name)
 
 
-class _Keeper:
-    """Keeps one object by its state dict: a learning-rate scheduler, a GradScaler, or a kind that has its own class."""
+class StateHandler:
+    """Keeps one object by its state dict: a learning-rate scheduler, a GradScaler.
 
-    def __init__(self, kept: Any) -> None:
-        self.kept = kept
+    Subclasses keep objects of other kinds, in whatever way; `set_handler_registry` makes `TorchState` use them. It
+    saves as soon as it is given an object.
+
+    Args:
+        value: the object.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
     def save(self) -> None:
-        self._saved = copy.deepcopy(self.kept.state_dict())
+        """Take a copy."""
+        self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        self.kept.load_state_dict(copy.deepcopy(self._saved))  # which may keep the tensors that it is given
+        """Go back to the copy that was taken last."""
+        self.value.load_state_dict(copy.deepcopy(self._saved))  # which may keep the tensors that it is given
 
     def sync(self) -> None:
         """Make it equal to rank 0's. Collective."""
-        state = broadcast_object(self.kept.state_dict())
+        state = broadcast_object(self.value.state_dict())
         if rank() != 0:
-            self.kept.load_state_dict(state)
+            self.value.load_state_dict(state)
 
     def reset(self) -> None:
         """Prepare for other ranks. Collective."""
 
 
-class _Model(_Keeper):
+class ModelStateHandler(StateHandler):
+    """Keeps a model."""
+
     def restore(self) -> None:
-        self.kept.load_state_dict(self._saved)  # which copies
+        self.value.load_state_dict(self._saved)  # which copies
 
     def sync(self) -> None:
-        broadcast_parameters(self.kept.state_dict(), root_rank=0)
+        broadcast_parameters(self.value.state_dict(), root_rank=0)
 
 
-class _Optimizer(_Keeper):
+class OptimizerStateHandler(StateHandler):
+    """Keeps an optimizer."""
+
     def sync(self) -> None:
-        broadcast_optimizer_state(self.kept, root_rank=0)
+        broadcast_optimizer_state(self.value, root_rank=0)
 
     def reset(self) -> None:
-        if isinstance(self.kept, DistributedOptimizer):
-            self.kept.rejoin()
+        if isinstance(self.value, DistributedOptimizer):
+            self.value.rejoin()
 
 
-class _Sampler(_Keeper):
+class SamplerStateHandler(StateHandler):
+    """Keeps an `ElasticSampler`."""
+
     def sync(self) -> None:
-        """Put together what the ranks have processed of rank 0's epoch."""
-        everyone = allgather_object(self.kept.state_dict())
+        """Put together what the ranks have processed of rank 0's epoch. Collective."""
+        everyone = allgather_object(self.value.state_dict())
         epoch = everyone[0]["epoch"]
         processed = set().union(*(each["processed_indices"] for each in everyone if each["epoch"] == epoch))
-        self.kept.load_state_dict({"epoch": epoch, "processed_indices": processed})
+        self.value.load_state_dict({"epoch": epoch, "processed_indices": processed})
 
     def reset(self) -> None:
-        self.kept.reset()
+        self.value.reset()
 
 
-def _keeper_of(value: Any) -> _Keeper | None:
-    """Return what keeps an object by its state dict; None: it is kept by value."""
-    if isinstance(value, torch.nn.Module):
-        return _Model(value)
-    if isinstance(value, torch.optim.Optimizer):
-        return _Optimizer(value)
-    if isinstance(value, ElasticSampler):
-        return _Sampler(value)
-    return _Keeper(value) if hasattr(value, "state_dict") and hasattr(value, "load_state_dict") else None
+_registry: list[tuple[type, type[StateHandler]]] = [
+    (torch.nn.Module, ModelStateHandler),
+    (torch.optim.Optimizer, OptimizerStateHandler),
+    (ElasticSampler, SamplerStateHandler),
+]
+
+
+def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
+    """Return what keeps objects of which kind; the first that fits counts."""
+    return _registry
+
+
+def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> None:
+    """Choose what keeps objects of which kind, in the `TorchState`s that are given some from now on.
+
+    Args:
+        registry: kinds and handlers; the same on all ranks. Begin it with those of `get_handler_registry`.
+    """
+    global _registry
+    _registry = registry
+
+
+def _handler_of(value: Any) -> StateHandler | None:
+    """Return what keeps an object as the object that it is; None: it is kept by value."""
+    for kind, handler in _registry:
+        if isinstance(value, kind):
+            return handler(value)
+    return StateHandler(value) if hasattr(value, "state_dict") and hasattr(value, "load_state_dict") else None
