@@ -11,9 +11,25 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple
 
-from ringreduce.errors import CollectiveError, CollectiveTimeoutError, MismatchError, PeerLostError, TransportError
+from ringreduce.errors import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    MismatchError,
+    PeerLostError,
+    RingReduceError,
+    TransportError,
+)
 
-__all__ = ["CALLED_NBYTES", "Called", "GivenUp", "Stack", "disagreement", "place_of", "program_stack"]
+__all__ = [
+    "CALLED_NBYTES",
+    "Called",
+    "GivenUp",
+    "Stack",
+    "disagreement",
+    "place_of",
+    "program_stack",
+    "refusal",
+]
 
 #: The code that was running and the instruction that each had come to, the innermost first.
 Stack = tuple[tuple[CodeType, int], ...]
@@ -61,6 +77,12 @@ class Called(NamedTuple):
         return json.dumps([_plain(self.text, _TEXT_LENGTH), _plain(self.place, _PLACE_LENGTH), self.stack]).encode()
 
 
+def refusal(name: str, error: BaseException) -> str:
+    """Say that a rank cannot make a call of this name, and why."""
+    reason = str(error) if isinstance(error, RingReduceError) else f"{type(error).__name__}: {error}"
+    return f"{name}(refused: {reason})"
+
+
 def disagreement(calls: Mapping[int, Called]) -> MismatchError:
     """Return the error of ranks that made different calls.
 
@@ -83,7 +105,7 @@ class GivenUp(NamedTuple):
 
     Attributes:
         reason: in words; empty if it has shut down.
-        lost: the rank that it has lost; None: that is not the reason.
+        lost: the rank that it has lost, itself if it was ended; None: that is not the reason.
         late: whether it has waited for too long.
     """
 
@@ -97,7 +119,7 @@ class GivenUp(NamedTuple):
         if failure is None:
             return cls()
         if isinstance(failure, PeerLostError):
-            return cls(failure.reason, failure.rank)
+            return cls(failure.reason.partition("; ")[0], failure.rank)  # without what this rank was doing
         late = isinstance(failure, CollectiveTimeoutError)
         reason = str(failure) if late else f"{type(failure).__name__}: {failure}"
         return cls(_plain(reason, _TEXT_LENGTH), late=late)
@@ -107,7 +129,7 @@ class GivenUp(NamedTuple):
         if not self.reason:
             return PeerLostError(rank, f"it has shut down; {doing}")
         if self.lost is not None:
-            return PeerLostError(self.lost, self.reason)
+            return PeerLostError(self.lost, f"{self.reason}; {doing}", ends_job=self.lost == rank)
         kind = CollectiveTimeoutError if self.late else TransportError
         return kind(f"rank {rank} has given up ({self.reason}); {doing}")
 

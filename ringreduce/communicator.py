@@ -19,6 +19,7 @@ from ringreduce.autotune import Table
 from ringreduce.buffers import DType, Operand, like, narrow, new, operand_of, quiet_context, widen
 from ringreduce.buffers.cuda.arrays import DeviceOperand
 from ringreduce.buffers.cuda.cupy_driver import cuda_driver
+from ringreduce.calls import GivenUp, refusal
 from ringreduce.config import Config
 from ringreduce.errors import (
     ConfigError,
@@ -112,6 +113,7 @@ class Communicator:
         self._table: Table | None = None
         self._closed = False
         self._failure: BaseException | None = None
+        self._disowned = ""
         self._quiet = quiet_context()  # it can be entered only once at a time, and so keeps calls apart
         self._calls = context.calls
         self._behind = 0  # so many calls had been begun when the present one came in
@@ -286,8 +288,8 @@ class Communicator:
             name: of the call; what it begins with is `meet`.
             error: why.
         """
-        if not self._closed and self._failure is None:
-            self._quiet.run(self._refuse, f"{name}(refused: {error})", error)
+        if self._is_open():
+            self._quiet.run(self._refuse, refusal(name, error), error)
 
     # ---- buffers, choices ----
 
@@ -427,9 +429,26 @@ class Communicator:
         """
         self._fail_for_good(error)
 
+    def leave(self, why: GivenUp) -> bool:
+        """Let nobody on this node wait for this rank any more; return whether it is the first of them that leaves."""
+        return self._context.board.leave(why)
+
+    def disown(self, reason: str) -> None:
+        """Refuse all calls: this process was forked by the rank whose communicator this is.
+
+        What the rank shares with others, and this process may yet write to, becomes this process's own copy.
+
+        Args:
+            reason: what the `ConfigError` of later calls says.
+        """
+        self._disowned = reason
+        self._bound.clear()
+        self._quiet = quiet_context()  # the rank may be in the midst of a call
+        self._context.arena.disown()
+
     def close(self) -> None:
         """Give everything back; collectives raise `ShutdownError` from here on. Collective, and safe to call twice."""
-        if self._closed:
+        if self._closed or self._disowned:
             return
         self._closed = True
         self._bound.clear()
@@ -457,13 +476,16 @@ class Communicator:
             return carry_out(*arguments)
         except Exception as error:
             if self._may_refuse(error):
-                self._refuse(f"{collective}(refused: {error})", error)
+                self._refuse(refusal(collective, error), error)
             raise
 
     def _may_refuse(self, error: BaseException | None) -> bool:
         """Return whether the other ranks do not know yet that this one is in a call, which has failed here alone."""
         begun = self._calls.number != self._behind
-        return isinstance(error, Exception) and not (begun or self._closed or self._failure is not None)
+        return isinstance(error, Exception) and self._is_open() and not begun
+
+    def _is_open(self) -> bool:
+        return not (self._disowned or self._closed) and self._failure is None
 
     def _refuse(self, reason: str, error: Exception) -> None:
         """Meet the others in a call that this rank cannot make, so that it ends for all of them."""
@@ -918,6 +940,8 @@ class Communicator:
             self.gpu.staging(operand.device)
 
     def _require_open(self) -> None:
+        if self._disowned:
+            raise ConfigError(self._disowned)
         if self._closed:
             raise ShutdownError("this communicator was closed; call ringreduce.init() to start a new world")
         if self._failure is not None:

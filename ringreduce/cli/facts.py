@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ringreduce.buffers.cuda.inventory import Inventory, take_inventory
-from ringreduce.config import LAUNCHER_SIZES, Config
+from ringreduce.config import LAUNCHERS, Config
 from ringreduce.errors import TransportError
 from ringreduce.transport.shared import MemfdSegments
 
@@ -23,26 +23,16 @@ __all__ = ["LIBRARIES", "ROOT_ALLOWED", "Facts", "Mpi", "World", "clash", "colle
 
 _CHILD_S = 30.0  # for what is looked at in a process of its own
 
-#: What launchers are called, and whose they are ("": anybody's), by the variable with the number of ranks.
-_LAUNCHERS = dict(
-    zip(
-        LAUNCHER_SIZES,
-        (
-            ("mpirun of Open MPI", "Open MPI"),
-            ("mpiexec of MPICH or a relative", "MPICH"),
-            ("mpirun of MVAPICH", "MPICH"),
-            ("srun", ""),
-            ("PALS", ""),
-            ("Flux", ""),
-            ("jsrun", ""),
-        ),
-        strict=True,
-    )
-)
+#: Whose the launchers are ("": anybody's), by the variable with the number of ranks.
+_LAUNCHERS = {each.size: (each.name, "") for each in LAUNCHERS} | {
+    "OMPI_COMM_WORLD_SIZE": ("mpirun of Open MPI", "Open MPI"),
+    "PMI_SIZE": ("mpiexec of MPICH or a relative", "MPICH"),
+    "MV2_COMM_WORLD_SIZE": ("mpirun of MVAPICH", "MPICH"),
+}
 #: What Open MPI's mpirun must find in the environment to start as root.
 ROOT_ALLOWED = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 _OTHER_VARIABLES = (
-    *LAUNCHER_SIZES,
+    *_LAUNCHERS,
     *ROOT_ALLOWED,
     "CUDA_VISIBLE_DEVICES",
     "OMPI_MCA_mpi_ft_enable",

@@ -21,7 +21,7 @@ import numpy as np
 
 from ringreduce.calls import Called, GivenUp, disagreement
 from ringreduce.communicator import Communicator
-from ringreduce.engine.execution import Executor
+from ringreduce.engine.execution import Executor, RefusedError
 from ringreduce.engine.negotiation import Leader, Member
 from ringreduce.engine.operations import Join, Operation, Refusal, Retirement, is_unnamed
 from ringreduce.engine.orders import (
@@ -52,7 +52,7 @@ from ringreduce.errors import (
 )
 from ringreduce.transport.notes import Notes
 
-__all__ = ["Engine", "EngineTally"]
+__all__ = ["Engine", "EngineTally", "Entrance"]
 
 _log = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class Engine:
             threading.Lock()
         )  # held for what follows, by its own name as a condition's takes four times as long
         self._changed = threading.Condition(self._lock)  # an operation is done, or nobody drives
-        self._entrance = _Entrance()
+        self._entrance = Entrance()
         self._bell = threading.Lock()  # released to wake the progress thread: many times cheaper than a condition
         self._bell.acquire()
         self._inbox: deque[Operation | Retirement | None] = deque()  # what the program did, in order; None: it waited
@@ -149,6 +149,7 @@ class Engine:
         self._overlapping = False  # whether the progress thread drives, so that the program need not
         self._lost: Lost | None = None  # a rank that takes part in nothing any more: nothing can run then
         self._closed = False
+        self._disowned = ""
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._threads = threads
@@ -294,7 +295,7 @@ class Engine:
         """
         with self._entrance:
             with self._lock:
-                if self._closed:
+                if self._closed or self._disowned:
                     return
                 self._closed = True
                 self._changed.notify_all()
@@ -311,6 +312,25 @@ class Engine:
                     self._thread.join()
                 if not failed:
                     self._messages.close()
+
+    def disown(self, reason: str) -> None:
+        """Refuse everything: this process was forked by the rank whose engine this is.
+
+        There is no thread here that makes progress, and locks may be held by threads that are not here.
+
+        Args:
+            reason: what the `ConfigError` of later calls says, and of waits for what the rank has under way.
+        """
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._driver = threading.Lock()
+        self._entrance = Entrance()
+        self._disowned, self._thread = reason, None
+        while self._inbox:
+            if isinstance(operation := self._inbox.popleft(), Operation):
+                self._pending[operation.name].append(operation)
+        for operation in self._take_all():
+            operation.error, operation.done = ConfigError(reason), True
 
     # ---- who drives ----
 
@@ -530,8 +550,10 @@ class Engine:
             own = [operation for operation in operations if operation is not None]
             try:
                 self._carry_out(order, operations)
+            except RefusedError as refused:
+                self._end_with(own, refused.reason)
             except (ConfigError, MismatchError, UnsupportedBufferError) as error:
-                self._end_with(own, error)  # on all ranks, or the communicator makes it so in its next call
+                self._end_with(own, error)  # on all ranks, or the communicator has let them know
             except BaseException as error:
                 self._end_with(own, error)
                 raise
@@ -721,6 +743,8 @@ class Engine:
         return any(queue[0].looks.op != OFFER for queue in self._pending.values())
 
     def _require_open(self) -> None:
+        if self._disowned:
+            raise ConfigError(self._disowned)
         if self._closed:
             raise ShutdownError("ringreduce was shut down; call init() to start a new world")
         if self._failure is not None:
@@ -729,7 +753,7 @@ class Engine:
             raise ConfigError("this rank has joined: it can submit nothing more until all ranks have")
 
 
-class _Entrance:
+class Entrance:
     """Notes the threads that are inside, and lets none of them in a second time, as it would wait for itself.
 
     Raises:

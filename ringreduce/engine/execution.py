@@ -16,12 +16,24 @@ from ringreduce.engine.orders import OFFER, Run
 from ringreduce.errors import TransportError
 from ringreduce.reduce_ops import AVERAGE, MIN, PRODUCT, SUM, ReduceOp
 
-__all__ = ["Executor"]
+__all__ = ["Executor", "RefusedError"]
 
 _BUFFERS_NBYTES = 64 << 20  # communication buffers that are kept for the next time
 
 # A bfloat16 is kept as its bits.
 _BFLOAT16_ONE, _BFLOAT16_INFINITY, _BFLOAT16_SIGN = 0x3F80, 0x7F80, 0x8000
+
+
+class RefusedError(Exception):
+    """This rank has met the others only to tell them that it cannot do what is to be done.
+
+    Attributes:
+        reason: why.
+    """
+
+    def __init__(self, reason: Exception) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
 
 
 class Executor:
@@ -55,6 +67,9 @@ class Executor:
         Args:
             order: what all ranks do now.
             operations: this rank's own, in the order's order; None for each if this rank has joined.
+
+        Raises:
+            RefusedError: this rank could not begin; the others know why.
         """
         first = operations[0]
         if order.operations[0].looks.op in (PROCEDURE, OFFER):
@@ -72,9 +87,13 @@ class Executor:
             first.result = first.run(self._communicator)
             return
         reductions = [each for each in operations if isinstance(each, Reduction)]
-        for each in reductions:
-            if each.before is not None:
-                each.before()
+        try:
+            for each in reductions:
+                if each.before is not None:
+                    each.before()
+        except Exception as error:
+            self._communicator.refuse("allreduce", error)
+            raise RefusedError(error) from error
         everyone = order.active == self._size
         if everyone and len(reductions) == 1 and len(reductions[0].sources) == 1:
             (only,) = reductions

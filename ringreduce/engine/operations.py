@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringreduce.buffers import Operand
-from ringreduce.calls import place_of, program_stack
+from ringreduce.calls import place_of, program_stack, refusal
 from ringreduce.communicator import Communicator
 from ringreduce.engine.orders import OFFER, REFUSED, Looks
 from ringreduce.reduce_ops import ReduceOp
@@ -152,7 +152,7 @@ class Refusal(Operation):
     __slots__ = ()
 
     def __init__(self, name: str, kind: str, error: BaseException) -> None:
-        super().__init__(name, Looks(f"{kind}(refused: {error})", REFUSED))
+        super().__init__(name, Looks(refusal(kind, error), REFUSED))
 
 
 class Join(Operation):

@@ -200,13 +200,14 @@ class Board:
         """
         self.number, self.epoch = number, epoch
 
-    def leave(self, why: GivenUp) -> None:
-        """Let nobody wait for this rank in vain."""
+    def leave(self, why: GivenUp) -> bool:
+        """Let nobody wait for this rank in vain; return whether it is the first member that does so."""
         if not self._mine[_STATUS][0]:
             self._say(json.dumps(why).encode())
             if self._fence is not None:
                 self._fence()
             self._mine[_STATUS][0] = 1
+        return not any(line[_STATUS][0] for _, line in self._others)
 
     def close(self) -> None:
         """Stop watching; the memory goes with the arena."""

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
+from operator import index
 from typing import Any, NamedTuple, cast
 
+import mpi4py
 import numpy as np
 import numpy.typing as npt
-from mpi4py import MPI
 
-from ringreduce.errors import CollectiveTimeoutError, PeerLostError, TransportError
+from ringreduce.errors import CollectiveTimeoutError, ConfigError, PeerLostError, TransportError, name_ranks
+from ringreduce.processes import at_exit
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.transport.messages import Request, exchange_json
 from ringreduce.transport.waiting import Waiter
+
+# mpi4py ends MPI at the exit of every process that has it, those too that a rank has forked, and these would wait there
+# for the other ranks. So it is done here, unless the program has settled that before.
+_ends_mpi = "mpi4py.MPI" not in sys.modules and mpi4py.rc.initialize and mpi4py.rc.finalize is None
+if _ends_mpi:
+    mpi4py.rc.finalize = False
+from mpi4py import MPI  # noqa: E402
 
 __all__ = ["MpiMessages", "abort", "library", "subworld", "world", "world_ranks"]
 
@@ -39,9 +50,9 @@ _OPS = {
     ReduceOp.MIN: MPI.MIN,
     ReduceOp.MAX: MPI.MAX,
 }
-_NOTE_TAG, _LAST_TAG = 0, 1
+_NOTE_TAG, _LAST_TAG, _GIVEN_UP_TAG = 0, 1, 2
+_HERE_TAG, _STARTING_TAG = 32767, 32766  # on communicators that are not ours: the largest that there always are
 _PARTING_S = 1.0
-_EXCHANGE = "all ranks to start ringreduce, or to join an exchange over MPI"
 
 #: Transports that were not closed, or had transfers under way then: MPI may still use the memory which these name, so
 #: it must stay, and the transport with it.
@@ -79,6 +90,8 @@ class MpiMessages:
         self._described: dict[int, _Transfer] = {}
         self._given_up: list[_Transfer] = []
         self._to_free: list[MPI.Prequest] = []  # of those
+        self._exchanges = 0
+        self._gave_up = ""  # why the ranks do not exchange anything any more
         _open.add(self)
         self._data = self._duplicate(comm)
         self._control = self._duplicate(comm)
@@ -143,7 +156,9 @@ class MpiMessages:
         # never gives back the memory that this takes, as much as the data.
         with _translated():
             request = self._data.Iallreduce(MPI.IN_PLACE, [data, _TYPES[dtype]], _OPS[op])
-            self._finish(request, data, waiting_for="all ranks in the MPI library's own allreduce")
+            self._unfinished.append((request, data))  # which stay if a rank does not come
+            self._waiter.until(request.Test, lambda: "all ranks in the MPI library's own allreduce")
+            self._unfinished.pop()
 
     def post(self, note: bytes, peer: int) -> None:
         with _translated():
@@ -164,21 +179,77 @@ class MpiMessages:
         return source, bytes(note)
 
     def exchange(self, payload: bytes) -> list[bytes]:
+        if self._gave_up:
+            raise TransportError(f"an earlier exchange between the ranks was given up: {self._gave_up}")
+        self._exchanges += 1
         sizes = np.zeros(self.size, np.int64)
         with _translated():
             own = np.array([len(payload)], np.int64)
-            self._finish(self._control.Iallgather(own, sizes), own, sizes)
+            self._meet(self._control.Iallgather(own, sizes), own, sizes)
             gathered = bytearray(int(sizes.sum()))
             counts = sizes.tolist()
             request = self._control.Iallgatherv([payload, MPI.BYTE], [gathered, (counts, None), MPI.BYTE])
-            self._finish(request, payload, gathered)
+            self._meet(request, payload, gathered)
         bounds = np.concatenate([[0], np.cumsum(sizes)]).tolist()
         return [bytes(gathered[low:high]) for low, high in pairwise(bounds)]
+
+    def _meet(self, request: MPI.Request, *memory: object) -> None:
+        """Wait for an exchange."""
+        try:
+            # Who has given up one takes part in no later one either.
+            numbers = range(1, self._exchanges + 1)
+            self._complete(request, memory, self._control, _GIVEN_UP_TAG, numbers, "to join an exchange")
+        except CollectiveTimeoutError as error:
+            self._gave_up = str(error)
+            raise
+
+    def _complete(
+        self, request: MPI.Request, memory: Sequence[object], comm: MPI.Intracomm, tag: int, numbers: range, what: str
+    ) -> None:
+        """Wait for a collective request; if not all ranks come in time, let those that have come know who is missing.
+
+        If it fails, ``memory`` stays, since the others may yet complete it.
+
+        Args:
+            request: of ``comm``.
+            memory: what it reads and writes.
+            comm: where ranks tell each other that they give up,
+            tag: with this tag.
+            numbers: of requests, the same on all ranks, the last of this one: who has given up any is not waited for.
+            what: what is waited for, for the error: ``to join an exchange``.
+        """
+        self._unfinished.append((request, *memory))
+        gone: set[int] = set()  # ranks that have given it up
+        status, said = MPI.Status(), np.zeros(1, np.int64)
+
+        def over() -> bool:
+            while comm.Iprobe(MPI.ANY_SOURCE, tag, status):
+                comm.Recv(said, status.Get_source(), tag)
+                if said[0] in numbers:
+                    gone.add(status.Get_source())
+            return bool(gone) or request.Test()
+
+        begun = time.monotonic()
+        with suppress(CollectiveTimeoutError):
+            self._waiter.until(over, str)
+        seconds, complete = time.monotonic() - begun, request.Test()
+        if complete and not gone:
+            self._unfinished.pop()
+            return
+        peers = [rank for rank in range(comm.size) if rank != comm.rank]
+        mine = np.array(numbers[-1:])
+        self._unfinished.append(([comm.Isend(mine, peer, tag) for peer in peers], mine))
+        with suppress(CollectiveTimeoutError):  # all that have come give it up, within moments
+            Waiter(_PARTING_S).until(lambda: over() and len(gone) == len(peers), str)
+        if complete:
+            raise CollectiveTimeoutError(f"{name_ranks(sorted(gone))} had stopped waiting for this rank {what}")
+        missing = name_ranks([rank for rank in peers if rank not in gone])
+        raise CollectiveTimeoutError(f"waited {seconds:.3g} s for {missing} {what}")
 
     def subset(self, ranks: Sequence[int], waiter: Waiter) -> MpiMessages | None:
         self.exchange(b"")  # which has a time limit; splitting has none
         with _translated():
-            part = self._control.Split(0 if self.rank in ranks else MPI.UNDEFINED, self.rank)
+            part = self._control.Split(ranks[0] if self.rank in ranks else MPI.UNDEFINED, self.rank)
         if part == MPI.COMM_NULL:
             return None
         messages = MpiMessages(cast("MPI.Intracomm", part), waiter)
@@ -220,15 +291,9 @@ class MpiMessages:
     def _duplicate(self, comm: MPI.Intracomm) -> MPI.Intracomm:
         with _translated():
             copy, request = comm.Idup()  # not Dup, which waits without limit for a rank that does not come
-            self._finish(request, copy)
+            self._complete(request, [copy], comm, _STARTING_TAG, range(1, 2), "to start ringreduce")
             copy.Set_errhandler(MPI.ERRORS_RETURN)
         return copy
-
-    def _finish(self, request: MPI.Request, *memory: object, waiting_for: str = _EXCHANGE) -> None:
-        """Wait for a collective request; if that fails, ``memory`` stays, since the others may yet complete it."""
-        self._unfinished.append((request, *memory))
-        self._waiter.until(request.Test, lambda: waiting_for)
-        self._unfinished.pop()
 
     def close(self) -> None:
         if self._data == MPI.COMM_NULL or MPI.Is_finalized():
@@ -266,7 +331,19 @@ class MpiMessages:
 
 def world() -> MPI.Intracomm:
     """Return the communicator of all ranks, initialising MPI if need be."""
+    if not MPI.Is_initialized():  # as with ``mpi4py.rc.initialize = False``
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        at_exit(_finalize)
     return MPI.COMM_WORLD
+
+
+def _finalize() -> None:
+    if not MPI.Is_finalized():
+        MPI.Finalize()
+
+
+if _ends_mpi:
+    at_exit(_finalize)
 
 
 def world_ranks(comm: MPI.Intracomm) -> list[int]:
@@ -275,9 +352,41 @@ def world_ranks(comm: MPI.Intracomm) -> list[int]:
     return group.Translate_ranks(list(range(group.size)), world().Get_group())
 
 
-def subworld(ranks: Sequence[int]) -> MPI.Intracomm:
-    """Return a communicator of some ranks of the job; collective over these."""
-    return world().Create_group(world().Get_group().Incl(list(ranks)))
+def subworld(ranks: Sequence[int], waiter: Waiter) -> MPI.Intracomm:
+    """Return a communicator of some ranks of the job; collective over these.
+
+    Raises:
+        ConfigError: there are no such ranks, or this is none of them.
+        CollectiveTimeoutError: not all of them called this within the time limit.
+    """
+    everyone = world()
+    listed = [index(rank) for rank in ranks]
+    if everyone.rank not in listed or not set(listed) <= set(range(everyone.size)) or len(set(listed)) < len(listed):
+        raise ConfigError(
+            f"a world can be made of different ranks of the job, 0 to {everyone.size - 1}, and by these; "
+            f"got {listed} on rank {everyone.rank}"
+        )
+    # MPI would wait without limit for a rank that does not come. So all hear from all that they have come, and then
+    # that they have heard from all.
+    for _ in range(2):
+        _hear_from_all(everyone, [rank for rank in listed if rank != everyone.rank], waiter)
+    return everyone.Create_group(everyone.Get_group().Incl(listed))
+
+
+def _hear_from_all(comm: MPI.Intracomm, peers: Sequence[int], waiter: Waiter) -> None:
+    with _translated():
+        sent = [comm.Isend([b"", MPI.BYTE], peer, _HERE_TAG) for peer in peers]
+        heard = {peer: comm.Irecv([bytearray(), MPI.BYTE], peer, _HERE_TAG) for peer in peers}
+        try:
+            waiter.until(
+                lambda: all(each.Test() for each in (*sent, *heard.values())),
+                lambda: f"{name_ranks([peer for peer, each in heard.items() if not each.Test()])} to call init",
+            )
+        except CollectiveTimeoutError:
+            for each in heard.values():
+                if not each.Test():
+                    each.Cancel()
+            raise
 
 
 def library() -> str:

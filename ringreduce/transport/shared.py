@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import ctypes
 import mmap
 import os
 import select
@@ -23,6 +24,7 @@ __all__ = ["Arena", "Block", "Location", "MemfdSegments", "PrivateSegments", "Se
 Array = npt.NDArray[Any]
 
 _PAGE = 4096
+_MAP_FIXED = 0x10  # of Linux; Python's mmap has no name for it
 _OFFSET_BITS = 44  # 16 TiB; leaves 19 bits for the segment
 
 
@@ -80,6 +82,10 @@ class Segments(ABC):
     def alive(self, rank: int) -> bool:
         """Return whether the peer's process still runs."""
 
+    def disown(self) -> None:
+        """Make one's own segments private copies, in a process that was forked: the rank goes on with the originals."""
+        return
+
     @abstractmethod
     def close(self) -> None:
         """Let go of what can be let go of; arrays that users still hold stay valid."""
@@ -130,6 +136,17 @@ class MemfdSegments(Segments):
             return np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size), np.uint8)
         finally:
             os.close(fd)
+
+    def disown(self) -> None:
+        # The same file at the same addresses, but pages that are written to become this process's own.
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+        for fd, mapped in self._own.items():
+            address = np.frombuffer(mapped, np.uint8).ctypes.data
+            access, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
+            if libc.mmap(address, len(mapped), access, kind, fd, 0) != address:
+                raise OSError(ctypes.get_errno(), "cannot make a private copy of shared memory")
 
     def alive(self, rank: int) -> bool:
         if rank not in self._watched:
@@ -256,6 +273,10 @@ class Arena:
             TransportError: this process cannot reach that memory.
         """
         self._segments.open(rank, location.segment)
+
+    def disown(self) -> None:
+        """Make this process's segments private copies; see `Segments.disown`."""
+        self._segments.disown()
 
     def alive(self, rank: int) -> bool:
         """Return whether the process of a peer on this node still runs."""

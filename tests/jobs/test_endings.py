@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -49,7 +53,7 @@ def test_a_rank_that_never_calls_init_is_not_waited_for_without_limit(run_job):
     )
     assert job.returncode != 0
     assert job.seconds < PROMPT_S
-    assert "CollectiveTimeoutError: waited 1 s for all ranks to start ringreduce" in job.stderr
+    assert "CollectiveTimeoutError: waited 1 s for rank 1 to start ringreduce" in job.stderr
 
 
 def test_an_exception_in_init_ends_the_job(run_job):
@@ -116,7 +120,8 @@ def test_a_rank_without_shared_memory_does_not_end_the_job(run_job):
         """,
     )
     assert job.returncode == 0, job.stderr
-    assert re.fullmatch("no shared memory between ranks, all bytes go over mpi: .*the reason\n", job.stderr)
+    said = "ringreduce: rank 0: warning: no shared memory between ranks, all bytes go over mpi: .*the reason\n"
+    assert re.fullmatch(said, job.stderr)
 
 
 def test_ranks_in_pid_namespaces_of_their_own_do_not_share_memory(run_job):
@@ -274,3 +279,110 @@ def test_a_terminated_process_is_not_mistaken_for_success(run_job):
     )
     assert job.returncode != 0
     assert job.seconds < PROMPT_S
+    assert "ringreduce: rank 1 of 2 was ended by SIGTERM" in job.stderr
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "said"),
+    [
+        ("sys.exit(3)", 3, "rank 1 of 3 exits with code 3; ending the job"),
+        ("sys.exit('no data')", 1, "no data"),
+        ("raise KeyboardInterrupt", 130, "rank 1 of 3 was interrupted; ending the job"),
+        ("os.kill(os.getpid(), signal.SIGINT)", 130, "rank 1 of 3 was interrupted; ending the job"),
+        ("raise ValueError('the reason')", 1, "ValueError: the reason"),
+        ("raise SystemExit(0)", 1, "PeerLostError: rank 1 is lost: it has shut down"),
+    ],
+)
+def test_the_job_ends_as_the_rank_that_ends_it(run_job, ending: str, code: int, said: str):
+    """With that rank's exit code, and its reason among the last lines, while the others wait in a collective."""
+    job = run_job(
+        3,
+        source=f"""
+        import os, signal, sys
+        import ringreduce as rr
+        rr.init()
+        if rr.rank() == 1:
+            {ending}
+        rr.barrier()
+        """,
+    )
+    assert job.returncode == code, job.stderr
+    assert job.seconds < PROMPT_S
+    assert said in job.stderr
+    assert ("Traceback" in job.stderr) == ("Error" in said)
+
+
+def test_an_exit_that_the_program_catches_is_none(run_job):
+    """A command line that ends in `sys.exit`, called from a program that goes on, does not end the job at last."""
+    job = run_job(
+        2,
+        source="""
+        import sys
+        import ringreduce as rr
+        rr.init()
+        try:
+            sys.exit(3)
+        except SystemExit as exit:
+            assert exit.code == 3
+        rr.barrier()
+        """,
+    )
+    assert (job.returncode, job.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("between", [(), ("sh", "-c", '"$@"; true', "sh")], ids=["direct", "through a shell"])
+def test_ranks_end_with_their_launcher(tmp_path: Path, between: tuple[str, ...]):
+    """When the launcher is killed, and nobody else would end them, ranks end within seconds, whatever they do."""
+    program = f"""if True:
+        import os, time
+        import numpy as np
+        import ringreduce as rr
+        rr.init()
+        buffer = rr.empty(1000)
+        rr.barrier()
+        with open(f"{tmp_path}/{{rr.rank()}}.unfinished", "w") as file:
+            file.write(str(os.getpid()))
+        os.rename(file.name, f"{tmp_path}/{{rr.rank()}}")
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            if rr.rank() == 0:
+                buffer.sum()
+            else:
+                rr.world().empty(10)
+    """
+    job = subprocess.Popen(
+        ["mpirun", "-np", "2", *between, sys.executable, "-c", program],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        ranks = [int(appeared(tmp_path / str(rank)).read_text()) for rank in range(2)]
+        job.kill()
+        job.wait()
+        assert ended_within(ranks, 10.0)
+    finally:
+        job.kill()
+        for pid in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def appeared(path: Path) -> Path:
+    """Return a path once there is a file."""
+    end = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} did not appear"
+        select.select([], [], [], 0.01)
+    return path
+
+
+def ended_within(pids: list[int], limit_s: float) -> bool:
+    """Return whether processes end within a time (seconds)."""
+    end = time.monotonic() + limit_s
+    watched = [os.pidfd_open(pid) for pid in pids if os.path.exists(f"/proc/{pid}")]
+    try:
+        return all(select.select([each], [], [], max(0.0, end - time.monotonic()))[0] for each in watched)
+    finally:
+        for each in watched:
+            os.close(each)

@@ -16,7 +16,8 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 #: The house from the ground up: a module imports only from rows that stand before its own in this list.
 ROWS = (
     ("errors",),
-    ("calls", "instruments", "partition", "reduce_ops"),
+    ("calls", "instruments", "logs", "partition", "processes", "reduce_ops"),
+    ("endings",),
     ("conventions",),
     ("config",),
     ("buffers", "topology"),
@@ -29,6 +30,7 @@ ROWS = (
     ("adasum", "engine", "reproducible"),
     ("process_sets", "timeline"),
     ("metrics",),
+    ("worlds",),
     ("runtime",),
     ("elastic",),
     ("__init__",),  # the façade, `import ringreduce`: shows what is below and is used by what is above

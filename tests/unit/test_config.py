@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringreduce.config import HOROVOD, Config, gpu_switches, ignored_variables, launched_rank, parse_nbytes
+from ringreduce.config import (
+    HOROVOD,
+    Config,
+    gpu_switches,
+    ignored_variables,
+    launched_rank,
+    parse_nbytes,
+    several_processes,
+)
 from ringreduce.conventions import Conventions
 from ringreduce.errors import ConfigError
 
@@ -29,6 +37,7 @@ VARIABLES = {
     "RINGREDUCE_TUNING": "tuning",
     "RINGREDUCE_CUDA_AWARE": "cuda_aware",
     "RINGREDUCE_CONVENTIONS": "conventions",
+    "RINGREDUCE_STANDALONE": "standalone",
 }
 
 
@@ -236,3 +245,36 @@ def test_switches_of_other_libraries_are_passed_on() -> None:
     """What MPI libraries and NCCL are told about GPUs is handed on as it is; what is unset or empty is not there."""
     environ = {"MV2_USE_CUDA": "1", "NCCL_MULTI_RANK_GPU_ENABLE": "", "NCCL_DEBUG": "INFO"}
     assert gpu_switches(environ) == {"MV2_USE_CUDA": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "name", "proof"),
+    [
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}, "Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE=4"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "mpiexec of MPICH or Intel MPI", "PMI_SIZE=2"),
+        ({"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "0"}, "srun", "SLURM_STEP_NUM_TASKS=3"),
+        ({"WORLD_SIZE": "2", "RANK": "1"}, "torchrun (or what sets its variables)", "WORLD_SIZE=2"),
+        ({"PMIX_RANK": "1"}, "Open MPI's mpirun", "PMIX_RANK=1"),
+    ],
+)
+def test_several_processes_are_proved(environ: dict[str, str], name: str, proof: str) -> None:
+    """By a size above one together with a rank, or by a rank that is not the first."""
+    found = several_processes(environ)
+    assert found is not None
+    assert (found[0].name, found[1]) == (name, proof)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"WORLD_SIZE": "4"},
+        {"SLURM_STEP_NUM_TASKS": "4"},
+        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"},
+        {"PMIX_RANK": "0"},
+        {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1"},
+    ],
+)
+def test_what_proves_nothing(environ: dict[str, str]) -> None:
+    """An allocation, half of what a launcher sets, and a launcher that has started this process alone."""
+    assert several_processes(environ) is None

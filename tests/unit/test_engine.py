@@ -15,9 +15,10 @@ import numpy.typing as npt
 import pytest
 
 from ringreduce.buffers import DTYPES
+from ringreduce.calls import program_stack
 from ringreduce.communicator import Communicator
 from ringreduce.config import Config
-from ringreduce.engine import Call, Engine, Operation, Procedure, Reduction
+from ringreduce.engine import Call, Engine, Operation, Procedure, Reduction, Refusal, unnamed
 from ringreduce.errors import (
     CollectiveTimeoutError,
     ConfigError,
@@ -492,7 +493,7 @@ class BrokenError(Exception):
 
 
 def _broken() -> None:
-    raise BrokenError
+    raise BrokenError("on purpose")
 
 
 @pytest.mark.parametrize("node_size", [None, 1])
@@ -517,7 +518,22 @@ def test_an_error_in_after_ends_its_operation_alone(size: int, node_size: int | 
 
 @pytest.mark.parametrize("node_size", [None, 1])
 @pytest.mark.parametrize("broken", [0, 1])
-def test_an_error_in_before_ends_everything_at_once(broken: int, node_size: int | None) -> None:
+def test_an_error_in_before_ends_the_operation_on_all_ranks(broken: int, node_size: int | None) -> None:
+    """Here with that error, on the others with its reason, long before the time limit; the next operations work."""
+
+    def program(engine: Engine) -> None:
+        rank = engine.communicator.rank
+        operation = submitted(engine, reduction("x", np.ones(3), before=_broken if rank == broken else None))
+        with pytest.raises(BrokenError if rank == broken else MismatchError, match="on purpose"):
+            engine.wait(operation)
+        assert total(engine, "x") == 3.0
+
+    run_engines(3, program, node_size=node_size, config=Config(timeout_s=300.0))
+
+
+@pytest.mark.parametrize("node_size", [None, 1])
+@pytest.mark.parametrize("broken", [0, 1])
+def test_an_error_in_a_call_ends_everything_at_once(broken: int, node_size: int | None) -> None:
     """Here with that error, on the others, which may wait for this rank's data, with what it says of it; long before
     the time limit.
     """
@@ -525,11 +541,15 @@ def test_an_error_in_before_ends_everything_at_once(broken: int, node_size: int 
 
     def program(engine: Engine) -> None:
         rank = engine.communicator.rank
+
+        def run(communicator: Communicator) -> None:
+            if rank == broken:
+                _broken()
+            communicator.barrier()
+
         other = submitted(engine, reduction("never everywhere", np.ones(2))) if rank == broken else None
-        operation = submitted(engine, reduction("x", np.ones(3), before=_broken if rank == broken else None))
-        with pytest.raises(
-            BrokenError if rank == broken else TransportError, match=None if rank == broken else "Broken"
-        ):
+        operation = submitted(engine, Call("x", "x", run))
+        with pytest.raises(BrokenError if rank == broken else TransportError, match="on purpose"):
             engine.wait(operation)
         if other is not None:
             with pytest.raises(BrokenError):
@@ -539,6 +559,113 @@ def test_an_error_in_before_ends_everything_at_once(broken: int, node_size: int 
         all_know.wait()
 
     run_engines(3, program, node_size=node_size, config=Config(timeout_s=300.0))
+
+
+# ---- calls that a rank cannot make, and calls that do not belong together ----
+
+
+@pytest.mark.parametrize("name", ["x", unnamed("allreduce")])
+@pytest.mark.parametrize("refusing", [0, 2])
+def test_a_refusal_meets_the_call_of_the_others(name: str, refusing: int) -> None:
+    """In its turn under its name; the rank that refuses waits for nobody."""
+
+    def program(engine: Engine) -> list[object]:
+        found: list[object] = []
+        for step in range(4):
+            operation: Operation = reduction(name, np.full(3, 10.0**step))
+            if (engine.communicator.rank, step) == (refusing, 2):
+                operation = Refusal(name, "allreduce", ValueError("not a tensor"))
+            operation.stack = program_stack()  # one line for both, as where an argument is wrong
+            if isinstance(operation, Refusal):
+                engine.refuse(operation)
+                continue
+            try:
+                found.append(engine.run(operation, unique=False)[0][0])
+            except MismatchError as error:
+                found.append(error.values[refusing])
+        return found
+
+    results = run_engines(3, program, config=SETTINGS)
+    expected: list[object] = [3.0, 30.0, "allreduce(refused: ValueError: not a tensor)", 3000.0]
+    if name == "x":
+        expected[2] = f"x: {expected[2]}"
+    for rank, found in enumerate(results):
+        assert found == ([3.0, 30.0, 3000.0] if rank == refusing else expected)
+
+
+def test_unnamed_operations_of_different_lines_end_everything() -> None:
+    """A rank that has left out a call pairs its next one with another call: where they differ, nothing goes on."""
+
+    def program(engine: Engine) -> MismatchError:
+        name = unnamed("allreduce")
+        error = None
+        if engine.communicator.rank != 1:
+            error = caught(engine.run, reduction(name, np.ones(3)), unique=False)
+        error = error or caught(engine.run, reduction(name, np.ones(4)), unique=False)
+        assert isinstance(error, MismatchError)
+        assert not error.in_step
+        with pytest.raises(TransportError, match="out of step"):
+            total(engine, "named")
+        return error
+
+    errors = run_engines(3, program, config=SETTINGS)
+    assert len({str(error) for error in errors}) == 1
+    assert str(errors[0]).count("test_engine.py:") == 2
+
+
+def test_unnamed_operations_of_one_line_go_on() -> None:
+    """Where all ranks made the same call with different arguments, each has one behind it that came to nothing."""
+
+    def program(engine: Engine) -> list[object]:
+        found: list[object] = []
+        for step in range(3):
+            count = 4 if (engine.communicator.rank, step) == (1, 1) else 3
+            error = caught(engine.run, reduction(unnamed("allreduce"), np.ones(count)), unique=False)
+            found.append(None if error is None else (type(error), error.in_step))
+        return found
+
+    assert run_engines(2, program, config=SETTINGS) == [[None, (MismatchError, True), None]] * 2
+
+
+@pytest.mark.parametrize("call", ["submit", "run", "wait", "poll", "join", "close"])
+def test_what_runs_inside_the_engine_cannot_wait_for_it(call: str) -> None:
+    """A callback that calls the engine again, or a signal handler that interrupts it, is told so at once."""
+
+    def program(engine: Engine) -> None:
+        other = reduction("other", np.ones(1))
+        calls: dict[str, Callable[[], object]] = {
+            "submit": lambda: engine.submit(reduction("more", np.ones(1))),
+            "run": lambda: engine.run(reduction("more", np.ones(1))),
+            "wait": lambda: engine.wait(other),
+            "poll": lambda: engine.poll(other),
+            "join": engine.join,
+            "close": engine.close,
+        }
+        errors: list[object] = []
+        outer = reduction("outer", np.ones(3), before=lambda: errors.append(caught(calls[call])))
+        assert engine.run(outer)[0][0] == 2.0
+        assert isinstance(errors[0], ConfigError)
+        assert "sets a flag" in str(errors[0])
+        assert engine.run(other)[0][0] == 2.0
+
+    run_engines(2, program, config=SETTINGS)
+
+
+def test_a_join_has_a_time_limit() -> None:
+    """It names the ranks that neither join nor submit anything, and the rank can go on."""
+    gate = Gate()
+
+    def program(engine: Engine) -> None:
+        if engine.communicator.rank == 1:
+            gate.wait()
+        else:
+            error = caught(engine.wait, engine.join())
+            assert isinstance(error, CollectiveTimeoutError)
+            assert "since rank 1 last submitted anything" in str(error)
+            gate.open()
+        assert total(engine, "x") == 2.0
+
+    with_engines(2, program, clocks=clocks({0: 0.2}))
 
 
 @pytest.mark.parametrize("leaver", [0, 1])

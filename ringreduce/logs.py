@@ -1,0 +1,47 @@
+"""What ringreduce logs, for programs that have not set up logging themselves: on standard error, with the rank."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+__all__ = ["set_up"]
+
+_logger = logging.getLogger("ringreduce")
+
+
+class _Handler(logging.Handler):
+    """Writes ``ringreduce: rank 1: warning: ...``, unless the program's own handlers see the record as well.
+
+    Attributes:
+        who: names this process, and ends in a colon and a space; empty before it is known.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.who = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if _logger.propagate and logging.getLogger().handlers:
+            return
+        level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
+        try:
+            sys.stderr.write(f"ringreduce: {self.who}{level}{self.format(record)}\n")
+        except Exception:  # as the handlers of the standard library do: no program shall fail for a line of a log
+            self.handleError(record)
+
+
+def set_up(level: str | None, who: str) -> None:
+    """Let records of the logger ``ringreduce`` be seen; each call takes the place of the one before.
+
+    Args:
+        level: of the logger; None: as it is.
+        who: this process, as in ``rank 1``.
+    """
+    handler = next((each for each in _logger.handlers if isinstance(each, _Handler)), None)
+    if handler is None:
+        handler = _Handler()
+        _logger.addHandler(handler)
+    handler.who = f"{who}: " if who else ""
+    if level is not None:
+        _logger.setLevel(level)

@@ -1,0 +1,125 @@
+"""Which processes this one belongs to: the launcher above it, and the rank that has started it, if it is none."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+import select
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+__all__ = ["Announcement", "ancestors", "at_exit", "is_multiprocessing_child", "launcher", "rank_above", "watch"]
+
+#: What starts ranks and stays with them until they end, as the kernel calls it, in at most 15 characters: the launchers
+#: of Open MPI, MPICH, Intel MPI and MVAPICH, Slurm, PALS, Flux and jsrun, and their daemons on other hosts.
+_LAUNCHERS = {
+    *("mpirun", "mpiexec", "prterun", "prted", "orterun", "orted"),
+    *("mpiexec.hydra", "hydra_pmi_proxy", "hydra_bstrap_pr", "mpiexec.mpd"),
+    *("srun", "slurmstepd"),
+    *("aprun", "apinit", "palsd"),
+    *("flux-shell", "jsrun", "jsmd"),
+}
+_ANNOUNCED = "ringreduce-rank"
+_LOOK_EVERY_S = 1.0
+
+
+class Announcement:
+    """What this process lets its descendants know, for as long as it lives or until it is closed.
+
+    It is a file in memory that this process holds open, so nothing is left of it afterwards, and it reaches descendants
+    whatever started them.
+
+    Args:
+        text: what they read.
+    """
+
+    def __init__(self, text: bytes) -> None:
+        self._fd: int | None = None
+        with suppress(OSError, AttributeError):  # a system without such files: descendants find nothing
+            self._fd = os.memfd_create(_ANNOUNCED, os.MFD_CLOEXEC)
+            os.write(self._fd, text)
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def rank_above() -> bytes | None:
+    """Return what the nearest ancestor has announced; None: none has, or a launcher came in between."""
+    for pid, name in ancestors():
+        if name in _LAUNCHERS:
+            return None
+        with suppress(OSError):  # it has ended, or is somebody else's
+            for entry in os.scandir(f"/proc/{pid}/fd"):
+                with suppress(OSError):
+                    if os.readlink(entry.path).startswith(f"/memfd:{_ANNOUNCED}"):
+                        with open(entry.path, "rb") as file:
+                            return file.read()
+    return None
+
+
+def launcher() -> int | None:
+    """Return the nearest ancestor that is a launcher or one of its daemons, None if there is none in sight."""
+    return next((pid for pid, name in ancestors() if name in _LAUNCHERS), None)
+
+
+def ancestors() -> Iterator[tuple[int, str]]:
+    """Yield the processes above this one, the nearest first, each with its name; as far as they can be seen."""
+    pid = os.getppid()
+    while pid > 0:
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                text = file.read().decode(errors="replace")
+        except OSError:
+            return
+        yield pid, text[text.index("(") + 1 : text.rindex(")")]
+        pid = int(text[text.rindex(")") + 2 :].split()[1])
+
+
+def is_multiprocessing_child() -> bool:
+    """Return whether `multiprocessing` has started this process, in any of its ways."""
+    process = sys.modules.get("multiprocessing.process")  # is there in its children, and need not be elsewhere
+    if process is None:
+        return False
+    # While a child imports the script anew, the first is not set yet.
+    return process.parent_process() is not None or getattr(process.current_process(), "_inheriting", False)
+
+
+def at_exit(function: Callable[[], object]) -> None:
+    """Call a function when this process ends, not when one ends that it has forked."""
+    process = os.getpid()
+
+    def call() -> None:
+        if os.getpid() == process:
+            function()
+
+    atexit.register(call)
+    if is_multiprocessing_child():  # most of which skip the exit handlers
+        util = importlib.import_module("multiprocessing.util")
+        util.Finalize(None, call, exitpriority=0)
+
+
+def watch(pid: int, on_end: Callable[[], None]) -> None:
+    """Call a function, on a thread of its own, once a process has ended."""
+    thread = threading.Thread(target=_wait_for_end, args=(pid, on_end), name=f"ringreduce watches {pid}", daemon=True)
+    thread.start()
+
+
+def _wait_for_end(pid: int, on_end: Callable[[], None]) -> None:
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        pass
+    except (OSError, AttributeError):  # a kernel without process descriptors
+        while os.path.exists(f"/proc/{pid}"):
+            time.sleep(_LOOK_EVERY_S)
+    else:
+        waiting = select.poll()
+        waiting.register(descriptor, select.POLLIN)
+        waiting.poll()
+    on_end()

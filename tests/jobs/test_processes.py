@@ -1,0 +1,220 @@
+"""Processes beside the ranks: what a rank starts is no rank, and several processes are never alone without knowing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+#: A script as people write them: everything at module level, which spawned workers import again.
+SCRIPT = """
+import sys
+import torch
+import ringreduce.torch as hvd
+
+hvd.init()
+RANKS = hvd.rank(), hvd.size(), hvd.local_rank(), hvd.is_initialized()
+SETS = hvd.add_process_set([0]) if hvd.size() > 1 else None
+
+
+class Shard(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        assert RANKS == (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.is_initialized())
+        for call in (lambda: hvd.allreduce(torch.ones(2)), lambda: hvd.barrier(), lambda: hvd.broadcast_object(1)):
+            try:
+                call()
+            except Exception as error:
+                assert "is no rank itself" in str(error), error
+            else:
+                raise AssertionError("a worker communicates")
+        hvd.shutdown()
+        hvd.init()
+        return torch.tensor(100 * hvd.rank() + index)
+
+
+if __name__ == "__main__":
+    for method in ("fork", "spawn", "forkserver"):
+        loader = torch.utils.data.DataLoader(Shard(), batch_size=4, num_workers=2, multiprocessing_context=method)
+        seen = torch.cat(list(loader))
+        assert seen.tolist() == [100 * hvd.rank() + index for index in range(8)], seen
+        total = hvd.allreduce(seen, op=hvd.Sum)
+        assert total[0] == 100 * sum(range(hvd.size()))
+    print("well", flush=True)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_workers_of_every_start_method_know_their_rank(run_job, tmp_path: Path, ranks: int) -> None:
+    """They get the numbers of the rank that started them, cannot communicate, and do the ranks no harm."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    job = run_job(ranks, str(script), limit_s=110)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count("well") == ranks
+
+
+def test_what_a_forked_process_writes_is_its_own(run_job) -> None:
+    """Also in communication buffers: a child that trains on changes no gradient of its rank."""
+    job = run_job(
+        2,
+        source="""
+        import os, sys
+        import numpy as np
+        import ringreduce as rr
+        rr.init()
+        buffer = rr.empty(5)
+        buffer[:] = rr.rank()
+        child = os.fork()
+        if child == 0:
+            buffer[:] = 1000
+            sys.exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert rr.allreduce(buffer, out=buffer).tolist() == [1.0] * 5
+        """,
+    )
+    assert job.returncode == 0, job.stderr
+
+
+def test_a_child_of_a_rank_that_never_started_a_world_may_join(run_job) -> None:
+    """A launcher may start a program that only starts others, by multiprocessing or not."""
+    job = run_job(
+        2,
+        source="""
+        import multiprocessing
+        def train():
+            import numpy as np
+            import ringreduce as rr
+            rr.init()
+            assert rr.allreduce(np.ones(3)).tolist() == [2.0] * 3
+            rr.shutdown()
+            print("well", flush=True)
+        if __name__ == "__main__":
+            child = multiprocessing.get_context("fork").Process(target=train)
+            child.start()
+            child.join()
+            assert child.exitcode == 0
+        """,
+    )
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count("well") == 2
+
+
+def test_other_programs_that_a_rank_starts_are_worlds_of_one(run_job) -> None:
+    """They do not join the job whose environment they have inherited."""
+    program = (
+        "import ringreduce as rr; rr.init(); print(rr.rank(), rr.size(), rr.allreduce(__import__('numpy').ones(1)))"
+    )
+    job = run_job(
+        2,
+        source=f"""
+        import subprocess, sys
+        import ringreduce as rr
+        rr.init()
+        said = subprocess.run([sys.executable, "-c", {program!r}], check=True, capture_output=True, text=True).stdout
+        assert said == "0 1 [1.]\\n", said
+        rr.barrier()
+        """,
+    )
+    assert job.returncode == 0, job.stderr
+
+
+def test_a_job_that_a_rank_launches_is_a_job_of_its_own(run_job) -> None:
+    """A launcher between a rank and a process makes that one a rank of another job."""
+    program = "import ringreduce as rr; rr.init(); print(rr.size(), flush=True)"
+    job = run_job(
+        2,
+        source=f"""
+        import os, subprocess, sys
+        import ringreduce as rr
+        rr.init()
+        if rr.rank() == 0:
+            clean = {{name: value for name, value in os.environ.items() if not name.startswith(("OMPI_C", "PMIX_"))}}
+            command = ["mpirun", "-np", "2", sys.executable, "-c", {program!r}]
+            said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30, env=clean).stdout
+            assert said.split() == ["2", "2"], said
+        rr.barrier()
+        """,
+    )
+    assert job.returncode == 0, job.stderr
+
+
+# ---- several processes that MPI does not connect ----
+
+ALONE = "import ringreduce as rr; rr.init(); print('size', rr.size())"
+LAUNCHERS_VARIABLES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "RANK", "WORLD_SIZE", "TORCHELASTIC_")
+
+
+@pytest.fixture
+def run_alone() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """A function that runs a command with no launcher in its environment but what it is given."""
+    bare = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS_VARIABLES)}
+
+    def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command, env={**bare, **environment}, capture_output=True, text=True, timeout=60, check=False
+        )
+
+    return run
+
+
+def test_torchrun_is_told_from_mpirun(run_alone) -> None:
+    """What torchrun starts is not connected by MPI: it says so, and the command that works."""
+    if shutil.which("torchrun") is None:
+        pytest.skip("torch is not installed")
+    done = run_alone("torchrun", "--nproc-per-node=2", "--no-python", sys.executable, "-c", ALONE)
+    assert done.returncode != 0
+    assert "torchrun (or what sets its variables) has started several processes (WORLD_SIZE=2)" in done.stderr
+    assert "mpirun -np 2 python" in done.stderr
+    assert "RINGREDUCE_STANDALONE=1" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"WORLD_SIZE": "4", "RANK": "1"}, "WORLD_SIZE=4"),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE=2"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "PMI_SIZE=2"),
+        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}, "srun --mpi=pmix"),
+    ],
+)
+def test_a_process_among_several_does_not_train_alone(run_alone, variables: dict[str, str], said: str) -> None:
+    """Where the environment proves that there are others, and MPI sees one, `init` raises and names the proof."""
+    done = run_alone(sys.executable, "-c", ALONE, **variables)
+    assert done.returncode != 0
+    assert said in done.stderr
+    alone = run_alone(sys.executable, "-c", ALONE, RINGREDUCE_STANDALONE="1", **variables)
+    assert (alone.returncode, alone.stdout) == (0, "size 1\n"), alone.stderr
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"},
+        {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+        {"WORLD_SIZE": "4"},
+        {"WORLD_SIZE": "1", "RANK": "0"},
+    ],
+)
+def test_an_allocation_is_no_proof(run_alone, variables: dict[str, str]) -> None:
+    """In an interactive session a program is alone."""
+    done = run_alone(sys.executable, "-c", ALONE, **variables)
+    assert (done.returncode, done.stdout) == (0, "size 1\n"), done.stderr
+
+
+def test_the_mpirun_of_another_library_is_recognised(run_alone) -> None:
+    """MPICH's mpiexec with an mpi4py that uses Open MPI starts as many worlds of one as processes: an error."""
+    other = Path(__file__).parents[2] / ".venv-mpich" / "bin" / "mpiexec"
+    if not other.exists():
+        pytest.skip("there is no second MPI library; scripts/test installs one")
+    done = run_alone("timeout", "40", str(other), "-n", "2", sys.executable, "-c", ALONE)
+    assert done.returncode != 0
+    assert "(PMI_SIZE=2), but Open MPI" in done.stderr
+    assert "mpirun -np N python" in done.stderr

@@ -1,0 +1,186 @@
+"""Worlds and process sets of processes: how they are made, who is named if that fails, handlers and threads."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import ringreduce as rr
+from ringreduce.testing import caught
+from ringreduce.transport import mpi
+from ringreduce.transport.waiting import Waiter
+
+PRIVATE = MPI.COMM_WORLD.Dup()
+RANK, SIZE = PRIVATE.rank, PRIVATE.size
+
+
+def total(process_set: rr.ProcessSet) -> float:
+    """Return the sum of the members' world ranks, each plus one."""
+    return float(process_set.communicator.allreduce(np.full(1, RANK + 1.0))[0])
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_sets_that_have_no_rank_in_common_are_made_in_one_go() -> None:
+    """Each rank adds the set that it belongs to; all get numbers that agree, and go in one go, too."""
+    mine = [rank for rank in range(SIZE) if rank % 2 == RANK % 2]
+    made = rr.add_process_set(mine)
+    assert made.ranks == mine
+    assert total(made) == sum(rank + 1 for rank in mine)
+    everyone = PRIVATE.allgather((made.process_set_id, tuple(mine)))
+    assert len({number for number, _ in everyone}) == len({ranks for _, ranks in everyone}) == 2
+    assert rr.remove_process_set(made)
+    again = rr.add_process_set(mine)
+    assert total(again) == sum(rank + 1 for rank in mine)
+    assert rr.remove_process_set(again)
+
+
+@pytest.mark.sizes(3, 4)
+def test_sets_that_do_not_fit_together_are_a_mismatch() -> None:
+    """Sets that overlap, or of which a rank is no member, are refused on all ranks, and the next one works."""
+    error = caught(rr.add_process_set, [0, 1] if RANK else [0, 2])
+    assert isinstance(error, rr.MismatchError)
+    assert error.values[0] == "add_process_set([0, 2])"
+    made = rr.add_process_set([0, 2])
+    assert made.included() == (RANK in (0, 2))
+    assert rr.remove_process_set(made)
+
+
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("wrong", [[0, 99], [-1], [], "none"])
+def test_a_set_that_one_rank_cannot_make(wrong: object) -> None:
+    """It raises its own error, the others hear of it, and all can make another one."""
+    error = caught(rr.add_process_set, wrong if RANK == 0 else [1])
+    assert isinstance(error, rr.ConfigError if RANK == 0 else rr.MismatchError)
+    if RANK != 0:
+        assert error.values[0].startswith("add_process_set(refused: ")
+    made = rr.add_process_set([1])
+    assert rr.remove_process_set(made)
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_starting_a_second_time_registers_what_is_new() -> None:
+    """`init` with sets that are there already lets the new objects stand for them; it adds the others."""
+    first, second = rr.ProcessSet([0]), rr.ProcessSet([0])
+    rr.init(process_sets=[first])
+    rr.init(process_sets=[second])
+    assert first.process_set_id == second.process_set_id is not None
+    other = rr.ProcessSet(range(1, SIZE))
+    rr.init(process_sets=[second, other])
+    for each in (first, second, other):
+        assert each.included() == (RANK in each.ranks)
+        if each.included():
+            assert total(each) == sum(rank + 1 for rank in each.ranks)
+    assert rr.remove_process_set(first)
+    assert second.process_set_id is None
+    assert rr.remove_process_set(other)
+
+
+def test_many_threads_may_start_the_world(no_world: None) -> None:
+    """One of them does, the others wait for it, and all find it started."""
+    sizes: list[int] = []
+
+    def start() -> None:
+        rr.init()
+        sizes.append(rr.size())
+
+    threads = [threading.Thread(target=start) for _ in range(8)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert sizes == [SIZE] * 8
+
+
+@pytest.mark.sizes(3, 4)
+def test_a_world_of_some_ranks(no_world: None) -> None:
+    """The others may make worlds of their own; ranks are counted anew, and who is no member is told."""
+    mine = [rank for rank in range(SIZE) if rank % 2 == RANK % 2]
+    with pytest.raises(rr.ConfigError, match="ranks of the job"):
+        rr.init(comm=[(RANK + 1) % SIZE])
+    rr.init(comm=mine)
+    assert (rr.rank(), rr.size()) == (mine.index(RANK), len(mine))
+    assert rr.allreduce(np.ones(2)).tolist() == [len(mine)] * 2
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_a_world_of_some_ranks_has_a_time_limit(no_world: None) -> None:
+    """The ranks that do not come are named, also those of a communicator."""
+    if RANK == SIZE - 1:
+        PRIVATE.Barrier()
+        return
+    error = caught(mpi.subworld, range(SIZE), Waiter(0.2))
+    assert isinstance(error, rr.CollectiveTimeoutError)
+    assert f"rank {SIZE - 1} to call init" in str(error)
+    PRIVATE.Barrier()
+
+
+@pytest.mark.sizes(3, 4)
+def test_an_exchange_that_is_given_up_names_who_is_missing() -> None:
+    """All that have come say the same, who comes late hears of it, and the next exchange is not taken for that one."""
+    messages = mpi.MpiMessages(PRIVATE, Waiter(20.0))
+    messages._waiter.timeout_s = 0.3
+    last = RANK == SIZE - 1
+    if last:
+        PRIVATE.Barrier()
+    error = caught(messages.exchange, b"x")
+    assert isinstance(error, rr.CollectiveTimeoutError)
+    assert (f"for rank {SIZE - 1} to join" if not last else f"ranks 0-{SIZE - 2} had stopped waiting") in str(error)
+    if not last:
+        PRIVATE.Barrier()
+    with pytest.raises(rr.TransportError, match="an earlier exchange"):
+        messages.exchange(b"y")
+    messages.close()
+
+
+# ---- signal handlers and threads ----
+
+
+class Interrupting(rr.Instrument):
+    """Sends this process a signal in the midst of every collective."""
+
+    def collective_started(self, collective: str, algorithm: str, nbytes: int) -> None:
+        signal.raise_signal(signal.SIGUSR1)
+
+
+@pytest.mark.parametrize("name", ["allreduce", "allgather", "reduce_scatter", "broadcast", "alltoall", "barrier"])
+def test_a_handler_that_communicates_is_told_so(world: rr.Communicator, name: str) -> None:
+    """At once, where it interrupts a collective; and nothing that is under way is harmed."""
+    errors: list[rr.RingReduceError | None] = []
+    arguments = [] if name == "barrier" else [np.ones(SIZE)]
+    before = signal.signal(signal.SIGUSR1, lambda *_: errors.append(caught(getattr(world, name), *arguments)))
+    instrument = Interrupting()
+    world.instruments.add(instrument)
+    try:
+        assert world.allreduce(np.ones(3)).tolist() == [SIZE] * 3
+    finally:
+        world.instruments.remove(instrument)
+        signal.signal(signal.SIGUSR1, before)
+    assert all(isinstance(error, rr.ConfigError) for error in errors)
+    assert errors
+    assert "sets a flag" in str(errors[0])
+    assert world.allreduce(np.ones(3)).tolist() == [SIZE] * 3
+
+
+def test_a_second_thread_is_told_so(world: rr.Communicator) -> None:
+    """While one thread is in a collective, another one's raises at once, and the first goes on."""
+    errors: list[rr.RingReduceError | None] = []
+
+    class Meanwhile(rr.Instrument):
+        def collective_started(self, collective: str, algorithm: str, nbytes: int) -> None:
+            thread = threading.Thread(target=lambda: errors.append(caught(world.allreduce, np.ones(3))))
+            thread.start()
+            thread.join()
+
+    instrument = Meanwhile()
+    world.instruments.add(instrument)
+    try:
+        assert world.allreduce(np.ones(3)).tolist() == [SIZE] * 3
+    finally:
+        world.instruments.remove(instrument)
+    (error,) = errors
+    assert isinstance(error, rr.ConfigError)
+    assert "one call at a time" in str(error)
