@@ -86,15 +86,13 @@ def refusal(name: str, error: BaseException) -> str:
 def disagreement(calls: Mapping[int, Called]) -> MismatchError:
     """Return the error of ranks that made different calls.
 
-    They are in step if all made the same call of the program with different arguments: the same collective, from the
-    same lines. Then each has behind it one call that came to nothing. Otherwise nobody can know whose next call belongs
-    to whose.
+    They are in step if all made the same call of the program, from the same lines, whatever they called there. Then each
+    has behind it one call that came to nothing. Otherwise nobody can know whose next call belongs to whose.
 
     Args:
         calls: what each rank called.
     """
     in_step = len({each.stack for each in calls.values()}) == 1
-    in_step = in_step and len({each.text.partition("(")[0] for each in calls.values()}) == 1
     values = {rank: each.text for rank, each in calls.items()}
     places = {rank: each.place for rank, each in calls.items()}
     return MismatchError(values, in_step=in_step, places={} if in_step else places)

@@ -22,6 +22,7 @@ from ringreduce.buffers.cuda.cupy_driver import cuda_driver
 from ringreduce.calls import GivenUp, refusal
 from ringreduce.config import Config
 from ringreduce.errors import (
+    CollectiveError,
     ConfigError,
     MismatchError,
     RingReduceError,
@@ -482,7 +483,8 @@ class Communicator:
     def _may_refuse(self, error: BaseException | None) -> bool:
         """Return whether the other ranks do not know yet that this one is in a call, which has failed here alone."""
         begun = self._calls.number != self._behind
-        return isinstance(error, Exception) and self._is_open() and not begun
+        ours = isinstance(error, Exception) and not isinstance(error, CollectiveError)
+        return ours and self._is_open() and not begun
 
     def _is_open(self) -> bool:
         return not (self._disowned or self._closed) and self._failure is None

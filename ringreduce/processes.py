@@ -54,8 +54,8 @@ def rank_above() -> bytes | None:
     for pid, name in ancestors():
         if name in _LAUNCHERS:
             return None
-        with suppress(OSError):  # it has ended, or is somebody else's
-            for entry in os.scandir(f"/proc/{pid}/fd"):
+        with suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:  # it has ended, or is somebody else's
+            for entry in entries:
                 with suppress(OSError):
                     if os.readlink(entry.path).startswith(f"/memfd:{_ANNOUNCED}"):
                         with open(entry.path, "rb") as file:

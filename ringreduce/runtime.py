@@ -425,7 +425,8 @@ def _library(communicator: Communicator) -> str:
 def _connected(comm: MPI.Intracomm | Sequence[int] | None, settings: Config) -> MPI.Intracomm | None:
     """Return the ranks of the world as MPI connects them, where a launcher started several; None: there is one."""
     listed = isinstance(comm, (list, tuple))
-    if settings.standalone or processes.rank_above() is not None:
+    above = processes.rank_above()
+    if settings.standalone or (above is not None and World.is_inherited(above)):
         return None
     several = several_processes()
     launched = settings.launched_size

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from ringreduce.calls import GivenUp, refusal
 from ringreduce.communicator import Communicator
-from ringreduce.config import Config
+from ringreduce.config import Config, several_processes
 from ringreduce.errors import CollectiveTimeoutError, ConfigError, MismatchError
 from ringreduce.instruments import Instruments
 from ringreduce.metrics import Metrics
@@ -81,13 +81,21 @@ class World:
     @classmethod
     def above(cls, everyone: ProcessSet, announced: bytes, config: Config) -> World:
         """Return the world of the rank that has started this process, as it has announced it."""
-        rank, nodes = json.loads(announced)
+        rank, nodes, _ = json.loads(announced)
         barred = f"this process was started by rank {rank} of {sum(map(len, nodes))} and is no rank itself{_REMEDY}"
         return cls(everyone, rank, Topology(tuple(map(tuple, nodes))), config, barred)
 
     def announcement(self) -> bytes:
         """Return what `above` reads."""
-        return json.dumps([self.rank, self.hosts.nodes]).encode()
+        return json.dumps([self.rank, self.hosts.nodes, _proof()]).encode()
+
+    @staticmethod
+    def is_inherited(announced: bytes) -> bool:
+        """Return whether what a launcher has said to the rank above is all that the environment says to this process.
+
+        Then it is a program that the rank has started, and no rank of a job of its own.
+        """
+        return bool(json.loads(announced)[2] == _proof())
 
     @property
     def size(self) -> int:
@@ -281,6 +289,12 @@ _REMEDY = (
     ": it can ask for ranks and sizes, but not communicate. Communicate in the ranks, or start more of them with the "
     "launcher"
 )
+
+
+def _proof() -> str | None:
+    """Return what proves that this process was started beside others."""
+    several = several_processes()
+    return None if several is None else several[1]
 
 
 def _as_set(process_set: ProcessSet | Sequence[int] | Any) -> ProcessSet:

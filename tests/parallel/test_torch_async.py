@@ -190,7 +190,7 @@ def test_a_mismatch_is_the_same_error_on_all_ranks(which: str, known: bool) -> N
 
 @pytest.mark.sizes(2, 3, 4)  # alone, an operation may be done before the next is submitted
 def test_a_name_that_is_under_way_is_refused() -> None:
-    """At the call, on the rank that uses it twice, and neither operation is disturbed."""
+    """At the call, on the rank that uses it twice; the first operation goes on, and the others hear of the second."""
     if rr.rank() == 0:
         first = hvd.allreduce_async(torch.ones(2), name="twice", op=hvd.Sum)
         with pytest.raises(rr.ConfigError, match="'twice' is under way"):
@@ -200,6 +200,9 @@ def test_a_name_that_is_under_way_is_refused() -> None:
         hvd.allreduce(torch.ones(1), name="between")
         first = hvd.allreduce_async(torch.ones(2), name="twice", op=hvd.Sum)
     assert hvd.synchronize(first).tolist() == [rr.size()] * 2
+    if rr.rank() != 0:
+        with pytest.raises(rr.MismatchError, match="'twice' is under way"):
+            hvd.allreduce(torch.ones(2), name="twice", op=hvd.Sum)
     assert hvd.allreduce(torch.ones(2), name="twice", op=hvd.Sum).tolist() == [rr.size()] * 2
 
 
@@ -219,11 +222,56 @@ def test_a_name_that_is_under_way_is_refused() -> None:
     ],
 )
 def test_bad_arguments_are_refused_at_the_call(call: Callable[[], Any], message: str) -> None:
-    """On one rank alone too, and the next operation works."""
-    if rr.rank() == 0 and not (rr.size() == 1 and message.endswith("|")):
+    """Whoever makes the call, and the next operation works."""
+    if not (rr.size() == 1 and message.endswith("|")):
         with pytest.raises(rr.RingReduceError, match=message):
             call()
     assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [rr.size()] * 2
+
+
+REFUSED: dict[str, Callable[[bool], list[Any]]] = {
+    "allreduce": lambda wrong: [torch.ones(2, device="meta") if wrong else torch.ones(2)],
+    "allreduce_": lambda wrong: [torch.ones(1).expand(2) if wrong else torch.ones(2)],
+    "allreduce_async": lambda wrong: [[1.0, 2.0] if wrong else torch.ones(2)],
+    "allreduce_async_": lambda wrong: [torch.ones(2).to_sparse() if wrong else torch.ones(2)],
+    "grouped_allreduce": lambda wrong: [[] if wrong else [torch.ones(2)]],
+    "grouped_allreduce_async": lambda wrong: [[None] if wrong else [torch.ones(2)]],
+    "allgather": lambda wrong: [torch.tensor(1.0) if wrong else torch.ones(2)],
+    "allgather_async": lambda wrong: [torch.tensor(1.0) if wrong else torch.ones(2)],
+    "broadcast": lambda wrong: [torch.ones(2), 99 if wrong else 0],
+    "broadcast_async_": lambda wrong: [torch.ones(2), 99 if wrong else 0],
+    "alltoall": lambda wrong: [torch.ones(2 * rr.size()), [1] if wrong else None],
+    "reducescatter": lambda wrong: [torch.ones(()) if wrong else torch.ones(2 * rr.size())],
+    "reducescatter_async": lambda wrong: [torch.ones(()) if wrong else torch.ones(2 * rr.size())],
+    "sparse_allreduce_async": lambda wrong: [torch.ones(2) if wrong else torch.ones(2).to_sparse()],
+    "broadcast_object": lambda wrong: [None, 99 if wrong else 0],
+    "broadcast_parameters": lambda wrong: [[1.0] if wrong else [torch.ones(2)]],
+}
+
+
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("named", [False, True])
+def test_what_one_rank_refuses_ends_for_all(name: str, named: bool) -> None:
+    """It raises its own error, the others a mismatch with its reason, and the next operations belong together."""
+    options = {"name": f"refused {name}"} if named and name != "broadcast_parameters" else {}
+    for step in range(3):
+        wrong = (rr.rank(), step) == (0, 1)
+        try:
+            result = getattr(hvd, name)(*REFUSED[name](wrong), **options)
+            if name.endswith(("async", "async_")):
+                hvd.synchronize(result)
+            error = None
+        except rr.RingReduceError as raised:
+            error = raised
+        if step != 1:
+            assert error is None
+        elif rr.rank() == 0:
+            assert isinstance(error, (rr.ConfigError, rr.UnsupportedBufferError))
+        else:
+            assert isinstance(error, rr.MismatchError)
+            assert "(refused: " in error.values[0]
+        assert hvd.allreduce(torch.full((2,), 10.0**step), op=hvd.Sum).tolist() == [rr.size() * 10.0**step] * 2
 
 
 # ---- join ----

@@ -442,7 +442,7 @@ def test_closing_waits_for_what_is_under_way(seed: int):
     def function(rank: Rank) -> None:
         array = rank.driver.put(np.ones(1000, np.float32), 0)
         assert rank.run(array, array)
-        rank.context.barrier()
+        rank.context.meet(Signature.of("barrier"))
         other = DeviceAllreduce.of(rank.context, rank.devices)
         assert other is not None
         rank.allreduce.close()

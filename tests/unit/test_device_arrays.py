@@ -6,6 +6,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -417,8 +418,7 @@ def test_the_first_buffer_is_made_by_all_ranks(cupy: ModuleType) -> None:
     """A rank that does something else meanwhile is told what the others do; later buffers are a rank's own affair."""
 
     def check(communicator: rr.Communicator, driver: HostDriver) -> None:
-        other = (lambda: communicator.empty(2, device="cuda")) if communicator.rank else communicator.barrier
-        error = caught(other)
+        error = caught(partial(communicator.empty, 2, device="cuda") if communicator.rank else communicator.barrier)
         assert isinstance(error, MismatchError)
         assert "the first use of device memory" in error.values[1]
         communicator.empty(2, device="cuda")

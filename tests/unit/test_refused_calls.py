@@ -199,21 +199,6 @@ def test_a_refused_call_in_place_of_another_closes_it_too(node_size: int | None)
 
 
 @NODES
-def test_different_collectives_from_one_line_close_it(node_size: int | None) -> None:
-    """A line that picks its collective by what a rank knows is not one call."""
-
-    def body(communicator: rr.Communicator) -> None:
-        name = "allgather" if communicator.rank == 1 else "allreduce"
-        with pytest.raises(rr.MismatchError) as caught:
-            getattr(communicator, name)(np.ones(4))
-        assert not caught.value.in_step
-        with pytest.raises(rr.TransportError, match="out of step"):
-            communicator.barrier()
-
-    run_ranks(SIZE, body, node_size=node_size, config=Config(timeout_s=10.0))
-
-
-@NODES
 @COUNTS
 def test_many_mismatches_leave_nothing_behind(node_size: int | None, count: int) -> None:
     """After each, plans and messages are used again: right sums of known calls, whatever was under way."""
