@@ -86,8 +86,8 @@ def refusal(name: str, error: BaseException) -> str:
 def disagreement(calls: Mapping[int, Called]) -> MismatchError:
     """Return the error of ranks that made different calls.
 
-    They are in step if all made the same call of the program, from the same lines, whatever they called there. Then each
-    has behind it one call that came to nothing. Otherwise nobody can know whose next call belongs to whose.
+    They are in step if all made the same call of the program, from the same lines, whatever they called there. Then
+    each has behind it one call that came to nothing. Otherwise nobody can know whose next call belongs to whose.
 
     Args:
         calls: what each rank called.

@@ -146,10 +146,9 @@ class Communicator:
     def config(self) -> Config:
         return self._context.config
 
-    def alive(self, rank: int) -> bool:
-        """Return False if a rank's process is known to be gone; those of other nodes are always taken to be there."""
-        topology = self.topology
-        return rank not in topology.node_of(self.rank) or rank == self.rank or self._context.arena.alive(rank)
+    def find_lost(self, doing: str) -> CollectiveError | None:
+        """Return what to raise about a rank of this node that is gone, None if there is none; ``doing`` is for that."""
+        return self._context.board.find_lost(doing)
 
     # ---- collectives ----
 

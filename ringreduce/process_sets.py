@@ -223,7 +223,7 @@ def connect(make: Callable[[Waiter], Messages], settings: Config) -> Parts:
     asynchronous = Communicator(context)
     shared = context.topology.single_node and context.topology.size > 1
     notes = SharedNotes(context.node, context.messages) if shared else make(Waiter(settings.timeout_s))
-    engine = Engine(asynchronous, notes, alive=asynchronous.alive, threads=context.messages.concurrent)
+    engine = Engine(asynchronous, notes, find_lost=asynchronous.find_lost, threads=context.messages.concurrent)
     return Parts(blocking, engine)
 
 

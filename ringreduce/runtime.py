@@ -136,8 +136,8 @@ def _start(comm: MPI.Intracomm | Sequence[int] | None) -> World:
     _check_versions(messages)
     _check_settings(messages, settings)
     world = World.connected(global_process_set, messages, make, settings)
-    _use_table(messages, world, settings)
     _tell_what_was_chosen(world, settings)
+    _use_table(messages, world, settings)
     if messages.size > 1:
         assert _endings is not None
         _endings.watch_launcher()

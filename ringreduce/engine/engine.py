@@ -40,6 +40,7 @@ from ringreduce.engine.orders import (
 )
 from ringreduce.engine.stall import StallWatch
 from ringreduce.errors import (
+    CollectiveError,
     CollectiveTimeoutError,
     ConfigError,
     MismatchError,
@@ -96,7 +97,7 @@ class Engine:
     Args:
         communicator: carries the operations out; used by nobody else. Closed with the engine.
         notes: carries what the ranks say to each other about them; used by nobody else. Closed with the engine.
-        alive: whether a rank's process is there, as far as is known.
+        find_lost: returns what to raise about a rank that is gone, given what this one does; None if none is.
         threads: whether operations may run on another thread than that which submits them. If not, they run only
             while somebody waits.
 
@@ -111,7 +112,7 @@ class Engine:
         communicator: Communicator,
         notes: Notes,
         *,
-        alive: Callable[[int], bool] = lambda rank: True,
+        find_lost: Callable[[str], CollectiveError | None] = lambda doing: None,
         threads: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -119,7 +120,7 @@ class Engine:
         self._communicator = communicator
         self._instruments = communicator.instruments
         self._messages = notes
-        self._alive = alive
+        self._find_lost = find_lost
         self._clock = clock
         self._executor = Executor(communicator)
         config = communicator.config
@@ -728,15 +729,19 @@ class Engine:
 
     def _look_around(self, now: float) -> None:
         """Look for operations that do not come to an end."""
-        for rank in range(self._communicator.size if self._under_way else 0):
-            if not self._alive(rank):
-                raise PeerLostError(rank, "its process has ended")
+        if self._under_way and (lost := self._find_lost(self._waits_for())) is not None:
+            raise lost
         if self._leader is not None:
             late, expired = self._stall.check(self._leader.waiting(), now)
             self._tell([self._leader.stalled(each, now) for each in late])
             self._tell([self._leader.expire(each, now) for each in expired])
         elif now - self._news > self._communicator.config.timeout_s + _GRACE_S and self._awaits_word():
             raise PeerLostError(self.LEADER, f"it has said nothing for {now - self._news:.0f} s")
+
+    def _waits_for(self) -> str:
+        operations = [queue[0].title for queue in self._pending.values()]
+        more = f" and {len(operations) - 1} more" * (len(operations) > 1)
+        return f"this rank waits for {operations[0] if operations else 'a join'}{more}"
 
     def _awaits_word(self) -> bool:
         """Return whether the leader has to say something; of offers that nobody takes up it says nothing."""

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.calls import CALLED_NBYTES, Called, GivenUp, disagreement
-from ringreduce.errors import PeerLostError
+from ringreduce.errors import CollectiveError, PeerLostError
 from ringreduce.transport.shared import Arena, Location
 from ringreduce.transport.waiting import Waiter
 
@@ -241,22 +241,42 @@ class Board:
         finally:
             self._waiting = None
 
+    def find_lost(self, doing: str, among: Sequence[int] | None = None) -> CollectiveError | None:
+        """Return what to raise about a member that takes part in nothing any more, None if there is none.
+
+        One that has died without a word comes first: others may have ended because of it.
+
+        Args:
+            doing: what this rank does, for the error.
+            among: positions in ``peers``; None: all but those that have shut down.
+        """
+        places = range(len(self._others)) if among is None else among
+        left = {place: self._said(self.members.index(self._others[place][0])) for place in places if self._left(place)}
+        for place in places:
+            member = self._others[place][0]
+            if place not in left and not self._arena.alive(member) and not self._left(place):
+                return PeerLostError(member, f"its process has ended; {doing}")
+        for place, said in left.items():
+            why = GivenUp(*json.loads(said))
+            if why.reason or among is not None:
+                return why.error(self._others[place][0], doing)
+        return None
+
+    def _left(self, place: int) -> bool:
+        flag = self._others[place][1][_STATUS][0]
+        if flag and self._fence is not None:
+            self._fence()
+        return bool(flag)
+
     def _watch(self) -> None:
         """Raise if a member that is waited for has left or died."""
         if self._waiting is None:
             return
         lines, number, signature = self._waiting
         late = [place for place, flag in enumerate(lines) if flag[0] < number]
-        doing = f"this rank called {signature}"
-        # Those first that died without a word: others may have ended because of them.
-        for member, line in (self._others[place] for place in late):
-            if not line[_STATUS][0] and not self._arena.alive(member) and not line[_STATUS][0]:
-                raise PeerLostError(member, f"its process has ended; {doing}")
-        for member, line in (self._others[place] for place in late):
-            if line[_STATUS][0]:
-                if self._fence is not None:
-                    self._fence()
-                raise GivenUp(*json.loads(self._said(self.members.index(member)))).error(member, doing)
+        lost = self.find_lost(f"this rank called {signature}", late)
+        if lost is not None:
+            raise lost
 
     def _say(self, text: bytes) -> None:
         """Write what the others read once a flag tells them to."""

@@ -368,6 +368,71 @@ def test_ranks_end_with_their_launcher(tmp_path: Path, between: tuple[str, ...])
                 os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.parametrize(
+    "waiting",
+    [
+        "rr.allreduce(np.ones(4))",
+        "rr.allreduce(np.ones(1 << 18))",
+        "hvd.allreduce(torch.ones(4))",
+        "hvd.join()",
+    ],
+)
+def test_survivors_name_the_rank_that_died(run_job, tmp_path: Path, waiting: str):
+    """All of them, and not one another, although they end one after the other."""
+    job = run_job(
+        3,
+        source=f"""
+        import os, signal, sys
+        import numpy as np
+        import torch
+        import ringreduce as rr
+        import ringreduce.torch as hvd
+        rr.init()
+        for _ in range(3):
+            hvd.allreduce(torch.ones(4))
+            rr.barrier()
+        if rr.rank() == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            {waiting}
+        except rr.PeerLostError as error:
+            with open("{tmp_path}/" + str(rr.rank()), "w") as file:
+                file.write(str(error.rank))
+            raise
+        """,
+    )
+    assert job.returncode != 0
+    assert job.seconds < PROMPT_S
+    named = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert set(named.values()) <= {"2"}, named
+
+
+def test_ranks_of_different_versions_do_not_start(run_job):
+    """They may not understand each other; all are told, with the hosts."""
+    job = run_job(
+        2,
+        source="""
+        from mpi4py import MPI
+        from ringreduce import runtime
+        if MPI.COMM_WORLD.rank == 1:
+            runtime.VERSION = "0.0.1"
+        runtime.init()
+        """,
+    )
+    assert job.returncode != 0
+    assert re.search(r"rank 0: ringreduce \S+ on \S+\n  rank 1: ringreduce 0.0.1 on \S+\n", job.stderr)
+
+
+def test_what_was_chosen_is_logged_by_one_rank(run_job):
+    """At the level of information: versions, ranks, launcher, what connects them, the tuning table, the settings."""
+    job = run_job(2, source="import ringreduce as rr; rr.init()", RINGREDUCE_LOG_LEVEL="info", RINGREDUCE_BUCKET="1M")
+    assert job.returncode == 0, job.stderr
+    lines = job.stderr.splitlines()
+    assert all(line.startswith("ringreduce: rank 0: ") for line in lines), lines
+    for said in ("Python", "2 ranks on 1 node, started by Open MPI's mpirun", "shared memory", "bucket_nbytes=1048576"):
+        assert said in job.stderr
+
+
 def appeared(path: Path) -> Path:
     """Return a path once there is a file."""
     end = time.monotonic() + 30
