@@ -12,8 +12,24 @@ work is an error on all ranks and not a hang. Gradients flow through collectives
 conventions: see `ringreduce.conventions`.
 """
 
+from ringreduce import runtime
+from ringreduce.algorithms import Collective
+from ringreduce.communicator import Communicator
 from ringreduce.runtime import set_conventions
-from ringreduce.torch import compression, elastic, functions, mpi_ops, optimizer, sync_batch_norm
+from ringreduce.torch import (
+    bucket,
+    buckets,
+    compression,
+    differentiable,
+    early,
+    elastic,
+    functions,
+    mpi_ops,
+    objects,
+    ops,
+    optimizer,
+    sync_batch_norm,
+)
 from ringreduce.torch.functions import (
     allgather_object,
     broadcast_object,
@@ -24,6 +40,7 @@ from ringreduce.torch.mpi_ops import *  # noqa: F403  # what these two export is
 from ringreduce.torch.ops import *  # noqa: F403  # for type checkers, which see no further than one star
 from ringreduce.torch.optimizer import DistributedOptimizer
 from ringreduce.torch.sync_batch_norm import SyncBatchNorm
+from ringreduce.torch.uncompiled import leave_uncompiled
 
 __all__ = [
     "DistributedOptimizer",
@@ -42,3 +59,8 @@ __all__ = [
 ]
 __all__ += mpi_ops.__all__
 __all__.sort()
+
+leave_uncompiled(bucket, buckets, differentiable, early, functions, objects, ops, optimizer, sync_batch_norm)
+leave_uncompiled(DistributedOptimizer.step, callees=False)  # what the wrapped optimizer does can be compiled
+for _place in (runtime, Communicator):
+    leave_uncompiled(_place.barrier, *(getattr(_place, each.value) for each in Collective))

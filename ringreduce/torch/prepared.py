@@ -55,18 +55,20 @@ Op = ReduceOp | str
 _numbers = itertools.count(1)
 
 
-class Handle(int):
-    """An operation on its way, to be given to `poll` and `synchronize`; a number, as in Horovod."""
+class Handle:
+    """An operation on its way, to be given to `poll` and `synchronize`; ``int(handle)`` is its number, as in Horovod.
 
-    operation: Operation
-    engine: Engine
-    crossing: Crossing | None
+    It is no number itself: `torch.compile` would take it for a constant, and compile again for every operation.
+    """
 
-    @classmethod
-    def of(cls, operation: Operation, engine: Engine, crossing: Crossing | None = None) -> Handle:
-        made = cls(next(_numbers))
-        made.operation, made.engine, made.crossing = operation, engine, crossing
-        return made
+    __slots__ = ("_number", "crossing", "engine", "operation")
+
+    def __init__(self, operation: Operation, engine: Engine, crossing: Crossing | None = None) -> None:
+        self._number = next(_numbers)
+        self.operation, self.engine, self.crossing = operation, engine, crossing
+
+    def __index__(self) -> int:
+        return self._number
 
 
 class Prepared(NamedTuple):
@@ -91,7 +93,7 @@ class Prepared(NamedTuple):
             crossing = Crossing(tensors)
             operation.run = crossing.around(operation.run)
         engine.submit(operation, unique=unique)
-        return Handle.of(operation, engine, crossing)
+        return Handle(operation, engine, crossing)
 
     def carry_out(self) -> Any:
         """Start it and wait for its result, on this thread: quicker than `submit` and `synchronize`."""

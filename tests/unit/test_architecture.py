@@ -158,3 +158,10 @@ def test_importing_ringreduce_starts_nothing():
         "import ringreduce, threading; assert not ringreduce.is_initialized(); print(threading.active_count())"
     )
     assert printed == "1\n"
+
+
+def test_importing_the_torch_layer_does_not_import_torchs_compiler():
+    """That takes a second, and most programs compile nothing."""
+    pytest.importorskip("torch")
+    printed = in_a_new_process("import sys, ringreduce.torch; print('torch._dynamo' in sys.modules)")
+    assert printed == "False\n"

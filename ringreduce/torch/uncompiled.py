@@ -1,0 +1,60 @@
+"""What `torch.compile` leaves as it is: code that has to do with other processes, of which a compiler knows nothing.
+
+Compiled functions may call it. They are cut there: this code runs as ever, and what comes after it is compiled again.
+Functions are marked and not wrapped, so that a call costs what it did, and torch's compiler is not imported.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from torch._C._dynamo import eval_frame
+
+__all__ = ["leave_uncompiled"]
+
+#: Private to torch, since 2.7. Earlier versions leave alone what a function calls only if it is wrapped.
+_set_strategy: Any = getattr(eval_frame, "set_code_exec_strategy", None)
+
+
+def leave_uncompiled(*places: Any, callees: bool = True) -> None:
+    """Let `torch.compile` leave functions as they are.
+
+    Args:
+        places: the functions; of classes and modules, all that are written there.
+        callees: whether it leaves what they call alone, too. If not, it compiles that by itself.
+    """
+    if _set_strategy is None:
+        return
+    action = eval_frame._FrameAction
+    how = eval_frame._FrameExecStrategy(action.SKIP, action.SKIP if callees else action.DEFAULT)
+    for function in _functions(places):
+        # The attributes are for functions that are compiled and call it, the rest for when torch itself calls it.
+        vars(function)["_torchdynamo_disable"] = True
+        vars(function)["_torchdynamo_disable_msg"] = "it has to do with other processes"
+        for code in _codes(inspect.unwrap(function).__code__):  # and not a decorator's, which is that of others too
+            _set_strategy(code, how)
+
+
+def _functions(places: Iterable[Any]) -> Iterator[FunctionType]:
+    for each in places:
+        if isinstance(each, FunctionType):
+            yield each
+        elif isinstance(each, (staticmethod, classmethod)):
+            yield from _functions([each.__func__])
+        elif isinstance(each, property):
+            yield from _functions([each.fget, each.fset])
+        elif isinstance(each, (ModuleType, type)):
+            home = each.__name__ if isinstance(each, ModuleType) else each.__module__
+            written = (own for own in vars(each).values() if not isinstance(own, ModuleType))
+            yield from _functions([own for own in written if getattr(own, "__module__", home) == home])
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Find a function's code, and that of the functions that it makes."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
