@@ -46,7 +46,7 @@ class Operation:
         error: what it raises instead.
     """
 
-    __slots__ = ("done", "error", "looks", "name", "result", "stack")
+    __slots__ = ("_title", "done", "error", "looks", "name", "result", "stack")
 
     def __init__(self, name: str, looks: Looks) -> None:
         self.name = name
@@ -63,8 +63,12 @@ class Operation:
 
     @property
     def title(self) -> str:
-        """What errors call it."""
-        return repr(self.name)
+        """What errors call it: by its name, unless this is set."""
+        return getattr(self, "_title", None) or repr(self.name)
+
+    @title.setter
+    def title(self, title: str) -> None:
+        self._title = title
 
 
 class Reduction(Operation):

@@ -61,6 +61,9 @@ __all__ += mpi_ops.__all__
 __all__.sort()
 
 leave_uncompiled(bucket, buckets, differentiable, early, functions, objects, ops, optimizer, sync_batch_norm)
-leave_uncompiled(DistributedOptimizer.step, callees=False)  # what the wrapped optimizer does can be compiled
+# What the wrapped optimizer and closures do can be compiled.
+leave_uncompiled(
+    *(getattr(DistributedOptimizer, name) for name in ("step", "_step_wrapped", "_evaluate")), callees=False
+)
 for _place in (runtime, Communicator):
     leave_uncompiled(_place.barrier, *(getattr(_place, each.value) for each in Collective))

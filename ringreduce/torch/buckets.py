@@ -46,6 +46,7 @@ from ringreduce.torch.compression import (
     WireCompressor,
 )
 from ringreduce.torch.early import EarlyReduction, settled
+from ringreduce.torch.hyperparameters import warn_of_differences
 from ringreduce.torch.streams import current_stream, on_host, working_on
 
 __all__ = ["GradientBuckets"]
@@ -57,7 +58,7 @@ _log = logging.getLogger(__name__)
 _NONE, _DENSE, _SPARSE, _UNSUPPORTED = 0, 1, 2, 255
 
 
-_SIGNATURE_NBYTES = 8
+_UNSIGNED = bytes(8)  # what a rank that does not contribute says in place of `_signed`
 
 _WRONG_GUESSES = 3  # steps in a row in which something was reduced too early, after which nothing more is
 
@@ -79,6 +80,8 @@ class GradientBuckets:
         groups: the number of its group for each parameter, by id, that travels in a bucket with its group.
         skip_unused: whether trainable parameters that no rank used keep None instead of zeros.
         early: whether buckets are reduced during the backward pass; the same on all ranks.
+        settings: returns what the ranks step with, which is compared with the others' in the first step and then ever
+            more rarely, as that takes a while; see `ringreduce.torch.hyperparameters`. On all ranks or none.
 
     Attributes:
         start: lets all ranks call `reduce_early` with a part, once all have called this with it; returns at once. To be
@@ -99,6 +102,7 @@ class GradientBuckets:
         groups: Mapping[int, int] | None = None,
         skip_unused: bool = True,
         early: bool = False,
+        settings: Callable[[], Mapping[str, str]] | None = None,
     ) -> None:
         self.communication_s = 0.0
         self.local_s = 0.0
@@ -114,6 +118,7 @@ class GradientBuckets:
         self._predivide_factor = predivide_factor
         self._groups = groups or {}
         self._skip_unused = skip_unused
+        self._settings = settings
         self.start: Callable[[str], Operation] | None = None
         # Those of the buckets that are reduced early; None: they are not, or not any more.
         self._early: dict[Bucket, EarlyReduction] | None = {} if early else None
@@ -414,14 +419,22 @@ class GradientBuckets:
         else:
             mine = bytes(len(parameters) + len(self._buckets))
         nstates = len(mine)
-        if self._steps == 0:
-            mine += _signature_of(parameters) if contributing else bytes(_SIGNATURE_NBYTES)
+        first = self._steps == 0
+        settings = self._settings() if self._settings is not None and self._steps & (self._steps + 1) == 0 else None
+        if first:
+            mine += _signed(_checksum_of(parameters)) if contributing else _UNSIGNED
+        if settings is not None:
+            mine += _signed(zlib.crc32(repr(settings).encode())) if contributing else _UNSIGNED
         everyone = self._exchange(mine)
-        if self._steps == 0 and not _all_alike(everyone[nstates:]) and self._communicator.rank == 0:
+        signatures = everyone[nstates:].reshape(-1, len(_UNSIGNED))
+        if first and not _all_alike(signatures[0]) and self._communicator.rank == 0:
             _log.warning(
                 "the ranks begin with different weights, and will end with different ones; call broadcast_parameters("
                 "model.state_dict(), root_rank=0) before the first step"
             )
+        if settings is not None and not _all_alike(signatures[-1]):
+            warn_of_differences(self._communicator, settings if contributing else None)
+            self._settings = None
         found, anywhere_wrong = everyone[: len(parameters)], everyone[len(parameters) : nstates]
         if (found == _UNSUPPORTED).any():
             name = self._name_of(parameters[int((found == _UNSUPPORTED).argmax())])
@@ -494,22 +507,24 @@ class GradientBuckets:
             bucket.collect_at_once()
 
 
-def _signature_of(parameters: Sequence[torch.Tensor]) -> bytes:
-    """Return a checksum of the values, and its complement.
-
-    Of either, the largest bytes of all ranks are complements, too, only if the checksums are equal.
-    """
+def _checksum_of(parameters: Sequence[torch.Tensor]) -> int:
+    """Return a checksum of 32 bits of the values."""
     checksum = 0
     for parameter in parameters:
         if parameter.layout is torch.strided:
             values = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8)
             checksum = zlib.crc32(values.numpy().data, checksum)
-    said = checksum.to_bytes(_SIGNATURE_NBYTES // 2, "little")
+    return checksum
+
+
+def _signed(checksum: int) -> bytes:
+    """Return a checksum and its complement: the largest bytes of all ranks are complements, too, only if all agree."""
+    said = checksum.to_bytes(len(_UNSIGNED) // 2, "little")
     return said + bytes(255 - each for each in said)
 
 
 def _all_alike(largest: npt.NDArray[np.uint8]) -> bool:
-    """Whether these are the largest bytes of equal results of `_signature_of`."""
+    """Whether these are the largest bytes of equal results of `_signed`."""
     said, complement = largest.astype(np.int32).reshape(2, -1)
     return bool((said + complement == 255).all())
 

@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from time import perf_counter
 from types import MethodType
@@ -17,24 +17,30 @@ from typing import Any, NoReturn, cast
 import torch
 
 from ringreduce.adasum import adasum
+from ringreduce.arguments import whole_number
 from ringreduce.communicator import Communicator
 from ringreduce.engine import Call, Engine, Operation, Procedure, Reduction
 from ringreduce.errors import ConfigError
-from ringreduce.process_sets import ProcessSet
+from ringreduce.process_sets import ProcessSet, connect
 from ringreduce.reduce_ops import AVERAGE, MAX, SUM, ReduceOp
-from ringreduce.runtime import global_process_set
-from ringreduce.torch.agreement import require_same_tensors
+from ringreduce.runtime import config, global_process_set
+from ringreduce.torch.agreement import Meeting, require_same_tensors
 from ringreduce.torch.buckets import GradientBuckets
 from ringreduce.torch.compression import BucketCompression, Compression, Compressor
-from ringreduce.torch.prepared import Adasum
+from ringreduce.torch.hyperparameters import hyperparameters
+from ringreduce.torch.prepared import Adasum, ReproducibleSum
 from ringreduce.torch.streams import gpu_of, on_host
+from ringreduce.transport.memory import MemoryWorld
 
 __all__ = ["DistributedOptimizer"]
 
+_KIND = "DistributedOptimizer"
 _COMPRESSION = "compression"  # a key of state dicts
 
 #: Where a GradScaler looks at an optimizer's gradients; private to torch. Without it, call `synchronize` by hand.
 _UNSCALING = getattr(getattr(torch.amp.GradScaler, "_unscale_grads_", None), "__code__", None)
+
+_stepping: set[int] = set()  # ids of wrapped optimizers that make a step for their wrapper
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -104,7 +110,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __new__(cls, optimizer: torch.optim.Optimizer, *arguments: Any, **options: Any) -> DistributedOptimizer:
         # Also an instance of the wrapped optimizer's class, for programs that ask what kind it is.
         kind = type(optimizer)
-        if cls is DistributedOptimizer and kind is not torch.optim.Optimizer and not isinstance(optimizer, cls):
+        plain = kind is torch.optim.Optimizer or isinstance(optimizer, cls) or not _is_optimizer(optimizer)
+        if cls is DistributedOptimizer and not plain:
             cls = type(f"Distributed{kind.__name__}", (cls, kind), {})
         return object.__new__(cls)
 
@@ -125,41 +132,44 @@ class DistributedOptimizer(torch.optim.Optimizer):
         skip_unused: bool = False,
         overlap: bool | None = None,
     ) -> None:
-        if isinstance(optimizer, DistributedOptimizer):
-            raise ConfigError("this is a DistributedOptimizer already; wrapped twice, it would reduce gradients twice")
         # Optimizer.__init__ is not called: it would make parameter groups, state and hooks of its own. Whatever it
         # would have set is the wrapped optimizer's, by the properties and __getattr__ below.
         self._optimizer = optimizer
         self._process_set = process_set
-        self._communicator, self._engine = process_set.communicator, process_set.engine
-        self._adasum = op == Adasum
-        self._op = AVERAGE if op == Adasum else ReduceOp.parse(op)
-        if self._op not in (AVERAGE, SUM):
-            raise ConfigError(f"DistributedOptimizer can average or sum gradients, or use Adasum; got op {op}")
-        if not 0.0 < gradient_predivide_factor < math.inf:
-            raise ConfigError(f"gradient_predivide_factor must be a positive number, got {gradient_predivide_factor}")
-        if gradient_predivide_factor != 1.0 and (self._op is not AVERAGE or self._adasum):
-            raise ConfigError("gradient_predivide_factor is a part of averaging; use it with op=Average")
-        self._names = _checked_names(optimizer, named_parameters)
-        if bucket_nbytes is None:
-            bucket_nbytes = self._communicator.config.bucket_nbytes
-        self._sparse_as_dense = sparse_as_dense
-        self._overlap = overlap
-        self._new_buckets = partial(
-            GradientBuckets,
-            op=self._op,
-            bucket_nbytes=bucket_nbytes,
-            compression=_checked_compression(compression),
-            predivide_factor=gradient_predivide_factor,
-            groups=_checked_groups(self._parameters(), num_groups if groups is None else groups),
-            skip_unused=skip_unused,
-        )
-        self._synchronized = False
-        self._scaler: weakref.ref[Any] | None = None  # a GradScaler that has made it reduce the gradients of a step
-        self._skipping = False
-        self._waited_s = 0.0
-        self.set_backward_passes_per_step(backward_passes_per_step)
+        self._take_place()
+        with Meeting(self._communicator, _KIND):
+            _require_optimizer(optimizer, sparse_as_dense=sparse_as_dense)
+            self._adasum = op == Adasum
+            self._op = _checked_op(op)
+            if not 0.0 < gradient_predivide_factor < math.inf:
+                raise ConfigError(
+                    f"gradient_predivide_factor must be a positive number, got {gradient_predivide_factor}"
+                )
+            if gradient_predivide_factor != 1.0 and (self._op is not AVERAGE or self._adasum):
+                raise ConfigError("gradient_predivide_factor is a part of averaging; use it with op=Average")
+            self._names = _checked_names(optimizer, named_parameters)
+            if bucket_nbytes is None:
+                bucket_nbytes = self._communicator.config.bucket_nbytes
+            self._sparse_as_dense = sparse_as_dense
+            self._overlap = overlap
+            self._new_buckets = partial(
+                GradientBuckets,
+                op=self._op,
+                bucket_nbytes=whole_number("bucket_nbytes", bucket_nbytes, 1),
+                compression=_checked_compression(compression),
+                predivide_factor=gradient_predivide_factor,
+                groups=_checked_groups(self._parameters(), num_groups if groups is None else groups),
+                skip_unused=skip_unused or isinstance(optimizer, torch.optim.SparseAdam),
+                settings=partial(hyperparameters, optimizer),
+            )
+            self._synchronized = False
+            self._scaler: weakref.ref[Any] | None = None  # a GradScaler that has made it reduce a step's gradients
+            self._skipping = False
+            self._waited_s = 0.0
+            self.set_backward_passes_per_step(backward_passes_per_step)
+            self._use_gpus()
         self._register()
+        self._unwatch = _watch(optimizer, self)
 
     # ---- training ----
 
@@ -179,7 +189,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._adasum and self._communicator.size > 1:
             return self._adasum_step(closure)
         if closure is not None:
-            result = self._optimizer.step(partial(self._evaluate, closure))
+            result = self._step_wrapped(partial(self._evaluate, closure))
             self._synchronized, self._scaler = False, None
             return result
         if not (self._skipping or self._reduced_for_scaler()):
@@ -190,7 +200,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 )
             self.synchronize()
         self._synchronized, self._scaler = False, None
-        return self._optimizer.step()
+        return self._step_wrapped()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients. None costs less memory traffic than zeros, here as well."""
@@ -216,7 +226,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._communicator.size > 1 and not self._adasum:
             self._buckets.start_rest()
             self._buckets.follow_this_stream(gpu_of(self._parameters()))
-            self._run(Procedure(self._name, f"step of {self!r}"))
+            self._run(Procedure(self._name, "step"), self._step_title)
         self._synchronized = True
 
     @contextmanager
@@ -238,11 +248,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Say how many backward passes come before each step; see the class.
 
         Raises:
-            ConfigError: it is not a positive number.
+            ConfigError: it is not a positive whole number.
         """
-        if passes < 1:
-            raise ConfigError(f"backward_passes_per_step must be at least 1, got {passes}")
-        self.backward_passes_per_step = passes
+        self.backward_passes_per_step = whole_number("backward_passes_per_step", passes, 1)
 
     def rejoin(self) -> None:
         """Go on in the world there is now, if ``shutdown()`` and ``init()`` came since the last time. Collective.
@@ -254,9 +262,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             MismatchError: the ranks have different parameters.
         """
-        if self._process_set.process_set_id is None or self._process_set.engine is self._engine:
+        process_set = self._process_set
+        if process_set.process_set_id is None:
             return
-        self._communicator, self._engine = self._process_set.communicator, self._process_set.engine
+        if process_set.engine is self._engine if process_set.included() else self._alone:
+            return
+        self._take_place()
+        with Meeting(self._communicator, _KIND):
+            self._use_gpus()
         self._waited_s = self.communication_s  # the new buckets count from zero
         self._retire()
         self._register()
@@ -310,11 +323,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to train; the same on all ranks. Collective.
 
+        If it fails on one rank, no rank has added any.
+
         Raises:
-            MismatchError: the ranks have different parameters now.
+            MismatchError: the ranks have different parameters now, or another rank's are wrong.
         """
-        self._optimizer.add_param_group(param_group)
-        self._require_agreement()
+        groups = self._optimizer.param_groups
+        before = len(groups)
+        try:
+            with Meeting(self._communicator, f"{_KIND}.add_param_group"):
+                self._optimizer.add_param_group(param_group)
+                _require_parameters(self._parameters())
+                self._use_gpus()
+            self._require_agreement()
+        except Exception:
+            del groups[before:]
+            raise
 
     @property
     def compression_error(self) -> float:
@@ -385,10 +409,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _share_overflows(self) -> None:
         """Make this rank's gradients overflow if those of any rank do; what Adasum reduces comes after the step."""
+        if self._communicator.size == 1:
+            return
         grads = [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
         values = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
         found = torch.tensor([not all(bool(value.isfinite().all()) for value in values)], device="cpu")
-        self._run(Reduction(f"{self._name}: overflow", "overflow of gradients", MAX, [found], [found]))
+        overflow = Reduction(f"{self._name}: overflow", "overflow of gradients", MAX, [found], [found])
+        self._run(overflow, f"the overflows of {self._described}")
         if found and grads:
             grads[0].mul_(math.inf)
 
@@ -400,25 +427,35 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._communicator.size == 1 or not isinstance(loss, (torch.Tensor, int, float)):
             return loss
         common = torch.as_tensor(loss).detach().to("cpu", torch.float64, copy=True)
-        self._run(Reduction(f"{self._name}: loss", "loss of a closure", self._op, [common], [common]))
+        mean = Reduction(f"{self._name}: loss", "loss of a closure", self._op, [common], [common])
+        self._run(mean, f"the loss of a closure of {self._described}")
         return common.to(loss.device, loss.dtype) if isinstance(loss, torch.Tensor) else common.item()
 
-    def _run(self, operation: Procedure | Reduction | Call) -> None:
+    def _run(self, operation: Procedure | Reduction | Call, title: str) -> None:
+        operation.title = title
         started = perf_counter()
         self._process_set.engine.run(operation)
         self._waited_s += perf_counter() - started
+
+    def _step_wrapped(self, *closure: Callable[[], Any]) -> Any:
+        """Let the wrapped optimizer step, which is no mistake then."""
+        stepping = id(self._optimizer)
+        _stepping.add(stepping)
+        try:
+            return self._optimizer.step(*closure)
+        finally:
+            _stepping.discard(stepping)
 
     def _adasum_step(self, closure: Callable[[], Any] | None) -> Any:
         """Step with this rank's own gradients; then combine what the ranks have changed."""
         parameters = [parameter for parameter in self._parameters() if parameter.requires_grad]
         before = [parameter.detach().clone() for parameter in parameters]
-        result = self._optimizer.step() if closure is None else self._optimizer.step(closure)
+        result = self._step_wrapped() if closure is None else self._step_wrapped(closure)
         with torch.no_grad():
             changes = [parameter - start for parameter, start in zip(parameters, before, strict=True)]
             with on_host(changes) as lent:
-                self._run(
-                    Call(f"{self._name}: step", f"Adasum of {self!r}", lambda communicator: adasum(communicator, lent))
-                )
+                combine = Call(f"{self._name}: step", "step with Adasum", lambda ranks: adasum(ranks, lent))
+                self._run(combine, self._step_title)
             for parameter, start, change in zip(parameters, before, changes, strict=True):
                 parameter.copy_(start + change)
         self._synchronized = False
@@ -427,19 +464,31 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _parameters(self) -> list[torch.Tensor]:
         return _parameters_of(self._optimizer)
 
+    def _take_place(self) -> None:
+        """Find the ranks to train with; a process that is no member of the set trains alone."""
+        self._alone = not self._process_set.included()
+        if self._alone:
+            parts = connect(lambda waiter: MemoryWorld(1).messages(0), config())
+            self._communicator, self._engine = parts.communicator, parts.engine
+        else:
+            self._communicator, self._engine = self._process_set.communicator, self._process_set.engine
+
+    def _use_gpus(self) -> None:
+        """Find out whether this process can use the GPUs on which parameters are. Local."""
+        for number in {parameter.device.index for parameter in self._parameters() if parameter.is_cuda}:
+            self._engine.communicator.gpu.staging(number)
+
     def _register(self) -> None:
         """Make the buckets, and let the engine know what to do in a step. Collective."""
         communicator = self._engine.communicator
-        on_gpu = [parameter for parameter in self._parameters() if parameter.is_cuda]
-        for number in {parameter.device.index for parameter in on_gpu}:
-            communicator.gpu.staging(number)
-        overlap = bool(on_gpu) or not communicator.topology.single_node if self._overlap is None else self._overlap
+        on_gpu = any(parameter.is_cuda for parameter in self._parameters())
+        overlap = on_gpu or not communicator.topology.single_node if self._overlap is None else self._overlap
         early = overlap and self._engine.threaded and not self._adasum
         self._buckets = self._new_buckets(communicator, name_of=_weakly(self._name_of), early=early)
         self._require_agreement()
         # Not a method of this: a rank that has joined may have let go of its optimizer, and has to take part still.
         reduce = partial(_reduce, self._buckets, self._optimizer)
-        self._name = self._engine.register("DistributedOptimizer", reduce)
+        self._name = self._engine.register(_KIND, reduce)
         self._buckets.start = partial(_start, self._engine, self._name)
         # The buckets outlive this, and their hooks would go on.
         self._retire = weakref.finalize(self, _retire, self._buckets, self._engine, self._name)
@@ -449,15 +498,32 @@ class DistributedOptimizer(torch.optim.Optimizer):
         op = Adasum if self._adasum else self._op.value
         options = {"op": op, "backward_passes_per_step": self.backward_passes_per_step}
         options |= self._buckets.options(self._parameters())
-        require_same_tensors(
-            self._communicator, "DistributedOptimizer", self._named_parameters(), devices=True, options=options
-        )
+        named = self._named_parameters()
+        require_same_tensors(self._communicator, _KIND, named, devices=True, options=options)
+        what = f"{len(named)} parameters, {named[0][0]} to {named[-1][0]}" if named else "no parameters"
+        self._described = f"{type(self._optimizer).__name__} over {what}"
+        self._step_title = f"the step of {self._described}"
 
     def _named_parameters(self) -> list[tuple[str, torch.Tensor]]:
         return [
             (self._names.get(parameter, f"parameter {index}"), parameter)
             for index, parameter in enumerate(self._parameters())
         ]
+
+    def _stepped_by_itself(self) -> None:
+        """Warn, once, of a step of the wrapped optimizer with gradients that were not reduced."""
+        if self._communicator.size == 1 or self._skipping:
+            return
+        if self._synchronized:
+            self._synchronized = False  # for one step
+            return
+        self._unwatch()
+        warnings.warn(
+            f"step() of {self._described} was called, and not step() of the DistributedOptimizer that wraps it: its "
+            "gradients are those of this rank alone, so that the ranks' weights drift apart; call step() of the "
+            "DistributedOptimizer (or, if this is meant, within its skip_synchronize())",
+            stacklevel=4,
+        )
 
     def _name_of(self, parameter: torch.Tensor) -> str:
         return next(name for name, each in self._named_parameters() if each is parameter)
@@ -494,8 +560,75 @@ def _retire(buckets: GradientBuckets, engine: Engine, name: str) -> None:
     engine.unregister(name, buckets.retire())
 
 
+class _StepWatch:
+    """A hook of a wrapped optimizer, called before its steps. It keeps nothing, and is of no use to copies."""
+
+    __slots__ = ("_wrapper",)
+
+    def __init__(self, wrapper: weakref.ref[DistributedOptimizer] | None = None) -> None:
+        self._wrapper = wrapper
+
+    def __call__(self, optimizer: torch.optim.Optimizer, arguments: object, options: object) -> None:
+        if id(optimizer) not in _stepping and self._wrapper is not None and (wrapper := self._wrapper()) is not None:
+            wrapper._stepped_by_itself()
+
+    def __reduce__(self) -> tuple[type[_StepWatch], tuple[()]]:
+        return _StepWatch, ()
+
+
+def _watch(optimizer: torch.optim.Optimizer, wrapper: DistributedOptimizer) -> Callable[[], object]:
+    """Notice steps that an optimizer makes by itself; return what ends that, as the end of the wrapper does."""
+    hook = None
+    with suppress(AttributeError):  # an optimizer that has no hooks
+        hook = optimizer.register_step_pre_hook(_StepWatch(weakref.ref(wrapper)))
+    if hook is None:
+        return lambda: None
+    unwatch = weakref.finalize(wrapper, hook.remove)
+    unwatch.atexit = False
+    return unwatch
+
+
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _is_optimizer(candidate: object) -> bool:
+    return isinstance(candidate, torch.optim.Optimizer) or (
+        hasattr(candidate, "param_groups") and hasattr(candidate, "step")
+    )
+
+
+def _require_optimizer(optimizer: Any, *, sparse_as_dense: bool) -> None:
+    """Raise `ConfigError` unless this can be wrapped, with a message that shows how it is done."""
+    if isinstance(optimizer, DistributedOptimizer):
+        raise ConfigError("this is a DistributedOptimizer already; wrapped twice, it would reduce gradients twice")
+    if not _is_optimizer(optimizer):
+        what = "model" if isinstance(optimizer, torch.nn.Module) else "object"
+        raise ConfigError(
+            f"DistributedOptimizer wraps an optimizer, and got a {what} of type {type(optimizer).__name__}; call it as "
+            "DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())"
+        )
+    if sparse_as_dense and isinstance(optimizer, torch.optim.SparseAdam):
+        raise ConfigError("SparseAdam takes no dense gradients; leave out sparse_as_dense, or use Adam")
+    _require_parameters(_parameters_of(optimizer))
+
+
+def _require_parameters(parameters: Iterable[torch.Tensor]) -> None:
+    """Raise `UnsupportedBufferError` for parameters whose gradients cannot be reduced here."""
+
+
+def _checked_op(op: ReduceOp | str) -> ReduceOp:
+    """Return how gradients are reduced; of what Adasum does, how losses are."""
+    if op == Adasum:
+        return AVERAGE
+    kind = None if op == ReproducibleSum else ReduceOp.parse(op)
+    if kind not in (AVERAGE, SUM):
+        word = op.value if isinstance(op, ReduceOp) else op
+        hint = "; RINGREDUCE_DETERMINISTIC=1 fixes the order of sums" if op == ReproducibleSum else ""
+        raise ConfigError(
+            f"DistributedOptimizer can average or sum gradients (op Average or Sum), or use Adasum; got op {word}{hint}"
+        )
+    return kind
 
 
 def _checked_compression(

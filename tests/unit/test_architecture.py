@@ -16,7 +16,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 #: The house from the ground up: a module imports only from rows that stand before its own in this list.
 ROWS = (
     ("errors",),
-    ("calls", "instruments", "logs", "partition", "processes", "reduce_ops"),
+    ("arguments", "calls", "instruments", "logs", "partition", "processes", "reduce_ops"),
     ("endings",),
     ("conventions",),
     ("config",),

@@ -1,0 +1,271 @@
+"""What ranks are told of steps: those that differ between ranks, pass by the wrapper, or do not come."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import ringreduce as rr
+
+torch = pytest.importorskip("torch")
+import ringreduce.torch as hvd  # noqa: E402
+
+Model = Any
+Optimizer = Any
+
+several = pytest.mark.sizes(2, 3, 4)
+
+
+def build(make: Callable[[Any], Optimizer] | None = None, **options: Any) -> tuple[Model, Optimizer, Optimizer]:
+    """A model that is equal on all ranks, its optimizer, and that optimizer wrapped."""
+    torch.manual_seed(4)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
+    inner = (make or (lambda parameters: torch.optim.SGD(parameters, lr=0.25)))(model.parameters())
+    return model, inner, hvd.DistributedOptimizer(inner, model.named_parameters(), **options)
+
+
+def backward(model: Model) -> None:
+    model.zero_grad()
+    model(torch.full((2, 3), float(1 + rr.rank()))).square().sum().backward()
+
+
+def assert_equal_on_ranks(model: Model) -> None:
+    flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    everyone = hvd.allgather(flat[None])
+    assert all(each.equal(everyone[0]) for each in everyone)
+
+
+# ---- hyper-parameters ----
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if "hyper-parameters" in each.getMessage()]
+
+
+@several
+def test_rates_may_differ_between_ranks_and_a_warning_tells(caplog: pytest.LogCaptureFixture) -> None:
+    """A schedule that follows a rank's own loss does not end the job; rank 0 warns once: group, name, values, ranks."""
+    caplog.set_level(logging.WARNING, logger="ringreduce")
+    model, _, optimizer = build()
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    for step in range(9):
+        backward(model)
+        optimizer.step()
+        assert len(told(caplog)) == (1 if rr.rank() == 0 and step >= 3 else 0), "compared in steps 1, 2, 4, 8"
+        if step == 1:
+            schedule.step(1.0)
+            schedule.step(2.0 if rr.rank() == 1 else 0.5)
+    if rr.rank() == 0:
+        (message,) = told(caplog)
+        others = "rank 0" if rr.size() == 2 else f"ranks 0, 2{'-3' * (rr.size() == 4)}"
+        assert f"lr of group 0 is 0.25 on {others}, 0.125 on rank 1" in message
+
+
+@several
+@pytest.mark.parametrize(
+    ("make", "key", "different"),
+    [
+        (lambda parameters: torch.optim.AdamW(parameters, lr=0.1), "betas", (0.8, 0.999)),
+        (lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(0.1)), "lr", torch.tensor(0.2)),
+        (lambda parameters: torch.optim.SGD(parameters, lr=0.1), "weight_decay", 0.5),
+        (lambda parameters: torch.optim.SGD(parameters, lr=0.1), "maximize", True),
+    ],
+    ids=["betas", "rates that are tensors", "weight decay", "switches"],
+)
+def test_any_number_of_a_group_counts(make: Any, key: str, different: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Numbers, tuples of them, switches and tensors are compared by their values."""
+    caplog.set_level(logging.WARNING, logger="ringreduce")
+    for differ in (False, True):
+        model, inner, optimizer = build(make)
+        if differ and rr.rank() == 1:
+            inner.param_groups[0][key] = different
+        backward(model)
+        optimizer.step()
+        assert len(told(caplog)) == (1 if differ and rr.rank() == 0 else 0)
+    assert rr.rank() or f"{key} of group 0" in told(caplog)[0]
+
+
+@several
+def test_the_class_of_the_optimizer_counts(caplog: pytest.LogCaptureFixture) -> None:
+    """Ranks that step in different ways are told so."""
+    caplog.set_level(logging.WARNING, logger="ringreduce")
+    make = torch.optim.Adam if rr.rank() else torch.optim.AdamW
+    model, _, optimizer = build(lambda parameters: make(parameters, lr=0.1, weight_decay=0.0))
+    backward(model)
+    optimizer.step()
+    assert rr.rank() or "the optimizer is AdamW on rank 0, Adam on rank" in told(caplog)[0]
+
+
+def test_other_things_in_groups_are_not_compared(caplog: pytest.LogCaptureFixture) -> None:
+    """Objects, sets and what a program keeps in a group for itself differ from rank to rank, and nobody minds."""
+    caplog.set_level(logging.WARNING, logger="ringreduce")
+    model, inner, optimizer = build()
+    inner.param_groups[0].update(owner=object(), tags={str(rr.rank()), "b", "c"}, number=rr.rank())
+    for _ in range(3):
+        backward(model)
+        optimizer.step()
+    assert told(caplog) == []
+    assert_equal_on_ranks(model)
+
+
+@several
+def test_ranks_that_have_joined_have_no_say_in_it(caplog: pytest.LogCaptureFixture) -> None:
+    """What a rank without data has in its groups is no difference."""
+    caplog.set_level(logging.WARNING, logger="ringreduce")
+    model, inner, optimizer = build()
+    if rr.rank() == rr.size() - 1:
+        inner.param_groups[0]["lr"] = 17.0
+    else:
+        for _ in range(2):
+            backward(model)
+            optimizer.step()
+    hvd.join()
+    assert told(caplog) == []
+
+
+# ---- steps around the wrapper ----
+
+
+def test_a_step_of_the_wrapped_optimizer_warns_once() -> None:
+    """It would let the ranks drift apart silently; alone nothing can drift."""
+    model, inner, optimizer = build()
+    backward(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        inner.step()
+        inner.step()
+        optimizer.step()
+    texts = [str(each.message) for each in caught]
+    if rr.size() == 1:
+        assert texts == []
+        return
+    (text,) = texts
+    assert "SGD" in text
+    assert "call step() of the DistributedOptimizer" in text
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("options", [{}, {"op": hvd.Adasum}, {"overlap": True}], ids=str)
+def test_steps_of_the_wrapper_do_not_warn(options: dict[str, Any]) -> None:
+    """Plain, with a closure, under a schedule and a GradScaler, after `synchronize`: warnings are errors here."""
+    model, inner, optimizer = build(**options)
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in (inner, optimizer)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+
+    def closure() -> Any:
+        backward(model)
+        return torch.tensor(1.0)
+
+    for _ in range(2):
+        backward(model)
+        optimizer.step()
+        optimizer.step(closure)
+        for schedule in schedules:
+            schedule.step()
+        model.zero_grad()
+        scaler.scale(model(torch.ones(2, 3)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    if "op" not in options:
+        backward(model)
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        assert_equal_on_ranks(model)
+
+
+@several
+def test_gradients_that_are_reduced_may_be_used_by_the_wrapped_optimizer() -> None:
+    """After `synchronize` the ranks have equal gradients, once; within `skip_synchronize` the program knows."""
+    model, inner, optimizer = build()
+    for _ in range(2):
+        backward(model)
+        optimizer.synchronize()
+        inner.step()
+    assert_equal_on_ranks(model)
+    with optimizer.skip_synchronize():
+        inner.step()
+    with pytest.warns(UserWarning, match="DistributedOptimizer"):
+        inner.step()
+
+
+def test_an_optimizer_that_is_not_wrapped_any_more_may_step() -> None:
+    """A wrapper that is gone watches nothing, and nothing keeps it."""
+    model, inner, optimizer = build()
+    kept = weakref.ref(optimizer)
+    del optimizer
+    assert kept() is None
+    assert not inner._optimizer_step_pre_hooks
+    backward(model)
+    inner.step()
+
+
+class WithState(torch.optim.SGD):
+    """An optimizer that puts all it has into copies and pickles."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, WithState])
+def test_wrapped_optimizers_can_be_copied_and_saved(kind: Any) -> None:
+    """A copy belongs to nobody: it steps as it likes."""
+    model, inner, optimizer = build(lambda parameters: kind(parameters, lr=0.1))
+    for copied in (copy.deepcopy(inner), pickle.loads(pickle.dumps(inner))):
+        for group in copied.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.ones_like(parameter)
+        copied.step()
+    backward(model)
+    optimizer.step()
+
+
+# ---- steps that do not come ----
+
+
+@pytest.fixture
+def short_limits(no_world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A world that warns and gives up soon."""
+    monkeypatch.setenv("RINGREDUCE_TIMEOUT", "1.5")
+    monkeypatch.setenv("RINGREDUCE_STALL_WARNING", "0.5")
+    rr.init()
+
+
+@pytest.mark.sizes(2)
+def test_a_step_that_does_not_come_is_named_in_the_users_words(
+    short_limits: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Warning and error say which optimizer it is, by its class and its parameters."""
+    caplog.set_level(logging.WARNING, logger="ringreduce")
+    model, _, optimizer = build()
+    words = "the step of SGD over 4 parameters, 0.weight to 2.bias"
+    if rr.rank() == 0:
+        backward(model)
+        with pytest.raises(rr.CollectiveTimeoutError, match=f"for rank 1 to submit {words}"):
+            optimizer.step()
+        assert any(f"stalled: {words} has waited" in each.getMessage() for each in caplog.records)
+    else:
+        pass  # it evaluates, or has left its loop: it does not step
+
+
+@pytest.mark.sizes(2)
+@pytest.mark.parametrize(("kind", "words"), [("closure", "the loss of a closure"), ("adasum", "the step")])
+def test_the_other_waits_of_a_step_are_named_too(short_limits: None, kind: str, words: str) -> None:
+    """The loss of a closure that only one rank has, and a step with Adasum."""
+    model, _, optimizer = build(op=hvd.Adasum if kind == "adasum" else hvd.Average)
+    backward(model)
+    if kind == "closure":
+        with pytest.raises(rr.CollectiveError) if rr.rank() == 0 else warnings.catch_warnings() as caught:
+            optimizer.step(lambda: torch.tensor(1.0) if rr.rank() == 0 else None)
+    elif rr.rank() == 0:
+        with pytest.raises(rr.CollectiveError) as caught:
+            optimizer.step()
+    if rr.rank() == 0:
+        assert f"{words} of SGD over 4 parameters, 0.weight to 2.bias" in str(caught.value)
