@@ -7,7 +7,23 @@ from typing import Any
 
 from ringreduce.errors import ConfigError
 
-__all__ = ["whole_number"]
+__all__ = ["real_number", "whole_number"]
+
+
+def real_number(name: str, value: Any) -> float:
+    """Return a factor as a float; None: 1.
+
+    Raises:
+        ConfigError: it is no number.
+    """
+    if type(value) is float:
+        return value
+    if value is None:
+        return 1.0
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{name} must be a number, got {value!r}") from None
 
 
 def whole_number(name: str, value: Any, least: int | None = None) -> int:
@@ -22,9 +38,9 @@ def whole_number(name: str, value: Any, least: int | None = None) -> int:
         ConfigError: it is no whole number, or too small.
     """
     try:
-        number = index(value)
+        whole = index(value)
     except TypeError:
         raise ConfigError(f"{name} must be a whole number, got {value!r}") from None
-    if least is not None and number < least:
-        raise ConfigError(f"{name} must be at least {least}, got {number}")
-    return number
+    if least is not None and whole < least:
+        raise ConfigError(f"{name} must be at least {least}, got {whole}")
+    return whole

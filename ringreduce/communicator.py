@@ -15,8 +15,9 @@ import numpy.typing as npt
 
 from ringreduce import selection
 from ringreduce.algorithms import Collective
+from ringreduce.arguments import whole_number
 from ringreduce.autotune import Table
-from ringreduce.buffers import DType, Operand, like, narrow, new, operand_of, quiet_context, widen
+from ringreduce.buffers import DType, Operand, as_given, like, narrow, new, operand_of, quiet_context, widen
 from ringreduce.buffers.cuda.arrays import DeviceOperand
 from ringreduce.buffers.cuda.cupy_driver import cuda_driver
 from ringreduce.calls import GivenUp, refusal
@@ -72,7 +73,8 @@ class Communicator:
 
     Arrays are NumPy or CuPy arrays or torch tensors of any dtype in `ringreduce.buffers.DTYPES`, of any strides;
     results come in the library of the input. Anything else with ``__cuda_array_interface__`` is taken, too; new arrays
-    are CuPy's then. Different libraries on different ranks are fine.
+    are CuPy's then. Different libraries on different ranks are fine. `allreduce` and `broadcast` also take numbers: of
+    NumPy as they are, of Python as int64, float64, complex128 or bool; the result is a number of the same type.
 
     Arrays in device memory are ordered by streams: a collective begins, for the GPU, after what the caller has
     enqueued on its current stream, and what the caller enqueues there after the call sees the result. Where the data
@@ -323,7 +325,10 @@ class Communicator:
         """
         self._require_open()
         row = DType.of(dtype)
-        dims = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
+        try:
+            dims = tuple(map(index, shape)) if isinstance(shape, Sequence) else (index(shape),)
+        except TypeError:
+            raise ConfigError(f"shape must be made of whole numbers, got {shape!r}") from None
         if any(length < 0 for length in dims):
             raise ConfigError(f"an array cannot have the shape {dims}")
         if device not in (None, "cpu"):
@@ -359,6 +364,7 @@ class Communicator:
     ) -> Choice:
         """Return what would carry out ``collective`` on ``nbytes`` bytes per rank, and why."""
         kind, vendor = _collective(collective), self._context.messages.has_allreduce
+        nbytes = whole_number("nbytes", nbytes, 0)
         DType.of(dtype)
         if algorithm is not None and algorithm != "auto":
             if self.config.deterministic and kind is Collective.ALLREDUCE and algorithm != selection.DETERMINISTIC:
@@ -408,7 +414,7 @@ class Communicator:
                 ``"cpu"``: in host memory, and device memory too where that was used.
         """
         DType.of(dtype)
-        kind = _collective(collective)
+        kind, nbytes = _collective(collective), whole_number("nbytes", nbytes, 0)
         if device not in (None, "cpu"):
             ordinal(device)
             return f"{kind.value} of {nbytes} bytes in device memory on {self.topology.describe()}: " + (
@@ -532,9 +538,10 @@ class Communicator:
         return out
 
     def _broadcast(self, array: Any, root: int, out: Any, algorithm: str | None) -> Any:
+        root = whole_number("root", root)
         if not 0 <= root < self.size:
             raise ConfigError(f"root must be a rank, 0 to {self.size - 1}, got {root}")
-        source = operand_of(array)
+        source, new = operand_of(array), out is None
         out, target = self._result(array, source, source.shape, out)
         am_root = self.rank == root
         choice, signature = self._choose(Collective.BROADCAST, source, algorithm, f"root {root}", shape=source.shape)
@@ -545,7 +552,7 @@ class Communicator:
                 np.copyto(taken.view, given.view)
             with _flat_target(taken) as flat:
                 self._moves.broadcast(flat, root, choice, signature)
-        return out
+        return as_given(array, out) if new else out
 
     def _alltoall(self, array: Any, splits: Sequence[int] | None, algorithm: str | None) -> Any:
         source = operand_of(array)
@@ -608,7 +615,7 @@ class Communicator:
             if run is not None:
                 key = id(array)
                 self._bound[key] = BoundCall(array, target, op, algorithm, run, lambda _: self._bound.pop(key, None))
-        return out
+        return as_given(array, out) if new else out
 
     def _allreduce_in_format(
         self,
@@ -636,13 +643,14 @@ class Communicator:
             if feedback is not None:
                 feedback.begin(0, 0)
             return self._allreduce_as_it_is(array, op, out, None)
+        new = out is None
         out, target = self._result(array, source, source.shape, out)
         argument = f"{op.value} as {wire}{' with feedback' if feedback is not None else ''}"
         _, signature = self._choose(Collective.ALLREDUCE, source, None, argument, shape=source.shape)
         running = self._running(Collective.ALLREDUCE, f"direct as {wire}", source.nbytes)
         with running, self._on_host(source, target) as (given, taken):
             self._exchange_in_format(given, taken, op, codec, signature, feedback)
-        return out
+        return as_given(array, out) if new else out
 
     def _exchange_in_format(
         self,

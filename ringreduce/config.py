@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -243,9 +244,11 @@ def gpu_switches(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def parse_nbytes(text: str) -> int:
-    """Read a size such as ``8``, ``64K``, ``1M`` or ``2G`` (1024-based) as bytes."""
-    scale = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:].upper(), 1)
-    return _positive_int(text if scale == 1 else text[:-1]) * scale
+    """Read a size such as ``8``, ``64K``, ``64KiB``, ``1mb`` or ``2G`` (1024-based, all of them) as bytes."""
+    found = re.fullmatch("([0-9]+)(?:([KMG])(?:I?B)?|B)?", text.upper())
+    if found is None or int(found[1]) == 0:
+        raise ValueError("expected a positive size in bytes, such as 65536, 64K, 64KiB or 4MB, in units of 1024")
+    return int(found[1]) << {None: 0, "K": 10, "M": 20, "G": 30}[found[2]]
 
 
 def _read(environ: Mapping[str, str], name: str, parse: Callable[[str], _T], default: _T) -> _T:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from operator import index
 from typing import Any
 
+from ringreduce.arguments import whole_number
 from ringreduce.calls import Called
 from ringreduce.communicator import Communicator
 from ringreduce.config import Config
@@ -55,10 +55,11 @@ class ProcessSet:
     """
 
     def __init__(self, ranks: Iterable[int] | Any) -> None:
-        try:
-            listed = _ranks_of(ranks) if hasattr(ranks, "Get_group") else [index(rank) for rank in ranks]
-        except TypeError:
-            raise ConfigError(f"a process set is made of ranks, which are whole numbers; got {ranks!r}") from None
+        if hasattr(ranks, "Get_group"):
+            ranks = _ranks_of(ranks)
+        if not isinstance(ranks, Iterable):
+            raise ConfigError(f"a process set is made of a list of ranks, got {ranks!r}")
+        listed = [whole_number("a rank of a process set", rank) for rank in ranks]
         if not listed or min(listed) < 0 or len(set(listed)) < len(listed):
             raise ConfigError(f"a process set is made of one or more ranks, each once; got {listed}")
         self._ranks: list[int] | None = sorted(listed)
@@ -112,9 +113,10 @@ class ProcessSet:
         """Return a member's number among the members.
 
         Raises:
-            ConfigError: that rank of the world is no member.
+            ConfigError: that rank of the world is no member, or no whole number.
         """
         self._require_registered()
+        world_rank = whole_number("the root", world_rank)
         if world_rank not in (self._ranks or ()):
             raise ConfigError(f"rank {world_rank} does not belong to the process set of ranks {self._ranks}")
         return (self._ranks or []).index(world_rank)

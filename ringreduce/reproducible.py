@@ -37,7 +37,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.buffers import DType, Operand, like, narrow, new, widen
+from ringreduce.buffers import DType, Operand, as_given, like, narrow, new, widen
 from ringreduce.communicator import Communicator
 from ringreduce.errors import UnsupportedBufferError
 from ringreduce.partition import pieces
@@ -100,10 +100,11 @@ def reproducible_allreduce(
         raise
     _meet(communicator, target)
     if whole:
-        return communicator.allreduce(array, SUM, out=result, algorithm=algorithm)
-    blocks = [_Term(values[piece], source.dtype) for piece in pieces(0, source.count, BLOCK)]
-    _merge(communicator, blocks, target, algorithm)
-    return result
+        communicator.allreduce(array, SUM, out=result, algorithm=algorithm)
+    else:
+        blocks = [_Term(values[piece], source.dtype) for piece in pieces(0, source.count, BLOCK)]
+        _merge(communicator, blocks, target, algorithm)
+    return as_given(array, result) if out is None else result
 
 
 class ReproducibleAccumulator:

@@ -156,9 +156,13 @@ class World:
         """Give back a process set, or several, as they were added; see `ringreduce.remove_process_set`."""
         if self.barred:
             self._refuse()
-        mine = process_set.ranks or list(range(self.size))
+        refused, mine = None, []
+        if isinstance(process_set, ProcessSet):
+            mine = process_set.ranks or list(range(self.size))
+        else:
+            refused = ConfigError(f"remove_process_set takes what add_process_set returned, got {process_set!r}")
         removed = False
-        for ranks in self._agree("remove_process_set", mine, None):
+        for ranks in self._agree("remove_process_set", mine, refused):
             number = next((number for number, each in self.sets.items() if number and each.ranks == ranks), None)
             if number is None:
                 continue

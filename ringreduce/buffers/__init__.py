@@ -1,6 +1,6 @@
 """Memory that collectives work on: dtypes, views of arrays, and the kernels that combine, cast and copy."""
 
-from ringreduce.buffers.arrays import Operand, like, new, operand_of, typed
+from ringreduce.buffers.arrays import Operand, as_given, like, new, operand_of, typed
 from ringreduce.buffers.casts import divide_toward_zero, narrow, widen, wider
 from ringreduce.buffers.dtypes import DTYPES, DType
 from ringreduce.buffers.kernels import Call, Kernels, divide, kernels_for, quiet_context
@@ -11,6 +11,7 @@ __all__ = [
     "DType",
     "Kernels",
     "Operand",
+    "as_given",
     "divide",
     "divide_toward_zero",
     "kernels_for",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.buffers.cuda.arrays import DeviceOperand, on_device
+from ringreduce.buffers.cuda.arrays import DeviceOperand, is_tensor, not_plain, on_device
 from ringreduce.buffers.dtypes import DType, ml_bfloat16
 from ringreduce.buffers.layout import overlaps_itself
 from ringreduce.errors import UnsupportedBufferError
@@ -19,7 +19,10 @@ from ringreduce.errors import UnsupportedBufferError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Operand", "like", "new", "operand_of", "typed"]
+__all__ = ["Operand", "as_given", "like", "new", "operand_of", "typed"]
+
+#: What is taken as an array of no dimension.
+_NUMBERS = np.generic, bool, int, float, complex
 
 
 class Operand:  # a frozen dataclass would take three times as long to make
@@ -38,7 +41,7 @@ class Operand:  # a frozen dataclass would take three times as long to make
 
     @classmethod
     def of(cls, array: Any) -> Operand:
-        """View a NumPy array or a torch CPU tensor, without a copy.
+        """View a NumPy array or a torch CPU tensor, without a copy; or a number, of NumPy or Python, as it is now.
 
         Raises:
             UnsupportedBufferError: it is neither, or its elements or device are not supported.
@@ -46,11 +49,16 @@ class Operand:  # a frozen dataclass would take three times as long to make
         if isinstance(array, np.ndarray):
             return cls._of_numpy(array)
         torch = sys.modules.get("torch")
-        if torch is not None and isinstance(array, torch.Tensor):
+        if torch is not None and is_tensor(array, torch):
             return cls._of_torch(array, torch)
         if on_device(array):
             raise UnsupportedBufferError("arrays in device memory are not supported here; pass one in host memory")
-        raise UnsupportedBufferError(f"expected a NumPy array or a torch tensor, got {type(array).__name__}")
+        if isinstance(array, _NUMBERS):
+            view = np.asarray(array)
+            view.flags.writeable = False
+            return cls._of_numpy(view)
+        hint = "; pass np.asarray(...)" if isinstance(array, (list, tuple)) else ""
+        raise UnsupportedBufferError(f"expected a NumPy array or a torch tensor, got {type(array).__name__}{hint}")
 
     @classmethod
     def _of_numpy(cls, array: npt.NDArray[Any]) -> Operand:
@@ -74,7 +82,7 @@ class Operand:  # a frozen dataclass would take three times as long to make
             return cls(plain.view(torch.uint16).numpy() if dtype.name == "bfloat16" else plain.numpy(), dtype)
         except RuntimeError:
             if not (plain.is_conj() or plain.is_neg()):
-                raise
+                raise UnsupportedBufferError(not_plain(tensor)) from None
         # Lazy views, which NumPy does not know: copy, and let nobody store there.
         view = plain.resolve_conj().resolve_neg().numpy()
         view.flags.writeable = False
@@ -158,5 +166,14 @@ def typed(memory: npt.NDArray[np.uint8], dtype: DType) -> Any:
 
 def like(array: Any, shape: Sequence[int] | None = None) -> Any:
     """Return an uninitialised private array of the same library and dtype (and shape, unless one is given)."""
+    if isinstance(array, _NUMBERS):
+        array = np.asarray(array)
     library = "numpy" if isinstance(array, np.ndarray) else "torch"
     return new(tuple(array.shape) if shape is None else shape, DType.of(array.dtype), library)
+
+
+def as_given(array: Any, result: Any) -> Any:
+    """Return a new array as a number, if what it was made for is one: of the same type."""
+    if type(array) is np.ndarray or not isinstance(array, _NUMBERS):
+        return result
+    return result[()] if isinstance(array, np.generic) else result.item()

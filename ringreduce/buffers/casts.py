@@ -25,7 +25,8 @@ def widen(view: Array, dtype: DType) -> Array:
     """Return the elements of a view (in ``dtype.storage``) as a new C-contiguous array of the wider type."""
     if dtype.name == "bfloat16":
         # A bfloat16 is the upper half of a float32.
-        bits: Array = view.astype(np.uint32, order="C") << np.uint32(16)
+        bits = view.astype(np.uint32, order="C")
+        bits <<= np.uint32(16)  # in place: of an array of no dimension anything else makes a number
         return bits.view(np.float32)
     return view.astype(wider(dtype).storage, order="C")
 

@@ -20,7 +20,7 @@ __all__ = ["bench", "explain"]
 
 
 class _Nbytes(click.ParamType[int]):
-    """A size in bytes with an optional K, M or G (1024-based)."""
+    """A size in bytes with an optional unit (1024-based); see `parse_nbytes`."""
 
     name = "size"
 
@@ -29,8 +29,8 @@ class _Nbytes(click.ParamType[int]):
             return value
         try:
             return parse_nbytes(value)
-        except ValueError:
-            self.fail(f"{value!r} is not a size; write bytes, or a number with K, M or G: 8, 64K, 1M", param, ctx)
+        except ValueError as error:
+            self.fail(f"{value!r} is not a size: {error}", param, ctx)
 
 
 class _Names(click.ParamType[tuple[str, ...]]):

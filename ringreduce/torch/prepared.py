@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
@@ -11,12 +11,14 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from ringreduce.adasum import adasum
+from ringreduce.arguments import real_number
 from ringreduce.communicator import Communicator
 from ringreduce.engine import Call, Engine, Operation, Reduction, Refusal, unnamed
 from ringreduce.errors import ConfigError, UnsupportedBufferError
 from ringreduce.process_sets import ProcessSet
 from ringreduce.reduce_ops import AVERAGE, SUM, ReduceOp
 from ringreduce.reproducible import reproducible_allreduce
+from ringreduce.runtime import global_process_set
 from ringreduce.torch.streams import Crossing, gpu_of, on_host, on_this_stream, require_usable
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "Tensors",
     "averaged",
     "changed",
+    "listed",
     "looks",
     "prepare_allgather",
     "prepare_allreduce",
@@ -37,6 +40,7 @@ __all__ = [
     "prepare_call",
     "prepare_reducescatter",
     "require_linear",
+    "require_process_set",
     "require_rows",
     "require_tensors",
     "scaled",
@@ -113,21 +117,24 @@ class Checking:
     Args:
         kind: of collective, as in `prepare_call`.
         name: that the program gave the operation, or None.
-        process_set: the ranks that take part; None: there are no others.
+        process_set: the ranks that take part. What is none is the first thing that is wrong; the world hears of it.
     """
 
     __slots__ = ("_kind", "_name", "_process_set")
 
-    def __init__(self, kind: str, name: str | None, process_set: ProcessSet | None) -> None:
+    def __init__(self, kind: str, name: str | None, process_set: Any) -> None:
         self._kind = kind
         self._name = name
         self._process_set = process_set
 
     def __enter__(self) -> None:
-        pass
+        if not isinstance(self._process_set, ProcessSet):
+            given, self._process_set = self._process_set, global_process_set
+            with self:
+                require_process_set(given)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, Exception) and isinstance(self._process_set, ProcessSet):
+        if isinstance(error, Exception):
             with suppress(ConfigError):  # no member, or no world: there is nobody to tell
                 engine = self._process_set.engine
                 engine.refuse(Refusal(_key(self._kind, self._name), self._kind, error))
@@ -162,7 +169,7 @@ def prepare_allreduce(
     """
     if not sources:
         raise ConfigError("a group must have at least one tensor")
-    prescale, postscale = _factor("prescale_factor", prescale), _factor("postscale_factor", postscale)
+    prescale, postscale = real_number("prescale_factor", prescale), real_number("postscale_factor", postscale)
     text = _allreduce_text(op, prescale, postscale, tuple([(each.shape, each.dtype) for each in sources]))
     if wire is not None:
         text = f"{text} as {wire}"
@@ -317,7 +324,7 @@ def prepare_reducescatter(
     if op == Adasum:
         raise ConfigError("there is no reducescatter with Adasum, which looks at whole tensors; use allreduce")
     kind = ReduceOp.parse(op)
-    prescale, postscale = _factor("prescale_factor", prescale), _factor("postscale_factor", postscale)
+    prescale, postscale = real_number("prescale_factor", prescale), real_number("postscale_factor", postscale)
     _check(process_set, tensors)
     require_rows(tensors, "reducescatter")
     text = f"reducescatter({kind.value}, {looks(*tensors)}, scaled by {prescale} and {postscale})"
@@ -375,15 +382,12 @@ def _check(process_set: ProcessSet, sources: Tensors, targets: Tensors = ()) -> 
         require_usable(communicator, target, writable=True)
 
 
-def _factor(name: str, value: Any) -> float:
-    if type(value) is float:
-        return value
-    if value is None:
-        return 1.0
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise ConfigError(f"{name} must be a number, got {value!r}") from None
+def require_process_set(process_set: object) -> None:
+    """Raise `ConfigError` unless it is a process set."""
+    if not isinstance(process_set, ProcessSet):
+        raise ConfigError(
+            f"process_set must be a ProcessSet, as hvd.add_process_set([0, 1]) returns it, got {process_set!r}"
+        )
 
 
 def require_rows(tensors: Tensors, what: str) -> None:
@@ -450,12 +454,24 @@ def averaged(total: torch.Tensor, size: int) -> torch.Tensor:
     return torch.div(total, size, rounding_mode="trunc" if whole else None)
 
 
+def listed(tensors: Any) -> list[torch.Tensor]:
+    """Return the tensors of a group, which may come from a generator, as a list.
+
+    Raises:
+        ConfigError: it is no group.
+    """
+    if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Iterable):
+        raise ConfigError(f"a group is a list of tensors, got one of type {type(tensors).__name__}; pass [tensor]")
+    return list(tensors)
+
+
 def require_tensors(*tensors: object) -> None:
     """Raise `UnsupportedBufferError` unless all are tensors."""
     for each in tensors:
         if not isinstance(each, torch.Tensor):
             raise UnsupportedBufferError(
-                f"expected a torch tensor, got {type(each).__name__}; ringreduce itself takes NumPy arrays"
+                f"expected a torch tensor, got {type(each).__name__}; pass torch.as_tensor(...), or call the function "
+                "of ringreduce itself, which takes NumPy arrays, too"
             )
 
 

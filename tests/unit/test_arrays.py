@@ -129,9 +129,9 @@ def test_subclasses_of_arrays_behave_like_arrays(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("array", "words"),
     [
-        ([1.0, 2.0], "expected a NumPy array or a torch tensor, got list"),
-        (np.float32(1), "got float32"),
-        (3.0, "got float"),
+        ([1.0, 2.0], r"expected a NumPy array or a torch tensor, got list; pass np.asarray\(...\)"),
+        (np.str_("text"), "str"),
+        (np.longdouble(1), np.dtype(np.longdouble).name),
         (None, "got NoneType"),
         (b"bytes", "got bytes"),
         (np.ma.masked_array([1.0], [True]), "masked arrays"),
@@ -154,6 +154,17 @@ def test_what_is_no_array_of_numbers_is_rejected(array: object, words: str) -> N
     with pytest.raises(UnsupportedBufferError, match=words) as caught:
         Operand.of(array)
     assert isinstance(caught.value, TypeError)
+
+
+@pytest.mark.parametrize("number", [np.float32(1.5), 1.5, 3, True, 1j, ml_dtypes.bfloat16(1.5)], ids=repr)
+def test_a_number_is_an_array_of_no_dimension(number: object) -> None:
+    """Its value is seen, and nothing can be stored there."""
+    operand = Operand.of(number)
+    assert operand.shape == ()
+    assert operand.dtype.name == np.asarray(number).dtype.name
+    assert operand.view.tobytes() == np.asarray(number).tobytes()
+    with pytest.raises(UnsupportedBufferError, match="read-only"):
+        operand.require_writable()
 
 
 def test_an_unsupported_dtype_names_the_choices() -> None:

@@ -78,6 +78,15 @@ def test_widening_makes_a_contiguous_copy(name: str) -> None:
     np.testing.assert_array_equal(back, array)
 
 
+def test_an_array_of_no_dimension_stays_an_array() -> None:
+    """A loss is a scalar: widened it must still have a place to store into."""
+    wide = widen(np.array(0x4000, np.uint16), BFLOAT16)
+    wide[...] *= 1.5
+    target = np.empty((), np.uint16)
+    narrow(wide, BFLOAT16, target)
+    assert target.view(ml_dtypes.bfloat16) == 3.0
+
+
 def test_narrowing_into_strides() -> None:
     """Results can be stored into a view of any strides."""
     target = np.zeros((3, 4), np.uint16)

@@ -68,6 +68,10 @@ def test_every_setting_has_a_variable_and_says_so() -> None:
         ("RINGREDUCE_SEGMENT", "4096", 4096),
         ("RINGREDUCE_BUCKET", "1m", 1 << 20),
         ("RINGREDUCE_BUCKET", "2G", 2 << 30),
+        ("RINGREDUCE_BUCKET", "4MiB", 4 << 20),
+        ("RINGREDUCE_BUCKET", "512kb", 512 << 10),
+        ("RINGREDUCE_BUCKET", "1gib", 1 << 30),
+        ("RINGREDUCE_BUCKET", "4096B", 4096),
         ("RINGREDUCE_FUSION", "64K", 64 << 10),
         ("RINGREDUCE_STALL_WARNING", "2.5", 2.5),
         ("RINGREDUCE_STALL_WARNING", "0", None),
@@ -95,7 +99,7 @@ def test_a_variable_sets_its_field_alone(name: str, text: str, value: object) ->
         *(("RINGREDUCE_TIMEOUT", text) for text in ("soon", "0", "-1", "nan", "inf", "5s")),
         *(("RINGREDUCE_NODE_SIZE", text) for text in ("0", "-2", "two", "1.5", " ", "²")),
         *(("RINGREDUCE_SHARED_MEMORY", text) for text in ("2", "maybe")),
-        *(("RINGREDUCE_SEGMENT", text) for text in ("0", "K", "-4K", "1T", "1.5M", "0K", "4 K")),
+        *(("RINGREDUCE_SEGMENT", text) for text in ("0", "K", "-4K", "1T", "1.5M", "0K", "4 K", "4iB", "4KI", "MB")),
         *(("RINGREDUCE_BUCKET", text) for text in ("many", "M", "-1")),
         *(("RINGREDUCE_STALL_WARNING", text) for text in ("-1", "never")),
         *(("RINGREDUCE_LOG_LEVEL", text) for text in ("loud", "10")),
@@ -113,6 +117,12 @@ def test_a_bad_value_is_refused_by_name(name: str, text: str) -> None:
         Config.from_environ({name: text})
     assert name in str(caught.value)
     assert repr(text) in str(caught.value)
+
+
+def test_a_bad_size_is_told_what_is_understood() -> None:
+    """The error shows how sizes are written, and that units are of 1024."""
+    with pytest.raises(ConfigError, match="64K, 64KiB or 4MB, in units of 1024"):
+        Config.from_environ({"RINGREDUCE_BUCKET": "4 megabytes"})
 
 
 def test_a_variable_overrides_the_conventions_of_the_process() -> None:

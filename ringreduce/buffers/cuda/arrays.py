@@ -18,7 +18,7 @@ from ringreduce.buffers.dtypes import DType, ml_bfloat16
 from ringreduce.buffers.layout import c_order, is_c_order, overlaps_itself
 from ringreduce.errors import UnsupportedBufferError
 
-__all__ = ["INSTALL", "DeviceOperand", "empty_on_device", "install_command", "on_device"]
+__all__ = ["INSTALL", "DeviceOperand", "empty_on_device", "install_command", "is_tensor", "not_plain", "on_device"]
 
 
 def install_command(driver_cuda: int) -> str:
@@ -101,7 +101,7 @@ class DeviceOperand:
             UnsupportedBufferError: it does, and its elements or layout are not supported.
         """
         torch = sys.modules.get("torch")
-        if _is_tensor(array, torch):
+        if is_tensor(array, torch):
             return _of_torch(array, torch) if array.is_cuda else None
         cupy = sys.modules.get("cupy")
         if cupy is not None and isinstance(array, cupy.ndarray):
@@ -175,9 +175,15 @@ class DeviceOperand:
 def on_device(array: Any) -> bool:
     """Return whether an array lies in device memory."""
     torch = sys.modules.get("torch")
-    if _is_tensor(array, torch):
+    if is_tensor(array, torch):
         return bool(array.is_cuda)
     return hasattr(array, "__cuda_array_interface__")
+
+
+def not_plain(tensor: Any) -> str:
+    """Say that a tensor is of a type that holds others, as DTensor does, and what to do."""
+    hint = "; pass the part that is here, tensor.to_local()" if hasattr(tensor, "to_local") else ""
+    return f"tensors of type {type(tensor).__name__} are not supported{hint}"
 
 
 def empty_on_device(address: int, nbytes: int, shape: Sequence[int], dtype: DType, device: int, owner: object) -> Any:
@@ -230,6 +236,8 @@ _CUPY, _TORCH = _Cupy(), _Torch()
 def _of_torch(tensor: Any, torch: Any) -> DeviceOperand:
     if tensor.layout is not torch.strided:
         raise UnsupportedBufferError(f"tensors of layout {tensor.layout} are not supported; pass a dense one")
+    if hasattr(type(tensor), "to_local"):
+        raise UnsupportedBufferError(not_plain(tensor))
     dtype = DType.of(tensor.dtype)
     # Lazy views, whose memory holds something else: a copy has what they stand for, and nobody stores there.
     lazy = tensor.is_conj() or tensor.is_neg()
@@ -298,7 +306,13 @@ def _native(dtype: DType) -> np.dtype[Any]:
     return ml_bfloat16() if dtype.name == "bfloat16" else dtype.storage
 
 
-def _is_tensor(array: Any, torch: Any) -> bool:
+def is_tensor(array: Any, torch: Any) -> bool:
+    """Return whether an array is a torch tensor.
+
+    Args:
+        array: anything.
+        torch: the module, as far as it is imported; or None.
+    """
     # Another thread may be importing torch just now; then this is no tensor.
     kind = getattr(torch, "Tensor", None)
     return kind is not None and isinstance(array, kind)
