@@ -12,6 +12,17 @@ work is an error on all ranks and not a hang. Gradients flow through collectives
 conventions: see `ringreduce.conventions`.
 """
 
+try:
+    import torch  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise ModuleNotFoundError(
+        "ringreduce.torch needs PyTorch, which is not installed: pip install torch (for the builds that there are see "
+        "https://pytorch.org/get-started); ringreduce itself takes NumPy arrays without it",
+        name="torch",
+    ) from None
+
 from ringreduce import runtime
 from ringreduce.algorithms import Collective
 from ringreduce.communicator import Communicator

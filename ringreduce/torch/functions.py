@@ -18,18 +18,18 @@ from ringreduce.torch.streams import gpu_of, require_usable
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 
 
-def broadcast_parameters(
-    params: Mapping[str, torch.Tensor] | Iterable[torch.Tensor | tuple[str, torch.Tensor]],
-    root_rank: int = 0,
-    process_set: ProcessSet = global_process_set,
-) -> None:
+_Parameters = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[torch.Tensor | tuple[str, torch.Tensor]]
+
+
+def broadcast_parameters(params: _Parameters, root_rank: int = 0, process_set: ProcessSet = global_process_set) -> None:
     """Overwrite tensors with the root's. Collective.
 
     Args:
-        params: a ``state_dict``, or tensors, or (name, tensor) pairs such as ``model.named_parameters()``; the same
-            names, shapes and dtypes on all ranks, in the same order. Entries that are None are skipped.
+        params: a model, for its ``state_dict()``; or such a dict, a tensor, tensors, or (name, tensor) pairs such as
+            ``model.named_parameters()``; the same names, shapes and dtypes on all ranks, in the same order. Entries
+            that are None are skipped.
         root_rank: whose values count, as a rank of the world; must agree.
-        process_set: the ranks that take part.
+        process_set: the ranks that take part. Nothing is done on the others, so that a script may call this on all.
 
     Raises:
         ConfigError: something in ``params`` is not a tensor.
@@ -38,6 +38,8 @@ def broadcast_parameters(
     with Checking("broadcast_parameters", None, process_set):
         tensors = _named(params)
         root = process_set.rank_of(root_rank)
+    if not process_set.included():
+        return
 
     def run(communicator: Communicator) -> None:
         require_same_tensors(communicator, "broadcast_parameters", tensors)
@@ -71,14 +73,23 @@ def broadcast_optimizer_state(
         optimizer: one of torch's or a `DistributedOptimizer`, over the same parameter groups on all ranks.
         root_rank: whose state counts, as a rank of the world; must agree.
         model: without meaning here, taken for Horovod's sake.
-        process_set: the ranks that take part.
+        process_set: the ranks that take part. Nothing is done on the others, so that a script may call this on all.
 
     Raises:
+        ConfigError: this is no optimizer.
         ValueError: the parameter groups of this rank differ from the root's in number or length.
     """
     with Checking("broadcast_object", None, process_set):
-        is_root = process_set.rank() == process_set.rank_of(root_rank)
+        if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "load_state_dict")):
+            raise ConfigError(
+                f"broadcast_optimizer_state takes an optimizer, got one of type {type(optimizer).__name__}; "
+                "use broadcast_parameters for models and their state dicts"
+            )
+        root = process_set.rank_of(root_rank)
         had_no_state = not optimizer.state
+    if not process_set.included():
+        return
+    is_root = process_set.rank() == root
     state = broadcast_object(optimizer.state_dict() if is_root else None, root_rank, process_set=process_set)
     if not is_root:
         optimizer.load_state_dict(state)
@@ -89,9 +100,11 @@ def broadcast_optimizer_state(
                     parameter.grad = torch.zeros_like(parameter)
 
 
-def _named(
-    params: Mapping[str, torch.Tensor] | Iterable[torch.Tensor | tuple[str, torch.Tensor]],
-) -> list[tuple[str, torch.Tensor]]:
+def _named(params: _Parameters) -> list[tuple[str, torch.Tensor]]:
+    if isinstance(params, torch.nn.Module):
+        params = params.state_dict()
+    elif isinstance(params, torch.Tensor) or not isinstance(params, Iterable):
+        params = [params]
     entries = sorted(params.items()) if isinstance(params, Mapping) else params
     named = []
     for index, entry in enumerate(entries):

@@ -27,6 +27,7 @@ from math import prod
 
 import torch
 
+from ringreduce.arguments import whole_number
 from ringreduce.communicator import Communicator
 from ringreduce.errors import ConfigError
 from ringreduce.reduce_ops import AVERAGE, SUM, ReduceOp
@@ -58,8 +59,7 @@ class PowerSGD:
     min_ratio: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ConfigError(f"the rank of PowerSGD must be at least 1, got {self.rank}")
+        whole_number("the rank of PowerSGD", self.rank, 1)
         if not self.min_ratio >= 1.0:
             raise ConfigError(f"min_ratio must be at least 1 (no gain), got {self.min_ratio}")
 

@@ -81,6 +81,8 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     Raises:
         ConfigError: some rank's object does not pickle. Raised on all ranks.
     """
+    with Checking("allgather_object", _named("allgather_object", name), process_set):
+        pass
     parts = carry_out("allgather_object", name, lambda communicator: _gather_parts(communicator, obj), process_set)
     return [pickle.loads(part) for part in parts]
 

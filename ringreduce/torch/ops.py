@@ -53,6 +53,7 @@ from ringreduce.torch.prepared import (
     Tensors,
     averaged,
     changed,
+    listed,
     looks,
     prepare_allgather,
     prepare_allreduce,
@@ -151,6 +152,8 @@ def join(device: int = -1) -> int:
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when all ranks of the set have called it. Collective."""
+    with Checking("barrier", None, process_set):
+        pass
     prepare_call("barrier", None, "barrier", lambda communicator: None, process_set).carry_out()
 
 
@@ -259,6 +262,7 @@ def grouped_allreduce(
     """
     with Checking("allreduce", name, process_set):
         how = _op(op, average), prescale_factor, postscale_factor, _wire(compression)
+        tensors = listed(tensors)
         require_tensors(*tensors)
         sent, contexts = zip(*map(compression.compress, tensors), strict=True) if tensors else ((), ())
     reduced = differentiable.allreduce(sent, name, *how, process_set)
@@ -276,6 +280,7 @@ def grouped_allreduce_async(
 ) -> Handle:
     """Start what `grouped_allreduce` does; its result is a list of new tensors."""
     with Checking("allreduce", name, process_set):
+        tensors = listed(tensors)
         sources = [without_graph(each) for each in tensors]
         outputs = [torch.empty_like(each) for each in sources]
         how = _op(op, average), prescale_factor, postscale_factor
@@ -294,6 +299,7 @@ def grouped_allreduce_(
 ) -> list[torch.Tensor]:
     """Reduce like `grouped_allreduce`, but in place; returns ``tensors``. Collective."""
     with Checking("allreduce", name, process_set):
+        tensors = listed(tensors)
         values = [without_graph(each) for each in tensors]
         how = _op(op, average), prescale_factor, postscale_factor
         result = partial(_all_changed, tensors)
@@ -312,6 +318,7 @@ def grouped_allreduce_async_(
 ) -> Handle:
     """Start what `grouped_allreduce_` does."""
     with Checking("allreduce", name, process_set):
+        tensors = listed(tensors)
         values = [without_graph(each) for each in tensors]
         how = _op(op, average), prescale_factor, postscale_factor
         result = partial(_all_changed, tensors)
@@ -390,6 +397,8 @@ def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
     """Gather several tensors as one operation; see `allgather`. Collective."""
+    with Checking("allgather", name, process_set):
+        tensors = listed(tensors)
     return differentiable.allgather(tensors, name, process_set)
 
 
@@ -398,6 +407,7 @@ def grouped_allgather_async(
 ) -> Handle:
     """Start what `grouped_allgather` does."""
     with Checking("allgather", name, process_set):
+        tensors = listed(tensors)
         sources = [without_graph(each) for each in tensors]
         prepared = prepare_allgather(sources, name, process_set, lambda gathered: gathered)
     return prepared.submit()
@@ -542,6 +552,7 @@ def grouped_reducescatter(
     with Checking("reducescatter", name, process_set):
         if (wire := _wire(compression)) is not None:
             raise ConfigError(f"reducescatter does not travel in {wire}; use Compression.none, fp16 or bf16")
+        tensors = listed(tensors)
         require_tensors(*tensors)
         sent, contexts = zip(*map(compression.compress, tensors), strict=True) if tensors else ((), ())
     how = op, prescale_factor, postscale_factor
@@ -559,6 +570,7 @@ def grouped_reducescatter_async(
 ) -> Handle:
     """Start what `grouped_reducescatter` does."""
     with Checking("reducescatter", name, process_set):
+        tensors = listed(tensors)
         sources = [without_graph(each) for each in tensors]
         how = op, prescale_factor, postscale_factor
         prepared = prepare_reducescatter(sources, name, *how, process_set, lambda parts: parts)

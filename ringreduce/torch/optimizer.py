@@ -7,7 +7,7 @@ import sys
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from time import perf_counter
@@ -15,12 +15,13 @@ from types import MethodType
 from typing import Any, NoReturn, cast
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ringreduce.adasum import adasum
-from ringreduce.arguments import whole_number
+from ringreduce.arguments import real_number, whole_number
 from ringreduce.communicator import Communicator
 from ringreduce.engine import Call, Engine, Operation, Procedure, Reduction
-from ringreduce.errors import ConfigError
+from ringreduce.errors import ConfigError, UnsupportedBufferError
 from ringreduce.process_sets import ProcessSet, connect
 from ringreduce.reduce_ops import AVERAGE, MAX, SUM, ReduceOp
 from ringreduce.runtime import config, global_process_set
@@ -28,7 +29,7 @@ from ringreduce.torch.agreement import Meeting, require_same_tensors
 from ringreduce.torch.buckets import GradientBuckets
 from ringreduce.torch.compression import BucketCompression, Compression, Compressor
 from ringreduce.torch.hyperparameters import hyperparameters
-from ringreduce.torch.prepared import Adasum, ReproducibleSum
+from ringreduce.torch.prepared import Adasum, ReproducibleSum, require_process_set
 from ringreduce.torch.streams import gpu_of, on_host
 from ringreduce.transport.memory import MemoryWorld
 
@@ -118,7 +119,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+        named_parameters: Iterable[tuple[str, torch.Tensor]]
+        | Mapping[str, torch.Tensor]
+        | torch.nn.Module
+        | None = None,
         compression: type[Compressor] | type[BucketCompression] | BucketCompression = Compression.none,
         backward_passes_per_step: int = 1,
         op: ReduceOp | str = AVERAGE,
@@ -135,12 +139,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # Optimizer.__init__ is not called: it would make parameter groups, state and hooks of its own. Whatever it
         # would have set is the wrapped optimizer's, by the properties and __getattr__ below.
         self._optimizer = optimizer
-        self._process_set = process_set
+        given: Any = process_set
+        self._process_set = given if isinstance(given, ProcessSet) else global_process_set
         self._take_place()
         with Meeting(self._communicator, _KIND):
+            require_process_set(given)
             _require_optimizer(optimizer, sparse_as_dense=sparse_as_dense)
             self._adasum = op == Adasum
             self._op = _checked_op(op)
+            gradient_predivide_factor = real_number("gradient_predivide_factor", gradient_predivide_factor)
             if not 0.0 < gradient_predivide_factor < math.inf:
                 raise ConfigError(
                     f"gradient_predivide_factor must be a positive number, got {gradient_predivide_factor}"
@@ -386,8 +393,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a DistributedOptimizer belongs to the running job and can be neither copied nor pickled; "
-            "save its state_dict(), or copy the optimizer that it wraps"
+            "a DistributedOptimizer belongs to the running job and can be neither copied nor pickled; save its "
+            "state_dict(), or copy the optimizer that it wraps, which is its attribute `wrapped`. An object that holds "
+            "one can be copied or pickled while `wrapped` is in its place, or if its __getstate__ leaves it out"
         )
 
     # ---- inside ----
@@ -603,9 +611,9 @@ def _require_optimizer(optimizer: Any, *, sparse_as_dense: bool) -> None:
     if isinstance(optimizer, DistributedOptimizer):
         raise ConfigError("this is a DistributedOptimizer already; wrapped twice, it would reduce gradients twice")
     if not _is_optimizer(optimizer):
-        what = "model" if isinstance(optimizer, torch.nn.Module) else "object"
+        what = "a model" if isinstance(optimizer, torch.nn.Module) else "something else"
         raise ConfigError(
-            f"DistributedOptimizer wraps an optimizer, and got a {what} of type {type(optimizer).__name__}; call it as "
+            f"DistributedOptimizer wraps an optimizer, and got {what}, of type {type(optimizer).__name__}; call it as "
             "DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())"
         )
     if sparse_as_dense and isinstance(optimizer, torch.optim.SparseAdam):
@@ -615,13 +623,27 @@ def _require_optimizer(optimizer: Any, *, sparse_as_dense: bool) -> None:
 
 def _require_parameters(parameters: Iterable[torch.Tensor]) -> None:
     """Raise `UnsupportedBufferError` for parameters whose gradients cannot be reduced here."""
+    for index, parameter in enumerate(parameters):
+        # DTensors, as fully_shard makes them, and the flat parameters of FSDP, found without importing either.
+        if hasattr(parameter, "to_local") or getattr(parameter, "_is_flat_param", False):
+            raise UnsupportedBufferError(
+                f"parameter {index} is sharded ({type(parameter).__name__}): FSDP, or whatever has sharded it, reduces "
+                "its gradients, so use the optimizer as it is. To reduce shards over other ranks as well, pass those "
+                "of the gradients, gradient.to_local(), to allreduce_"
+            )
+        if is_lazy(parameter):
+            raise UnsupportedBufferError(
+                f"parameter {index} has no shape yet: wrap the optimizer after the first forward pass of a lazy module"
+            )
 
 
 def _checked_op(op: ReduceOp | str) -> ReduceOp:
     """Return how gradients are reduced; of what Adasum does, how losses are."""
     if op == Adasum:
         return AVERAGE
-    kind = None if op == ReproducibleSum else ReduceOp.parse(op)
+    kind = None
+    with suppress(ConfigError):
+        kind = ReduceOp.parse(op)
     if kind not in (AVERAGE, SUM):
         word = op.value if isinstance(op, ReduceOp) else op
         hint = "; RINGREDUCE_DETERMINISTIC=1 fixes the order of sums" if op == ReproducibleSum else ""
@@ -645,13 +667,15 @@ def _checked_compression(
     raise ConfigError(f"compression is one of hvd.Compression, or a Compressor class; got {compression!r}")
 
 
-def _checked_names(
-    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
-) -> dict[torch.Tensor, str]:
+def _checked_names(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[torch.Tensor, str]:
     """Return the name of each parameter, nothing if none were given."""
     if named_parameters is None:
         return {}
-    pairs: list[Any] = list(named_parameters)
+    if isinstance(named_parameters, torch.nn.Module):
+        named_parameters = named_parameters.named_parameters()
+    elif isinstance(named_parameters, Mapping):
+        named_parameters = named_parameters.items()
+    pairs: list[Any] = list(named_parameters) if isinstance(named_parameters, Iterable) else [named_parameters]
     if not all(isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
         raise ConfigError("named_parameters must be (name, parameter) pairs, as from model.named_parameters()")
     twice = sorted(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
@@ -666,18 +690,19 @@ def _checked_names(
     return names
 
 
-def _checked_groups(
-    parameters: Sequence[torch.Tensor], groups: int | Sequence[Sequence[torch.Tensor]]
-) -> dict[int, int]:
+def _checked_groups(parameters: Sequence[torch.Tensor], groups: Any) -> dict[int, int]:
     """Return the group of each parameter that has one, by id."""
-    if isinstance(groups, int):
-        if groups < 0:
-            raise ConfigError(f"groups must be a number >= 0 or lists of parameters, got {groups}")
-        length = -(-len(parameters) // groups) if groups else 0
-        return {id(parameter): index // length for index, parameter in enumerate(parameters)} if groups else {}
+    if groups is None:
+        return {}
+    if isinstance(groups, torch.Tensor) or not isinstance(groups, Iterable):
+        number = whole_number("groups (or num_groups), unless it is lists of parameters,", groups, 0)
+        length = -(-len(parameters) // number) if number else 0
+        return {id(parameter): index // length for index, parameter in enumerate(parameters)} if number else {}
     known = set(map(id, parameters))
     found: dict[int, int] = {}
     for index, group in enumerate(groups):
+        if isinstance(group, torch.Tensor):
+            raise ConfigError(f"groups are lists of parameters, but number {index} is a parameter; write [[...], ...]")
         for parameter in group:
             if id(parameter) not in known:
                 raise ConfigError(f"group {index} holds something that is no parameter of the optimizer")

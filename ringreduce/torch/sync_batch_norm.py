@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -13,7 +14,7 @@ from ringreduce.process_sets import ProcessSet
 from ringreduce.reduce_ops import SUM
 from ringreduce.runtime import global_process_set, is_initialized
 from ringreduce.torch.ops import allgather, allreduce
-from ringreduce.torch.prepared import Checking
+from ringreduce.torch.prepared import Checking, require_process_set
 
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
 
@@ -42,9 +43,9 @@ class SyncBatchNorm(_BatchNorm):
         process_set: the ranks that normalise together. Without a world, this process alone.
 
     Raises:
-        ConfigError: an input has less than two dimensions or the wrong number of channels; or, while training, the
-            batches of all ranks together hold one value per channel, on all ranks; or, in a backward pass between
-            several ranks, a graph of it is asked for.
+        ConfigError: ``process_set`` is none; an input has less than two dimensions or the wrong number of channels; or,
+            while training, the batches of all ranks together hold one value per channel, on all ranks; or, in a
+            backward pass between several ranks, a graph of it is asked for.
     """
 
     def __init__(
@@ -60,13 +61,14 @@ class SyncBatchNorm(_BatchNorm):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        require_process_set(process_set)
         self.process_set = process_set
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the normalised batch, of the shape, dtype and memory format of ``input``: (rows, channels, ...)."""
         of_batch = self.training or self.running_mean is None
         ranks = self._ranks() if of_batch else None
-        with Checking("allgather", None, ranks):
+        with nullcontext() if ranks is None else Checking("allgather", None, ranks):
             self._check_input_dim(input)
         if ranks is None:
             if of_batch:

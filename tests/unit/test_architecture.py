@@ -165,3 +165,27 @@ def test_importing_the_torch_layer_does_not_import_torchs_compiler():
     pytest.importorskip("torch")
     printed = in_a_new_process("import sys, ringreduce.torch; print('torch._dynamo' in sys.modules)")
     assert printed == "False\n"
+
+
+@pytest.mark.parametrize("module", ["ringreduce.torch", "ringreduce.torch.elastic", "horovod.torch"])
+def test_without_torch_the_torch_layer_says_what_to_install(module: str):
+    """In one line, and not by a traceback out of the middle of our modules; `ringreduce` itself goes on."""
+    printed = in_a_new_process(
+        "import importlib, sys\n"
+        "class Hidden:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] == 'torch':\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Hidden())\n"
+        "import ringreduce, ringreduce.horovod\n"
+        "try:\n"
+        f"    importlib.import_module({module!r})\n"
+        "except ImportError as error:\n"
+        "    print(error, error.__cause__, error.__suppress_context__)\n"
+        "ringreduce.init()\n"
+        "print(ringreduce.allreduce(1))\n"
+    )
+    error, total = printed.splitlines()
+    assert error.startswith("ringreduce.torch needs PyTorch, which is not installed: pip install torch")
+    assert error.endswith("None True")
+    assert total == "1"

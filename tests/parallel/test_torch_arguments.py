@@ -1,0 +1,389 @@
+"""Arguments that people pass: what is meant is done, and what cannot be is refused on all ranks, which then go on."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import ringreduce as rr
+
+torch = pytest.importorskip("torch")
+import torch.distributed as dist  # noqa: E402
+
+import ringreduce.torch as hvd  # noqa: E402
+from ringreduce.testing import caught  # noqa: E402
+
+Model = Any
+Optimizer = Any
+
+several = pytest.mark.sizes(2, 3, 4)
+
+
+def mlp() -> Model:
+    torch.manual_seed(2)
+    return torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
+
+
+def sgd(model: Model) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+def train(model: Model, optimizer: Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.full((1, 3), float(rr.rank()))).square().sum().backward()
+    optimizer.step()
+
+
+def weights(model: Model) -> Any:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def assert_equal_on_ranks(model: Model) -> None:
+    everyone = hvd.allgather(weights(model)[None])
+    assert all(each.equal(everyone[0]) for each in everyone)
+
+
+def assert_usable() -> None:
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [rr.size()] * 2
+    assert rr.allreduce(rr.rank()) == sum(range(rr.size()))
+    model = mlp()
+    train(model, hvd.DistributedOptimizer(sgd(model)))
+    assert_equal_on_ranks(model)
+
+
+def refused(call: Callable[[Any], Any], wrong: Any, right: Any, message: str) -> None:
+    """Call with what is wrong on rank 0 and right on the others: all raise, with the message, and go on."""
+    error = caught(lambda: call(wrong if rr.rank() == 0 else right))
+    own = rr.ConfigError, rr.UnsupportedBufferError
+    assert isinstance(error, own if rr.rank() == 0 else rr.MismatchError), error
+    assert re.search(message, str(error)), error
+    assert_usable()
+
+
+# ---- DistributedOptimizer ----
+
+WRONG: dict[str, tuple[Callable[[Model], dict[str, Any]], str]] = {
+    "model": (
+        lambda model: {"optimizer": model},
+        r"a model, of type Sequential; call it as .*model.named_parameters\(\)",
+    ),
+    "parameters": (lambda model: {"optimizer": model.parameters()}, "something else, of type generator"),
+    "class": (lambda model: {"optimizer": torch.optim.SGD}, "something else, of type type"),
+    "names left out": (lambda model: {"named_parameters": model[:1].named_parameters()}, "leaves 2 of"),
+    "no names": (lambda model: {"named_parameters": 3}, "must be .name, parameter. pairs"),
+    "foreign group": (lambda model: {"groups": [[torch.nn.Parameter(torch.ones(1))]]}, "is no parameter of"),
+    "flat groups": (lambda model: {"groups": list(model.parameters())}, "groups are lists of parameters"),
+    "half a group": (lambda model: {"num_groups": 1.5}, "must be a whole number, got 1.5"),
+    "compression": (lambda model: {"compression": "fp16"}, "got 'fp16'"),
+    "op": (lambda model: {"op": hvd.Max}, r"op Average or Sum\), or use Adasum; got op max"),
+    "number as op": (lambda model: {"op": 3}, r"op Average or Sum\), or use Adasum; got op 3"),
+    "exact sum": (lambda model: {"op": hvd.ReproducibleSum}, "or use Adasum; got op reproducible sum; RINGREDUCE_DET"),
+    "passes": (lambda model: {"backward_passes_per_step": 1.5}, "whole number, got 1.5"),
+    "no pass": (lambda model: {"backward_passes_per_step": 0}, "at least 1, got 0"),
+    "bucket": (lambda model: {"bucket_nbytes": 1e6}, "bucket_nbytes must be a whole number, got 1000000.0"),
+    "factor": (lambda model: {"gradient_predivide_factor": "two"}, "must be a number, got 'two'"),
+    "process set": (lambda model: {"process_set": [0]}, r"process_set must be a ProcessSet, .* got \[0\]"),
+    "sparse as dense": (
+        lambda model: {"optimizer": torch.optim.SparseAdam(model.parameters()), "sparse_as_dense": True},
+        "SparseAdam takes no dense gradients",
+    ),
+    "lazy": (
+        lambda model: {"optimizer": torch.optim.SGD(torch.nn.LazyLinear(2).parameters(), lr=0.1)},
+        "parameter 0 has no shape yet",
+    ),
+}
+
+
+@several
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_arguments_of_the_optimizer_on_one_rank_are_refused_on_all(what: str) -> None:
+    """The rank says what is wrong, the others hear it at once, and all train with the next one."""
+    model = mlp()
+    make, message = WRONG[what]
+    refused(lambda options: hvd.DistributedOptimizer(**{"optimizer": sgd(model), **options}), make(model), {}, message)
+
+
+@several
+def test_a_group_that_cannot_be_added_on_one_rank_is_added_on_none() -> None:
+    """All raise, keep the groups that they had, and go on."""
+    model, more = mlp(), torch.nn.Parameter(torch.ones(2))
+    optimizer = hvd.DistributedOptimizer(sgd(model))
+    group = {"params": [model[0].weight if rr.rank() == 0 else more]}
+    with pytest.raises(ValueError, match="more than one parameter group") as raised:
+        optimizer.add_param_group(group)
+    assert isinstance(raised.value, rr.MismatchError) == (rr.rank() != 0)
+    with pytest.raises(rr.MismatchError, match="tensor 4 is parameter 4, shape"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1 + rr.rank()))]})
+    assert len(optimizer.param_groups) == 1
+    train(model, optimizer)
+    assert_equal_on_ranks(model)
+
+
+def test_names_may_come_from_a_model_or_a_dict() -> None:
+    """Either says what the parameters are called."""
+    model = mlp()
+    for named in (model, dict(model.named_parameters())):
+        optimizer = hvd.DistributedOptimizer(sgd(model), named)
+        assert list(optimizer._parameter_names.values()) == [name for name, _ in model.named_parameters()]
+
+
+def test_numbers_of_any_library_are_numbers() -> None:
+    """Arguments that were computed with NumPy or torch count; None stands for what a call without them does."""
+    model = mlp()
+    optimizer = hvd.DistributedOptimizer(
+        sgd(model),
+        backward_passes_per_step=torch.tensor(2),
+        num_groups=torch.tensor(1),
+        bucket_nbytes=torch.tensor(1 << 20),
+        gradient_predivide_factor=None,
+    )
+    train(model, optimizer)
+    assert_equal_on_ranks(model)
+    values = torch.arange(2.0)
+    for none in ({"prescale_factor": None}, {"postscale_factor": None}):
+        assert hvd.allreduce(values, op=hvd.Sum, **none).tolist() == [0.0, rr.size()]
+
+
+@several
+def test_gradients_of_sparse_adam_stay_sparse() -> None:
+    """It takes no others, so a parameter that no rank used keeps none, in place of zeros."""
+    torch.manual_seed(0)
+    used, unused = (torch.nn.Embedding(5, 2, sparse=True) for _ in range(2))
+    before = unused.weight.detach().clone()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SparseAdam([used.weight, unused.weight], lr=0.1))
+    for _ in range(2):
+        optimizer.zero_grad()
+        used(torch.tensor([rr.rank()])).sum().backward()
+        optimizer.step()
+        assert used.weight.grad.is_sparse
+    assert_equal_on_ranks(used)
+    assert unused.weight.equal(before)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps])
+def test_what_holds_an_optimizer_and_is_copied_is_told_how(duplicate: Callable[[Any], Any]) -> None:
+    """The error says what to put in the place of the optimizer, and that works."""
+    trainer = {"optimizer": hvd.DistributedOptimizer(sgd(mlp()))}
+    with pytest.raises(TypeError, match=r"copied or pickled while `wrapped` is in its place"):
+        duplicate(trainer)
+    duplicate({"optimizer": trainer["optimizer"].wrapped})
+
+
+# ---- process sets ----
+
+
+@pytest.fixture
+def some() -> Iterator[rr.ProcessSet]:
+    """All ranks but the last."""
+    made = hvd.add_process_set(range(rr.size() - 1))
+    yield made
+    hvd.remove_process_set(made)
+
+
+@several
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum], ids=str)
+def test_ranks_outside_a_process_set_train_alone(some: rr.ProcessSet, op: Any) -> None:
+    """A script wraps and broadcasts on all ranks; those outside the set do what the optimizer does by itself."""
+    model, alone = mlp(), mlp()
+    with torch.no_grad():
+        model[0].weight.add_(rr.rank())
+        alone[0].weight.add_(rr.rank())
+    inner, plain = sgd(model), sgd(alone)
+    optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), process_set=some, op=op)
+    hvd.broadcast_parameters(model, root_rank=0, process_set=some)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0, process_set=some)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    for _ in range(3):
+        train(model, optimizer)
+        train(alone, plain)
+    optimizer.zero_grad()
+    scaler.scale(model(torch.ones(1, 3)).sum()).backward()
+    scaler.step(optimizer)
+    plain.zero_grad()
+    alone(torch.ones(1, 3)).sum().backward()
+    plain.step()
+    if not some.included():
+        assert weights(model).equal(weights(alone))
+        assert optimizer.communication_s == 0.0
+        assert optimizer.state_dict()["param_groups"] == plain.state_dict()["param_groups"]
+        inner.step()  # alone nothing drifts
+    everyone = hvd.allgather(weights(model)[None])
+    assert all(each.equal(everyone[0]) for each in everyone[:-1])
+    assert not everyone[-1].equal(everyone[0])
+
+
+@several
+def test_the_root_must_belong_to_the_set_on_all_ranks(some: rr.ProcessSet) -> None:
+    """Ranks outside the set, for which nothing is done, notice the mistake, too."""
+    with pytest.raises(rr.ConfigError, match=f"rank {rr.size() - 1} does not belong"):
+        hvd.broadcast_parameters(mlp(), root_rank=rr.size() - 1, process_set=some)
+
+
+@several
+def test_outsiders_follow_when_worlds_change(no_world: None) -> None:
+    """A set that is registered again in the next world takes its optimizers with it, those outside it, too."""
+    rr.init()
+    some = hvd.ProcessSet(range(rr.size() - 1))
+    hvd.add_process_set(some)
+    model = mlp()
+    optimizer = hvd.DistributedOptimizer(sgd(model), process_set=some)
+    train(model, optimizer)
+    hvd.shutdown()
+    hvd.init()
+    hvd.add_process_set(some)
+    train(model, optimizer)
+    everyone = hvd.allgather(weights(model)[None])
+    assert all(each.equal(everyone[0]) for each in everyone[:-1])
+
+
+@several
+@pytest.mark.parametrize(
+    ("add", "message"),
+    [
+        (lambda ranks: hvd.add_process_set(ranks), "a rank of a process set must be a whole number, got 0.0"),
+        (lambda ranks: hvd.remove_process_set(ranks), r"takes what add_process_set returned, got \[0.0\]"),
+    ],
+)
+def test_sets_that_are_none_on_one_rank(add: Callable[[Any], Any], message: str) -> None:
+    """Nobody waits for the rank that has named one."""
+    error = caught(lambda: add([0.0] if rr.rank() == 0 else hvd.ProcessSet([0])))
+    assert isinstance(error, rr.ConfigError if rr.rank() == 0 else rr.MismatchError)
+    assert rr.rank() or re.search(message, str(error))
+    assert_usable()
+
+
+# ---- collectives ----
+
+COLLECTIVES: dict[str, tuple[Callable[[Any], Any], Any, Any, str]] = {
+    "root": (lambda root: hvd.broadcast(torch.ones(2), root), 0.0, 0, "root must be a whole number, got 0.0"),
+    "root in place": (lambda root: hvd.broadcast_(torch.ones(2), root), "0", 0, "root must be a whole number, got '0'"),
+    "root of parameters": (lambda root: hvd.broadcast_parameters(mlp(), root), 0.5, 0, "whole number, got 0.5"),
+    "root of state": (lambda root: hvd.broadcast_optimizer_state(sgd(mlp()), root), None, 0, "whole number, got None"),
+    "root of object": (lambda root: hvd.broadcast_object(1, root), 0.0, 0, "whole number, got 0.0"),
+    "process set": (
+        lambda group: hvd.allreduce(torch.ones(2), process_set=group),
+        [0, 1],
+        hvd.global_process_set,
+        r"process_set must be a ProcessSet, .* got \[0, 1\]",
+    ),
+    "process set of a barrier": (hvd.barrier, 5, hvd.global_process_set, "must be a ProcessSet, .* got 5"),
+    "process set of objects": (
+        lambda group: hvd.allgather_object(1, process_set=group),
+        None,
+        hvd.global_process_set,
+        "must be a ProcessSet, .* got None",
+    ),
+    "op": (lambda op: hvd.allreduce(torch.ones(2), op=op), 3, hvd.Average, "unknown reduce operation 3"),
+    "splits": (
+        lambda splits: hvd.alltoall(torch.ones(4), splits),
+        [1.9, 2.1],
+        [4] + [0] * (rr.size() - 1 if rr.is_initialized() else 0),
+        "whole numbers, got .1.9, 2.1.",
+    ),
+    "factor": (lambda factor: hvd.allreduce(torch.ones(2), prescale_factor=factor), "two", 1.0, "a number, got 'two'"),
+    "number": (hvd.allreduce, 3.0, torch.ones(2), r"got float; pass torch.as_tensor\(...\)"),
+    "optimizer as parameters": (
+        hvd.broadcast_parameters,
+        torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1),
+        [torch.ones(1)],
+        "of type SGD; use .*broadcast_optimizer_state",
+    ),
+    "model as optimizer": (hvd.broadcast_optimizer_state, mlp(), sgd(mlp()), "Sequential; use broadcast_parameters"),
+    "tensor as group": (hvd.grouped_allreduce, torch.ones(2), [torch.ones(2)], r"a group is a list .*pass \[tensor\]"),
+}
+
+
+@several
+@pytest.mark.parametrize("what", COLLECTIVES)
+def test_wrong_arguments_on_one_rank_are_refused_on_all(what: str) -> None:
+    """The rank says what is wrong, the others hear it at once, and all go on."""
+    call, wrong, right, message = COLLECTIVES[what]
+    if what == "splits":
+        right = [4] + [0] * (rr.size() - 1)
+    refused(call, wrong, right, message)
+
+
+def test_parameters_of_a_model_are_broadcast() -> None:
+    """A model stands for its state dict, buffers included; a tensor for itself."""
+    model = torch.nn.BatchNorm1d(3)
+    with torch.no_grad():
+        model.weight.add_(rr.rank())
+        model.running_mean.add_(rr.rank())
+    hvd.broadcast_parameters(model, root_rank=rr.size() - 1)
+    assert model.weight.tolist() == [rr.size()] * 3
+    assert model.running_mean.tolist() == [rr.size() - 1] * 3
+    for shape in ((), (2, 2)):
+        tensor = torch.full(shape, float(rr.rank()))
+        hvd.broadcast_parameters(tensor, root_rank=0)
+        assert not tensor.any()
+
+
+def test_groups_may_come_from_generators() -> None:
+    """A generator is gone once it was looked at; it is looked at once."""
+    for call in (hvd.grouped_allreduce, hvd.grouped_allreduce_):
+        assert [each.tolist() for each in call(torch.full((2,), each) for each in (1.0, 2.0))] == [[1.0] * 2, [2.0] * 2]
+    for call in (hvd.grouped_allgather, hvd.grouped_reducescatter):
+        assert len(call(torch.ones(rr.size()) for _ in range(3))) == 3
+    for start in (hvd.grouped_allreduce_async, hvd.grouped_allreduce_async_, hvd.grouped_allgather_async):
+        assert len(hvd.synchronize(start(torch.ones(2) for _ in range(3)))) == 3
+
+
+# ---- tensors of other frameworks ----
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """Torch's own process group, of this process alone, and a mesh on it."""
+    tensors = pytest.importorskip("torch.distributed.tensor")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield tensors.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_sharded_parameters_are_refused(mesh: Any) -> None:
+    """Parameters of FSDP are reduced by FSDP; the error says so, and how to reduce shards."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = mlp()
+    fully_shard(model, mesh=mesh)
+    with pytest.raises(
+        rr.UnsupportedBufferError, match=r"parameter 0 is sharded \(DTensor\).*use the optimizer as it is"
+    ):
+        hvd.DistributedOptimizer(sgd(model))
+    with pytest.raises(rr.UnsupportedBufferError, match=r"DTensor are not supported; .*tensor.to_local\(\)"):
+        hvd.broadcast_parameters(model)
+    assert_usable()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "call",
+    [
+        hvd.allreduce,
+        hvd.allreduce_,
+        hvd.allgather,
+        lambda tensor: hvd.broadcast(tensor, 0),
+        hvd.reducescatter,
+        rr.allreduce,
+        lambda tensor: hvd.allreduce(tensor, op=hvd.Adasum),
+    ],
+)
+def test_distributed_tensors_are_refused_and_their_parts_taken(
+    mesh: Any, call: Callable[[Any], Any], dtype: Any
+) -> None:
+    """On one rank alone, too: the others hear of it."""
+    tensors = pytest.importorskip("torch.distributed.tensor")
+    whole = tensors.distribute_tensor(torch.ones(4, 3, dtype=dtype), mesh, [tensors.Shard(0)])
+    message = r"tensors of type DTensor are not supported; pass the part that is here, tensor.to_local\(\)"
+    if rr.size() > 1:
+        refused(call, whole, whole.to_local(), message)
+    else:
+        with pytest.raises(rr.UnsupportedBufferError, match=message):
+            call(whole)
+    call(whole.to_local())
