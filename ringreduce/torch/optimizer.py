@@ -49,8 +49,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     It is a `torch.optim.Optimizer` for learning-rate schedulers and everything else that asks, and shares parameter
     groups, state, defaults and hooks with the wrapped optimizer, so that either can be used in the other's place for
-    all but `step`. Every rank ends a step with the same weights, bit by bit, if it began with the same ones: call
-    `broadcast_parameters` first. (Whether the ranks did is looked at in the first step, and a warning tells if not.)
+    all but `step`: where the wrapped one steps by itself a warning says so, once.
+
+    Every rank ends a step with the same weights, bit by bit, if it began with the same ones (call
+    `broadcast_parameters` first) and has the same hyper-parameters. Whether the ranks did is looked at in the first
+    step, and whether they have in steps 1, 2, 4, 8 and so on; a warning tells if not.
 
     Gradients of any number of backward passes add up locally until `step` reduces them, once. If only some ranks have
     a gradient for a parameter, the others count as zeros; if none has, it becomes zeros as in Horovod, or stays None
@@ -77,8 +80,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Args:
         optimizer: the optimizer to wrap, new or used; its parameters must have equal names, shapes and dtypes on all
             ranks, in equal order.
-        named_parameters: ``model.named_parameters()``: what errors call the parameters. If given, it must name them
-            all.
+        named_parameters: ``model.named_parameters()``, or the model: what errors call the parameters. If given, it must
+            name them all.
         compression: what travels in place of gradients, applied to buckets of them; see `Compression`. Must agree on
             all ranks. What it keeps from step to step is saved in `state_dict`, for this rank.
         backward_passes_per_step: how many backward passes come before each step. Right whatever it says, because
@@ -90,7 +93,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         groups: lists of parameters, or the number of lists to make: what is in one list travels together. Must agree
             on all ranks.
         sparse_as_dense: make sparse gradients dense before they are reduced. If not, what the ranks have is gathered.
-        process_set: the ranks that train together.
+        process_set: the ranks that train together. On others the optimizer steps as it does by itself.
         bucket_nbytes: gradients travel together in buckets; a bucket that holds so many bytes is closed. Must agree on
             all ranks. None: `Config.bucket_nbytes`.
         skip_unused: leave the gradient of a parameter that no rank used None, so that the step does not touch it.
@@ -99,9 +102,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             parameter is on a GPU.
 
     Raises:
-        ConfigError: an argument is wrong; names are missing or used twice.
+        ConfigError: an argument is wrong; names are missing or used twice. The other ranks get a `MismatchError` then.
         MismatchError: the ranks have different parameters, or different values of what must agree.
-        UnsupportedBufferError: parameters are on a GPU that this process cannot use, or on several.
+        UnsupportedBufferError: parameters are on a GPU that this process cannot use, or on several; or are sharded.
     """
 
     # An optimizer that says so gets the scale of a GradScaler as attributes, and those would end here, not in the
@@ -478,6 +481,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._alone:
             parts = connect(lambda waiter: MemoryWorld(1).messages(0), config())
             self._communicator, self._engine = parts.communicator, parts.engine
+            weakref.finalize(self, parts.close).atexit = False
         else:
             self._communicator, self._engine = self._process_set.communicator, self._process_set.engine
 
@@ -497,7 +501,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # Not a method of this: a rank that has joined may have let go of its optimizer, and has to take part still.
         reduce = partial(_reduce, self._buckets, self._optimizer)
         self._name = self._engine.register(_KIND, reduce)
-        self._buckets.start = partial(_start, self._engine, self._name)
+        self._buckets.start = partial(_start, self._engine, self._name, self._described)
         # The buckets outlive this, and their hooks would go on.
         self._retire = weakref.finalize(self, _retire, self._buckets, self._engine, self._name)
         self._retire.atexit = False
@@ -556,9 +560,10 @@ def _reduce(
     buckets.reduce(_parameters_of(optimizer), active, contributing=contributing)
 
 
-def _start(engine: Engine, name: str, part: str) -> Operation:
+def _start(engine: Engine, name: str, described: str, part: str) -> Operation:
     """Submit a part of what is registered under a name."""
     operation = Procedure(name, f"part {part} of {name}", part)
+    operation.title = f"a bucket of {described}"
     engine.submit(operation)
     return operation
 

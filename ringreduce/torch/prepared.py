@@ -454,12 +454,14 @@ def averaged(total: torch.Tensor, size: int) -> torch.Tensor:
     return torch.div(total, size, rounding_mode="trunc" if whole else None)
 
 
-def listed(tensors: Any) -> list[torch.Tensor]:
-    """Return the tensors of a group, which may come from a generator, as a list.
+def listed(tensors: Any) -> Tensors:
+    """Return the tensors of a group, which may come from a generator, as a sequence.
 
     Raises:
         ConfigError: it is no group.
     """
+    if type(tensors) is list or type(tensors) is tuple:
+        return tensors
     if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Iterable):
         raise ConfigError(f"a group is a list of tensors, got one of type {type(tensors).__name__}; pass [tensor]")
     return list(tensors)
