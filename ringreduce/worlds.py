@@ -152,7 +152,7 @@ class World:
         elif known is not process_set:
             known.share(process_set)
 
-    def remove(self, process_set: ProcessSet) -> bool:
+    def remove(self, process_set: ProcessSet | Any) -> bool:
         """Give back a process set, or several, as they were added; see `ringreduce.remove_process_set`."""
         if self.barred:
             self._refuse()
