@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from types import CodeType, FrameType
@@ -21,7 +22,6 @@ from ringreduce.errors import (
 )
 
 __all__ = [
-    "CALLED_NBYTES",
     "Called",
     "GivenUp",
     "Stack",
@@ -31,14 +31,12 @@ __all__ = [
     "refusal",
 ]
 
-#: The code that was running and the instruction that each had come to, the innermost first.
+#: The code of the program that was running and the instruction that each had come to, the innermost first.
 Stack = tuple[tuple[CodeType, int], ...]
 
 _PACKAGE = str(Path(__file__).parent) + os.sep
-_DEPTH = 64  # frames; more would only slow down programs that recurse deeply
-_TEXT_LENGTH, _PLACE_LENGTH = 1200, 200
-#: Twice these, as JSON may escape every character, and the rest.
-CALLED_NBYTES = 3000
+_DEPTH = 16  # frames of the program: more cost more, and tell hardly any two calls apart that these do not
+_TEXT_LENGTH, _PLACE_LENGTH = 1200, 200  # also if JSON escapes every character, less than a page of the board
 
 
 class Called(NamedTuple):
@@ -47,7 +45,7 @@ class Called(NamedTuple):
     Attributes:
         text: the call, the collective first: ``allreduce(sum, shape 5, float32)``.
         place: the line of the program that made it, ``train.py:12``; empty if the order of the program does not matter.
-        stack: stands for all lines of the program that were running; equal in processes that run the same program.
+        stack: stands for the lines of the program that were running; equal in processes that run the same program.
     """
 
     text: str
@@ -57,8 +55,7 @@ class Called(NamedTuple):
     @classmethod
     def at(cls, text: str, stack: Stack) -> Called:
         """Return a call that was made from this stack."""
-        program = [(code, at) for code, at in stack if not _is_ours(code.co_filename)]
-        lines = [f"{os.path.basename(code.co_filename)}:{_line(code, at)}:{at}" for code, at in program]
+        lines = [f"{os.path.basename(code.co_filename)}:{_line(code, at)}:{at}" for code, at in stack]
         place = lines[0].rpartition(":")[0] if lines else ""
         return cls(text, place, blake2b(" ".join(lines).encode(), digest_size=16).hexdigest())
 
@@ -73,17 +70,17 @@ class Called(NamedTuple):
         return cls(*json.loads(said))
 
     def to_json(self) -> bytes:
-        """Return it as one line of ASCII of at most `CALLED_NBYTES`; the end of a long call is cut off."""
+        """Return it as one line of ASCII of less than 3000 bytes; the end of a long call is cut off."""
         return json.dumps([_plain(self.text, _TEXT_LENGTH), _plain(self.place, _PLACE_LENGTH), self.stack]).encode()
 
 
 def refusal(name: str, error: BaseException) -> str:
-    """Say that a rank cannot make a call of this name, and why."""
+    """Say that a rank cannot make a call of this name, and why; the end of a long reason is cut off."""
     reason = str(error) if isinstance(error, RingReduceError) else f"{type(error).__name__}: {error}"
-    return f"{name}(refused: {reason})"
+    return f"{name}(refused: {reason[:_TEXT_LENGTH]})"
 
 
-def disagreement(calls: Mapping[int, Called]) -> MismatchError:
+def disagreement(calls: Mapping[int, Called], texts: Mapping[int, str] | None = None) -> MismatchError:
     """Return the error of ranks that made different calls.
 
     They are in step if all made the same call of the program, from the same lines, whatever they called there. Then
@@ -91,25 +88,34 @@ def disagreement(calls: Mapping[int, Called]) -> MismatchError:
 
     Args:
         calls: what each rank called.
+        texts: what the error says that each called, and those that called nothing; None: as the calls say it.
     """
     in_step = len({each.stack for each in calls.values()}) == 1
-    values = {rank: each.text for rank, each in calls.items()}
     places = {rank: each.place for rank, each in calls.items()}
-    return MismatchError(values, in_step=in_step, places={} if in_step else places)
+    return MismatchError(
+        texts or {rank: each.text for rank, each in calls.items()}, in_step=in_step, places={} if in_step else places
+    )
 
 
-class GivenUp(NamedTuple):
+class _GivenUp(NamedTuple):
+    reason: str
+    lost: int | None
+    late: bool
+
+
+class GivenUp(_GivenUp):
     """Why a rank takes part in nothing any more.
 
     Attributes:
-        reason: in words; empty if it has shut down.
+        reason: in words; empty if it has shut down. The end of a long one is cut off.
         lost: the rank that it has lost, itself if it was ended; None: that is not the reason.
         late: whether it has waited for too long.
     """
 
-    reason: str = ""
-    lost: int | None = None
-    late: bool = False
+    __slots__ = ()
+
+    def __new__(cls, reason: str = "", lost: int | None = None, late: bool = False) -> GivenUp:
+        return super().__new__(cls, _plain(reason, _TEXT_LENGTH), lost, late)
 
     @classmethod
     def after(cls, failure: BaseException | None) -> GivenUp:
@@ -120,7 +126,7 @@ class GivenUp(NamedTuple):
             return cls(failure.reason.partition("; ")[0], failure.rank)  # without what this rank was doing
         late = isinstance(failure, CollectiveTimeoutError)
         reason = str(failure) if late else f"{type(failure).__name__}: {failure}"
-        return cls(_plain(reason, _TEXT_LENGTH), late=late)
+        return cls(reason, late=late)
 
     def error(self, rank: int, doing: str) -> CollectiveError:
         """Return what whoever waits for that rank raises; ``doing`` says what it does."""
@@ -133,18 +139,22 @@ class GivenUp(NamedTuple):
 
 
 def program_stack() -> Stack:
-    """Return what is running now; takes about a microsecond, as nothing is looked at."""
+    """Return what the program is running now: its innermost frames, without those of this package and of autograd."""
     frames: list[tuple[CodeType, int]] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(frames) < _DEPTH:
-        frames.append((frame.f_code, frame.f_lasti))
+        code = frame.f_code
+        if not _is_ours(code.co_filename):
+            frames.append((code, frame.f_lasti))
         frame = frame.f_back
     return tuple(frames)
 
 
 def place_of(stack: Stack) -> str:
-    """Return the innermost line that is not of this package, nor of torch's autograd: ``/home/me/train.py:12``."""
-    code, at = next((each for each in stack if not _is_ours(each[0].co_filename)), stack[-1])
+    """Return the innermost line: ``/home/me/train.py:12``."""
+    if not stack:
+        return "an unknown line, on a thread that is not the program's"
+    code, at = stack[0]
     return f"{code.co_filename}:{_line(code, at)}"
 
 
@@ -158,5 +168,6 @@ def _line(code: CodeType, instruction: int) -> int:
     return next(lines, code.co_firstlineno)
 
 
+@lru_cache(maxsize=4096)
 def _is_ours(path: str) -> bool:
     return path.startswith(_PACKAGE) or "/torch/autograd/" in path or path.endswith("/torch/_tensor.py")

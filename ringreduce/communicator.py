@@ -190,6 +190,8 @@ class Communicator:
             ConfigError: no such op, algorithm or format, or they do not go together or cannot run here.
             UnsupportedBufferError: a wire format was asked for, and the array is not of floats.
         """
+        if deterministic and algorithm is None and wire is None:
+            algorithm, deterministic = selection.DETERMINISTIC, False
         if out is array and not (deterministic or wire):
             bound = self._bound.get(id(array))
             if (
@@ -291,7 +293,11 @@ class Communicator:
             error: why.
         """
         if self._is_open():
-            self._quiet.run(self._refuse, refusal(name, error), error)
+            try:
+                self._quiet.run(self._refuse, refusal(name, error), error)
+            except RuntimeError as raised:
+                _require_alone(raised)
+                raise
 
     # ---- buffers, choices ----
 
@@ -462,6 +468,7 @@ class Communicator:
         self._context.leave()
         if self._failure is not None:
             self.gpu.abandon()
+            self._context.abandon()
             return
         parts = self.gpu, self._allreduce, self._moves, self._wire, self._context
         close_all(*(part.close for part in parts))
@@ -591,10 +598,8 @@ class Communicator:
         feedback: Feedback | None,
     ) -> Any:
         if deterministic:
-            if algorithm is not None or wire is not None:
-                given = f"wire={wire!r}" if algorithm is None else f"algorithm={algorithm!r}"
-                raise ConfigError(f"give deterministic=True or {given}, not both")
-            algorithm = selection.DETERMINISTIC
+            given = f"wire={wire!r}" if algorithm is None else f"algorithm={algorithm!r}"
+            raise ConfigError(f"give deterministic=True or {given}, not both")
         if wire is not None:
             return self._allreduce_in_format(array, wire, op, out, algorithm, feedback)
         return self._allreduce_as_it_is(array, op, out, algorithm)
@@ -929,8 +934,11 @@ class Communicator:
         if isinstance(error, MismatchError) and error.in_step and not self.topology.single_node:
             try:
                 self._context.recover(error, self._calls.number)
-            except RingReduceError as lost:
+            except BaseException as lost:  # also what a signal handler raises: messages are under way still
+                error.in_step = False
                 self._fail_for_good(lost)
+                if not isinstance(lost, RingReduceError):
+                    raise
                 return
         if not (isinstance(error, MismatchError) and error.in_step):
             self._fail_for_good(error)

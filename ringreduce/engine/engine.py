@@ -10,11 +10,13 @@ from __future__ import annotations
 import logging
 import marshal
 import os
+import sys
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -35,7 +37,6 @@ from ringreduce.engine.orders import (
     Refuse,
     Run,
     Stalled,
-    TooLate,
     Withdrawn,
 )
 from ringreduce.engine.stall import StallWatch
@@ -344,7 +345,8 @@ class Engine:
                     f"an operation with the name {operation.name!r} is under way on this rank; "
                     "synchronize it first, or choose another name"
                 )
-                self._enter(Refusal(operation.name, operation.looks.text.partition("(")[0], error), unique=False)
+                kind = operation.looks.text.partition("(")[0]
+                self._enter(Refusal(operation.name, kind, error, operation.stack), unique=False)
                 self._wake()
                 raise error
             self._names[operation.name] = operation
@@ -575,49 +577,43 @@ class Engine:
             self._lost = order
             self._end_lost(order)
         elif isinstance(order, Expired):
-            if self._communicator.rank in order.present:
-                self._expire(order)
-        elif isinstance(order, TooLate):
-            if self._communicator.rank == order.rank and self._pending.get(order.name):
-                title = self._pending[order.name][0].title
-                text = f"this rank submitted {title} when {name_ranks(list(order.gave_up))} had stopped waiting for it"
-                self._end(order.name, CollectiveTimeoutError(text))
+            raise self._expired(order)
         else:
             self._warn(order)
 
     def _refuse(self, order: Refuse) -> None:
         """End an operation that differs between the ranks; end all if one of them may have left out an earlier one.
 
-        A name says what belongs together. Without one it is the order of the program, which is right if they all
-        submitted theirs from the same lines.
+        A name says what belongs together, but not to what a call belongs that a rank could not make: that may be one
+        that the others do not make. Then, and without a name, it is the order of the program, which is right if they
+        all submitted theirs from the same lines.
         """
-        if not is_unnamed(order.name):
-            self._end(order.name, MismatchError({rank: f"{order.name}: {text}" for rank, text in order.values.items()}))
+        title = "" if is_unnamed(order.name) else f"{order.name}: "
+        texts = {rank: title + text for rank, text in order.values.items()}
+        if title and not order.refused:
+            self._end(order.name, MismatchError(texts))
             return
-        operation = self._next(order.name)
-        mine = b"" if operation is None else Called.at(order.name, operation.stack).to_json()
+        queue = self._pending.get(order.name)  # it stays there, to be ended with all others if this fails
+        mine = Called.at("", queue[0].stack).to_json() if queue else b""
         places = self._communicator.allgather(np.array([[len(mine)]], np.int64))[:-1, 0].cumsum()
         everyone = np.split(self._communicator.allgather(np.frombuffer(mine, np.uint8)), places)
-        calls = {rank: Called.from_json(everyone[rank].tobytes()) for rank in order.submitted}
-        error = disagreement(calls)
-        error.values = order.values
-        if operation is not None:
-            self._end_with([operation], error)
+        error = disagreement({rank: Called.from_json(everyone[rank].tobytes()) for rank in order.submitted}, texts)
+        self._end(order.name, error)
         if not error.in_step:
             raise error
 
-    def _expire(self, order: Expired) -> None:
-        missing = name_ranks(list(order.missing))
+    def _expired(self, order: Expired) -> CollectiveTimeoutError:
+        missing, present = name_ranks(list(order.missing)), name_ranks(list(order.present))
+        waited = f"waited {order.seconds:.3g} s"
+        mine = self._pending.get(order.name)
+        title = mine[0].title if mine else repr(order.name)
+        if self._communicator.rank not in order.present:
+            what = "join or submit anything" if order.is_join else f"submit {title}"
+            return CollectiveTimeoutError(f"{present} {waited} for this rank to {what}")
         if order.is_join:
-            if self._join is not None:
-                text = f"waited {order.seconds:.3g} s since {missing} last submitted anything, and has not joined"
-                self._end_with([self._join], CollectiveTimeoutError(text))
-            return
-        if self._pending.get(order.name):
-            title = self._pending[order.name][0].title
-            hint = "; if it has no more data, it must call join()"
-            text = f"waited {order.seconds:.3g} s for {missing} to submit {title}{hint}"
-            self._end(order.name, CollectiveTimeoutError(text))
+            return CollectiveTimeoutError(f"{waited} since {missing} last submitted anything, and has not joined")
+        hint = "; if it has no more data, it must call join()"
+        return CollectiveTimeoutError(f"{waited} for {missing} to submit {title}{hint}")
 
     def _carry_out(self, order: Run, operations: list[Operation | None]) -> None:
         if self._instruments.observers:
@@ -734,7 +730,7 @@ class Engine:
         if self._leader is not None:
             late, expired = self._stall.check(self._leader.waiting(), now)
             self._tell([self._leader.stalled(each, now) for each in late])
-            self._tell([self._leader.expire(each, now) for each in expired])
+            self._tell([self._leader.expire(each, now) for each in expired[:1]])  # which ends everything
         elif now - self._news > self._communicator.config.timeout_s + _GRACE_S and self._awaits_word():
             raise PeerLostError(self.LEADER, f"it has said nothing for {now - self._news:.0f} s")
 
@@ -768,19 +764,28 @@ class Entrance:
     __slots__ = ("_inside",)
 
     def __init__(self) -> None:
-        self._inside: set[int] = set()
+        self._inside: dict[int, FrameType] = {}  # by thread, what has entered
 
     def __enter__(self) -> None:
-        thread = threading.get_ident()
-        if thread in self._inside:
+        thread, frame = threading.get_ident(), sys._getframe(1)
+        if (entered := self._inside.get(thread)) is not None and _is_below(entered, frame):
             raise ConfigError(
                 "this thread is in an operation of ringreduce already: a signal handler has interrupted it, or the "
                 "operation has called back; a handler sets a flag that the program looks at between its steps"
             )
-        self._inside.add(thread)
+        self._inside[thread] = frame
 
     def __exit__(self, *_: object) -> None:
-        self._inside.discard(threading.get_ident())
+        self._inside.pop(threading.get_ident(), None)
+
+
+def _is_below(frame: FrameType, top: FrameType | None) -> bool:
+    """Return whether a frame has not ended: if it has entered without leaving, a signal handler's error ended it."""
+    while top is not None:
+        if top is frame:
+            return True
+        top = top.f_back
+    return False
 
 
 def _encode(notes: list[list[Any]]) -> bytes:

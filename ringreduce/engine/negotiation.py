@@ -17,12 +17,13 @@ be sent, so that every interleaving can be played through in a test.
 * A rank that has joined needs no longer submit anything: allreduces run without it, and it learns their looks to take
   part with neutral elements.
 
-A call that a rank cannot make comes under its name all the same, and is refused on all ranks. What some ranks gave up,
-because others did not come within the time limit, is over for those too, when they come.
+A call that a rank cannot make comes under its name all the same, and is refused on all ranks. Where a rank does not
+come within the time limit, everything ends: it may be late or have left the call out, and nobody knows which of its
+next operations belong to the others'.
 
 What is offered need not be submitted by all ranks: nobody is waited for, and it can be withdrawn until it runs.
 
-An operation without a name takes one that it shares with all others of its kind and looks; these match in order.
+An operation without a name takes one that it shares with all others of its kind; these match in order.
 """
 
 from __future__ import annotations
@@ -47,7 +48,6 @@ from ringreduce.engine.orders import (
     Refuse,
     Run,
     Stalled,
-    TooLate,
     Waiting,
     Withdrawn,
 )
@@ -154,8 +154,8 @@ class Member:
             entries, active = said
             return Run(tuple(self._decode(entry) for entry in entries), active)
         if kind == "refuse":
-            name, values, submitted = said
-            return Refuse(name, values, tuple(submitted))
+            name, values, submitted, refused = said
+            return Refuse(name, values, tuple(submitted), refused)
         if kind == "joined":
             return Joined(*said)
         if kind == "late":
@@ -165,9 +165,6 @@ class Member:
         if kind == "lost":
             rank, why = said
             return Lost(rank, GivenUp(*why))
-        if kind == "too late":
-            rank, name, gave_up = said
-            return TooLate(rank, name, tuple(gave_up))
         if kind == "stalled":
             name, missing, seconds, first, is_join = said
             return Stalled(name, tuple(missing), seconds, first, is_join)
@@ -246,9 +243,7 @@ class Leader:
         self._last_number = 0
         self._joined: list[int] = []
         self._heard_s = 0.0  # when anything was last submitted, or a rank joined
-        # What ranks had not submitted when the others gave it up: name -> rank -> who did so, the earliest first.
-        self._owed: defaultdict[str, dict[int, deque[tuple[int, ...]]]] = defaultdict(dict)
-        self._left = False  # whether a rank has: nothing can run then
+        self._over = False  # a rank takes part in nothing any more, or did not come: nothing can run then
 
     def hear(self, rank: int, note: Note, now: float = 0.0) -> list[Note]:
         """Take in what a rank says; return what all ranks have to hear, in this order.
@@ -258,7 +253,7 @@ class Leader:
             note: what `Member` made.
             now: the time, on any clock that does not go back.
         """
-        if self._left:
+        if self._over:
             return []
         kind, *said = note
         self._heard_s = now
@@ -269,7 +264,8 @@ class Leader:
             return notes
         if kind == "new":
             name, looks = said
-            return self._claim(rank, name, _Claim(Looks.decode(looks), None, now)) or self._decide([name])
+            self._claim(rank, name, _Claim(Looks.decode(looks), None, now))
+            return self._decide([name])
         if kind == "together":
             return self._plan(said)
         if kind == "apart":
@@ -308,18 +304,9 @@ class Leader:
         return ["stalled", name, list(missing), now - since, present[0], is_join]
 
     def expire(self, waiting: Waiting, now: float) -> Note:
-        """Give up an operation, or a join; return what all ranks have to hear.
-
-        The missing ranks may come to the operation yet. It is still theirs then, and not the next one of its name.
-        """
+        """Give up an operation, or a join, and all others with it; return what all ranks have to hear."""
         name, since, present, missing, is_join = waiting
-        if is_join:
-            self._joined.clear()
-        else:
-            self._open(name)
-            self._take(name, present)
-            for rank in missing:
-                self._owed[name].setdefault(rank, deque()).append(present)
+        self._end()
         return ["expired", name, list(present), list(missing), now - since, is_join]
 
     # ---- claims ----
@@ -336,10 +323,9 @@ class Leader:
             first = min(self._end_whole(number).values())
             return [*_lateness(rank, now - first), ["all", number]]
         operations = self._operations(number)
-        notes: list[Note] = []
         for name, looks in operations:
-            notes += self._claim(rank, name, _Claim(looks, number if number in self._groups else None, now))
-        return [*notes, *self._decide([name for name, _ in operations])]
+            self._claim(rank, name, _Claim(looks, number if number in self._groups else None, now))
+        return self._decide([name for name, _ in operations])
 
     def _operations(self, number: int) -> list[Named]:
         return [self._named[member] for member in self._groups.get(number, (number,))]
@@ -347,7 +333,7 @@ class Leader:
     def _begin_whole(self, number: int) -> bool:
         """Prepare to hear a number from all ranks, if nothing else was said of its operations."""
         names = [name for name, _ in self._operations(number)]
-        if self._joined or any(name in self._claims or name in self._whole_of or name in self._owed for name in names):
+        if self._joined or any(name in self._claims or name in self._whole_of for name in names):
             return False
         self._whole[number] = {}
         self._whole_of.update(dict.fromkeys(names, number))
@@ -372,22 +358,9 @@ class Leader:
         for name in list(self._whole_of):
             self._open(name)
 
-    def _claim(self, rank: int, name: str, claim: _Claim) -> list[Note]:
-        """Take note that a rank has submitted an operation; return what there is to say if others have given it up."""
-        if name in self._owed and rank in self._owed[name]:
-            given_up = self._owed[name][rank]
-            present = given_up.popleft()
-            if not given_up:
-                self._forgive(rank, name)
-            return [["too late", rank, name, list(present)]]
+    def _claim(self, rank: int, name: str, claim: _Claim) -> None:
         self._open(name)
         self._claims[name].setdefault(rank, deque()).append(claim)
-        return []
-
-    def _forgive(self, rank: int, name: str) -> None:
-        self._owed[name].pop(rank, None)
-        if not self._owed[name]:
-            del self._owed[name]
 
     def _take(self, name: str, ranks: Iterable[int]) -> dict[int, _Claim]:
         """Remove the oldest claim of each of ``ranks`` and return them."""
@@ -423,10 +396,11 @@ class Leader:
             last = max(taken, key=lambda rank: taken[rank].since)
             notes += _lateness(last, taken[last].since - min(claim.since for claim in taken.values()))
             first = next(iter(looks.values()))
-            refused = any(each != first or each.op == REFUSED for each in looks.values())
-            if refused or (len(taken) < self._size and not first.op):
+            refused = any(each.op == REFUSED for each in looks.values())
+            differ = any(each != first for each in looks.values())
+            if refused or differ or (len(taken) < self._size and not first.op):
                 texts = {rank: looks[rank].text if rank in looks else "joined" for rank in range(self._size)}
-                notes.append(["refuse", name, texts, list(looks)])
+                notes.append(["refuse", name, texts, list(looks), refused])
                 continue
             entry = self._entry(Named(name, first), notes)
             groups = {claim.group for claim in taken.values()}
@@ -500,8 +474,6 @@ class Leader:
     def _join(self, rank: int) -> list[Note]:
         self._open_all()
         self._joined.append(rank)
-        for name in list(self._owed):
-            self._forgive(rank, name)
         # Of a name that was submitted several times, all may be ready now.
         notes = self._decide(
             [name for name, claims in self._claims.items() for _ in range(max(map(len, claims.values())))]
@@ -519,12 +491,15 @@ class Leader:
         return [["withdrawn", rank, name]]
 
     def _leave(self, rank: int, why: Sequence[Any]) -> list[Note]:
-        self._left = True
+        self._end()
+        return [["lost", rank, tuple(why)]]
+
+    def _end(self) -> None:
+        self._over = True
         self._joined.clear()
         self._whole.clear()
         self._whole_of.clear()
         self._claims.clear()
-        return [["lost", rank, tuple(why)]]
 
 
 def _lateness(rank: int, seconds: float) -> list[Note]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringreduce.buffers import Operand
-from ringreduce.calls import place_of, program_stack, refusal
+from ringreduce.calls import Stack, place_of, program_stack, refusal
 from ringreduce.communicator import Communicator
 from ringreduce.engine.orders import OFFER, REFUSED, Looks
 from ringreduce.reduce_ops import ReduceOp
@@ -38,9 +38,9 @@ class Operation:
     Args:
         name: what matches it with the other ranks' operations.
         looks: what must agree.
+        stack: where the program made it; None: it makes it now.
 
     Attributes:
-        stack: where the program made it.
         done: whether it has come to an end; everything else is settled before this becomes true.
         result: what `Engine.wait` returns.
         error: what it raises instead.
@@ -48,10 +48,10 @@ class Operation:
 
     __slots__ = ("_title", "done", "error", "looks", "name", "result", "stack")
 
-    def __init__(self, name: str, looks: Looks) -> None:
+    def __init__(self, name: str, looks: Looks, stack: Stack | None = None) -> None:
         self.name = name
         self.looks = looks
-        self.stack = program_stack()
+        self.stack = program_stack() if stack is None else stack
         self.done = False
         self.result: Any = None
         self.error: BaseException | None = None
@@ -151,12 +151,13 @@ class Refusal(Operation):
         name: as for `Operation`: that of the call.
         kind: of the call.
         error: why.
+        stack: where the program made it; None: it makes it now.
     """
 
     __slots__ = ()
 
-    def __init__(self, name: str, kind: str, error: BaseException) -> None:
-        super().__init__(name, Looks(refusal(kind, error), REFUSED))
+    def __init__(self, name: str, kind: str, error: BaseException, stack: Stack | None = None) -> None:
+        super().__init__(name, Looks(refusal(kind, error), REFUSED), stack)
 
 
 class Join(Operation):

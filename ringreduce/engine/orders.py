@@ -21,7 +21,6 @@ __all__ = [
     "Refuse",
     "Run",
     "Stalled",
-    "TooLate",
     "Waiting",
     "Withdrawn",
 ]
@@ -90,11 +89,13 @@ class Refuse:
         name: which.
         values: what each rank submitted, in words.
         submitted: the ranks that did; the others have joined.
+        refused: whether one of them cannot make the call.
     """
 
     name: str
     values: dict[int, str]
     submitted: tuple[int, ...]
+    refused: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,22 +126,13 @@ class Stalled:
 
 @dataclass(frozen=True, slots=True)
 class Expired:
-    """An operation, or a join, is given up on ``present``: ``missing`` did not come within the time limit."""
+    """Everything ends: ``present`` waited in vain for ``missing`` to submit an operation, or to join."""
 
     name: str
     present: tuple[int, ...]
     missing: tuple[int, ...]
     seconds: float
     is_join: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class TooLate:
-    """What ``rank`` has submitted comes to nothing: ``gave_up`` were there first and have stopped waiting for it."""
-
-    rank: int
-    name: str
-    gave_up: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +151,7 @@ class Lost:
     why: GivenUp
 
 
-Order = Run | Refuse | Joined | Late | Stalled | Expired | TooLate | Withdrawn | Lost
+Order = Run | Refuse | Joined | Late | Stalled | Expired | Withdrawn | Lost
 
 
 class Waiting(NamedTuple):

@@ -171,6 +171,11 @@ class Context:
         if not self.topology.single_node:
             self.agreement.leave(why)
 
+    def abandon(self) -> None:
+        """Give back, after a failure, what no message under way may still be written to."""
+        self.waiter.watchers.clear()
+        self.arena.close()
+
     def close(self) -> None:
         """Give everything back; arrays that users still hold stay valid."""
         self.board.close()

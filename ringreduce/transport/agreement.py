@@ -102,11 +102,11 @@ class Agreement:
         self._waiter.until(self._settled, self._missing)
 
     def resume(self, number: int) -> None:
-        """Count on from a number, the furthest that any rank had come to when a mismatch ended its call."""
+        """Go on after a call of this number, which a mismatch has ended on all ranks."""
         self.number = self._settled_up_to = number
-        self._heard.clear()
+        self._heard = {each: heard for each, heard in self._heard.items() if each > number}  # a peer may be there
+        self._refused = {each for each in self._refused if each > number}
         self._announced.clear()
-        self._refused.clear()
 
     def watch(self) -> None:
         """Look at what peers announce; called again and again by whoever waits for data.

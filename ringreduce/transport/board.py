@@ -1,11 +1,13 @@
 """The board: flag lines in shared memory through which the ranks of a node meet.
 
-Every rank owns one page of flags that only it writes, and areas that its peers read (or write, between barriers):
+Every rank owns two pages of flags and texts that only it writes, and areas that its peers read (or write, between
+barriers):
 
     line 0, 1   arrival: call number, signature hash, location of the buffer, for even and odd calls
     line 2      barrier: how many barriers this rank has reached
     line 3      status: not 0 once the rank takes part in no further call
-    line 4 ...  the signature as text, written only when a mismatch was seen
+    line 4 ...  what this rank called, as text, written only when a mismatch was seen
+    page 1      why this rank takes part in no further call, written before its status
     mailboxes   two of `MAILBOX_NBYTES`: data of small collectives, for even and odd calls
     staging     four of `STAGE_NBYTES`: pieces of private buffers on their way (two in, two out)
 
@@ -26,7 +28,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.calls import CALLED_NBYTES, Called, GivenUp, disagreement
+from ringreduce.calls import Called, GivenUp, disagreement
 from ringreduce.errors import CollectiveError, PeerLostError
 from ringreduce.transport.shared import Arena, Location
 from ringreduce.transport.waiting import Waiter
@@ -39,9 +41,10 @@ MAILBOX_NBYTES = 64 << 10
 STAGE_NBYTES = 1 << 20
 
 _LINE = 64  # bytes: what the cores' caches pass to one another
-_BARRIER, _STATUS, _TEXT = 2, 3, 4
-_MAILBOXES = 4096
-assert _TEXT * _LINE + 8 + CALLED_NBYTES <= _MAILBOXES
+_PAGE = 4096
+_BARRIER, _STATUS = 2, 3
+_CALLED, _WHY = slice(4 * _LINE, _PAGE), slice(_PAGE, 2 * _PAGE)
+_MAILBOXES = 2 * _PAGE
 _STAGES = _MAILBOXES + 2 * MAILBOX_NBYTES
 _BOARD_NBYTES = _STAGES + 4 * STAGE_NBYTES
 
@@ -203,7 +206,7 @@ class Board:
     def leave(self, why: GivenUp) -> bool:
         """Let nobody wait for this rank in vain; return whether it is the first member that does so."""
         if not self._mine[_STATUS][0]:
-            self._say(json.dumps(why).encode())
+            self._say(_WHY, json.dumps(why).encode())
             if self._fence is not None:
                 self._fence()
             self._mine[_STATUS][0] = 1
@@ -251,13 +254,12 @@ class Board:
             among: positions in ``peers``; None: all but those that have shut down.
         """
         places = range(len(self._others)) if among is None else among
-        left = {place: self._said(self.members.index(self._others[place][0])) for place in places if self._left(place)}
+        left = {place: self._why(place) for place in places if self._left(place)}
         for place in places:
             member = self._others[place][0]
             if place not in left and not self._arena.alive(member) and not self._left(place):
                 return PeerLostError(member, f"its process has ended; {doing}")
-        for place, said in left.items():
-            why = GivenUp(*json.loads(said))
+        for place, why in left.items():
             if why.reason or among is not None:
                 return why.error(self._others[place][0], doing)
         return None
@@ -267,6 +269,9 @@ class Board:
         if flag and self._fence is not None:
             self._fence()
         return bool(flag)
+
+    def _why(self, place: int) -> GivenUp:
+        return GivenUp(*json.loads(self._said(self.members.index(self._others[place][0]), _WHY)))
 
     def _watch(self) -> None:
         """Raise if a member that is waited for has left or died."""
@@ -278,21 +283,22 @@ class Board:
         if lost is not None:
             raise lost
 
-    def _say(self, text: bytes) -> None:
+    def _say(self, where: slice, text: bytes) -> None:
         """Write what the others read once a flag tells them to."""
-        area = self._parts[self.index][_TEXT * _LINE :]
+        area = self._parts[self.index][where]
+        assert 8 + len(text) <= len(area)
         area[8 : 8 + len(text)] = np.frombuffer(text, np.uint8)
         area[:8].view(np.int64)[0] = len(text)
 
-    def _said(self, index: int) -> bytes:
-        area = self._parts[index][_TEXT * _LINE :]
+    def _said(self, index: int, where: slice) -> bytes:
+        area = self._parts[index][where]
         return area[8 : 8 + int(area[:8].view(np.int64)[0])].tobytes()
 
     def _disagree(self, signature: str) -> NoReturn:
         """Tell the others what was called, learn what they called, and raise."""
-        self._say(self.called(signature).to_json())
+        self._say(_CALLED, self.called(signature).to_json())
         self.barrier(signature)
-        calls = {member: Called.from_json(self._said(index)) for index, member in enumerate(self.members)}
+        calls = {member: Called.from_json(self._said(index, _CALLED)) for index, member in enumerate(self.members)}
         self.barrier(signature)
         raise disagreement(calls)
 

@@ -222,3 +222,16 @@ def test_ranks_resume_at_one_number() -> None:
         return rank.call("together") or rank.call("a") or rank.call("again")
 
     assert on_ranks(3, call, patience=1 << 30) == [None] * 3
+
+
+def test_what_a_peer_announces_before_a_rank_resumes_is_not_lost() -> None:
+    """It may be in the next call already, and says so only once."""
+
+    def call(rank: Rank) -> Exception | None:
+        assert isinstance(rank.call(f"call {rank.rank}"), MismatchError)
+        if rank.rank > 0:
+            rank.waiter.until(lambda: 2 in rank.agreement._heard, lambda: "the announcement of rank 0")
+        rank.agreement.resume(1)
+        return rank.call("next")
+
+    assert on_ranks(3, call) == [None] * 3

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ringreduce.calls import GivenUp
-from ringreduce.errors import CollectiveTimeoutError, MismatchError, PeerLostError
+from ringreduce.errors import CollectiveTimeoutError, MismatchError, PeerLostError, TransportError
 from ringreduce.testing import caught, run_threads
 from ringreduce.transport.board import MAILBOX_NBYTES, NOWHERE, STAGE_NBYTES, Board, signature_hash
 from ringreduce.transport.memory import MemorySegments, MemoryWorld
@@ -162,6 +162,25 @@ def test_a_member_that_left_is_named(how: str) -> None:
         assert isinstance(error, PeerLostError)
         assert error.rank == 11
         assert "allreduce" in str(error)
+
+
+def test_a_member_that_left_says_why_however_long_that_is() -> None:
+    """The end is cut off, and the data of a collective that others are still in stays as it was."""
+
+    def call(board: Board) -> object:
+        arrive(board, "data")
+        mailboxes = board.mailboxes(0, np.dtype(np.uint8), (MAILBOX_NBYTES,))
+        if board.index == 1:
+            mailboxes[1][:] = 7
+            board.leave(GivenUp('"é\\' * 100_000))
+            return None
+        error = caught(arrive, board, "next")
+        assert (mailboxes[1] == 7).all()
+        return error
+
+    error = on_boards(2, call)[0]
+    assert isinstance(error, TransportError)
+    assert "given up" in str(error)
 
 
 def test_a_member_that_left_after_its_part_is_not_missed() -> None:

@@ -198,6 +198,39 @@ def test_a_refused_call_in_place_of_another_closes_it_too(node_size: int | None)
     run_ranks(SIZE, body, node_size=node_size, config=Config(timeout_s=10.0))
 
 
+@pytest.mark.parametrize("depth", [0, 5, 100])
+def test_a_refused_call_is_the_same_call_however_deep_the_program_is(depth: int) -> None:
+    """The ranks are in step after it."""
+
+    def call(communicator: rr.Communicator, left: int) -> Exception | None:
+        if left:
+            return call(communicator, left - 1)
+        array = np.ones(4)
+        return caught(communicator.allreduce, array.tolist() if communicator.rank == 0 else array)
+
+    def body(communicator: rr.Communicator) -> None:
+        error = call(communicator, depth)
+        assert isinstance(error, rr.UnsupportedBufferError if communicator.rank == 0 else rr.MismatchError)
+        assert (communicator.allreduce(np.ones(4)) == SIZE).all()
+
+    run_ranks(SIZE, body)
+
+
+def test_what_other_ranks_hear_of_a_refused_call_is_short() -> None:
+    """Wrong arguments may be large."""
+
+    def body(communicator: rr.Communicator) -> None:
+        wrong = ["x"] * (100_000 if communicator.rank == 0 else 2)
+        error = caught(communicator.alltoall, np.ones(3), wrong)
+        assert isinstance(error, rr.ConfigError)
+        error = caught(communicator.alltoall, np.ones(3), wrong if communicator.rank == 0 else None)
+        if communicator.rank:
+            assert isinstance(error, rr.MismatchError)
+            assert len(str(error)) < 5000
+
+    run_ranks(SIZE, body, node_size=1)
+
+
 @NODES
 @COUNTS
 def test_many_mismatches_leave_nothing_behind(node_size: int | None, count: int) -> None:
