@@ -76,7 +76,7 @@ class Called(NamedTuple):
 
 def refusal(name: str, error: BaseException) -> str:
     """Say that a rank cannot make a call of this name, and why; the end of a long reason is cut off."""
-    reason = str(error) if isinstance(error, RingReduceError) else f"{type(error).__name__}: {error}"
+    reason = str(error) if isinstance(error, RingReduceError) else _described(error)
     return f"{name}(refused: {reason[:_TEXT_LENGTH]})"
 
 
@@ -125,7 +125,7 @@ class GivenUp(_GivenUp):
         if isinstance(failure, PeerLostError):
             return cls(failure.reason.partition("; ")[0], failure.rank)  # without what this rank was doing
         late = isinstance(failure, CollectiveTimeoutError)
-        reason = str(failure) if late else f"{type(failure).__name__}: {failure}"
+        reason = str(failure) if late else _described(failure)
         return cls(reason, late=late)
 
     def error(self, rank: int, doing: str) -> CollectiveError:
@@ -156,6 +156,10 @@ def place_of(stack: Stack) -> str:
         return "an unknown line, on a thread that is not the program's"
     code, at = stack[0]
     return f"{code.co_filename}:{_line(code, at)}"
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _plain(text: str, length: int) -> str:

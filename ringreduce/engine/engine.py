@@ -306,9 +306,10 @@ class Engine:
             try:
                 with self._driver:
                     failed = self._failure is not None
-                    self._end_all(ShutdownError("ringreduce was shut down while the operation was under way"))
+                    ended = self._end_all(ShutdownError("ringreduce was shut down while the operation was under way"))
                     if not failed:
-                        self._take_leave()
+                        refused = (each.looks.text for each in ended if isinstance(each, Refusal))
+                        self._take_leave(GivenUp(next(refused, "")))  # the others may wait for that call
             finally:
                 if self._thread is not None:
                     self._thread.join()
@@ -692,13 +693,15 @@ class Engine:
         for operation in self._take_all():
             self._end_with([operation], lost.why.error(lost.rank, f"this rank waits for {operation.title}{hint}"))
 
-    def _end_all(self, error: BaseException) -> None:
-        """End everything that is under way; nothing is taken in from here on."""
+    def _end_all(self, error: BaseException) -> list[Operation]:
+        """End everything that is under way and return it; nothing is taken in from here on."""
         with self._lock:
             self._failure = self._failure or error
         while self._inbox:
             self._take_in(self._inbox.popleft())
-        self._end_with(self._take_all(), error)
+        operations = self._take_all()
+        self._end_with(operations, error)
+        return operations
 
     def _take_all(self) -> list[Operation]:
         """Take all operations that the program has submitted and that are not done."""
@@ -712,12 +715,12 @@ class Engine:
             self._end_all(error)
             self._communicator.give_up(error)
             with suppress(Exception):  # what fails may be the way to them; they will notice by their time limit
-                self._take_leave(error)
+                self._take_leave(GivenUp.after(error))
 
-    def _take_leave(self, failure: BaseException | None = None) -> None:
+    def _take_leave(self, why: GivenUp) -> None:
         """Let the others know that this rank takes part in nothing any more, those too that wait for its data."""
         try:
-            self._send(self._member.leave(GivenUp.after(failure)))
+            self._send(self._member.leave(why))
         finally:
             self._communicator.close()
 

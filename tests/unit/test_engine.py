@@ -451,6 +451,24 @@ def test_a_call_under_a_name_that_one_rank_cannot_make_where_others_make_none_en
     run_engines(2, program, config=SETTINGS)
 
 
+def test_a_rank_that_shuts_down_after_a_call_that_it_could_not_make_says_so() -> None:
+    """Rather than only that it has shut down: ranks that make the call would look for the wrong thing."""
+    closed = Gate()
+
+    def program(engine: Engine) -> None:
+        if engine.communicator.rank == 0:
+            engine.refuse(Refusal("x", "allreduce", ConfigError("no such op")))
+            engine.close()
+            closed.open()
+        else:
+            closed.wait()
+            error = caught(total, engine, "x")
+            assert isinstance(error, TransportError)
+            assert "no such op" in str(error)
+
+    with_engines(2, program)
+
+
 def test_a_refused_call_ends_if_the_ranks_cannot_tell_each_other_about_it() -> None:
     """With what went wrong then, as everything does."""
 
