@@ -564,7 +564,7 @@ class Engine:
             else:
                 self._finish(own)
         elif isinstance(order, Refuse):
-            self._refuse(order)
+            self._end_refused(order)
         elif isinstance(order, Joined):
             if self._join is not None:
                 self._join.result = order.last
@@ -582,7 +582,7 @@ class Engine:
         else:
             self._warn(order)
 
-    def _refuse(self, order: Refuse) -> None:
+    def _end_refused(self, order: Refuse) -> None:
         """End an operation that differs between the ranks; end all if one of them may have left out an earlier one.
 
         A name says what belongs together, but not to what a call belongs that a rank could not make: that may be one
