@@ -89,7 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=LIMIT_S, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.list:
-        print("\n".join(f"{part.name}: {max(1, part.ranks)} ranks, {part.limit_s:g} s at most" for part in PARTS))
+        print(
+            "\n".join(f"{part.name}: {report.ranks(max(1, part.ranks))}, {part.limit_s:g} s at most" for part in PARTS)
+        )
         return 0
     if options.worker:
         return work(options.worker, options.found, options.ranks, options.limit)

@@ -36,6 +36,7 @@ def main() -> int:
     hvd.init()  # (1) start the world
     torch.manual_seed(args.seed)
     console = Console(quiet=hvd.rank() != 0, highlight=False)
+    ranks = f"{hvd.size()} rank{'s' * (hvd.size() != 1)}"
     device = choose_device(args.device)
 
     images, labels = (tensor.to(device) for tensor in load_digits(args.seed))
@@ -48,7 +49,7 @@ def main() -> int:
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())  # (4)
 
     steps = len(train[0]) // (args.batch_size * hvd.size())
-    console.print(f"{hvd.size()} ranks, {steps} steps of {args.batch_size} digits per rank and epoch")
+    console.print(f"{ranks}, {steps} steps of {args.batch_size} digits per rank and epoch")
     busy_s = 0.0
     with progress_bar(console, args.epochs * steps) as advance:
         for epoch in range(args.epochs):
@@ -72,7 +73,7 @@ def main() -> int:
     console.print(f"throughput: {samples / mean_s:,.0f} samples/s over all ranks")
     console.print(f"communication: {communication_s / mean_s:.1%} of the step time")
     identical = same_weights(model)
-    console.print(f"weights: {'bitwise identical' if identical else 'DIFFERENT'} on {hvd.size()} ranks")
+    console.print(f"weights: {'bitwise identical' if identical else 'DIFFERENT'} on {ranks}")
     hvd.shutdown()
     return 0 if identical else 1
 

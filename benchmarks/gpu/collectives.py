@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import numpy as np
-from gpu.report import BY_NCCL, NCCL, Check
+from gpu.report import BY_NCCL, NCCL, Check, ranks
 
 from ringreduce.buffers import DTYPES
 from ringreduce.cli.cases import COLLECTIVES, OPS, TYPES, Case
@@ -102,7 +102,7 @@ def check_way(counter: Counter, when: str) -> Check:
     counter.place.empty(1, shared=True)  # the ranks have told each other about their GPUs
     kernels = world.gpu.kernels
     carried = world.size == 1 or (kernels is not None and kernels.supports(row, ReduceOp.SUM))
-    name = f"kernels carry the allreduce, {when} the cases, {world.size} ranks"
+    name = f"kernels carry the allreduce, {when} the cases, {ranks(world.size)}"
     return Check(name, counter.total(int(not carried)) == 0, world.gpu.way or "not known")
 
 
@@ -113,7 +113,7 @@ def check_nccl(counter: Counter, count: int = 100_003) -> Check:
     case = Case(COLLECTIVES["allreduce"], "float", "sum", 0, world.size, count)
     wrong = counter.wrong(case, ours.out_of_place(case, "nccl"))
     how = BY_NCCL if world.gpu.nccl is not None else "not NCCL, as the log says why"
-    return Check(f"{NCCL}, {world.size} ranks", wrong == 0, f"{how}; {wrong} wrong")
+    return Check(f"{NCCL}, {ranks(world.size)}", wrong == 0, f"{how}; {wrong} wrong")
 
 
 def check_results(counter: Counter, names: tuple[str, ...] = tuple(COLLECTIVES), large: int = LARGE) -> Iterator[Check]:
@@ -136,7 +136,7 @@ def check_results(counter: Counter, names: tuple[str, ...] = tuple(COLLECTIVES),
                 if errors == ENOUGH:
                     bad.insert(0, f"{ENOUGH} errors, after which the rest was not tried")
                     break
-            yield Check(f"{name}, {kind} buffers, {world.size} ranks", not bad, _detail(ran, bad))
+            yield Check(f"{name}, {kind} buffers, {ranks(world.size)}", not bad, _detail(ran, bad))
 
 
 def check_staging(counter: Counter) -> Iterator[Check]:
@@ -151,7 +151,7 @@ def check_staging(counter: Counter) -> Iterator[Check]:
                 ran += 1
                 found = counter.wrong(case, contender)
                 bad += [f"{type_name} {op_name} of {count}: {found}"] if found else []
-        yield Check(f"allreduce through host memory, {algorithm}, {world.size} ranks", not bad, _detail(ran, bad))
+        yield Check(f"allreduce through host memory, {algorithm}, {ranks(world.size)}", not bad, _detail(ran, bad))
 
 
 def check_streams(counter: Counter, on: On, *, count: int = 300_007, noise: int = 1 << 28, turns: int = 6) -> Check:
@@ -197,7 +197,7 @@ def check_streams(counter: Counter, on: On, *, count: int = 300_007, noise: int 
     driver.free_event(read)
     for stream in (caller, reader):
         driver.free_stream(stream)
-    return Check(f"streams raced on purpose, {world.size} ranks", wrong == 0, f"{2 * turns} turns, {wrong} wrong")
+    return Check(f"streams raced on purpose, {ranks(world.size)}", wrong == 0, f"{2 * turns} turns, {wrong} wrong")
 
 
 def check_torch(counter: Counter, device: str = "cuda") -> Iterator[Check]:
@@ -229,7 +229,7 @@ def check_torch(counter: Counter, device: str = "cuda") -> Iterator[Check]:
             bad += [f"{what}, {layout}" for what, each in got.items() if not np.array_equal(each, total)]
         bad += _others_of_torch(counter, torch, name, device)
         missed = counter.total(len(bad))
-        yield Check(f"tensors of {name}, {size} ranks", missed == 0, "; ".join(bad) or f"{missed} wrong")
+        yield Check(f"tensors of {name}, {ranks(size)}", missed == 0, "; ".join(bad) or f"{missed} wrong")
 
 
 def _others_of_torch(counter: Counter, torch: Any, name: str, device: str) -> list[str]:

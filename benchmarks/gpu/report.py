@@ -18,6 +18,11 @@ _ERROR = re.compile(
 NCCL, BY_NCCL = "NCCL by its name", "NCCL did it"
 
 
+def ranks(number: int) -> str:
+    """Say how many ranks."""
+    return f"{number} rank{'s' * (number != 1)}"
+
+
 @dataclass(frozen=True)
 class Check:
     """One thing that was looked at.

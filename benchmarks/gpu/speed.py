@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
-from gpu.report import Check, allreduce_bound_s, staged_bound_s
+from gpu.report import Check, allreduce_bound_s, ranks, staged_bound_s
 
 from ringreduce.buffers import DTYPES
 from ringreduce.buffers.cuda.arrays import DeviceOperand
@@ -106,7 +106,7 @@ def check_leader(world: Communicator, place: OnDevice, write: Callable[[str], No
     result, rate = alone.rows[-1].in_place, _copy_rate(alone, place)
     assert result is not None
     bound = allreduce_bound_s(LEADER_NBYTES, place.sharing, rate)
-    label = f"allreduce of {LEADER_NBYTES >> 20} MiB float32, {world.size} ranks on one GPU"
+    label = f"allreduce of {LEADER_NBYTES >> 20} MiB float32, {ranks(world.size)} on one GPU"
     yield Check(f"{label}: results", alone.nwrong == 0, f"{alone.nwrong} wrong elements")
     yield Check(f"{label}: by kernels", result.algorithm == "kernels", place.describe() or "")
     yield Check.stated("device copy bandwidth, read and write, beside the allreduce", rate / 1e9, "GB/s")
@@ -135,14 +135,14 @@ def check_staged(world: Communicator, place: OnDevice, write: Callable[[str], No
     result = alone.rows[-1].in_place
     assert result is not None
     bound = staged_bound_s(STAGED_NBYTES, place.sharing, rate)
-    label = f"allreduce of {STAGED_NBYTES >> 20} MiB float32 through host memory, {world.size} ranks"
+    label = f"allreduce of {STAGED_NBYTES >> 20} MiB float32 through host memory, {ranks(world.size)}"
     yield Check(f"{label}: results", alone.nwrong == 0, f"{alone.nwrong} wrong elements")
     staged = result.transport == "staged" and result.algorithm != "kernels"
     yield Check(f"{label}: not by kernels", staged, f"{result.algorithm} over {result.transport}; {world.gpu.way}")
     yield Check.stated("pinned copies, each way while both are under way", rate / 1e9, "GB/s")
     for nbytes in (SEGMENT_NBYTES, STAGED_NBYTES):
         times = _on_host(world, nbytes, algorithm)
-        name = f"allreduce of {nbytes >> 20} MiB float32 on the host alone, {world.size} ranks"
+        name = f"allreduce of {nbytes >> 20} MiB float32 on the host alone, {ranks(world.size)}"
         yield Check.stated(name, times * 1e3, "ms", f"{algorithm}, in shared memory")
     share = bound / (result.time.median / 1e6)
     how = f"{result.time.median / 1e3:.2f} ms, bound {bound * 1e3:.2f} ms, {algorithm} on the host"

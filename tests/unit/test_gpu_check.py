@@ -475,6 +475,13 @@ def test_a_launcher_on_the_python_path_is_found(tmp_path: Path) -> None:
 GOOD_EXAMPLE = "x\ntest accuracy: 95.90% of 1000 digits\nweights: bitwise identical on 2 ranks\n"
 
 
+def test_one_rank_is_not_called_ranks() -> None:
+    """What is said of one rank is in the singular, and looked for so."""
+    checks = judges.judge_example(GOOD_EXAMPLE.replace("2 ranks", "1 rank"), 1)
+    assert [check.passed for check in checks] == [True, True]
+    assert checks[0].name == "the example's weights are bitwise equal on 1 rank"
+
+
 @pytest.mark.parametrize(
     ("said", "verdicts"),
     [
