@@ -114,5 +114,5 @@ def test_there_is_nothing_to_compile() -> None:
     assert "setup()" in (ROOT / "setup.py").read_text(encoding="utf-8").splitlines()
     settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert re.findall(r"^requires = (.*)$", settings, re.MULTILINE) == ['["setuptools>=77"]']
-    assert re.findall(r"^torch = (.*)$", settings, re.MULTILINE) == ['["torch>=2.1"]']
+    assert re.findall(r"^torch = (.*)$", settings, re.MULTILINE) == ['["torch>=2.3"]']
     assert "ext-modules" not in settings
