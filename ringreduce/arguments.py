@@ -1,29 +1,66 @@
-"""Arguments that are numbers: what counts as one, and errors that name the argument."""
+"""Arguments of calls: what counts as a number, and how the other ranks hear of arguments that are wrong on one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import index
 from typing import Any
 
 from ringreduce.errors import ConfigError
 
-__all__ = ["real_number", "whole_number"]
+__all__ = ["CheckingArguments", "real_number", "shown", "whole_number"]
+
+
+class CheckingArguments:
+    """A context for what is done to the arguments of a call before the ranks meet in it.
+
+    If that raises here, the other ranks hear of it, so that nobody waits for this one. (A class, because
+    `@contextmanager` would add its own frames to the recorded stack.)
+
+    Args:
+        refuse: takes the error and lets the other ranks hear of it.
+        meet: waits for the other ranks to have come through their checks; called when this one has. None: nobody waits
+            here, and what the others submit ends when they come to it.
+    """
+
+    __slots__ = ("_meet", "_refuse")
+
+    def __init__(self, refuse: Callable[[Exception], object], meet: Callable[[], object] | None = None) -> None:
+        self._refuse = refuse
+        self._meet = meet
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, Exception):
+            self._refuse(error)
+        elif error is None and self._meet is not None:
+            self._meet()
 
 
 def real_number(name: str, value: Any) -> float:
     """Return a factor as a float; None: 1.
 
+    Args:
+        name: of the argument, for the error.
+        value: what was given; text is no number, whatever it says.
+
     Raises:
-        ConfigError: it is no number.
+        ConfigError: it is no number, or too large for a float.
     """
     if type(value) is float:
         return value
     if value is None:
         return 1.0
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise ConfigError(f"{name} must be a number, got {value!r}") from None
+    if not isinstance(value, (str, bytes, bytearray)):
+        try:
+            return float(value)
+        except OverflowError:
+            raise ConfigError(f"{name} must be a number that a float can hold, got {shown(value)}") from None
+        except Exception as error:  # whatever the conversion of somebody's type raises
+            raise ConfigError(f"{name} must be a number, got {shown(value)}") from error
+    raise ConfigError(f"{name} must be a number, got {shown(value)}")
 
 
 def whole_number(name: str, value: Any, least: int | None = None) -> int:
@@ -39,8 +76,16 @@ def whole_number(name: str, value: Any, least: int | None = None) -> int:
     """
     try:
         whole = index(value)
-    except TypeError:
-        raise ConfigError(f"{name} must be a whole number, got {value!r}") from None
+    except Exception as error:  # whatever the conversion of somebody's type raises
+        raise ConfigError(f"{name} must be a whole number, got {shown(value)}") from error
     if least is not None and whole < least:
-        raise ConfigError(f"{name} must be at least {least}, got {whole}")
+        raise ConfigError(f"{name} must be at least {least}, got {shown(whole)}")
     return whole
+
+
+def shown(value: object) -> str:
+    """Return what an error says was given: the value, or its type if that cannot be printed."""
+    try:
+        return repr(value)
+    except Exception:  # a whole number with thousands of digits, or somebody's type
+        return f"one of type {type(value).__name__} that cannot be printed"

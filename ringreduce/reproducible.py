@@ -32,11 +32,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from ringreduce.arguments import CheckingArguments
 from ringreduce.buffers import DType, Operand, as_given, like, narrow, new, widen
 from ringreduce.communicator import Communicator
 from ringreduce.errors import UnsupportedBufferError
@@ -85,7 +87,7 @@ def reproducible_allreduce(
         UnsupportedBufferError: complex numbers, or ``out`` does not fit. Nothing has moved then.
         MismatchError: shapes or dtypes differ between ranks. Raised on all ranks; nothing has moved then.
     """
-    try:
+    with CheckingArguments(partial(communicator.refuse, _NAME)):
         source = Operand.of(array)
         whole = source.dtype.kind in ("int", "uint", "bool")
         if not whole:
@@ -95,9 +97,6 @@ def reproducible_allreduce(
         values = source.flat()
         if out is not None and out is not array and np.may_share_memory(values, target.view):
             values = values.copy()
-    except Exception as error:
-        communicator.refuse(_NAME, error)
-        raise
     _meet(communicator, target)
     if whole:
         communicator.allreduce(array, SUM, out=result, algorithm=algorithm)
@@ -153,12 +152,9 @@ class ReproducibleAccumulator:
         More terms can be added afterwards. Shapes and dtypes must agree on all ranks; arguments and errors are those of
         `reproducible_allreduce`.
         """
-        try:
+        with CheckingArguments(partial(communicator.refuse, _NAME)):
             result = new(self._shape, self._dtype, self._library) if out is None else out
             target = _target(result, self._shape, self._dtype)
-        except Exception as error:
-            communicator.refuse(_NAME, error)
-            raise
         _meet(communicator, target)
         _merge(communicator, self._blocks, target, algorithm)
         return result

@@ -11,14 +11,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from ringreduce.arguments import real_number
 from ringreduce.conventions import Conventions
 from ringreduce.engine import Engine
 from ringreduce.process_sets import ProcessSet
 from ringreduce.reduce_ops import AVERAGE, ReduceOp
 from ringreduce.torch.prepared import (
-    Checking,
     Op,
     Tensors,
+    checking_submission,
     prepare_allgather,
     prepare_allreduce,
     prepare_alltoall,
@@ -88,7 +89,7 @@ class _Allreduce(torch.autograd.Function):
         outputs = [torch.empty_like(each) for each in tensors]
         sources = [each.detach() for each in tensors]
         how = op, prescale, postscale
-        with Checking("allreduce", name, process_set):
+        with checking_submission("allreduce", name, process_set):
             prepared = prepare_allreduce(sources, outputs, name, *how, process_set, lambda: outputs, wire)
         return tuple(prepared.carry_out())
 
@@ -114,7 +115,7 @@ class _Allgather(torch.autograd.Function):
         ctx.process_set, ctx.backward_name = process_set, backward
         ctx.rows = [each.shape[0] if each.dim() else 0 for each in tensors]
         sources = [each.detach() for each in tensors]
-        with Checking("allgather", name, process_set):
+        with checking_submission("allgather", name, process_set):
             prepared = prepare_allgather(sources, name, process_set, lambda gathered: gathered)
         return tuple(prepared.carry_out())
 
@@ -138,7 +139,7 @@ class _Broadcast(torch.autograd.Function):
         ctx: Any, tensor: torch.Tensor, root: int, process_set: ProcessSet, backward: str, name: str | None
     ) -> Any:
         ctx.process_set, ctx.backward_name, ctx.root = process_set, backward, root
-        with Checking("broadcast", name, process_set):
+        with checking_submission("broadcast", name, process_set):
             prepared = prepare_broadcast(tensor.detach(), None, root, name, process_set)
         return prepared.carry_out()
 
@@ -156,9 +157,10 @@ class _ReduceScatter(torch.autograd.Function):
     def forward(ctx: Any, process_set: ProcessSet, backward: str, name: str | None, op: Op, *rest: Any) -> Any:
         prescale, postscale, *tensors = rest
         ctx.process_set, ctx.backward_name = process_set, backward
-        ctx.op, ctx.factor = op, prescale * postscale
         sources = [each.detach() for each in tensors]
-        with Checking("reducescatter", name, process_set):
+        with checking_submission("reducescatter", name, process_set):
+            factor = real_number("prescale_factor", prescale) * real_number("postscale_factor", postscale)
+            ctx.op, ctx.factor = op, factor
             prepared = prepare_reducescatter(sources, name, op, prescale, postscale, process_set, lambda parts: parts)
         return tuple(prepared.carry_out())
 
@@ -179,7 +181,7 @@ class _Alltoall(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: torch.Tensor, rows: list[int], process_set: ProcessSet, backward: str, name: str | None
     ) -> Any:
-        with Checking("alltoall", name, process_set):
+        with checking_submission("alltoall", name, process_set):
             prepared = prepare_alltoall(tensor.detach(), rows, name, process_set, alone=False)
         result, received = prepared.carry_out()
         ctx.process_set, ctx.backward_name, ctx.received = process_set, backward, received.tolist()
@@ -212,7 +214,7 @@ def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
 
 def _backward_name(kind: str, name: str | None, tensors: Tensors, process_set: ProcessSet) -> str:
     """Return what the backward pass calls its operation: the passes of several operations may come in any order."""
-    with Checking(kind, name, process_set):
+    with checking_submission(kind, name, process_set):
         require_tensors(*tensors)
     if name is not None:
         return f"gradient of {name}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -10,9 +11,9 @@ from ringreduce.communicator import Communicator
 from ringreduce.errors import ConfigError
 from ringreduce.process_sets import ProcessSet
 from ringreduce.runtime import global_process_set
-from ringreduce.torch.agreement import require_same_tensors
 from ringreduce.torch.objects import allgather_object, broadcast_object, carry_out
-from ringreduce.torch.prepared import Checking, changed
+from ringreduce.torch.prepared import changed, checking_submission
+from ringreduce.torch.same_tensors import require_same_tensors
 from ringreduce.torch.streams import gpu_of, require_usable
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
@@ -32,10 +33,10 @@ def broadcast_parameters(params: _Parameters, root_rank: int = 0, process_set: P
         process_set: the ranks that take part. Nothing is done on the others, so that a script may call this on all.
 
     Raises:
-        ConfigError: something in ``params`` is not a tensor.
+        ConfigError: something in ``params`` is neither a tensor nor a pair, or the names cannot be ordered.
         MismatchError: the tensors differ between ranks in more than their values; nothing was overwritten then.
     """
-    with Checking("broadcast_parameters", None, process_set):
+    with checking_submission("broadcast_parameters", None, process_set):
         tensors = _named(params)
         root = process_set.rank_of(root_rank)
     if not process_set.included():
@@ -49,7 +50,7 @@ def broadcast_parameters(params: _Parameters, root_rank: int = 0, process_set: P
 
     values = [tensor for _, tensor in tensors]
     device = gpu_of(values)
-    with Checking("broadcast_parameters", None, process_set):
+    with checking_submission("broadcast_parameters", None, process_set):
         for value in values:
             require_usable(process_set.engine.communicator, value.detach(), writable=True)
     carry_out("broadcast_parameters", None, run, process_set, f"broadcast_parameters(root {root})", device)
@@ -79,7 +80,7 @@ def broadcast_optimizer_state(
         ConfigError: this is no optimizer.
         ValueError: the parameter groups of this rank differ from the root's in number or length.
     """
-    with Checking("broadcast_object", None, process_set):
+    with checking_submission("broadcast_object", None, process_set):
         if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "load_state_dict")):
             raise ConfigError(
                 f"broadcast_optimizer_state takes an optimizer, got one of type {type(optimizer).__name__}; "
@@ -87,10 +88,12 @@ def broadcast_optimizer_state(
             )
         root = process_set.rank_of(root_rank)
         had_no_state = not optimizer.state
-    if not process_set.included():
+        included = process_set.included()
+        is_root = included and process_set.rank() == root
+        state = optimizer.state_dict() if is_root else None  # which may fail, in somebody's optimizer
+    if not included:
         return
-    is_root = process_set.rank() == root
-    state = broadcast_object(optimizer.state_dict() if is_root else None, root_rank, process_set=process_set)
+    state = broadcast_object(state, root_rank, process_set=process_set)
     if not is_root:
         optimizer.load_state_dict(state)
     if had_no_state and process_set.communicator.config.conventions.broadcast_state_zeroes_gradients:
@@ -105,9 +108,14 @@ def _named(params: _Parameters) -> list[tuple[str, torch.Tensor]]:
         params = params.state_dict()
     elif isinstance(params, torch.Tensor) or not isinstance(params, Iterable):
         params = [params]
-    entries = sorted(params.items()) if isinstance(params, Mapping) else params
+    entries: Iterable[Any] = _in_order(params) if isinstance(params, Mapping) else params
     named = []
     for index, entry in enumerate(entries):
+        if isinstance(entry, tuple) and len(entry) != 2:
+            raise ConfigError(
+                f"broadcast_parameters takes tensors or (name, tensor) pairs, but number {index} is a tuple of "
+                f"length {len(entry)}"
+            )
         name, tensor = entry if isinstance(entry, tuple) else (str(index), entry)
         if tensor is None:
             continue
@@ -118,3 +126,12 @@ def _named(params: _Parameters) -> list[tuple[str, torch.Tensor]]:
             )
         named.append((name, tensor))
     return named
+
+
+def _in_order(params: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    """Return the entries by name: ranks may have put them in in different orders."""
+    try:
+        return sorted(params.items(), key=lambda entry: entry[0])
+    except TypeError as error:
+        kinds = ", ".join(sorted({type(name).__name__ for name in params}))
+        raise ConfigError(f"the names of parameters must be str, got names of the types {kinds}") from error

@@ -11,25 +11,25 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from time import perf_counter
-from types import MethodType
+from types import FrameType, MethodType
 from typing import Any, NoReturn, cast
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from ringreduce.adasum import adasum
-from ringreduce.arguments import real_number, whole_number
+from ringreduce.arguments import CheckingArguments, real_number, whole_number
 from ringreduce.communicator import Communicator
 from ringreduce.engine import Call, Engine, Operation, Procedure, Reduction
 from ringreduce.errors import ConfigError, UnsupportedBufferError
 from ringreduce.process_sets import ProcessSet, connect
 from ringreduce.reduce_ops import AVERAGE, MAX, SUM, ReduceOp
 from ringreduce.runtime import config, global_process_set
-from ringreduce.torch.agreement import Meeting, require_same_tensors
 from ringreduce.torch.buckets import GradientBuckets
 from ringreduce.torch.compression import BucketCompression, Compression, Compressor
 from ringreduce.torch.hyperparameters import hyperparameters
-from ringreduce.torch.prepared import Adasum, ReproducibleSum, require_process_set
+from ringreduce.torch.prepared import Adasum, ReproducibleSum, require_process_set, set_to_tell
+from ringreduce.torch.same_tensors import require_same_tensors
 from ringreduce.torch.streams import gpu_of, on_host
 from ringreduce.transport.memory import MemoryWorld
 
@@ -38,8 +38,8 @@ __all__ = ["DistributedOptimizer"]
 _KIND = "DistributedOptimizer"
 _COMPRESSION = "compression"  # a key of state dicts
 
-#: Where a GradScaler looks at an optimizer's gradients; private to torch. Without it, call `synchronize` by hand.
-_UNSCALING = getattr(getattr(torch.amp.GradScaler, "_unscale_grads_", None), "__code__", None)
+#: The method in which a GradScaler, or a class made of it, looks at an optimizer's gradients; private to torch.
+_UNSCALING = "_unscale_grads_"
 
 _stepping: set[int] = set()  # ids of wrapped optimizers that make a step for their wrapper
 
@@ -67,7 +67,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Construction and `add_param_group` are collective, and so are `step` and `synchronize`: they must be called on all
     ranks, each optimizer's in the same order. A rank that has no more data calls `join`; over whom the others
     average then, `ringreduce.conventions` says. `torch.amp.GradScaler` can be used as with any optimizer: before it
-    looks at the gradients they are reduced, so that all ranks see the same overflows.
+    looks at the gradients they are reduced, so that all ranks see the same overflows. So can classes made of it, unless
+    they look for overflows elsewhere than in its ``_unscale_grads_``; there, call `synchronize` first.
 
     With op `Adasum` every rank makes the step with its own gradients, and what it changed in the parameters is combined
     (see `ringreduce.adasum`), each parameter by itself.
@@ -142,11 +143,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # Optimizer.__init__ is not called: it would make parameter groups, state and hooks of its own. Whatever it
         # would have set is the wrapped optimizer's, by the properties and __getattr__ below.
         self._optimizer = optimizer
-        given: Any = process_set
-        self._process_set = given if isinstance(given, ProcessSet) else global_process_set
+        self._process_set = set_to_tell(process_set)
         self._take_place()
-        with Meeting(self._communicator, _KIND):
-            require_process_set(given)
+        with _checking_meeting(self._communicator, _KIND):
+            require_process_set(process_set)
+            process_set.included()  # raises unless it is registered
             _require_optimizer(optimizer, sparse_as_dense=sparse_as_dense)
             self._adasum = op == Adasum
             self._op = _checked_op(op)
@@ -173,7 +174,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 settings=partial(hyperparameters, optimizer),
             )
             self._synchronized = False
-            self._scaler: weakref.ref[Any] | None = None  # a GradScaler that has made it reduce a step's gradients
+            # A GradScaler that has made it reduce a step's gradients, and what that notes about the step.
+            self._scaler: tuple[weakref.ref[Any], dict[str, Any]] | None = None
             self._skipping = False
             self._waited_s = 0.0
             self.set_backward_passes_per_step(backward_passes_per_step)
@@ -278,7 +280,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if process_set.engine is self._engine if process_set.included() else self._alone:
             return
         self._take_place()
-        with Meeting(self._communicator, _KIND):
+        with _checking_meeting(self._communicator, _KIND):
             self._use_gpus()
         self._waited_s = self.communication_s  # the new buckets count from zero
         self._retire()
@@ -306,8 +308,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # A GradScaler looks for overflows in the gradients, and divides them by its scale, just before the step or when
         # the program tells it to. If it did so before they are reduced, some ranks would skip the step.
         caller = sys._getframe(1)
-        if caller.f_code is _UNSCALING and not self._skipping:
-            self._prepare_for_scaler(caller.f_locals["self"])
+        if caller.f_code.co_name == _UNSCALING and not self._skipping:
+            self._prepare_for_scaler(caller)
         return self._optimizer.param_groups
 
     @param_groups.setter
@@ -341,7 +343,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         groups = self._optimizer.param_groups
         before = len(groups)
         try:
-            with Meeting(self._communicator, f"{_KIND}.add_param_group"):
+            with _checking_meeting(self._communicator, f"{_KIND}.add_param_group"):
                 self._optimizer.add_param_group(param_group)
                 _require_parameters(self._parameters())
                 self._use_gpus()
@@ -403,17 +405,29 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # ---- inside ----
 
-    def _prepare_for_scaler(self, scaler: Any) -> None:
-        """Let a GradScaler see the same overflows on all ranks, so that all make the step or none."""
+    def _prepare_for_scaler(self, caller: FrameType) -> None:
+        """Let a GradScaler see the same overflows on all ranks, so that all make the step or none.
+
+        Args:
+            caller: what looks at the parameter groups; does nothing if that is no method of a GradScaler.
+        """
+        code = caller.f_code
+        scaler = caller.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if not isinstance(scaler, torch.amp.GradScaler):
+            return
         if self._adasum:
             self._share_overflows()
-        elif not self._synchronized:
+            return
+        noted = scaler._per_optimizer_states[id(self)]
+        # A method of a class made of it may look, and then call the one of GradScaler, which looks again.
+        reduced = self._synchronized or (self._scaler is not None and self._scaler[1] is noted)
+        if not reduced:
             self.synchronize()
-            self._synchronized, self._scaler = False, weakref.ref(scaler)  # for the one step that it looks for
+            self._synchronized, self._scaler = False, (weakref.ref(scaler), noted)  # for the one step that it looks for
 
     def _reduced_for_scaler(self) -> bool:
         """Whether a GradScaler that is about to make this step, and not an earlier one, has had gradients reduced."""
-        scaler = None if self._scaler is None else self._scaler()
+        scaler = None if self._scaler is None else self._scaler[0]()
         if scaler is None:
             return False
         return bool(scaler._per_optimizer_states[id(self)]["found_inf_per_device"])  # forgotten once a step is over
@@ -599,6 +613,15 @@ def _watch(optimizer: torch.optim.Optimizer, wrapper: DistributedOptimizer) -> C
     unwatch = weakref.finalize(wrapper, hook.remove)
     unwatch.atexit = False
     return unwatch
+
+
+def _checking_meeting(communicator: Communicator, call: str) -> CheckingArguments:
+    """Return a context for what is done to arguments before the first collective of a call. Collective.
+
+    If it fails on one rank, it fails on all: the others get a `MismatchError` with the reason, and all have the call
+    behind them.
+    """
+    return CheckingArguments(partial(communicator.refuse, call), partial(communicator.meet, call))
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

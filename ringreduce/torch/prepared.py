@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, cast
 
 import torch
 
 from ringreduce.adasum import adasum
-from ringreduce.arguments import real_number
+from ringreduce.arguments import CheckingArguments, real_number, shown
 from ringreduce.communicator import Communicator
 from ringreduce.engine import Call, Engine, Operation, Reduction, Refusal, unnamed
 from ringreduce.errors import ConfigError, UnsupportedBufferError
@@ -23,7 +23,6 @@ from ringreduce.torch.streams import Crossing, gpu_of, on_host, on_this_stream, 
 
 __all__ = [
     "Adasum",
-    "Checking",
     "Handle",
     "Op",
     "Prepared",
@@ -31,6 +30,7 @@ __all__ = [
     "Tensors",
     "averaged",
     "changed",
+    "checking_submission",
     "listed",
     "looks",
     "prepare_allgather",
@@ -44,6 +44,7 @@ __all__ = [
     "require_rows",
     "require_tensors",
     "scaled",
+    "set_to_tell",
     "without_graph",
 ]
 
@@ -108,8 +109,8 @@ class Prepared(NamedTuple):
         return process_set.engine.run(operation, unique=unique)
 
 
-class Checking:
-    """A context for what is done to arguments before an operation is submitted.
+def checking_submission(kind: str, name: str | None, process_set: ProcessSet) -> CheckingArguments:
+    """Return a context for what is done to arguments before an operation is submitted.
 
     If that fails on this rank, the others hear of it when they come to the operation: it ends for them, too, and the
     next ones belong together again.
@@ -117,27 +118,32 @@ class Checking:
     Args:
         kind: of collective, as in `prepare_call`.
         name: that the program gave the operation, or None.
-        process_set: the ranks that take part. What is none is the first thing that is wrong; the world hears of it.
+        process_set: the ranks that take part.
+
+    Raises:
+        ConfigError: the name is neither text nor None, and the others hear of it where they gave none; or the process
+            set is none, or is not registered, and all ranks hear of it.
     """
+    named = name is None or isinstance(name, str)
+    told = set_to_tell(process_set)
+    checking = CheckingArguments(partial(_refuse, _key(kind, name if named else None), kind, told))
+    if told is not process_set or told.process_set_id is None or not named:
+        with checking:
+            require_process_set(process_set)
+            process_set.included()  # raises unless it is registered
+            raise ConfigError(f"the name of an operation must be a str or None, got {shown(name)}")
+    return checking
 
-    __slots__ = ("_kind", "_name", "_process_set")
 
-    def __init__(self, kind: str, name: str | None, process_set: Any) -> None:
-        self._kind = kind
-        self._name = name
-        self._process_set = process_set
+def _refuse(key: str, kind: str, process_set: ProcessSet, error: Exception) -> None:
+    with suppress(ConfigError):  # no member, or no world: there is nobody to tell
+        process_set.engine.refuse(Refusal(key, kind, error))
 
-    def __enter__(self) -> None:
-        if not isinstance(self._process_set, ProcessSet):
-            given, self._process_set = self._process_set, global_process_set
-            with self:
-                require_process_set(given)
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, Exception):
-            with suppress(ConfigError):  # no member, or no world: there is nobody to tell
-                engine = self._process_set.engine
-                engine.refuse(Refusal(_key(self._kind, self._name), self._kind, error))
+def set_to_tell(process_set: object) -> ProcessSet:
+    """Return who hears of wrong arguments: the ranks of the process set, all if it is none or is not registered."""
+    registered = isinstance(process_set, ProcessSet) and process_set.process_set_id is not None
+    return cast(ProcessSet, process_set) if registered else global_process_set
 
 
 def prepare_allreduce(

@@ -13,32 +13,7 @@ from ringreduce.communicator import Communicator
 from ringreduce.errors import MismatchError
 from ringreduce.torch.objects import gather
 
-__all__ = ["Meeting", "require_same_tensors"]
-
-
-class Meeting:
-    """A context for what is done to the arguments of a call before its first collective. Collective.
-
-    If it fails on one rank, it fails on all: the others get a `MismatchError` with the reason, and all have the call
-    behind them. (A class, as a generator would put lines between the call and the program's.)
-
-    Args:
-        communicator: the ranks.
-        call: what is called.
-    """
-
-    def __init__(self, communicator: Communicator, call: str) -> None:
-        self._communicator = communicator
-        self._call = call
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is None:
-            self._communicator.meet(self._call)
-        elif isinstance(error, Exception):
-            self._communicator.refuse(self._call, error)
+__all__ = ["require_same_tensors"]
 
 
 def require_same_tensors(

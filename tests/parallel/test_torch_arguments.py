@@ -88,6 +88,10 @@ WRONG: dict[str, tuple[Callable[[Model], dict[str, Any]], str]] = {
     "bucket": (lambda model: {"bucket_nbytes": 1e6}, "bucket_nbytes must be a whole number, got 1000000.0"),
     "factor": (lambda model: {"gradient_predivide_factor": "two"}, "must be a number, got 'two'"),
     "process set": (lambda model: {"process_set": [0]}, r"process_set must be a ProcessSet, .* got \[0\]"),
+    "unregistered process set": (
+        lambda model: {"process_set": hvd.ProcessSet([0])},
+        r"the process set of ranks \[0\] is not registered; call add_process_set first",
+    ),
     "sparse as dense": (
         lambda model: {"optimizer": torch.optim.SparseAdam(model.parameters()), "sparse_as_dense": True},
         "SparseAdam takes no dense gradients",
@@ -279,14 +283,50 @@ COLLECTIVES: dict[str, tuple[Callable[[Any], Any], Any, Any, str]] = {
         hvd.global_process_set,
         "must be a ProcessSet, .* got None",
     ),
+    "unregistered process set": (
+        lambda group: hvd.allreduce(torch.ones(2), process_set=group),
+        rr.ProcessSet([0]),
+        hvd.global_process_set,
+        r"the process set of ranks \[0\] is not registered; call add_process_set first",
+    ),
     "op": (lambda op: hvd.allreduce(torch.ones(2), op=op), 3, hvd.Average, "unknown reduce operation 3"),
     "splits": (
         lambda splits: hvd.alltoall(torch.ones(4), splits),
         [1.9, 2.1],
         [4] + [0] * (rr.size() - 1 if rr.is_initialized() else 0),
-        "whole numbers, got .1.9, 2.1.",
+        "each of the splits must be a whole number, got 1.9",
     ),
     "factor": (lambda factor: hvd.allreduce(torch.ones(2), prescale_factor=factor), "two", 1.0, "a number, got 'two'"),
+    "huge factor": (
+        lambda factor: hvd.allreduce(torch.ones(2), postscale_factor=factor),
+        10**400,
+        1.0,
+        "postscale_factor must be a number that a float can hold, got 1000",
+    ),
+    "factor of a reducescatter": (
+        lambda factor: hvd.reducescatter(torch.ones(2), prescale_factor=factor),
+        "2",
+        None,
+        "prescale_factor must be a number, got '2'",
+    ),
+    "sparse op": (
+        lambda op: hvd.synchronize(hvd.sparse_allreduce_async(torch.ones(2).to_sparse(), op=op)),
+        hvd.Max,
+        hvd.Sum,
+        r"sparse_allreduce_async averages or sums \(op Average or Sum\), got op max",
+    ),
+    "mixed names of parameters": (
+        hvd.broadcast_parameters,
+        {"a": torch.ones(1), 1: torch.ones(1)},
+        {"a": torch.ones(1), "b": torch.ones(1)},
+        "the names of parameters must be str, got names of the types int, str",
+    ),
+    "triples as parameters": (
+        hvd.broadcast_parameters,
+        [("a", torch.ones(1), 1)],
+        [("a", torch.ones(1))],
+        r"\(name, tensor\) pairs, but number 0 is a tuple of length 3",
+    ),
     "number": (hvd.allreduce, 3.0, torch.ones(2), r"got float; pass torch.as_tensor\(...\)"),
     "optimizer as parameters": (
         hvd.broadcast_parameters,
@@ -307,6 +347,76 @@ def test_wrong_arguments_on_one_rank_are_refused_on_all(what: str) -> None:
     if what == "splits":
         right = [4] + [0] * (rr.size() - 1)
     refused(call, wrong, right, message)
+
+
+def finish(started: Any) -> Any:
+    return hvd.synchronize(started)
+
+
+#: Every operation that takes a name, called with it.
+NAMED: dict[str, Callable[[Any], Any]] = {
+    "allreduce": lambda name: hvd.allreduce(torch.ones(2), name=name),
+    "allreduce_": lambda name: hvd.allreduce_(torch.ones(2), name=name),
+    "allreduce_async": lambda name: finish(hvd.allreduce_async(torch.ones(2), name=name)),
+    "allreduce_async_": lambda name: finish(hvd.allreduce_async_(torch.ones(2), name=name)),
+    "grouped_allreduce": lambda name: hvd.grouped_allreduce([torch.ones(2)], name=name),
+    "grouped_allreduce_": lambda name: hvd.grouped_allreduce_([torch.ones(2)], name=name),
+    "grouped_allreduce_async": lambda name: finish(hvd.grouped_allreduce_async([torch.ones(2)], name=name)),
+    "grouped_allreduce_async_": lambda name: finish(hvd.grouped_allreduce_async_([torch.ones(2)], name=name)),
+    "sparse_allreduce_async": lambda name: finish(hvd.sparse_allreduce_async(torch.ones(2).to_sparse(), name=name)),
+    "allgather": lambda name: hvd.allgather(torch.ones(2), name=name),
+    "allgather_async": lambda name: finish(hvd.allgather_async(torch.ones(2), name=name)),
+    "grouped_allgather": lambda name: hvd.grouped_allgather([torch.ones(2)], name=name),
+    "grouped_allgather_async": lambda name: finish(hvd.grouped_allgather_async([torch.ones(2)], name=name)),
+    "broadcast": lambda name: hvd.broadcast(torch.ones(2), 0, name=name),
+    "broadcast_": lambda name: hvd.broadcast_(torch.ones(2), 0, name=name),
+    "broadcast_async": lambda name: finish(hvd.broadcast_async(torch.ones(2), 0, name=name)),
+    "broadcast_async_": lambda name: finish(hvd.broadcast_async_(torch.ones(2), 0, name=name)),
+    "alltoall": lambda name: hvd.alltoall(torch.ones(rr.size()), name=name),
+    "alltoall_async": lambda name: finish(hvd.alltoall_async(torch.ones(rr.size()), name=name)),
+    "reducescatter": lambda name: hvd.reducescatter(torch.ones(2), name=name),
+    "reducescatter_async": lambda name: finish(hvd.reducescatter_async(torch.ones(2), name=name)),
+    "grouped_reducescatter": lambda name: hvd.grouped_reducescatter([torch.ones(2)], name=name),
+    "grouped_reducescatter_async": lambda name: finish(hvd.grouped_reducescatter_async([torch.ones(2)], name=name)),
+    "broadcast_object": lambda name: hvd.broadcast_object(1, name=name),
+    "allgather_object": lambda name: hvd.allgather_object(1, name=name),
+}
+
+
+@several
+@pytest.mark.parametrize("operation", NAMED)
+def test_names_are_text(operation: str) -> None:
+    """A list is no name: the others, who gave none, hear of it."""
+    message = r"the name of an operation must be a str or None, got \[3\]"
+    refused(NAMED[operation], [3], None, message)
+    for error in (caught(lambda: NAMED[operation](3)), caught(lambda: NAMED[operation](b"x"))):
+        assert isinstance(error, rr.ConfigError)  # on all ranks alike
+    NAMED[operation]("a name")
+
+
+def test_a_factor_of_none_is_one_in_a_reducescatter() -> None:
+    """As in an allreduce, and backwards too."""
+    for none in ({"prescale_factor": None}, {"postscale_factor": None, "prescale_factor": None}):
+        values = torch.ones(rr.size(), requires_grad=True)
+        part = hvd.reducescatter(values, op=hvd.Sum, **none)
+        assert part.tolist() == [rr.size()]
+        part.sum().backward()
+        assert values.grad.tolist() == [1.0] * rr.size()
+
+
+@several
+def test_an_optimizer_whose_state_cannot_be_read_is_broadcast_to_nobody() -> None:
+    """The root's optimizer raises; the others hear why, and go on."""
+
+    class Secretive(torch.optim.SGD):
+        def state_dict(self) -> Any:
+            raise RuntimeError("it is mine")
+
+    made = Secretive([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.raises(RuntimeError, match="it is mine") as raised:
+        hvd.broadcast_optimizer_state(made)
+    assert isinstance(raised.value, rr.MismatchError) == (rr.rank() != 0)
+    assert_usable()
 
 
 def test_parameters_of_a_model_are_broadcast() -> None:

@@ -194,6 +194,59 @@ def test_grad_scaler_needs_no_dance(unscale: bool) -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
 
 
+class OwnScaler(torch.amp.GradScaler):
+    """Looks at the gradients in a method of its own."""
+
+    def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
+        overflow = torch.zeros(1)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                torch._amp_foreach_non_finite_check_and_unscale_([parameter.grad], overflow, inv_scale)
+        return {torch.device("cpu"): overflow}
+
+
+class LookingScaler(torch.amp.GradScaler):
+    """Looks at the gradients, and then lets the class that it is made of look again."""
+
+    def _unscale_grads_(self, optimizer: Any, *arguments: Any) -> Any:
+        assert all(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+        return super()._unscale_grads_(optimizer, *arguments)
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum], ids=str)
+@pytest.mark.parametrize("scaler_class", [OwnScaler, LookingScaler])
+def test_scalers_made_of_grad_scaler_need_no_dance(scaler_class: Any, op: Any) -> None:
+    """They see the same overflows on all ranks, and what was reduced is not reduced again."""
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), op=op)
+    scaler = scaler_class("cpu", init_scale=8.0, growth_interval=100)
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(weight.sum() * (rr.rank() + 1.0)).backward()
+        if step == 1 and rr.rank() == rr.size() - 1:
+            weight.grad[0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == (8.0 if step == 0 else 4.0)
+    gradient = rr.size() * (rr.size() + 1) / 2 / (rr.size() if op == hvd.Average else 1)
+    assert weight.tolist() == [-2 * gradient] * 2
+
+
+def test_what_is_called_like_a_scaler_but_is_none_reduces_nothing() -> None:
+    """A function that has the name of the method by chance may look at the groups on one rank alone."""
+
+    def _unscale_grads_(optimizer: Any) -> Any:
+        return optimizer.param_groups
+
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+    weight.grad = torch.full((2,), float(rr.rank()))
+    if rr.rank() == 0:
+        _unscale_grads_(optimizer)
+    optimizer.step()
+    assert weight.tolist() == [-(rr.size() - 1) / 2] * 2
+
+
 def test_clipping_between_synchronize_and_step() -> None:
     """The norm is that of the averaged gradients, the same on all ranks."""
     alone = mlp()

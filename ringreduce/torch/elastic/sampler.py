@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sized
-from operator import index
 from typing import Any
 
 import torch
 from torch.utils.data import Sampler
 
+from ringreduce.arguments import whole_number
 from ringreduce.errors import ConfigError
 from ringreduce.runtime import is_initialized, rank, size
 
@@ -41,7 +41,7 @@ class ElasticSampler(Sampler[int]):
             raise ConfigError(f"a sampler divides what has a length, not a {type(dataset).__name__}")
         self.dataset = dataset
         self.shuffle = shuffle
-        self.seed = _whole("seed", seed)
+        self.seed = whole_number("seed", seed)
         self.epoch = 0
         self.processed_indices: set[int] = set()
         self.remaining_indices: list[int] = []
@@ -53,7 +53,7 @@ class ElasticSampler(Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, with all indices: after the last one has ended, not when training goes on within one."""
-        self.epoch = _whole("epoch", epoch)
+        self.epoch = whole_number("epoch", epoch)
         self.processed_indices = set()
         self.reset()
 
@@ -64,9 +64,7 @@ class ElasticSampler(Sampler[int]):
             batch_idx: how many batches of the current division came before it.
             batch_size: how many indices a batch has; the last may have fewer.
         """
-        batch_idx, batch_size = _whole("batch_idx", batch_idx), _whole("batch_size", batch_size)
-        if batch_idx < 0 or batch_size < 1:
-            raise ConfigError(f"there is no batch {batch_idx} of {batch_size} indices")
+        batch_idx, batch_size = whole_number("batch_idx", batch_idx, 0), whole_number("batch_size", batch_size, 1)
         self.record_indices(self._mine[batch_idx * batch_size : (batch_idx + 1) * batch_size])
 
     def record_indices(self, indices: Iterable[int]) -> None:
@@ -107,12 +105,9 @@ class ElasticSampler(Sampler[int]):
         missing = {"epoch", form} - set(state_dict)
         if missing:
             raise ConfigError(f"this is no state of an ElasticSampler; it lacks {', '.join(sorted(missing))}")
-        epoch = _whole("epoch", state_dict["epoch"])
+        epoch = whole_number("epoch", state_dict["epoch"])
         if by_number:
-            number = _whole(form, state_dict[form])
-            if number < 0:
-                raise ConfigError(f"{form} must not be negative, got {number}")
-            processed = set(self._order(epoch)[:number])
+            processed = set(self._order(epoch)[: whole_number(form, state_dict[form], 0)])
         else:
             processed = self._checked(state_dict[form])
         self.epoch, self.processed_indices = epoch, processed
@@ -132,15 +127,8 @@ class ElasticSampler(Sampler[int]):
 
     def _checked(self, indices: Iterable[int]) -> set[int]:
         # As plain numbers: tensors are equal to nothing but themselves in a set.
-        found = {_whole("an index", each) for each in indices}
+        found = {whole_number("an index", each) for each in indices}
         outside = sorted(each for each in found if not 0 <= each < len(self.dataset))
         if outside:
             raise ConfigError(f"there is no index {outside[0]} in a dataset of length {len(self.dataset)}")
         return found
-
-
-def _whole(what: str, value: Any) -> int:
-    try:
-        return index(value)
-    except TypeError:
-        raise ConfigError(f"{what} must be a whole number, got {value!r}") from None
