@@ -235,3 +235,18 @@ def test_what_a_peer_announces_before_a_rank_resumes_is_not_lost() -> None:
         return rank.call("next")
 
     assert on_ranks(3, call) == [None] * 3
+
+
+def test_a_late_answer_is_no_mismatch() -> None:
+    """A rank that hears only after thousands of calls that a peer was once worried says nothing about that old call."""
+    world = MemoryWorld(2)
+    slow, other = (Agreement(world.messages(rank), Waiter(1.0)) for rank in (0, 1))
+    slow._known.add("call")
+    other._known.add("call")
+    other.enter("call")
+    for _ in range(other.patience):
+        other.watch()
+    for _ in range(5000):
+        slow.enter("call")
+    slow.watch()
+    other.watch()

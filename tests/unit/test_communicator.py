@@ -723,3 +723,60 @@ def test_deterministic_and_an_algorithm_do_not_go_together() -> None:
         assert isinstance(error, rr.ConfigError)
 
     run_ranks(2, check)
+
+
+def test_a_bound_call_outlives_its_plan() -> None:
+    """One rank keeps so many buffers that its plan for the first is dropped; the call on it is the same as before.
+
+    The call was bound to the plan, which went on with its views gone, in step with nobody.
+    """
+
+    def body(communicator: rr.Communicator) -> float:
+        first = communicator.empty(5000)
+        kept = []
+        for _ in range(300):
+            first[:] = communicator.rank + 1
+            communicator.allreduce(first, out=first)
+            other = communicator.empty(5000)
+            other[:] = communicator.rank + 1
+            communicator.allreduce(other, out=other)
+            if communicator.rank == 1:
+                kept.append(other)
+        return float(first.min() + first.max())
+
+    assert run_ranks(2, body) == [6.0, 6.0]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_results_go_into_views_of_any_stride(dtype: str) -> None:
+    """Reversed views are reduced in place, for 16-bit floats too, whose kernels take no negative strides."""
+
+    def body(communicator: rr.Communicator) -> list[float]:
+        array = np.arange(5).astype(dtype)
+        communicator.allreduce(array[::-1], out=array[::-1])
+        return array.tolist()
+
+    assert run_ranks(2, body) == [[0.0, 2.0, 4.0, 6.0, 8.0]] * 2
+
+
+def test_rows_of_ragged_calls_leave_nothing_behind() -> None:
+    """An allgather with other rows each time is one signature, not ever more of them."""
+
+    def body(communicator: rr.Communicator) -> int:
+        for rows in range(20):
+            communicator.allgather(np.ones((rows + communicator.rank, 2)))
+        return len(communicator._signatures)
+
+    assert run_ranks(2, body) == [1, 1]
+
+
+@pytest.mark.parametrize("count", [16_383, 16_384, 65_537])
+@pytest.mark.parametrize("algorithm", [None, "one_shot"])
+def test_averages_of_integers_may_outgrow_the_mailbox(count: int, algorithm: str | None) -> None:
+    """They are summed in 64 bits, which are eight times as many bytes as those by which the algorithm was chosen."""
+
+    def check(communicator: rr.Communicator) -> None:
+        mine = np.full(count, communicator.rank + 1, np.int8)
+        assert (communicator.allreduce(mine, "average", algorithm=algorithm) == 2).all()
+
+    run_ranks(3, check)

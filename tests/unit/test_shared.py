@@ -7,7 +7,10 @@ import gc
 import os
 import subprocess
 import sys
+import threading
+import weakref
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -202,3 +205,74 @@ def test_a_process_that_ended_is_not_alive() -> None:
     assert not late.alive(1)
     watching.close()
     late.close()
+
+
+def test_arena_survives_arrays_that_die_at_any_time() -> None:
+    """Arrays dropped by the collector or by another thread never make two live arrays share memory.
+
+    The finalizer changed the list of holes while `allocate` was reading it.
+    """
+    arena = Arena(PrivateSegments())
+    stop = threading.Event()
+    handed_over: list[object] = []
+
+    def drop() -> None:
+        while not stop.is_set():
+            if handed_over:
+                handed_over.pop()
+
+    thread = threading.Thread(target=drop)
+    thread.start()
+    live: list[np.ndarray] = []
+    rng = np.random.default_rng(1)
+    try:
+        for turn in range(300):
+            array = arena.array(int(rng.integers(1, 20_000)))
+            array[:] = turn % 251
+            cycle = [arena.array(100)]
+            cycle.append(cycle)
+            del cycle
+            live.append(array)
+            if len(live) > 20:
+                handed_over.append(live.pop(int(rng.integers(len(live)))))
+            if turn % 50 == 0:
+                gc.collect()
+            for each in live:
+                assert (each == each[0]).all()
+            spans = sorted((each.__array_interface__["data"][0], each.nbytes) for each in live)
+            assert all(start + nbytes <= after for (start, nbytes), (after, _) in pairwise(spans))
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_arena_gives_free_memory_back_when_it_grows(shared: bool) -> None:
+    """Ten arrays of growing size, one alive at a time, do not add up."""
+    arena = Arena(MemfdSegments({0: 0}) if shared else PrivateSegments())
+    resident = 0
+    for number in range(10):
+        array = arena.array((70 + number) << 20)
+        array[::4096] = 1
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096 if number == 0 else resident
+        del array
+    assert int(Path("/proc/self/statm").read_text().split()[1]) * 4096 < resident + (200 << 20)
+    arena.close()
+
+
+def test_blocks_can_be_released_by_hand() -> None:
+    """Releasing a block makes its place free at once."""
+    arena = Arena(PrivateSegments())
+    block: Block = arena.allocate(5000)
+    place = block.location
+    arena.release(block)
+    assert arena.allocate(5000).location == place
+
+
+def test_a_dropped_array_is_not_kept_by_the_arena() -> None:
+    """Memory that comes back is only a block: the array itself is gone."""
+    arena = Arena(PrivateSegments())
+    array = arena.array(100)
+    gone = weakref.ref(array.base)
+    del array
+    assert gone() is None

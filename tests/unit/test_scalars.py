@@ -1,4 +1,4 @@
-"""Numbers as arguments: those that are reduced, and those that must be whole."""
+"""Numbers in place of arrays: what collectives make of scalars, and of what is no array and no number."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 import torch  # noqa: F401  # threads would import it at once
 
 import ringreduce as rr
-from ringreduce.arguments import real_number, whole_number
 from ringreduce.config import Config
 from ringreduce.testing import caught, run_ranks
 
@@ -21,9 +20,6 @@ NODES = pytest.mark.parametrize("node_size", [None, 1], ids=["one node", "messag
 
 def assert_usable(communicator: rr.Communicator) -> None:
     assert communicator.allreduce(np.arange(3)).tolist() == [0, communicator.size, 2 * communicator.size]
-
-
-# ---- numbers that are reduced ----
 
 
 @NODES
@@ -128,59 +124,3 @@ def test_numbers_of_different_types_are_a_mismatch() -> None:
         assert_usable(communicator)
 
     run_ranks(2, check, config=Config(timeout_s=20.0))
-
-
-# ---- numbers that must be whole ----
-
-
-@pytest.mark.parametrize("root", [1.0, np.float64(1.0), "1", None, [1]], ids=repr)
-def test_a_root_is_a_whole_number(root: Any) -> None:
-    """1.0 is none: a root that was computed and not rounded would be a mistake that works by chance."""
-
-    def check(communicator: rr.Communicator) -> None:
-        wrong = communicator.rank == 0
-        error = caught(lambda each: each.broadcast(np.ones(2), root if wrong else 1), communicator)
-        assert isinstance(error, rr.ConfigError if wrong else rr.MismatchError)
-        assert "root must be a whole number, got" in str(error)
-        assert communicator.broadcast(np.ones(2), np.int64(1)).tolist() == [1.0, 1.0]
-
-    run_ranks(2, check, config=Config(timeout_s=20.0))
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda each: each.empty(2.0), "shape must be made of whole numbers, got 2.0"),
-        (lambda each: each.empty((2, 3.0)), r"shape must be made of whole numbers, got \(2, 3.0\)"),
-        (lambda each: each.explain(1e6), "nbytes must be a whole number, got 1000000.0"),
-        (lambda each: each.explain("8M"), "nbytes must be a whole number, got '8M'"),
-        (lambda each: each.choose("allreduce", -1), "nbytes must be at least 0, got -1"),
-        (lambda each: rr.ProcessSet([0, 1.0]), r"a rank of a process set must be a whole number, got 1.0"),
-        (lambda each: rr.ProcessSet(["0"]), "a rank of a process set must be a whole number, got '0'"),
-        (lambda each: rr.ProcessSet(3), "a process set is made of a list of ranks, got 3"),
-        (lambda each: each.allreduce(np.ones(1), algorithm=3), "unknown allreduce algorithm 3"),
-        (lambda each: each.allreduce(np.ones(1), op=3), "unknown reduce operation 3"),
-        (lambda each: each.alltoall(np.ones(1), [1.9]), "splits must be 1 whole numbers"),
-    ],
-)
-def test_other_arguments_that_are_no_whole_numbers(call: Callable[[rr.Communicator], Any], message: str) -> None:
-    """A ConfigError that names the argument and says what was given."""
-    (error,) = run_ranks(1, lambda communicator: caught(call, communicator))
-    assert isinstance(error, rr.ConfigError)
-    assert re.search(message, str(error))
-
-
-def test_shapes_may_be_numbers_of_any_library() -> None:
-    """What counts as an index counts as a length."""
-    assert run_ranks(1, lambda each: each.empty((np.int64(2), np.uint8(3))).shape) == [(2, 3)]
-    assert run_ranks(1, lambda each: each.empty(np.int64(2)).shape) == [(2,)]
-
-
-def test_what_numbers_are() -> None:
-    """Whole numbers come as Python's; others are floats, 1 if none is given."""
-    assert type(whole_number("it", np.int8(3))) is int
-    with pytest.raises(rr.ConfigError, match="it must be at least 1, got 0"):
-        whole_number("it", 0, 1)
-    assert [real_number("it", each) for each in (2, np.float32(0.5), "2", None)] == [2.0, 0.5, 2.0, 1.0]
-    with pytest.raises(rr.ConfigError, match="it must be a number, got 'two'"):
-        real_number("it", "two")
