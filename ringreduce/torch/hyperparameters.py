@@ -20,7 +20,7 @@ _SHOWN = 3
 
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Return what an optimizer is and what its groups hold of its own arguments, each in words, by what it is called.
+    """Return the optimizer's class and the hyper-parameters of its groups, as text, by name.
 
     Numbers, switches, words, tuples of these and tensors of one element count; objects differ from rank to rank anyway.
     """

@@ -1,10 +1,12 @@
 """Collectives on tensors, by Horovod's names: asynchronous or blocking, named, and open to autograd.
 
 Every operation has a name; operations with one name meet, whatever order the ranks submit them in and from which
-thread. Those without a name meet in the order in which they are submitted, each kind by itself. A name may come again
-once its operation is done. What must agree between the ranks is said for each function; if it does not, all ranks that
-submitted the operation get the same `MismatchError`, with the name and what each rank submitted, and later operations
-work.
+thread. Those without a name meet in the order in which they are submitted, each kind by itself. A name is a str, and
+may come again once its operation is done. What must agree between the ranks is said for each function; if it does not,
+all ranks that submitted the operation get the same `MismatchError`, with the name and what each rank submitted. Later
+operations work, unless the operation had no name and the ranks submitted it from different lines of the program: then
+nobody can tell which of them belong together, and every later one raises a `TransportError`, until `shutdown()` and
+`init()`.
 
 Tensors may lie on the CPU or on this rank's GPU, and results lie where the input does. In an allreduce each tensor lies
 on the CPU or on the GPU on all ranks alike; elsewhere the ranks may differ. On a GPU, an operation comes after what the
@@ -22,8 +24,10 @@ which. Backward passes are collective too: a tensor must require gradients on al
 
 All functions raise, besides what they list:
 
-* `UnsupportedBufferError`: a tensor cannot be used. At the call, and other operations are not affected.
-* `ConfigError`: the name is under way, or an argument makes no sense. Likewise.
+* `UnsupportedBufferError`: a tensor cannot be used. At the call; it counts as one that does not agree, so the other
+  ranks get a `MismatchError` with the reason when they submit theirs, and what was said above holds for later ones.
+* `ConfigError`: the name is under way, or an argument makes no sense. Likewise. (Of a name
+  that is no str, those ranks hear that gave none.)
 * `CollectiveTimeoutError`, `PeerLostError`, `ShutdownError`: a rank does not submit the operation in time, or never.
 """
 

@@ -1,6 +1,6 @@
-"""What `torch.compile` leaves as it is: code that has to do with other processes, of which a compiler knows nothing.
+"""Excludes the code that communicates from `torch.compile`.
 
-Compiled functions may call it. They are cut there: this code runs as ever, and what comes after it is compiled again.
+Compiled functions may call that code. They are cut there: it runs as ever, and what comes after it is compiled again.
 Functions are marked and not wrapped, so that a call costs what it did, and torch's compiler is not imported.
 """
 
@@ -21,6 +21,8 @@ _set_strategy: Any = getattr(eval_frame, "set_code_exec_strategy", None)
 
 def leave_uncompiled(*places: Any, callees: bool = True) -> None:
     """Let `torch.compile` leave functions as they are.
+
+    Before torch 2.7 this does nothing: functions that communicate are not to be compiled there.
 
     Args:
         places: the functions; of classes and modules, all that are written there.
