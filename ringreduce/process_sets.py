@@ -67,18 +67,29 @@ class ProcessSet:
         self._parts: Parts | None = None
         self._barred = ""  # why this process, though its rank is a member, is none
         self._sharing: list[ProcessSet] = []  # equal sets that stand for this one
-        self.process_set_id: int | None = None
+        self._number: int | None = None
+        self._find_world: Callable[[], object] | None = None
 
     @classmethod
-    def of_world(cls) -> ProcessSet:
-        """Return the set of all ranks, however many there will be."""
+    def of_world(cls, find_world: Callable[[], object]) -> ProcessSet:
+        """Return the set of all ranks, however many there will be.
+
+        Args:
+            find_world: registers it if this process has a world without having started one; called while it has none.
+        """
         made = cls([0])
-        made._ranks = None
+        made._ranks, made._find_world = None, find_world
         return made
+
+    @property
+    def process_set_id(self) -> int | None:
+        self._look()
+        return self._number
 
     @property
     def ranks(self) -> list[int] | None:
         """The members, ascending; None for all ranks while there is no world."""
+        self._look()
         return None if self._ranks is None else list(self._ranks)
 
     def included(self) -> bool:
@@ -154,21 +165,21 @@ class ProcessSet:
             parts: what it has as a member.
             barred: why a member has none.
         """
-        self.process_set_id, self._ranks, self._world_rank = number, ranks, world_rank
+        self._number, self._ranks, self._world_rank = number, ranks, world_rank
         self._parts, self._barred = parts, barred
 
     def share(self, other: ProcessSet) -> None:
         """Let another set of the same ranks stand for this one, for as long as this is registered."""
-        assert self.process_set_id is not None and self._ranks is not None and self._world_rank is not None
-        other.register(self.process_set_id, self._ranks, self._world_rank, self._parts, self._barred)
+        assert self._number is not None and self._ranks is not None and self._world_rank is not None
+        other.register(self._number, self._ranks, self._world_rank, self._parts, self._barred)
         self._sharing.append(other)
 
     def unregister(self) -> Parts | None:
         """Make the set unusable; return what is to be closed."""
         parts, self._parts, self._world_rank = self._parts, None, None
-        if self.process_set_id == 0:
+        if self._number == 0:
             self._ranks = None
-        self.process_set_id = None
+        self._number = None
         for other in self._sharing:
             other.unregister()
         self._sharing.clear()
@@ -180,7 +191,8 @@ class ProcessSet:
             each._barred = reason
         if self._parts is not None:
             self._parts.engine.disown(reason)
-            self._parts.communicator.disown(reason)
+            for communicator in (self._parts.engine.communicator, self._parts.communicator):
+                communicator.disown(reason)
 
     def _member_parts(self) -> Parts:
         if self._parts is None:
@@ -196,10 +208,16 @@ class ProcessSet:
             raise ConfigError(self._barred)
 
     def _require_registered(self) -> None:
-        if self.process_set_id is None:
+        self._look()
+        if self._number is None:
             if self._ranks is None:
                 raise ConfigError("ringreduce has not been initialized; call ringreduce.init() first")
             raise ConfigError(f"the process set of ranks {self._ranks} is not registered; call add_process_set first")
+
+    def _look(self) -> None:
+        """Find the world, if this set is all of it and is not registered."""
+        if self._number is None and self._find_world is not None:
+            self._find_world()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ProcessSet) and self._ranks == other._ranks

@@ -8,8 +8,9 @@ import os
 import platform
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, overload
@@ -31,10 +32,11 @@ from ringreduce.placement import Feedback
 from ringreduce.process_sets import ProcessSet
 from ringreduce.reduce_ops import SUM, ReduceOp
 from ringreduce.selection import NCCL, VENDOR
+from ringreduce.topology import Topology
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.messages import Messages, exchange_json
 from ringreduce.transport.waiting import Waiter
-from ringreduce.worlds import World
+from ringreduce.worlds import RankAbove, World
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -73,14 +75,19 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 #: All ranks.
-global_process_set = ProcessSet.of_world()
+global_process_set = ProcessSet.of_world(lambda: _find())
+
+#: Settings that each rank may have of its own.
+_OWN_SETTINGS = {"launched_size", "log_level", "timeline", "tuning"}
 
 _world: World | None = None
 _conventions = Conventions.CHAIN_RULE  # of the next world, unless the environment says otherwise
 _entrance = Entrance()  # no thread starts or ends a world in the midst of doing so
 _starting = threading.Lock()  # one at a time
 _endings: Endings | None = None  # how this process ends, once it was a rank among several
-_announcement: processes.Announcement | None = None  # of the last world, to processes that this one starts
+_announcement: processes.Announcement | None = None  # to processes that this one starts, once it was a rank
+_fork_gate: processes.ForkGate | None = None  # once it was a rank
+_shuts_down: int | None = None  # the process that ends its world when it ends
 
 
 def init(
@@ -110,17 +117,32 @@ def init(
         MismatchError: the ranks have different settings, or different versions of ringreduce.
     """
     global _world
+    sets = _require_sets(process_sets)
     with _entrance, _starting:
-        if _world is None:
-            _world = _find_world_above() or _start(comm)
-    for each in () if process_sets is None or isinstance(process_sets, str) else process_sets:
+        if _world is None or _world.barred:
+            settings = Config.from_environ(conventions=_conventions)
+            if settings.standalone and _world is not None:
+                _world.close()  # that of the rank above
+                _world = None
+            _world = _world or _find_world_above(settings) or _start(comm, settings)
+    for each in sets:
         _world.adopt(each)
 
 
-def _start(comm: MPI.Intracomm | Sequence[int] | None) -> World:
+def _require_sets(given: Any) -> list[ProcessSet]:
+    """Return the process sets that `init` is to register."""
+    if given is None or given == "dynamic":
+        return []
+    sets = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+    for each in sets:
+        if not isinstance(each, ProcessSet):
+            raise ConfigError(f'init takes a list of process sets, or "dynamic"; got {each!r} in {given!r}')
+    return sets
+
+
+def _start(comm: MPI.Intracomm | Sequence[int] | None, settings: Config) -> World:
     """Make a world of ranks. Collective."""
-    global _endings, _announcement
-    settings = Config.from_environ(conventions=_conventions)
+    global _announcement
     logs.set_up(settings.log_level, "")
     ranks = _connected(comm, settings)
     make: Callable[[Waiter], Messages] = lambda waiter: MemoryWorld(1).messages(0)  # noqa: E731
@@ -128,41 +150,84 @@ def _start(comm: MPI.Intracomm | Sequence[int] | None) -> World:
         from ringreduce.transport import mpi
 
         logs.set_up(settings.log_level, f"rank {ranks.rank}")
-        if ranks.size > 1:  # from here on: what fails on one rank in init must not leave the others there
-            _endings = _endings or _installed_endings()
-            _endings.who = f"rank {ranks.rank} of {ranks.size}"
+        _end_with(ranks)  # from here on: what fails on one rank in init must not leave the others there
         make = partial(mpi.MpiMessages, ranks)
+    _take_part_in_ends_and_forks()
     messages = make(Waiter(settings.timeout_s))
-    _check_versions(messages)
-    _check_settings(messages, settings)
-    world = World.connected(global_process_set, messages, make, settings)
-    _tell_what_was_chosen(world, settings)
-    _use_table(messages, world, settings)
-    if messages.size > 1:
-        assert _endings is not None
-        _endings.watch_launcher()
-    if _announcement is None:
-        os.register_at_fork(after_in_child=_after_fork)
-        processes.at_exit(_at_exit)
-    else:
+    undo = messages.close
+    try:
+        _check_versions(messages)
+        _check_settings(messages, settings)
+        world = World.connected(global_process_set, messages, make, settings)
+        undo = world.close
+        _tell_what_was_chosen(world, settings)
+        _use_table(messages, world, settings)
+        _start_first_timeline(messages, world, settings)
+    except Exception:
+        with suppress(Exception):  # the first error is what is told
+            undo()
+        raise
+    if _announcement is not None:
         _announcement.close()
-    _announcement = processes.Announcement(world.announcement())
-    if settings.timeline is not None:
-        world.start_timeline(settings.timeline, mark_batches=settings.timeline_marks_batches)
+    _announcement = RankAbove.of(world).announce()
     return world
 
 
-def _find_world_above() -> World | None:
-    """Return the world of the rank that has started this process by `multiprocessing`, None if it has not."""
-    if not processes.is_multiprocessing_child():
+def _end_with(ranks: MPI.Intracomm) -> None:
+    """Let the job end with this rank from now on, if there are others in it, and this rank with its launcher."""
+    global _endings
+    from ringreduce.transport import mpi
+
+    job = mpi.world()
+    if job.size > 1:
+        _endings = _endings or _installed_endings()
+        _endings.who = f"rank {ranks.rank} of {ranks.size}"
+        if ranks.size != job.size:
+            _endings.who += f" (rank {job.rank} of {job.size} in the job)"
+        _endings.watch_launcher()
+
+
+def _take_part_in_ends_and_forks() -> None:
+    """Be called when this process ends or forks; does nothing the second time."""
+    global _fork_gate, _shuts_down
+    if _fork_gate is None:
+        _fork_gate = processes.ForkGate()
+        os.register_at_fork(before=_before_fork, after_in_parent=_fork_gate.in_parent, after_in_child=_after_fork)
+    if _shuts_down != os.getpid():
+        _shuts_down = os.getpid()
+        processes.at_exit(_at_exit)
+
+
+def _start_first_timeline(messages: Messages, world: World, settings: Config) -> None:
+    """Start the timeline that the environment asks for; where a rank cannot, none of them starts. Collective."""
+    refused = None
+    try:
+        if settings.timeline is not None:
+            world.start_timeline(settings.timeline, mark_batches=settings.timeline_marks_batches)
+    except ConfigError as error:
+        refused = error
+    problems = exchange_json(messages, str(refused or ""))
+    if refused is not None:
+        raise refused
+    for rank, problem in enumerate(problems):
+        if problem:
+            raise ConfigError(f"rank {rank}: {problem}")
+
+
+def _find_world_above(settings: Config) -> World | None:
+    """Return the world of the rank that has started this process by `multiprocessing`; None: it has none to itself."""
+    if settings.standalone or not processes.is_multiprocessing_child():
         return None
-    announced = processes.rank_above()
-    if announced is None:
+    above = RankAbove.find()
+    if above is None or not above.nodes:
         return None
-    settings = Config.from_environ(conventions=_conventions)
-    world = World.above(global_process_set, announced, settings)
-    logs.set_up(settings.log_level, f"process {os.getpid()} of rank {world.rank}")
-    return world
+    logs.set_up(settings.log_level, f"process {os.getpid()} of rank {above.rank}")
+    return World.above(global_process_set, above.rank, Topology(above.nodes), settings)
+
+
+def _before_fork() -> None:
+    if _fork_gate is not None and _world is not None and _world.size > 1:  # else nothing has to be copied
+        _fork_gate.before()
 
 
 def _after_fork() -> None:
@@ -173,6 +238,8 @@ def _after_fork() -> None:
         rank, size = _world.rank, _world.size
         _world.disown(f"this process was forked by rank {rank} of {size} and is no rank itself")
         logs.set_up(None, f"process {os.getpid()} of rank {rank}")
+    if _fork_gate is not None:
+        _fork_gate.in_child()
 
 
 def set_conventions(conventions: Conventions | str) -> None:
@@ -204,7 +271,7 @@ def shutdown() -> None:
     Asynchronous operations that are under way end in a `ShutdownError`. In a process that a rank has started this does
     nothing: that one is no rank.
     """
-    global _world
+    global _world, _announcement
     with _entrance, _starting:
         if _world is None or _world.barred:
             return
@@ -214,6 +281,9 @@ def shutdown() -> None:
         finally:
             if _endings is not None:
                 _endings.who = ""
+            if _announcement is not None:
+                _announcement.close()
+            _announcement = RankAbove.of(None).announce()
 
 
 def _at_exit() -> None:
@@ -409,7 +479,7 @@ def _find() -> World | None:
     if _world is None and processes.is_multiprocessing_child():
         with _starting:
             if _world is None:
-                _world = _find_world_above()
+                _world = _find_world_above(Config.from_environ(conventions=_conventions))
     return _world
 
 
@@ -425,8 +495,8 @@ def _library(communicator: Communicator) -> str:
 def _connected(comm: MPI.Intracomm | Sequence[int] | None, settings: Config) -> MPI.Intracomm | None:
     """Return the ranks of the world as MPI connects them, where a launcher started several; None: there is one."""
     listed = isinstance(comm, (list, tuple))
-    above = processes.rank_above()
-    if settings.standalone or (above is not None and World.is_inherited(above)):
+    above = RankAbove.find()
+    if settings.standalone or (above is not None and above.bequeaths):
         return None
     several = several_processes()
     launched = settings.launched_size
@@ -485,10 +555,10 @@ def _check_versions(messages: Messages) -> None:
 
 def _check_settings(messages: Messages, settings: Config) -> None:
     """Settings steer algorithms, so ranks with different ones would wait for each other in vain."""
-    common = repr(replace(settings, launched_size=None, log_level=None, timeline=None, tuning=None))
-    everyone = [each.decode() for each in messages.exchange(common.encode())]
-    if len(set(everyone)) > 1:
-        raise MismatchError(dict(enumerate(everyone)))
+    common = [each.name for each in fields(Config) if each.name not in _OWN_SETTINGS]
+    everyone = exchange_json(messages, [f"{name}={getattr(settings, name)!r}" for name in common])
+    if different := [each for each in zip(*everyone, strict=True) if len(set(each)) > 1]:
+        raise MismatchError({rank: ", ".join(each) for rank, each in enumerate(zip(*different, strict=True))})
     if settings.algorithm is not None and settings.algorithm not in (*names(Collective.ALLREDUCE), VENDOR, NCCL):
         known = ", ".join((*names(Collective.ALLREDUCE), VENDOR, NCCL))
         raise ConfigError(f"RINGREDUCE_ALGORITHM={settings.algorithm!r} in the environment: expected one of {known}")

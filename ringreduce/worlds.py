@@ -6,8 +6,11 @@ import json
 import os
 import platform
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import astuple, dataclass
 from typing import Any, NoReturn
 
+from ringreduce import processes
 from ringreduce.calls import GivenUp, refusal
 from ringreduce.communicator import Communicator
 from ringreduce.config import Config, several_processes
@@ -21,7 +24,48 @@ from ringreduce.topology import Topology
 from ringreduce.transport.messages import Messages, exchange_json
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["World"]
+__all__ = ["RankAbove", "World"]
+
+
+@dataclass(frozen=True, slots=True)
+class RankAbove:
+    """What a process that is or was a rank lets those know that it starts.
+
+    Attributes:
+        rank: which one it is.
+        nodes: of its world, the ranks that run on one machine; none while it is in no world.
+        proof: what proved to it that a launcher has started several processes.
+    """
+
+    rank: int
+    nodes: tuple[tuple[int, ...], ...]
+    proof: str | None
+
+    @classmethod
+    def of(cls, world: World | None) -> RankAbove:
+        """Return what this process, which is in this world or was in one, has to say."""
+        return cls(0, (), _proof()) if world is None else cls(world.rank, world.hosts.nodes, _proof())
+
+    @classmethod
+    def find(cls) -> RankAbove | None:
+        """Return what the rank says that has started this process; None: no rank has."""
+        announced = processes.rank_above()
+        if announced is None:
+            return None
+        rank, nodes, proof = json.loads(announced)
+        return cls(rank, tuple(map(tuple, nodes)), proof)
+
+    def announce(self) -> processes.Announcement:
+        """Let processes that this one starts `find` it."""
+        return processes.Announcement(json.dumps(astuple(self)).encode())
+
+    @property
+    def bequeaths(self) -> bool:
+        """Whether what the launcher has said to that rank is all that the environment says to this process.
+
+        Then this is a program that the rank has started, and no rank of a job of its own.
+        """
+        return self.proof == _proof()
 
 
 class World:
@@ -54,7 +98,8 @@ class World:
         self._communicator: Communicator | None = None
         self._clock: Clock | None = None
         self._timeline: Timeline | None = None
-        self._timelines = 0  # that were started
+        self._timelines = 0  # that were started, or tried to; ranks that write to one file count alike
+        self._stopped = True  # whether `stop_timeline` was called since
         self._tracks: list[tuple[Instruments, Track]] = []  # of the timeline, and where they are attached
         if barred:
             self._register([(everyone, list(range(hosts.size)), None)])
@@ -72,30 +117,20 @@ class World:
             config: equal on all ranks.
         """
         parts = connect(make, config)
-        world = cls(everyone, messages.rank, parts.communicator.hosts, config)
+        with ExitStack() as undo:
+            undo.callback(parts.close)
+            world = cls(everyone, messages.rank, parts.communicator.hosts, config)
+            world._clock = Clock.agree(messages)
+            undo.pop_all()
         world._messages, world._communicator = messages, parts.communicator
-        world._clock = Clock.agree(messages)
         world._register([(everyone, list(range(messages.size)), parts)])
         return world
 
     @classmethod
-    def above(cls, everyone: ProcessSet, announced: bytes, config: Config) -> World:
-        """Return the world of the rank that has started this process, as it has announced it."""
-        rank, nodes, _ = json.loads(announced)
-        barred = f"this process was started by rank {rank} of {sum(map(len, nodes))} and is no rank itself{_REMEDY}"
-        return cls(everyone, rank, Topology(tuple(map(tuple, nodes))), config, barred)
-
-    def announcement(self) -> bytes:
-        """Return what `above` reads."""
-        return json.dumps([self.rank, self.hosts.nodes, _proof()]).encode()
-
-    @staticmethod
-    def is_inherited(announced: bytes) -> bool:
-        """Return whether what a launcher has said to the rank above is all that the environment says to this process.
-
-        Then it is a program that the rank has started, and no rank of a job of its own.
-        """
-        return bool(json.loads(announced)[2] == _proof())
+    def above(cls, everyone: ProcessSet, rank: int, hosts: Topology, config: Config) -> World:
+        """Return the world of the rank that has started this process."""
+        barred = f"this process was started by rank {rank} of {hosts.size} and is no rank itself{_REMEDY}"
+        return cls(everyone, rank, hosts, config, barred)
 
     @property
     def size(self) -> int:
@@ -164,7 +199,7 @@ class World:
         removed = False
         for ranks in self._agree("remove_process_set", mine, refused):
             number = next((number for number, each in self.sets.items() if number and each.ranks == ranks), None)
-            if number is None:
+            if number is None:  # also where there are no such ranks
                 continue
             parts = self.sets.pop(number).unregister()
             if ranks == mine:
@@ -190,8 +225,7 @@ class World:
         refusals = [rank for rank, each in enumerate(said) if isinstance(each, str)]
         if not refusals:
             sets = sorted({tuple(each) for each in said})
-            own = all(rank in each and each == said[peer] for rank, each in enumerate(said) for peer in each)
-            if len(sets) == 1 or own:
+            if len(sets) == 1 or all(_is_own(rank, said) for rank in range(len(said))):
                 return [list(each) for each in sets]
         raise MismatchError({rank: each if rank in refusals else f"{call}({each})" for rank, each in enumerate(said)})
 
@@ -218,7 +252,8 @@ class World:
             self._refuse()
         if self._timeline is not None:
             raise ConfigError("a timeline is being written already; call stop_timeline() first")
-        self._timelines += 1
+        if self._stopped:  # else it is the last one that is tried again on this rank
+            self._timelines, self._stopped = self._timelines + 1, False
         self._timeline = Timeline(
             path, self._clock, self._timelines, self.rank, platform.node(), mark_batches=mark_batches
         )
@@ -227,6 +262,7 @@ class World:
 
     def stop_timeline(self) -> None:
         """Finish the trace; does nothing if there is none."""
+        self._stopped = True
         if self._timeline is not None:
             self._detach()
             ending, self._timeline = self._timeline, None
@@ -303,6 +339,12 @@ def _proof() -> str | None:
 
 def _as_set(process_set: ProcessSet | Sequence[int] | Any) -> ProcessSet:
     return process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+
+
+def _is_own(rank: int, said: Sequence[Sequence[int]]) -> bool:
+    """Return whether a rank has named a set that it belongs to, and whose other members have named it, too."""
+    named = said[rank]
+    return rank in named and all(peer < len(said) and said[peer] == named for peer in named)
 
 
 def _present(messages: Messages | None) -> Messages:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
@@ -52,11 +53,15 @@ _OPS = {
 }
 _NOTE_TAG, _LAST_TAG, _GIVEN_UP_TAG = 0, 1, 2
 _HERE_TAG, _STARTING_TAG = 32767, 32766  # on communicators that are not ours: the largest that there always are
+_WHO_IS_HERE, _I_AM = 0, 1  # what is said with the last of these
 _PARTING_S = 1.0
 
 #: Transports that were not closed, or had transfers under way then: MPI may still use the memory which these name, so
 #: it must stay, and the transport with it.
 _open: set[MpiMessages] = set()
+#: By communicator (as Fortran knows it), the copies that a transport on it began to make and was not made of, in their
+#: order. MPI cannot take back a collective call, so the next transport goes on with them.
+_begun: defaultdict[int, list[_Copy]] = defaultdict(list)
 
 
 class _Transfer(NamedTuple):
@@ -69,6 +74,13 @@ class _Transfer(NamedTuple):
     nbytes: int
 
 
+class _Copy(NamedTuple):
+    """A duplicate of a communicator, which can be used once the request is complete."""
+
+    comm: MPI.Intracomm
+    request: MPI.Request
+
+
 class MpiMessages:
     """Messages on communicators of our own, so that nothing the user sends can meet them.
 
@@ -77,7 +89,7 @@ class MpiMessages:
         waiter: how the collective calls made here wait, those of the constructor too.
 
     Raises:
-        CollectiveTimeoutError: not all ranks of ``comm`` made one of these.
+        CollectiveTimeoutError: not all ranks of ``comm`` made one of these. They may try again, all of them.
     """
 
     name = "mpi"
@@ -93,8 +105,9 @@ class MpiMessages:
         self._exchanges = 0
         self._gave_up = ""  # why the ranks do not exchange anything any more
         _open.add(self)
-        self._data = self._duplicate(comm)
-        self._control = self._duplicate(comm)
+        self._data = self._duplicate(comm, 0)
+        self._control = self._duplicate(comm, 1)
+        del _begun[comm.py2f()]
         self.rank = self._data.rank
         self.size = self._data.size
         tag_limit = self._data.Get_attr(MPI.TAG_UB)
@@ -194,38 +207,18 @@ class MpiMessages:
         return [bytes(gathered[low:high]) for low, high in pairwise(bounds)]
 
     def _meet(self, request: MPI.Request, *memory: object) -> None:
-        """Wait for an exchange."""
-        try:
-            # Who has given up one takes part in no later one either.
-            numbers = range(1, self._exchanges + 1)
-            self._complete(request, memory, self._control, _GIVEN_UP_TAG, numbers, "to join an exchange")
-        except CollectiveTimeoutError as error:
-            self._gave_up = str(error)
-            raise
+        """Wait for an exchange; if not all ranks come in time, let those that have come know who is missing.
 
-    def _complete(
-        self, request: MPI.Request, memory: Sequence[object], comm: MPI.Intracomm, tag: int, numbers: range, what: str
-    ) -> None:
-        """Wait for a collective request; if not all ranks come in time, let those that have come know who is missing.
-
-        If it fails, ``memory`` stays, since the others may yet complete it.
-
-        Args:
-            request: of ``comm``.
-            memory: what it reads and writes.
-            comm: where ranks tell each other that they give up,
-            tag: with this tag.
-            numbers: of requests, the same on all ranks, the last of this one: who has given up any is not waited for.
-            what: what is waited for, for the error: ``to join an exchange``.
+        If it fails, ``memory``, which the exchange reads and writes, stays, since the others may yet complete it.
         """
         self._unfinished.append((request, *memory))
         gone: set[int] = set()  # ranks that have given it up
         status, said = MPI.Status(), np.zeros(1, np.int64)
 
         def over() -> bool:
-            while comm.Iprobe(MPI.ANY_SOURCE, tag, status):
-                comm.Recv(said, status.Get_source(), tag)
-                if said[0] in numbers:
+            while self._control.Iprobe(MPI.ANY_SOURCE, _GIVEN_UP_TAG, status):
+                self._control.Recv(said, status.Get_source(), _GIVEN_UP_TAG)
+                if 1 <= said[0] <= self._exchanges:  # who has given up one takes part in no later one either
                     gone.add(status.Get_source())
             return bool(gone) or request.Test()
 
@@ -236,15 +229,21 @@ class MpiMessages:
         if complete and not gone:
             self._unfinished.pop()
             return
-        peers = [rank for rank in range(comm.size) if rank != comm.rank]
-        mine = np.array(numbers[-1:])
-        self._unfinished.append(([comm.Isend(mine, peer, tag) for peer in peers], mine))
+        peers = self._peers(self._control)
+        mine = np.array([self._exchanges])
+        self._unfinished.append(([self._control.Isend(mine, peer, _GIVEN_UP_TAG) for peer in peers], mine))
         with suppress(CollectiveTimeoutError):  # all that have come give it up, within moments
             Waiter(_PARTING_S).until(lambda: over() and len(gone) == len(peers), str)
-        if complete:
-            raise CollectiveTimeoutError(f"{name_ranks(sorted(gone))} had stopped waiting for this rank {what}")
-        missing = name_ranks([rank for rank in peers if rank not in gone])
-        raise CollectiveTimeoutError(f"waited {seconds:.3g} s for {missing} {what}")
+        missing = [rank for rank in peers if rank not in gone]
+        if complete or not missing:
+            self._gave_up = f"{name_ranks(sorted(gone))} had stopped waiting for this rank to join an exchange"
+        else:
+            self._gave_up = f"waited {seconds:.3g} s for {name_ranks(missing)} to join an exchange"
+        raise CollectiveTimeoutError(self._gave_up)
+
+    @staticmethod
+    def _peers(comm: MPI.Intracomm) -> list[int]:
+        return [rank for rank in range(comm.size) if rank != comm.rank]
 
     def subset(self, ranks: Sequence[int], waiter: Waiter) -> MpiMessages | None:
         self.exchange(b"")  # which has a time limit; splitting has none
@@ -288,12 +287,51 @@ class MpiMessages:
         freeing, self._to_free = self._to_free, []
         self.free(freeing)
 
-    def _duplicate(self, comm: MPI.Intracomm) -> MPI.Intracomm:
+    def _duplicate(self, comm: MPI.Intracomm, number: int) -> MPI.Intracomm:
+        """Make the first or second copy of a communicator, or finish making it. Collective."""
+        begun = _begun[comm.py2f()]
         with _translated():
-            copy, request = comm.Idup()  # not Dup, which waits without limit for a rank that does not come
-            self._complete(request, [copy], comm, _STARTING_TAG, range(1, 2), "to start ringreduce")
+            if number == len(begun):
+                begun.append(_Copy(*comm.Idup()))  # not Dup, which waits without limit for a rank that does not come
+            copy, request = begun[number]
+            try:
+                self._waiter.until(lambda: self._answer(comm) and request.Test(), str)
+            except CollectiveTimeoutError:
+                missing = self._missing(comm)
+                if not request.Test():
+                    raise CollectiveTimeoutError(
+                        f"waited {self._waiter.timeout_s:g} s for {name_ranks(missing)} to start ringreduce"
+                    ) from None
             copy.Set_errhandler(MPI.ERRORS_RETURN)
         return copy
+
+    def _missing(self, comm: MPI.Intracomm) -> list[int]:
+        """Return who does not answer, within moments, that it waits for a copy as well; all others if all do."""
+        peers, here = self._peers(comm), set[int]()
+        for peer in peers:
+            self._tell(comm, _WHO_IS_HERE, peer)
+        with suppress(CollectiveTimeoutError):
+            Waiter(_PARTING_S).until(lambda: self._answer(comm, here) and len(here) == len(peers), str)
+        return [peer for peer in peers if peer not in here] or peers
+
+    def _answer(self, comm: MPI.Intracomm, here: set[int] | None = None) -> bool:
+        """Answer ranks that ask whether this one waits for a copy, and take down who says so; always true.
+
+        What somebody said who has given up since does no harm: whoever waits goes on to wait, as all may try again.
+        """
+        status, said = MPI.Status(), np.zeros(1, np.int64)
+        while comm.Iprobe(MPI.ANY_SOURCE, _STARTING_TAG, status):
+            peer = status.Get_source()
+            comm.Recv(said, peer, _STARTING_TAG)
+            if here is not None:
+                here.add(peer)
+            if said[0] == _WHO_IS_HERE:
+                self._tell(comm, _I_AM, peer)
+        return True
+
+    def _tell(self, comm: MPI.Intracomm, what: int, peer: int) -> None:
+        note = np.array([what], np.int64).tobytes()
+        self._posted.append((comm.Isend([note, MPI.BYTE], peer, _STARTING_TAG), note))
 
     def close(self) -> None:
         if self._data == MPI.COMM_NULL or MPI.Is_finalized():
