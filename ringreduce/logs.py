@@ -22,7 +22,8 @@ class _Handler(logging.Handler):
         self.who = ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if _logger.propagate and logging.getLogger().handlers:
+        others = [*_logger.handlers, *(logging.getLogger().handlers if _logger.propagate else ())]
+        if any(each is not self for each in others):
             return
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
         try:

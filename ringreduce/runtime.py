@@ -226,7 +226,7 @@ def _find_world_above(settings: Config) -> World | None:
 
 
 def _before_fork() -> None:
-    if _fork_gate is not None and _world is not None and _world.size > 1:  # else nothing has to be copied
+    if _fork_gate is not None and _world is not None and not _world.barred:  # else nothing has to be copied
         _fork_gate.before()
 
 

@@ -127,14 +127,17 @@ class Timeline:
         self._zero = clock.zero_s
         self._head = _OPENING + json.dumps(f"{clock.job} {number}").encode() + b"}}"
         self._patience_s = patience_s
-        self._lock = threading.Lock()  # of what follows; held for moments
+        # Guards what follows, and is held for moments. A signal handler may flush while its own thread holds it: then
+        # the handler goes first, and the event that the thread is about to take down comes later or is lost.
+        self._lock = threading.RLock()
         self._events: list[Event] = []
         self._dropped = 0  # since the last piece
         self._tracks = 0
         self._operations = 0
-        self._turn = threading.Lock()  # to write: of the threads of this rank, one at a time
+        self._turn = threading.Lock()  # Guards what follows: of the threads of this rank, one at a time writes.
+        self._writer: int | None = None  # that thread
         self._pieces: list[bytes] = []  # which wait for the file
-        self._waiting = 0  # events in them
+        self._waiting = 0  # events in them; others read it, to know when it is too many
         self._due_s = 0.0  # when to try next
         self._begun = False  # whether anything of this trace is in the file
         self._failed = False  # whether writing was given up
@@ -186,7 +189,7 @@ class Timeline:
         """Do what `write` does; an error is logged, once, as no collective shall fail for it."""
         if not self._write_or_log(self._patience_s):
             count = len(self._events) + self._waiting + self._dropped
-            _log.error("the timeline %r is locked by another process; events that it lacks: %d", self._path, count)
+            _log.error("the timeline %r is being written by others; events that it lacks: %d", self._path, count)
 
     def _write_or_log(self, patience_s: float) -> bool:
         try:
@@ -196,13 +199,14 @@ class Timeline:
             return True
 
     def _write(self, patience_s: float) -> bool:
-        if not self._turn.acquire(timeout=patience_s):
-            return False  # another thread is at it
+        if self._writer == threading.get_ident() or not self._turn.acquire(timeout=patience_s):
+            return False  # another thread is at it; or this one, which a signal handler has interrupted
         done = False
         try:
+            self._writer = threading.get_ident()
             with self._lock:
                 events, self._events = self._events, []
-                self._waiting += len(events)
+            self._waiting += len(events)
             if events and not self._failed:
                 self._pieces.append(b",\n".join(map(_encode, events)))
             done = not self._pieces or self._append(perf_counter() + patience_s)
@@ -214,6 +218,7 @@ class Timeline:
             if done:
                 self._pieces.clear()
                 self._waiting = 0
+            self._writer = None
             self._turn.release()
         return done
 
@@ -290,7 +295,7 @@ class Track(Instrument):
         self._last: float | None = None  # in a collective or batch: when its last step ended, or it began
         self._batch: float | None = None  # when the operations that run now were started
         self._moved_nbytes = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # Guards what follows, and is held for moments; handlers may submit as well.
         self._under_way = 0
         # By name, the operations in each phase, in the order in which they were submitted.
         self._submitted: defaultdict[str, deque[str]] = defaultdict(deque)
@@ -329,8 +334,8 @@ class Track(Instrument):
         for name in names:
             self._leave(name, end)
         with self._lock:
-            self._under_way = max(0, self._under_way - len(names))
-        self._count("operations under way", end, self._under_way)
+            self._under_way = under_way = max(0, self._under_way - len(names))
+        self._count("operations under way", end, under_way)
 
     # ---- operations: submitted by any thread ----
 
@@ -339,10 +344,12 @@ class Track(Instrument):
         operation = self._timeline.next_operation()
         with self._lock:
             self._under_way += 1
+            under_way = self._under_way
         self._mark("b", name, operation, now)
         self._mark("b", "queue", operation, now)
-        self._submitted[name].append(operation)
-        self._count("operations under way", now, self._under_way)
+        with self._lock:
+            self._submitted[name].append(operation)
+        self._count("operations under way", now, under_way)
 
     def operation_announced(self, name: str) -> None:
         self._enter("queue", self._submitted, "negotiate", self._announced, name, perf_counter())
@@ -357,16 +364,19 @@ class Track(Instrument):
         now: float,
     ) -> None:
         """Let the oldest operation of a name go from one phase to the next; those from before the trace have none."""
-        operation = _take(places, name)
+        with self._lock:
+            operation = _take(places, name)
+            if operation is not None:
+                next_places[name].append(operation)
         if operation is not None:
             self._mark("e", phase, operation, now)
             self._mark("b", next_phase, operation, now)
-            next_places[name].append(operation)
 
     def _leave(self, name: str, now: float) -> None:
         """End the oldest operation of a name, in whatever phase it is."""
         for phase, places in (("run", self._running), ("negotiate", self._announced), ("queue", self._submitted)):
-            operation = _take(places, name)
+            with self._lock:
+                operation = _take(places, name)
             if operation is not None:
                 self._mark("e", phase, operation, now)
                 self._mark("e", name, operation, now)
@@ -451,6 +461,7 @@ def _fill(descriptor: int, text: bytes, place: int) -> None:
 
 
 def _take(places: dict[str, deque[str]], name: str) -> str | None:
+    """Return the oldest operation of a name and remove it; the lock of these places is held."""
     queue = places.get(name)
     if not queue:
         return None

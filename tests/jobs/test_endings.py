@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -328,6 +329,207 @@ def test_an_exit_that_the_program_catches_is_none(run_job):
         """,
     )
     assert (job.returncode, job.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        ("try: sys.exit(3)\nexcept SystemExit: raise", 3),
+        ("try: sys.exit(9)\nexcept SystemExit: sys.exit(4)", 4),
+        ("def leave():\n  try: sys.exit(5)\n  finally: print()\nleave()", 5),
+        ("click.command()(lambda: sys.exit(6))(args=[])", 6),
+        ("sys.exit(2**40 + 7)", 7),
+        ("sys.exit([1, 2])", 1),
+    ],
+)
+def test_an_exit_ends_the_job_whatever_it_passes_through(run_job, tmp_path: Path, ending: str, code: int):
+    """With what the system gets to see of its code."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys\nimport click\nimport ringreduce as rr\nrr.init()\nif rr.rank() == 1:\n"
+        + textwrap.indent(ending, "    ")
+        + "\nrr.barrier()\n"
+    )
+    job = run_job(2, str(script))
+    assert job.returncode == code, job.stderr
+    assert f"rank 1 of 2 exits with code {code}; ending the job" in job.stderr
+
+
+def test_an_exit_is_what_it_is_elsewhere(run_job):
+    """Its type and code are plain, it can be copied and pickled, and in a thread it ends that."""
+    job = run_job(
+        2,
+        source="""
+        import copy, pickle, sys, threading
+        import ringreduce as rr
+        rr.init()
+        assert pickle.loads(pickle.dumps(sys.exit)) is sys.exit
+        for status in (None, 0, 3, True, "words", 2**80, [1]):
+            try:
+                sys.exit(status)
+            except BaseException as error:
+                assert type(error) is SystemExit and error.code is status
+                for made in (copy.copy(error), copy.deepcopy(error), pickle.loads(pickle.dumps(error))):
+                    assert type(made) is SystemExit and made.code == status
+                error.code = 7
+        del made
+        thread = threading.Thread(target=lambda: sys.exit(3))
+        thread.start()
+        thread.join()
+        rr.barrier()
+        sys.exit(256)  # 0, for the system
+        """,
+    )
+    assert (job.returncode, job.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "sys.stdout.close(); sys.stderr.close()",
+        "sys.excepthook = lambda *_: None",
+        "sys.excepthook = lambda *_, hook=sys.excepthook: (hook(*_), print())",
+        "rr.runtime._endings._except_hook = lambda *_: 1 / 0",
+    ],
+)
+def test_an_exception_ends_the_job_whatever_becomes_of_what_is_said(run_job, before: str):
+    """Also where nothing can be written any more, and where a hook of the program's own has taken the place of ours."""
+    job = run_job(
+        2,
+        source=f"""
+        import sys
+        import ringreduce as rr
+        import ringreduce.runtime
+        rr.init()
+        if rr.rank() == 1:
+            {before}
+            raise ValueError("the reason")
+        rr.barrier()
+        """,
+    )
+    assert job.returncode == 1, job.stderr
+    assert job.seconds < PROMPT_S
+
+
+def test_an_exception_that_ends_nothing_does_not_end_the_job(run_job):
+    """Interactive consoles show exceptions by the hook, and so do programs."""
+    job = run_job(
+        2,
+        source="""
+        import code, io, sys
+        import ringreduce as rr
+        rr.init()
+        sys.stdin = io.StringIO("raise ValueError('in a console')")
+        code.interact(banner="", exitmsg="")
+        try:
+            raise ValueError("shown")
+        except ValueError:
+            sys.excepthook(*sys.exc_info())
+        rr.barrier()
+        """,
+    )
+    assert job.returncode == 0, job.stderr
+    assert job.stderr.count("ValueError: in a console") == job.stderr.count("ValueError: shown") == 2
+
+
+def test_a_rank_in_a_world_of_its_own_ends_the_job_as_well(run_job):
+    """The others may wait for it in ways of their own."""
+    job = run_job(
+        2,
+        source="""
+        from mpi4py import MPI
+        import ringreduce as rr
+        rr.init(comm=[MPI.COMM_WORLD.rank])
+        if MPI.COMM_WORLD.rank == 1:
+            raise ValueError("the reason")
+        MPI.COMM_WORLD.Barrier()
+        """,
+    )
+    assert job.returncode == 1, job.stderr
+    assert job.seconds < PROMPT_S
+    assert "rank 0 of 1 (rank 1 of 2 in the job) failed" in job.stderr
+
+
+def test_ranks_that_waited_in_vain_may_try_again(run_job):
+    """Once all are there, `init` succeeds, however often it has failed before."""
+    job = run_job(
+        3,
+        source="""
+        from mpi4py import MPI
+        import numpy as np
+        import ringreduce as rr
+        comm = MPI.COMM_WORLD.Dup()
+        if comm.rank == 1:
+            comm.recv(source=0)
+        failed = 0
+        while not rr.is_initialized():
+            try:
+                rr.init()
+            except rr.CollectiveTimeoutError as error:
+                failed += 1
+                assert "rank" in str(error) and "ranks  " not in str(error), error
+                if (comm.rank, failed) == (0, 2):
+                    comm.send(None, 1)
+        assert comm.rank == 1 or failed >= 1
+        assert rr.allreduce(np.ones(3)).tolist() == [3.0] * 3
+        """,
+        RINGREDUCE_TIMEOUT="2",
+    )
+    assert job.returncode == 0, job.stderr
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_world_is_made_whole_or_not_at_all(run_job, tmp_path: Path, ranks: int):
+    """A timeline that one rank cannot begin, or sets that are none: an error on all ranks, and all can try again."""
+    job = run_job(
+        ranks,
+        source=f"""
+        import os, threading
+        import numpy as np
+        from mpi4py import MPI
+        import ringreduce as rr
+        from ringreduce.testing import caught
+        rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+        def refused(**options):
+            error = caught(rr.init, **options)
+            assert isinstance(error, rr.ConfigError), error
+            assert not rr.is_initialized() and rr.global_process_set.process_set_id is None
+            assert threading.active_count() == threads, threading.enumerate()
+            return str(error)
+        threads = 1
+        assert "got [0]" in refused(process_sets=[[0]])
+        assert "got 'all'" in refused(process_sets="all")
+        rr.init()
+        threads = threading.active_count()
+        rr.barrier()
+        rr.shutdown()
+        threads = threading.active_count()
+        os.environ["RINGREDUCE_TIMELINE"] = "{tmp_path}/trace.json" if rank < size - 1 else "{tmp_path}/none/trace.json"
+        for _ in range(2):
+            assert ("none/trace.json' cannot be written" in (said := refused())), said
+        del os.environ["RINGREDUCE_TIMELINE"]
+        rr.init()
+        assert rr.allreduce(np.ones(2)).tolist() == [size] * 2
+        """,
+    )
+    assert job.returncode == 0, job.stderr
+
+
+def test_only_settings_that_differ_are_named(run_job):
+    """Ranks that were started with other settings are told which."""
+    job = run_job(
+        2,
+        source="""
+        import os
+        from mpi4py import MPI
+        import ringreduce as rr
+        from ringreduce.testing import caught
+        os.environ["RINGREDUCE_TIMEOUT"] = str(20 + MPI.COMM_WORLD.rank)
+        error = caught(rr.init)
+        assert error.values == {0: "timeout_s=20.0", 1: "timeout_s=21.0"}, error
+        """,
+    )
+    assert job.returncode == 0, job.stderr
 
 
 @pytest.mark.parametrize("between", [(), ("sh", "-c", '"$@"; true', "sh")], ids=["direct", "through a shell"])

@@ -83,6 +83,123 @@ def test_what_a_forked_process_writes_is_its_own(run_job) -> None:
     assert job.returncode == 0, job.stderr
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_the_rank_writes_after_a_fork_is_not_seen(run_job, ranks: int) -> None:
+    """A child keeps communication buffers and gradients as they were, also where it has not touched them."""
+    job = run_job(
+        ranks,
+        source="""
+        import os
+        import numpy as np
+        import torch
+        import ringreduce as rr
+        import ringreduce.torch as hvd
+        hvd.init()
+        buffer = rr.empty(1 << 20)
+        buffer[:] = 3
+        model = torch.nn.Linear(300, 300)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.0), named_parameters=model.named_parameters()
+        )
+        def train(factor):
+            optimizer.zero_grad(set_to_none=False)
+            (model(torch.ones(300)) * factor).sum().backward()
+            optimizer.step()
+        train(1.0)
+        child_ends, rank_ends = os.pipe(), os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.read(child_ends[0], 1)
+            well = (buffer == 3).all() and all((each.grad == 1).all() for each in model.parameters())
+            os._exit(0 if well else 1)
+        buffer[:] = 4
+        train(2.0)
+        assert all((each.grad == 2).all() for each in model.parameters())
+        os.write(child_ends[1], b"x")
+        assert os.waitpid(child, 0)[1] == 0
+        """,
+    )
+    assert job.returncode == 0, job.stderr
+
+
+def test_a_worker_may_ask_anything_first(run_job, tmp_path: Path) -> None:
+    """What it is told does not depend on what it has asked before."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        """
+import multiprocessing
+import sys
+import torch
+import ringreduce.torch as hvd
+
+def work(question):
+    if question == "size":
+        assert hvd.global_process_set.size() == 2
+    elif question == "ranks":
+        assert hvd.global_process_set.ranks == [0, 1] and hvd.global_process_set.process_set_id == 0
+    else:
+        try:
+            hvd.allreduce(torch.ones(2))
+        except Exception as error:
+            assert "is no rank itself" in str(error), error
+        else:
+            sys.exit("it communicates")
+
+if __name__ == "__main__":
+    hvd.init()
+    if hvd.rank() == 0:
+        for method in ("spawn", "forkserver"):
+            context = multiprocessing.get_context(method)
+            for question in ("size", "ranks", "allreduce"):
+                child = context.Process(target=work, args=[question])
+                child.start()
+                child.join()
+                assert child.exitcode == 0, (method, question)
+    hvd.barrier()
+"""
+    )
+    job = run_job(2, str(script))
+    assert job.returncode == 0, job.stderr
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_worker_that_is_to_stand_alone_does(run_job, tmp_path: Path, method: str) -> None:
+    """With RINGREDUCE_STANDALONE it starts a world of its own; and where the rank has none any more, too."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"""
+import multiprocessing
+import os
+import numpy as np
+import ringreduce as rr
+
+def alone(standalone):
+    if standalone:
+        os.environ["RINGREDUCE_STANDALONE"] = "1"
+    else:
+        assert not rr.is_initialized()
+    rr.init()
+    assert (rr.size(), rr.allreduce(np.ones(2)).tolist()) == (1, [1.0, 1.0])
+    rr.shutdown()
+
+def start(standalone):
+    child = multiprocessing.get_context("{method}").Process(target=alone, args=[standalone])
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+
+if __name__ == "__main__":
+    rr.init()
+    start(True)
+    rr.barrier()
+    rr.shutdown()
+    start(False)
+"""
+    )
+    job = run_job(2, str(script))
+    assert job.returncode == 0, job.stderr
+
+
 def test_a_child_of_a_rank_that_never_started_a_world_may_join(run_job) -> None:
     """A launcher may start a program that only starts others, by multiprocessing or not."""
     job = run_job(

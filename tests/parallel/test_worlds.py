@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -59,6 +61,29 @@ def test_a_set_that_one_rank_cannot_make(wrong: object) -> None:
         assert error.values[0].startswith("add_process_set(refused: ")
     made = rr.add_process_set([1])
     assert rr.remove_process_set(made)
+
+
+def test_ranks_that_are_not_there_are_in_no_set() -> None:
+    """To remove a set with some of them removes nothing, on any rank."""
+    assert rr.remove_process_set(rr.ProcessSet([0, 7])) is False
+    assert rr.remove_process_set(rr.ProcessSet([7])) is False
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_a_trace_that_a_rank_begins_at_the_second_try_is_that_of_the_others(tmp_path: Path) -> None:
+    """And the next one is as well: no rank begins the file anew that another one writes to."""
+    folder = Path(PRIVATE.bcast(str(tmp_path)))
+    path = folder / "trace.json"
+    for _ in range(2):
+        if RANK == SIZE - 1:
+            assert isinstance(caught(rr.start_timeline, folder / "none" / "trace.json"), rr.ConfigError)
+        rr.start_timeline(path)
+        rr.barrier()
+        rr.barrier()
+        rr.stop_timeline()
+        PRIVATE.Barrier()
+        assert {event["pid"] for event in json.loads(path.read_text())} == set(range(SIZE))
+        PRIVATE.Barrier()
 
 
 @pytest.mark.sizes(2, 3, 4)

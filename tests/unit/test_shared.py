@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 
 from ringreduce.errors import TransportError
 from ringreduce.transport.memory import MemoryWorld
-from ringreduce.transport.shared import Arena, Block, Location, MemfdSegments, PrivateSegments
+from ringreduce.transport.shared import Arena, Block, Location, MemfdSegments, PrivateSegments, Segments
 
 PAGE = 4096
 UINT8 = np.dtype(np.uint8)
@@ -276,3 +277,32 @@ def test_a_dropped_array_is_not_kept_by_the_arena() -> None:
     gone = weakref.ref(array.base)
     del array
     assert gone() is None
+
+
+@pytest.mark.parametrize("make", [PrivateSegments, lambda: MemfdSegments({0: os.getpid()})], ids=["private", "memfd"])
+def test_a_forked_process_has_the_memory_as_it_was(make: Callable[[], Segments]) -> None:
+    """What either writes afterwards is its own, also to pages that the other has not touched before."""
+    segments = make()
+    number, memory = segments.create(16 * PAGE)
+    memory[:] = 1
+    memory[5 * PAGE : 6 * PAGE] = 5
+    segments.discard(number, 8 * PAGE, 2 * PAGE)
+    to_child, from_child = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        segments.disown()
+        os.write(from_child[1], b"x")
+        os.read(to_child[0], 1)
+        expected = np.ones(16, np.uint8)
+        expected[5], expected[8:10] = 5, 0
+        well = (memory.reshape(16, PAGE) == expected[:, None]).all()
+        memory[:] = 99
+        os._exit(0 if well else 1)
+    os.read(from_child[0], 1)
+    memory[:] = 7
+    os.write(to_child[1], b"x")
+    assert os.waitpid(child, 0)[1] == 0
+    assert (memory == 7).all()
+    for end in (*to_child, *from_child):
+        os.close(end)
+    segments.close()

@@ -5,9 +5,12 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import queue
+import signal
 import stat
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -486,3 +489,58 @@ def test_rows_are_named(tmp_path: Path) -> None:
         ("thread_name", 1, {"name": "first"}),
         ("thread_name", 2, {"name": "second"}),
     ]
+
+
+def test_a_signal_handler_may_flush_whatever_it_interrupts(tmp_path: Path) -> None:
+    """It waits for no lock that its own thread holds: neither that of the events nor the turn to write."""
+    path = tmp_path / "trace.json"
+    interrupts: list[int] = []
+
+    class Interrupted(Timeline):
+        def _append(self, deadline_s: float) -> bool:
+            for number in interrupts:
+                signal.raise_signal(number)
+            return super()._append(deadline_s)
+
+    timeline = Interrupted(path, CLOCK, 1, 0, "host", mark_batches=False)
+    timeline.span("work", 1.0, 2.0, 1)
+    with timeline._lock:
+        timeline.flush()
+    assert [event["name"] for event in events_of(path, "X")] == ["work"]
+    flushed: list[bool] = []
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: flushed.append(timeline.write()))
+    try:
+        interrupts.append(signal.SIGUSR1)
+        timeline.span("more", 2.0, 3.0, 1)
+        assert timeline.write()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert flushed == [False]
+    assert [event["name"] for event in events_of(path, "X")] == ["work", "more"]
+
+
+def test_operations_of_one_name_that_threads_submit_all_stay_in_the_trace(tmp_path: Path) -> None:
+    """One thread submits while another takes them in: each has a beginning and an end."""
+    path = tmp_path / "trace.json"
+    timeline = Timeline(path, CLOCK, 1, 0, "host", mark_batches=False)
+    track = timeline.track("world")
+    count = 2000
+    submitted: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def carry_out() -> None:
+        for _ in range(count):
+            name = submitted.get()
+            track.operation_announced(name)
+            track.operations_finished([name])
+
+    thread = threading.Thread(target=carry_out)
+    thread.start()
+    for _ in range(count):
+        track.operation_submitted("grad")
+        submitted.put("grad")
+    thread.join()
+    timeline.write()
+    begun, ended = ({event["id"] for event in events_of(path, kind) if event["name"] == "grad"} for kind in "be")
+    assert begun == ended
+    assert len(begun) == count
