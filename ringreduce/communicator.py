@@ -448,7 +448,7 @@ class Communicator:
     def disown(self, reason: str) -> None:
         """Refuse all calls: this process was forked by the rank whose communicator this is.
 
-        What the rank shares with others, and this process may yet write to, becomes this process's own copy.
+        What this process writes to communication buffers stays its own.
 
         Args:
             reason: what the `ConfigError` of later calls says.

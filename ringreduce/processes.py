@@ -14,7 +14,6 @@ from contextlib import suppress
 
 __all__ = [
     "Announcement",
-    "ForkGate",
     "ancestors",
     "at_exit",
     "is_multiprocessing_child",
@@ -34,7 +33,6 @@ _LAUNCHERS = {
 }
 _ANNOUNCED = "ringreduce-rank"
 _LOOK_EVERY_S = 1.0
-_FORKED_S = 5.0  # how long a process waits for one that it has forked
 
 
 class Announcement:
@@ -57,37 +55,6 @@ class Announcement:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
-
-
-class ForkGate:
-    """Holds the thread that forks until the new process has copied what it needs as it was, for seconds at most.
-
-    The functions are for `os.register_at_fork`. They are not called where `subprocess` starts other programs.
-    """
-
-    def __init__(self) -> None:
-        self._forking = threading.local()  # its `ends`: of a pipe that the new process closes when it is done, or ends
-
-    def before(self) -> None:
-        with suppress(OSError):  # without descriptors nobody is held
-            self._forking.ends = os.pipe()
-
-    def in_parent(self) -> None:
-        ends = self._take()
-        if ends is not None:
-            os.close(ends[1])
-            waiting = select.poll()
-            waiting.register(ends[0], 0)  # of what is always told, that nobody can write any more is what may come
-            waiting.poll(1000 * _FORKED_S)
-            os.close(ends[0])
-
-    def in_child(self) -> None:
-        for end in self._take() or ():
-            os.close(end)
-
-    def _take(self) -> tuple[int, int] | None:
-        ends: tuple[int, int] | None = self._forking.__dict__.pop("ends", None)
-        return ends
 
 
 def rank_above() -> bytes | None:

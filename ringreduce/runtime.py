@@ -86,7 +86,6 @@ _entrance = Entrance()  # no thread starts or ends a world in the midst of doing
 _starting = threading.Lock()  # one at a time
 _endings: Endings | None = None  # how this process ends, once it was a rank among several
 _announcement: processes.Announcement | None = None  # to processes that this one starts, once it was a rank
-_fork_gate: processes.ForkGate | None = None  # once it was a rank
 _shuts_down: int | None = None  # the process that ends its world when it ends
 
 
@@ -98,11 +97,20 @@ def init(
     Under a launcher (mpirun, mpiexec, srun) the ranks are those of the job. Without one, or where it started one
     process, the world is this process alone, and neither MPI nor mpi4py is needed. From then on the job ends with any
     of its ranks: an uncaught exception, or `sys.exit` with a code other than 0, ends it with that rank's traceback or
-    code; and a rank ends with its launcher.
+    code; and a rank ends with its launcher. Such an end is at once: it cuts threads that are no daemons, after an
+    exception all exit handlers, and after `sys.exit` those that were registered before this was called. Exits that go
+    past `sys.exit` are not seen (``raise SystemExit(3)``, the ``exit(3)`` of consoles, a ``from sys import exit``
+    before this): the others then find the rank gone once they wait for it.
 
     Once there is a world, this does nothing but register process sets that are not registered yet. In a process that a
     rank has forked, or started by `multiprocessing`, it starts nothing: that process can ask for the rank's numbers,
-    and not communicate. Other programs that a rank starts are worlds of their own.
+    and not communicate, unless ``RINGREDUCE_STANDALONE`` is set there. Other programs that a rank starts are worlds of
+    their own.
+
+    What a forked child writes to communication buffers and gradients stays its own; what the rank writes there later,
+    the child may see, if there are several ranks. Where the program imports ``mpi4py.MPI`` before this is called,
+    mpi4py ends MPI in forked children too, and hangs there: they should end by `os._exit`, as those of
+    `multiprocessing` do, or the program call this first.
 
     Args:
         comm: an mpi4py communicator, or a list of ranks of the job, to use instead of all of them; the ranks that are
@@ -111,9 +119,10 @@ def init(
             can always be added later.
 
     Raises:
-        ConfigError: a setting in the environment is wrong; mpi4py is missing; or several processes were started, and
-            MPI does not connect them, so that each would be alone without knowing.
-        CollectiveTimeoutError: a rank did not call this within the time limit.
+        ConfigError: an argument or a setting in the environment is wrong; a rank cannot begin the timeline that its
+            environment asks for; mpi4py is missing; or several processes were started, and MPI does not connect them,
+            so that each would be alone without knowing.
+        CollectiveTimeoutError: a rank did not call this within the time limit. All may try again.
         MismatchError: the ranks have different settings, or different versions of ringreduce.
     """
     global _world
@@ -189,10 +198,9 @@ def _end_with(ranks: MPI.Intracomm) -> None:
 
 def _take_part_in_ends_and_forks() -> None:
     """Be called when this process ends or forks; does nothing the second time."""
-    global _fork_gate, _shuts_down
-    if _fork_gate is None:
-        _fork_gate = processes.ForkGate()
-        os.register_at_fork(before=_before_fork, after_in_parent=_fork_gate.in_parent, after_in_child=_after_fork)
+    global _shuts_down
+    if _shuts_down is None:
+        os.register_at_fork(after_in_child=_after_fork)
     if _shuts_down != os.getpid():
         _shuts_down = os.getpid()
         processes.at_exit(_at_exit)
@@ -225,11 +233,6 @@ def _find_world_above(settings: Config) -> World | None:
     return World.above(global_process_set, above.rank, Topology(above.nodes), settings)
 
 
-def _before_fork() -> None:
-    if _fork_gate is not None and _world is not None and not _world.barred:  # else nothing has to be copied
-        _fork_gate.before()
-
-
 def _after_fork() -> None:
     """Make the world of a rank that of a process which it has forked."""
     global _entrance, _starting
@@ -238,8 +241,6 @@ def _after_fork() -> None:
         rank, size = _world.rank, _world.size
         _world.disown(f"this process was forked by rank {rank} of {size} and is no rank itself")
         logs.set_up(None, f"process {os.getpid()} of rank {rank}")
-    if _fork_gate is not None:
-        _fork_gate.in_child()
 
 
 def set_conventions(conventions: Conventions | str) -> None:

@@ -306,7 +306,7 @@ class World:
     def disown(self, reason: str) -> None:
         """Take part in nothing any more: this is a process that the rank has forked. Takes no lock, and waits for none.
 
-        Memory that the ranks share becomes this process's own copy of it.
+        What this process writes to memory that the ranks share stays its own.
         """
         self.barred = reason + _REMEDY
         self._detach()

@@ -22,7 +22,8 @@ from ringreduce.transport.messages import Request, exchange_json
 from ringreduce.transport.waiting import Waiter
 
 # mpi4py ends MPI at the exit of every process that has it, those too that a rank has forked, and these would wait there
-# for the other ranks. So it is done here, unless the program has settled that before.
+# for the other ranks. So it is done here, unless the program has settled that before: what mpi4py has registered then
+# is a function of C, which runs after all of Python's and cannot be taken back.
 _ends_mpi = "mpi4py.MPI" not in sys.modules and mpi4py.rc.initialize and mpi4py.rc.finalize is None
 if _ends_mpi:
     mpi4py.rc.finalize = False

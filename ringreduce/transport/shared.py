@@ -10,7 +10,7 @@ import select
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +24,7 @@ __all__ = ["Arena", "Block", "Location", "MemfdSegments", "PrivateSegments", "Se
 Array = npt.NDArray[Any]
 
 _PAGE = 4096
-# Of Linux; Python's mmap has no names for them.
-_PROT_NONE = 0
-_MAP_FIXED = 0x10
-_MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
+_MAP_FIXED = 0x10  # of Linux; Python's mmap has no name for it
 _OFFSET_BITS = 44  # 16 TiB; leaves 19 bits for the segment
 
 
@@ -86,10 +83,9 @@ class Segments(ABC):
         """Return whether the peer's process still runs."""
 
     def disown(self) -> None:
-        """Make one's own segments private copies, in a process that was forked: the rank goes on with the originals.
+        """Keep what is written to one's own segments from now on to this process, which was forked by their rank.
 
-        They are as the rank's are while this runs, so the rank should write nothing meanwhile. Where there is no memory
-        for a copy, the segment can no longer be accessed: to be ended by SIGSEGV is better than to share it unseen.
+        What the rank writes may be seen here, in pages that this process has not written to.
         """
         return
 
@@ -145,9 +141,16 @@ class MemfdSegments(Segments):
             os.close(fd)
 
     def disown(self) -> None:
-        # Not by MAP_PRIVATE of the file: that goes on to show what others write to pages that are not touched here.
+        # The same file at the same addresses, but pages that are written here become this process's own. To copy all
+        # of it would cost each worker of a DataLoader the memory and the time of all gradients, which it never reads.
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
         for fd, mapped in self._own.items():
-            _make_private(fd, np.frombuffer(mapped, np.uint8).ctypes.data, len(mapped))
+            address = np.frombuffer(mapped, np.uint8).ctypes.data
+            access, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
+            if libc.mmap(address, len(mapped), access, kind, fd, 0) != address:
+                raise OSError(ctypes.get_errno(), "cannot map shared memory for this process alone")
 
     def alive(self, rank: int) -> bool:
         if rank not in self._watched:
@@ -301,35 +304,3 @@ class Arena:
         self._free[segment] = [(nbytes, memory.nbytes - nbytes)] if memory.nbytes > nbytes else []
         bisect.insort(self._bases, (memory.__array_interface__["data"][0], memory.nbytes, segment))
         return segment, 0
-
-
-def _make_private(fd: int, address: int, nbytes: int) -> None:
-    """Put memory of this process's own in place of a mapping of a file, with the same content."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
-    libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p
-    failed = ctypes.c_void_p(-1).value
-    kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    copy = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, kind, -1, 0)
-    if copy == failed:
-        libc.mmap(address, nbytes, _PROT_NONE, kind | _MAP_FIXED, -1, 0)
-        return
-    target = memoryview((ctypes.c_ubyte * nbytes).from_address(copy)).cast("B")
-    for begin, end in _filled(fd):
-        while begin < end:
-            begin += os.preadv(fd, [target[begin:end]], begin)
-    # In one step: there is no moment at which the address means nothing.
-    libc.mremap(copy, nbytes, nbytes, _MREMAP_MAYMOVE | _MREMAP_FIXED, address)
-
-
-def _filled(fd: int) -> Iterator[tuple[int, int]]:
-    """Yield where the parts of a file begin and end that take up memory; the others read as zeros."""
-    end = 0
-    while True:
-        try:
-            begin = os.lseek(fd, end, os.SEEK_DATA)
-        except OSError:  # there are no more
-            return
-        end = os.lseek(fd, begin, os.SEEK_HOLE)
-        yield begin, end
