@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from hypothesis import strategies as st
 
 from ringreduce.errors import TransportError
 from ringreduce.transport.memory import MemoryWorld
-from ringreduce.transport.shared import Arena, Block, Location, MemfdSegments, PrivateSegments, Segments
+from ringreduce.transport.shared import Arena, Block, Location, MemfdSegments, PrivateSegments
 
 PAGE = 4096
 UINT8 = np.dtype(np.uint8)
