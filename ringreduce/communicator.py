@@ -275,7 +275,7 @@ class Communicator:
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
-        self._call("barrier", self._barrier)
+        self._call(_BARRIER, self._meet, _BARRIER)
 
     def meet(self, text: str) -> None:
         """Return when every rank has called it with this text: before a call that is made of several collectives.
@@ -574,9 +574,6 @@ class Communicator:
             row = prod(source.shape[1:])
             self._moves.alltoall(given.flat(), rows * row, taken.flat(), choice, signature)
         return out if splits is None else (out, received.tolist())
-
-    def _barrier(self) -> None:
-        self._meet(_BARRIER)
 
     def _meet(self, text: str) -> None:
         self._require_open()

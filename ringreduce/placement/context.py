@@ -50,6 +50,7 @@ class Context:
         config: equal on all ranks.
         called: says what this rank calls, and where, to ranks that call something else.
         agreement: compares signatures over messages, where not all ranks meet at one board.
+        single_node: whether they all do.
         instruments: who is told of collectives and their steps.
     """
 
@@ -59,12 +60,14 @@ class Context:
     config: Config
     called: Callable[[str], Called] = Called.here
     agreement: Agreement = field(init=False)
+    single_node: bool = field(init=False)
     instruments: Instruments = field(default_factory=Instruments)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "single_node", self.topology.single_node)
         object.__setattr__(self, "agreement", Agreement(self.messages, self.waiter, called=self.called))
         self.board.called = self.called
-        if not self.topology.single_node:
+        if not self.single_node:
             self.waiter.watchers.append(self.agreement.watch)
 
     @property
@@ -90,7 +93,7 @@ class Context:
     @property
     def calls(self) -> Board | Agreement:
         """What counts the calls that this rank has begun, as its ``number``."""
-        return self.board if self.topology.single_node else self.agreement
+        return self.board if self.single_node else self.agreement
 
     def meet(self, signature: Signature, *, known: bool = True) -> None:
         """Make sure that all ranks call this, before any data is sent as messages.
@@ -103,8 +106,8 @@ class Context:
         Raises:
             MismatchError: they do not.
         """
-        if self.topology.single_node:
-            self.board.arrive(signature.text, signature.code)
+        if self.single_node:
+            self.node.board.arrive(signature.text, signature.code)
         else:
             self.agreement.enter(signature.text, meet=not known)
 
@@ -129,12 +132,12 @@ class Context:
         Raises:
             MismatchError: not all ranks call this.
         """
-        if not self.topology.single_node:
+        if not self.single_node:
             self.agreement.enter(signature.text)
         try:
             return self.board.arrive(signature.text, signature.code, NOWHERE if location is None else location.packed)
         except MismatchError:
-            if not self.topology.single_node:
+            if not self.single_node:
                 self.agreement.settle()  # the other nodes must hear of it, and say what they call
             raise
 
@@ -168,7 +171,7 @@ class Context:
         """Tell the others that this rank takes part in no further call; None: as it shuts down."""
         why = GivenUp.after(failure)
         self.board.leave(why)
-        if not self.topology.single_node:
+        if not self.single_node:
             self.agreement.leave(why)
 
     def abandon(self) -> None:

@@ -23,7 +23,7 @@ from ringreduce.engine import Call, unnamed
 from ringreduce.errors import ConfigError
 from ringreduce.process_sets import ProcessSet
 from ringreduce.runtime import global_process_set
-from ringreduce.torch.prepared import checking_submission
+from ringreduce.torch.prepared import CheckingSubmission
 from ringreduce.torch.streams import on_this_stream
 
 __all__ = ["allgather_object", "broadcast_object", "carry_out", "gather"]
@@ -46,7 +46,7 @@ def broadcast_object(
     Raises:
         ConfigError: the object does not pickle. Raised on all ranks.
     """
-    with checking_submission("broadcast_object", _named("broadcast_object", name), process_set):
+    with CheckingSubmission("broadcast_object", _named("broadcast_object", name), process_set):
         root = process_set.rank_of(root_rank)
     skeleton, tensors = carry_out("broadcast_object", name, lambda ranks: _broadcast(ranks, obj, root), process_set)
     return obj if process_set.rank() == root else _Unpickler(io.BytesIO(skeleton), tensors).load()
@@ -81,7 +81,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     Raises:
         ConfigError: some rank's object does not pickle. Raised on all ranks.
     """
-    with checking_submission("allgather_object", _named("allgather_object", name), process_set):
+    with CheckingSubmission("allgather_object", _named("allgather_object", name), process_set):
         pass
     parts = carry_out("allgather_object", name, lambda communicator: _gather_parts(communicator, obj), process_set)
     return [pickle.loads(part) for part in parts]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import torch
 
 from ringreduce.adasum import adasum
-from ringreduce.arguments import CheckingArguments, real_number, shown
+from ringreduce.arguments import real_number, shown
 from ringreduce.communicator import Communicator
 from ringreduce.engine import Call, Engine, Operation, Reduction, Refusal, unnamed
 from ringreduce.errors import ConfigError, UnsupportedBufferError
@@ -23,6 +23,7 @@ from ringreduce.torch.streams import Crossing, gpu_of, on_host, on_this_stream, 
 
 __all__ = [
     "Adasum",
+    "CheckingSubmission",
     "Handle",
     "Op",
     "Prepared",
@@ -30,7 +31,6 @@ __all__ = [
     "Tensors",
     "averaged",
     "changed",
-    "checking_submission",
     "listed",
     "looks",
     "prepare_allgather",
@@ -109,11 +109,12 @@ class Prepared(NamedTuple):
         return process_set.engine.run(operation, unique=unique)
 
 
-def checking_submission(kind: str, name: str | None, process_set: ProcessSet) -> CheckingArguments:
-    """Return a context for what is done to arguments before an operation is submitted.
+class CheckingSubmission:
+    """A context for what is done to arguments before an operation is submitted.
 
     If that fails on this rank, the others hear of it when they come to the operation: it ends for them, too, and the
-    next ones belong together again.
+    next ones belong together again. (Like `CheckingArguments`, but made by every operation, so it looks up what it
+    needs for telling the others only then.)
 
     Args:
         kind: of collective, as in `prepare_call`.
@@ -121,23 +122,40 @@ def checking_submission(kind: str, name: str | None, process_set: ProcessSet) ->
         process_set: the ranks that take part.
 
     Raises:
-        ConfigError: the name is neither text nor None, and the others hear of it where they gave none; or the process
-            set is none, or is not registered, and all ranks hear of it.
+        ConfigError: from ``with``: the name is neither text nor None, and the others hear of it where they gave none;
+            or the process set is none, or is not registered, and all ranks hear of it.
     """
-    named = name is None or isinstance(name, str)
-    told = set_to_tell(process_set)
-    checking = CheckingArguments(partial(_refuse, _key(kind, name if named else None), kind, told))
-    if told is not process_set or told.process_set_id is None or not named:
-        with checking:
+
+    __slots__ = ("_kind", "_name", "_process_set")
+
+    def __init__(self, kind: str, name: object, process_set: object) -> None:
+        self._kind = kind
+        self._name: Any = name
+        self._process_set = process_set
+
+    def __enter__(self) -> None:
+        name, process_set = self._name, self._process_set
+        named = name is None or isinstance(name, str)
+        if named and isinstance(process_set, ProcessSet) and process_set.process_set_id is not None:
+            return
+        try:
             require_process_set(process_set)
-            process_set.included()  # raises unless it is registered
-            raise ConfigError(f"the name of an operation must be a str or None, got {shown(name)}")
-    return checking
+            process_set.included()  # type: ignore[attr-defined]  # raises unless it is registered
+            if not named:
+                self._name = None
+                raise ConfigError(f"the name of an operation must be a str or None, got {shown(name)}")
+        except Exception as error:
+            self._refuse(error)
+            raise
 
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, Exception):
+            self._refuse(error)
 
-def _refuse(key: str, kind: str, process_set: ProcessSet, error: Exception) -> None:
-    with suppress(ConfigError):  # no member, or no world: there is nobody to tell
-        process_set.engine.refuse(Refusal(key, kind, error))
+    def _refuse(self, error: Exception) -> None:
+        with suppress(ConfigError):  # no member, or no world: there is nobody to tell
+            key = _key(self._kind, self._name)
+            set_to_tell(self._process_set).engine.refuse(Refusal(key, self._kind, error))
 
 
 def set_to_tell(process_set: object) -> ProcessSet:
