@@ -31,7 +31,7 @@ __all__ = [
     "refusal",
 ]
 
-#: The code of the program that was running and the instruction that each had come to, the innermost first.
+#: The code of the program that was running and the instruction that each piece had come to, the innermost first.
 Stack = tuple[tuple[CodeType, int], ...]
 
 _PACKAGE = str(Path(__file__).parent) + os.sep
@@ -139,13 +139,13 @@ class GivenUp(_GivenUp):
 
 
 def program_stack() -> Stack:
-    """Return what the program is running now: its innermost frames, without those of this package and of autograd."""
-    frames: list[tuple[CodeType, int]] = []
+    """Return what the program is running now: its innermost frames, from that on which has called this package."""
     frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_ours(frame.f_code.co_filename):
+        frame = frame.f_back
+    frames: list[tuple[CodeType, int]] = []
     while frame is not None and len(frames) < _DEPTH:
-        code = frame.f_code
-        if not _is_ours(code.co_filename):
-            frames.append((code, frame.f_lasti))
+        frames.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
     return tuple(frames)
 
