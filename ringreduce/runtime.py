@@ -108,9 +108,9 @@ def init(
     their own.
 
     What a forked child writes to communication buffers and gradients stays its own; what the rank writes there later,
-    the child may see, if there are several ranks. Where the program imports ``mpi4py.MPI`` before this is called,
-    mpi4py ends MPI in forked children too, and hangs there: they should end by `os._exit`, as those of
-    `multiprocessing` do, or the program call this first.
+    the child may see. Where the program imports ``mpi4py.MPI`` before this is called, mpi4py ends MPI in forked
+    children too, and hangs there: they should end by `os._exit`, as those of `multiprocessing` do, or the program
+    should call this first.
 
     Args:
         comm: an mpi4py communicator, or a list of ranks of the job, to use instead of all of them; the ranks that are

@@ -83,44 +83,6 @@ def test_what_a_forked_process_writes_is_its_own(run_job) -> None:
     assert job.returncode == 0, job.stderr
 
 
-def test_what_a_lone_rank_writes_after_a_fork_is_not_seen(run_job) -> None:
-    """A child keeps communication buffers and gradients as they were, also where it has not touched them."""
-    job = run_job(
-        1,
-        source="""
-        import os
-        import numpy as np
-        import torch
-        import ringreduce as rr
-        import ringreduce.torch as hvd
-        hvd.init()
-        buffer = rr.empty(1 << 20)
-        buffer[:] = 3
-        model = torch.nn.Linear(300, 300)
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.0), named_parameters=model.named_parameters()
-        )
-        def train(factor):
-            optimizer.zero_grad(set_to_none=False)
-            (model(torch.ones(300)) * factor).sum().backward()
-            optimizer.step()
-        train(1.0)
-        child_ends, rank_ends = os.pipe(), os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.read(child_ends[0], 1)
-            well = (buffer == 3).all() and all((each.grad == 1).all() for each in model.parameters())
-            os._exit(0 if well else 1)
-        buffer[:] = 4
-        train(2.0)
-        assert all((each.grad == 2).all() for each in model.parameters())
-        os.write(child_ends[1], b"x")
-        assert os.waitpid(child, 0)[1] == 0
-        """,
-    )
-    assert job.returncode == 0, job.stderr
-
-
 def test_a_worker_may_ask_anything_first(run_job, tmp_path: Path) -> None:
     """What it is told does not depend on what it has asked before."""
     script = tmp_path / "train.py"
