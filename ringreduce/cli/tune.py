@@ -40,8 +40,9 @@ Array = npt.NDArray[Any]
 #: times are those of the slowest rank and the same on all ranks.
 Measure = Callable[[int, Sequence[str], int], Sequence[Sequence[float]]]
 
-#: Bytes. Between a few KiB and a few MiB the winner changes, so there the steps are smaller.
-SIZES = (8, 512, *(1 << exponent for exponent in (12, 14, 15, 16, 18, 20, 22, 24, 25, 26)))
+#: Bytes. Between a few KiB and a few MiB the winner changes, so there the steps are smaller. The largest stands for all
+#: beyond it; twice that would take more than 300 MiB of each rank, for the same choice.
+SIZES = (8, 512, *(1 << exponent for exponent in (12, 14, 15, 16, 18, 20, 22, 24, 25)))
 
 #: Size -> algorithm -> seconds.
 _Times = dict[int, dict[str, list[float]]]
