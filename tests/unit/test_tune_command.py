@@ -167,7 +167,7 @@ def test_raw_times_are_kept(tmp_path: Path):
     tables: list[Table] = []
     on_ranks(2, None, lambda machine: tables.append(machine.tune(tmp_path)))
     assert {len(each.times_s) for each in tables[0].rows[0].candidates} == {300}
-    assert {len(each.times_s) for each in tables[0].rows[-1].candidates} == {16}
+    assert {len(each.times_s) for each in tables[0].rows[-1].candidates} == {32}
 
 
 def test_winners_are_measured_beside_their_size(tmp_path: Path):
