@@ -124,7 +124,7 @@ class Moves:
             elif choice.transport == "shared":
                 self._reduce_scatter_by_loads(source, dtype, partition, out, op, choice, signature)
             else:
-                context.meet(signature)
+                context.meet(signature, known=min(counts) > 0)  # a rank that gets nothing would wait for nobody
                 summing = ReduceOp.SUM if op is ReduceOp.AVERAGE else op
                 work = source.copy()
                 segments = segments_of_blocks(partition, self._limit(work))
