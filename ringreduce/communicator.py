@@ -578,7 +578,7 @@ class Communicator:
     def _meet(self, text: str) -> None:
         self._require_open()
         try:
-            self._context.meet(Signature.of(text), known=False)
+            self._context.meet(Signature.of(text, waits=False))
         except BaseException as error:
             if not self._may_refuse(error):
                 self._failed(error)
@@ -888,8 +888,16 @@ class Communicator:
             text = f"{collective.value}({', '.join(filter(None, arguments))})"
             if len(self._signatures) > _REMEMBERED:
                 self._signatures.clear()
-            found = self._signatures[key] = choice, Signature.of(text)
+            waits = self._waits(collective, choice, shape)
+            found = self._signatures[key] = choice, Signature.of(text, waits=waits)
         return found
+
+    def _waits(self, collective: Collective, choice: Choice, shape: tuple[object, ...]) -> bool:
+        """Return whether no rank can end a call before all have come to it; see `Signature`."""
+        if collective is Collective.BROADCAST or choice.algorithm == selection.VENDOR or 0 in shape:
+            return False  # who has its data goes on, whoever else is there; and of nothing nobody waits for any
+        rows = shape[0] if collective is Collective.REDUCE_SCATTER else self.size
+        return isinstance(rows, int) and rows >= self.size  # with fewer, some ranks get nothing
 
     def _exchange_counts(
         self, mine: Sequence[int], source: Operand | DeviceOperand, collective: Collective

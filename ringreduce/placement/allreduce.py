@@ -204,7 +204,7 @@ class Allreduce:
             ours = replace(choice, algorithm="recursive_doubling")
             self._over_messages(source, target, op, ours, signature)
             return
-        context.meet(signature, known=False)
+        context.meet(signature)
         flat = target.flat() if target.contiguous else np.empty(target.count, dtype.storage)
         if source.address != target.address or not target.contiguous:
             np.copyto(flat.reshape(source.shape), source.view)
@@ -231,7 +231,7 @@ class Allreduce:
         location = self.locate(target)
         plans = self._message_plans if location is not None or target.nbytes <= _OWN_BUFFER_NBYTES else None
         make = partial(_MessagePlan, self._context, choice, target.dtype, target.count, location, op, signature)
-        return _OverMessages(self._context, choice, signature, location, plans, make, empty=target.count == 0)
+        return _OverMessages(self._context, choice, signature, location, plans, make)
 
 
 class _OverMessages:
@@ -249,11 +249,8 @@ class _OverMessages:
         location: Location | None,
         plans: Cache[_MessagePlan] | None,
         make: Callable[[], _MessagePlan],
-        *,
-        empty: bool,
     ) -> None:
         self._context = context
-        self._known = not empty  # of nothing, nobody would wait for anybody
         self._meets = choice.transport == "messages"  # otherwise at the board of the node
         self._signature = signature
         self._key = signature.code, location
@@ -264,7 +261,7 @@ class _OverMessages:
     def run(self, source: Array | None, target: Array | None) -> None:
         """Reduce; ``source`` is copied in first and the result copied to ``target``, unless these are None."""
         if self._meets:
-            self._context.meet(self._signature, known=self._known)
+            self._context.meet(self._signature)
         plans = self._plans
         plan = plans.get(self._key, self._make) if plans is not None else self._make()
         try:

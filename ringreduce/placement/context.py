@@ -28,15 +28,23 @@ __all__ = ["Cache", "Context", "Signature"]
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a rank calls, as text for people and as a number for flags and tags."""
+    """What a rank calls.
+
+    Attributes:
+        text: for people.
+        code: for flags and tags.
+        waits: whether no rank can end the call before all have come to it. Then ranks of several nodes need not compare
+            a call that all have made before: messages of different calls do not match.
+    """
 
     text: str
     code: int
+    waits: bool
 
     @classmethod
     @lru_cache(maxsize=4096)
-    def of(cls, text: str) -> Signature:
-        return cls(text, signature_hash(text))
+    def of(cls, text: str, *, waits: bool = True) -> Signature:
+        return cls(text, signature_hash(text), waits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +103,8 @@ class Context:
         """What counts the calls that this rank has begun, as its ``number``."""
         return self.board if self.single_node else self.agreement
 
-    def meet(self, signature: Signature, *, known: bool = True) -> None:
+    def meet(self, signature: Signature) -> None:
         """Make sure that all ranks call this, before any data is sent as messages.
-
-        Args:
-            signature: what this rank calls.
-            known: whether between nodes a call that all ranks have made before need not be compared again: no rank can
-                end it before all have come, and messages of different calls do not match.
 
         Raises:
             MismatchError: they do not.
@@ -109,7 +112,7 @@ class Context:
         if self.single_node:
             self.node.board.arrive(signature.text, signature.code)
         else:
-            self.agreement.enter(signature.text, meet=not known)
+            self.agreement.enter(signature.text, meet=not signature.waits)
 
     def refuse(self, reason: str) -> NoReturn:
         """Meet the others in a call that this rank cannot make, so that it ends for all.
@@ -133,7 +136,7 @@ class Context:
             MismatchError: not all ranks call this.
         """
         if not self.single_node:
-            self.agreement.enter(signature.text)
+            self.agreement.enter(signature.text, meet=not signature.waits)
         try:
             return self.board.arrive(signature.text, signature.code, NOWHERE if location is None else location.packed)
         except MismatchError:

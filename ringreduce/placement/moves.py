@@ -56,8 +56,7 @@ class Moves:
                 peers = {} if am_root else {root: self._root_view(others, root, data)}
                 self._load(Collective.BROADCAST, choice, Memory(data, peers), (slice(0, data.size),), signature, root)
         else:
-            # Ranks get their data and go on, whoever else is there; so they compare what they call each time.
-            context.meet(signature, known=False)
+            context.meet(signature)
             schedule = context.schedule(Collective.BROADCAST, choice.algorithm, root)
             segments = segments_of_buffer(data.size, schedule.nblocks, self._limit(data))
             self._send(Collective.BROADCAST, choice, Memory(data), segments, None, signature, root)
@@ -124,7 +123,7 @@ class Moves:
             elif choice.transport == "shared":
                 self._reduce_scatter_by_loads(source, dtype, partition, out, op, choice, signature)
             else:
-                context.meet(signature, known=min(counts) > 0)  # a rank that gets nothing would wait for nobody
+                context.meet(signature)
                 summing = ReduceOp.SUM if op is ReduceOp.AVERAGE else op
                 work = source.copy()
                 segments = segments_of_blocks(partition, self._limit(work))

@@ -15,7 +15,7 @@ from ringreduce.config import Config
 from ringreduce.testing import caught, run_ranks
 
 NODES = pytest.mark.parametrize("node_size", [None, 1, 2], ids=["one node", "messages", "hierarchy"])
-COUNTS = pytest.mark.parametrize("count", [5, 70_001], ids=["small", "large"])
+COUNTS = pytest.mark.parametrize("count", [0, 1, 5, 70_001], ids=["empty", "one", "small", "large"])
 SIZE, STEPS, WRONG_STEP = 3, 6, 2
 
 #: Makes the arguments of a call for an array: those by position, and those by name.
@@ -45,7 +45,7 @@ OTHERS: dict[str, tuple[Arguments, Callable[[np.ndarray, int], np.ndarray], Argu
     "reduce_scatter": (
         lambda array: ([array], {}),
         lambda value, rank: np.array_split(SIZE * value, SIZE)[rank],
-        lambda array: ([array[0]], {}),
+        lambda array: ([array.sum()], {}),
     ),
     "allgather": (
         lambda array: ([array], {}),
