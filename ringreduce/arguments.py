@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import index
 from typing import Any
 
 from ringreduce.errors import ConfigError
 
-__all__ = ["CheckingArguments", "real_number", "shown", "whole_number"]
+__all__ = ["CheckingArguments", "real_number", "row_counts", "shown", "whole_number"]
 
 
 class CheckingArguments:
@@ -81,6 +81,29 @@ def whole_number(name: str, value: Any, least: int | None = None) -> int:
     if least is not None and whole < least:
         raise ConfigError(f"{name} must be at least {least}, got {shown(whole)}")
     return whole
+
+
+def row_counts(splits: Any, rows: int, size: int) -> list[int]:
+    """Return how many rows of an array go to each rank.
+
+    Args:
+        splits: rows for rank 0, 1, ..., as integers of any library; None: equal parts.
+        rows: of the array.
+        size: the number of ranks.
+
+    Raises:
+        ConfigError: they are no whole numbers, or do not add up to the rows; or the rows do not divide equally.
+    """
+    if splits is None:
+        if rows % size:
+            raise ConfigError(f"{rows} rows do not divide into {size} equal parts; give splits")
+        return [rows // size] * size
+    if not isinstance(splits, Iterable):
+        raise ConfigError(f"splits must be {size} whole numbers, got {shown(splits)}")
+    counts = [whole_number("each of the splits", each) for each in splits]
+    if len(counts) != size or min(counts) < 0 or sum(counts) != rows:
+        raise ConfigError(f"splits must be {size} numbers >= 0 that add up to the {rows} rows, got {counts}")
+    return counts
 
 
 def shown(value: object) -> str:

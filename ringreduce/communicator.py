@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ringreduce import selection
 from ringreduce.algorithms import Collective
-from ringreduce.arguments import whole_number
+from ringreduce.arguments import row_counts, whole_number
 from ringreduce.autotune import Table
 from ringreduce.buffers import DType, Operand, as_given, like, narrow, new, operand_of, quiet_context, widen
 from ringreduce.buffers.cuda.arrays import DeviceOperand
@@ -564,7 +564,7 @@ class Communicator:
     def _alltoall(self, array: Any, splits: Sequence[int] | None, algorithm: str | None) -> Any:
         source = operand_of(array)
         _require_rows(source, "alltoall")
-        mine = _check_splits(splits, source.shape[0], self.size)
+        mine = row_counts(splits, source.shape[0], self.size)
         rows = self._exchange_counts(mine, source, Collective.ALLTOALL)
         received = rows[:, self.rank]
         out, target = _new_result(array, source, (int(received.sum()), *source.shape[1:]))
@@ -1051,20 +1051,6 @@ def _collective(name: Collective | str) -> Collective:
 def _require_rows(source: Operand | DeviceOperand, what: str) -> None:
     if not source.shape:
         raise UnsupportedBufferError(f"{what} needs an array with at least one dimension, got a scalar")
-
-
-def _check_splits(splits: Sequence[int] | None, rows: int, size: int) -> list[int]:
-    if splits is None:
-        if rows % size:
-            raise ConfigError(f"{rows} rows do not divide into {size} equal parts; give splits")
-        return [rows // size] * size
-    try:
-        mine = [index(each) for each in splits]
-    except TypeError:
-        raise ConfigError(f"splits must be {size} whole numbers, got {splits!r}") from None
-    if len(mine) != size or min(mine) < 0 or sum(mine) != rows:
-        raise ConfigError(f"splits must be {size} numbers >= 0 that add up to the {rows} rows, got {mine}")
-    return mine
 
 
 def _any_rows(source: Operand | DeviceOperand) -> tuple[object, ...]:

@@ -165,7 +165,7 @@ class Endings:
         self._flush()
         self.who = ""
         os.kill(os.getpid(), signal.SIGTERM)  # so that the program's own handler can save what it wants to
-        time.sleep(_TO_END_S)
+        time.sleep(_TO_END_S)  # the time that it has for that
         os._exit(_ORPHANED)
 
 

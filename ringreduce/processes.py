@@ -12,15 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-__all__ = [
-    "Announcement",
-    "ancestors",
-    "at_exit",
-    "is_multiprocessing_child",
-    "launcher",
-    "rank_above",
-    "watch",
-]
+__all__ = ["Announcement", "ancestors", "at_exit", "is_multiprocessing_child", "launcher", "rank_above", "watch"]
 
 #: What starts ranks and stays with them until they end, as the kernel calls it, in at most 15 characters: the launchers
 #: of Open MPI, MPICH, Intel MPI and MVAPICH, Slurm, PALS, Flux and jsrun, and their daemons on other hosts.
@@ -125,7 +117,7 @@ def _wait_for_end(pid: int, on_end: Callable[[], None]) -> None:
         pass
     except (OSError, AttributeError):  # a kernel without process descriptors
         while os.path.exists(f"/proc/{pid}"):
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_LOOK_EVERY_S)  # there is nothing to wait on
     else:
         waiting = select.poll()
         waiting.register(descriptor, select.POLLIN)

@@ -144,7 +144,7 @@ class World:
             ConfigError: this process is no rank.
         """
         if self._communicator is None:
-            self._refuse()
+            self._raise_barred()
         return self._communicator
 
     # ---- process sets ----
@@ -190,7 +190,7 @@ class World:
     def remove(self, process_set: ProcessSet | Any) -> bool:
         """Give back a process set, or several, as they were added; see `ringreduce.remove_process_set`."""
         if self.barred:
-            self._refuse()
+            self._raise_barred()
         refused, mine = None, []
         if isinstance(process_set, ProcessSet):
             mine = process_set.ranks or list(range(self.size))
@@ -238,10 +238,10 @@ class World:
 
     def _all_ranks(self) -> Messages:
         if self._messages is None:
-            self._refuse()
+            self._raise_barred()
         return self._messages
 
-    def _refuse(self) -> NoReturn:
+    def _raise_barred(self) -> NoReturn:
         raise ConfigError(self.barred)
 
     # ---- what is seen of it ----
@@ -249,7 +249,7 @@ class World:
     def start_timeline(self, path: str | os.PathLike[str], *, mark_batches: bool) -> None:
         """Begin to write a trace; see `ringreduce.start_timeline`."""
         if self._clock is None:
-            self._refuse()
+            self._raise_barred()
         if self._timeline is not None:
             raise ConfigError("a timeline is being written already; call stop_timeline() first")
         if self._stopped:  # else it is the last one that is tried again on this rank

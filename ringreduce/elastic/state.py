@@ -49,15 +49,15 @@ class State:
 
     def save(self) -> None:
         """Take a copy of everything, in this process's memory."""
-        raise NotImplementedError
+        raise NotImplementedError  # subclasses know how
 
     def restore(self) -> None:
         """Go back to the copy that was taken last."""
-        raise NotImplementedError
+        raise NotImplementedError  # subclasses know how
 
     def sync(self) -> None:
         """Make all ranks hold rank 0's values, and take a copy. Collective."""
-        raise NotImplementedError
+        raise NotImplementedError  # subclasses know how
 
     def reset(self) -> None:
         """Prepare for other ranks than before; called after they have met. Does nothing unless overridden."""

@@ -275,7 +275,7 @@ class Engine:
 
         Raises:
             MismatchError: the ranks submitted different operations under its name.
-            CollectiveTimeoutError: a rank did not submit it within the time limit.
+            CollectiveTimeoutError: a rank did not submit it within the time limit. Everything ends then.
             PeerLostError: a rank that it needs has shut down or died.
             ShutdownError: this rank has shut down.
         """
@@ -470,6 +470,7 @@ class Engine:
                 tries = 0
                 quiet_s = self._clock() - self._news
                 if quiet_s > _YIELD_S or not hurried:
+                    # MPI has nothing to sleep on; to spin would take the core from ranks that share it.
                     time.sleep(_NAP_S if quiet_s < 1.0 else _LONG_NAP_S)
 
     def _step(self) -> bool:

@@ -17,9 +17,9 @@ from ringreduce.engine import Engine
 from ringreduce.process_sets import ProcessSet
 from ringreduce.reduce_ops import AVERAGE, ReduceOp
 from ringreduce.torch.prepared import (
-    CheckingSubmission,
     Op,
     Tensors,
+    checking_submission,
     prepare_allgather,
     prepare_allreduce,
     prepare_alltoall,
@@ -89,7 +89,7 @@ class _Allreduce(torch.autograd.Function):
         outputs = [torch.empty_like(each) for each in tensors]
         sources = [each.detach() for each in tensors]
         how = op, prescale, postscale
-        with CheckingSubmission("allreduce", name, process_set):
+        with checking_submission("allreduce", name, process_set):
             prepared = prepare_allreduce(sources, outputs, name, *how, process_set, lambda: outputs, wire)
         return tuple(prepared.carry_out())
 
@@ -115,7 +115,7 @@ class _Allgather(torch.autograd.Function):
         ctx.process_set, ctx.backward_name = process_set, backward
         ctx.rows = [each.shape[0] if each.dim() else 0 for each in tensors]
         sources = [each.detach() for each in tensors]
-        with CheckingSubmission("allgather", name, process_set):
+        with checking_submission("allgather", name, process_set):
             prepared = prepare_allgather(sources, name, process_set, lambda gathered: gathered)
         return tuple(prepared.carry_out())
 
@@ -139,7 +139,7 @@ class _Broadcast(torch.autograd.Function):
         ctx: Any, tensor: torch.Tensor, root: int, process_set: ProcessSet, backward: str, name: str | None
     ) -> Any:
         ctx.process_set, ctx.backward_name, ctx.root = process_set, backward, root
-        with CheckingSubmission("broadcast", name, process_set):
+        with checking_submission("broadcast", name, process_set):
             prepared = prepare_broadcast(tensor.detach(), None, root, name, process_set)
         return prepared.carry_out()
 
@@ -158,7 +158,7 @@ class _ReduceScatter(torch.autograd.Function):
         prescale, postscale, *tensors = rest
         ctx.process_set, ctx.backward_name = process_set, backward
         sources = [each.detach() for each in tensors]
-        with CheckingSubmission("reducescatter", name, process_set):
+        with checking_submission("reducescatter", name, process_set):
             factor = real_number("prescale_factor", prescale) * real_number("postscale_factor", postscale)
             ctx.op, ctx.factor = op, factor
             prepared = prepare_reducescatter(sources, name, op, prescale, postscale, process_set, lambda parts: parts)
@@ -181,7 +181,7 @@ class _Alltoall(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: torch.Tensor, rows: list[int], process_set: ProcessSet, backward: str, name: str | None
     ) -> Any:
-        with CheckingSubmission("alltoall", name, process_set):
+        with checking_submission("alltoall", name, process_set):
             prepared = prepare_alltoall(tensor.detach(), rows, name, process_set, alone=False)
         result, received = prepared.carry_out()
         ctx.process_set, ctx.backward_name, ctx.received = process_set, backward, received.tolist()
@@ -214,7 +214,7 @@ def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
 
 def _backward_name(kind: str, name: str | None, tensors: Tensors, process_set: ProcessSet) -> str:
     """Return what the backward pass calls its operation: the passes of several operations may come in any order."""
-    with CheckingSubmission(kind, name, process_set):
+    with checking_submission(kind, name, process_set):
         require_tensors(*tensors)
     if name is not None:
         return f"gradient of {name}"

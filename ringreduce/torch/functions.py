@@ -12,7 +12,7 @@ from ringreduce.errors import ConfigError
 from ringreduce.process_sets import ProcessSet
 from ringreduce.runtime import global_process_set
 from ringreduce.torch.objects import allgather_object, broadcast_object, carry_out
-from ringreduce.torch.prepared import CheckingSubmission, changed
+from ringreduce.torch.prepared import changed, checking_submission
 from ringreduce.torch.same_tensors import require_same_tensors
 from ringreduce.torch.streams import gpu_of, require_usable
 
@@ -36,7 +36,7 @@ def broadcast_parameters(params: _Parameters, root_rank: int = 0, process_set: P
         ConfigError: something in ``params`` is neither a tensor nor a pair, or the names cannot be ordered.
         MismatchError: the tensors differ between ranks in more than their values; nothing was overwritten then.
     """
-    with CheckingSubmission("broadcast_parameters", None, process_set):
+    with checking_submission("broadcast_parameters", None, process_set):
         tensors = _named(params)
         root = process_set.rank_of(root_rank)
     if not process_set.included():
@@ -50,7 +50,7 @@ def broadcast_parameters(params: _Parameters, root_rank: int = 0, process_set: P
 
     values = [tensor for _, tensor in tensors]
     device = gpu_of(values)
-    with CheckingSubmission("broadcast_parameters", None, process_set):
+    with checking_submission("broadcast_parameters", None, process_set):
         for value in values:
             require_usable(process_set.engine.communicator, value.detach(), writable=True)
     carry_out("broadcast_parameters", None, run, process_set, f"broadcast_parameters(root {root})", device)
@@ -80,7 +80,7 @@ def broadcast_optimizer_state(
         ConfigError: this is no optimizer.
         ValueError: the parameter groups of this rank differ from the root's in number or length.
     """
-    with CheckingSubmission("broadcast_object", None, process_set):
+    with checking_submission("broadcast_object", None, process_set):
         if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "load_state_dict")):
             raise ConfigError(
                 f"broadcast_optimizer_state takes an optimizer, got one of type {type(optimizer).__name__}; "

@@ -23,7 +23,7 @@ from ringreduce.engine import Call, unnamed
 from ringreduce.errors import ConfigError
 from ringreduce.process_sets import ProcessSet
 from ringreduce.runtime import global_process_set
-from ringreduce.torch.prepared import CheckingSubmission
+from ringreduce.torch.prepared import checking_submission
 from ringreduce.torch.streams import on_this_stream
 
 __all__ = ["allgather_object", "broadcast_object", "carry_out", "gather"]
@@ -46,7 +46,7 @@ def broadcast_object(
     Raises:
         ConfigError: the object does not pickle. Raised on all ranks.
     """
-    with CheckingSubmission("broadcast_object", _named("broadcast_object", name), process_set):
+    with checking_submission("broadcast_object", _named("broadcast_object", name), process_set):
         root = process_set.rank_of(root_rank)
     skeleton, tensors = carry_out("broadcast_object", name, lambda ranks: _broadcast(ranks, obj, root), process_set)
     return obj if process_set.rank() == root else _Unpickler(io.BytesIO(skeleton), tensors).load()
@@ -81,8 +81,8 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     Raises:
         ConfigError: some rank's object does not pickle. Raised on all ranks.
     """
-    with CheckingSubmission("allgather_object", _named("allgather_object", name), process_set):
-        pass
+    # Of the name and the set; what is wrong with an object, the ranks tell each other on the way.
+    checking_submission("allgather_object", _named("allgather_object", name), process_set)
     parts = carry_out("allgather_object", name, lambda communicator: _gather_parts(communicator, obj), process_set)
     return [pickle.loads(part) for part in parts]
 
@@ -121,7 +121,7 @@ def _gather_parts(communicator: Communicator, obj: Any) -> list[bytes]:
     parts = [part.tobytes() for part in np.split(everyone, np.cumsum(headers[:-1, 0]))]
     for rank, (part, (_, failed)) in enumerate(zip(parts, headers, strict=True)):
         if failed:
-            _refuse(rank, part, failure if rank == communicator.rank else None)
+            _raise_unsendable(rank, part, failure if rank == communicator.rank else None)
     return parts
 
 
@@ -133,7 +133,7 @@ def _packed(pack: Callable[[], bytes]) -> tuple[bytes, Exception | None]:
         return f"{type(error).__name__}: {error}".encode(errors="replace"), error
 
 
-def _refuse(rank: int, reason: bytes, cause: Exception | None) -> NoReturn:
+def _raise_unsendable(rank: int, reason: bytes, cause: Exception | None) -> NoReturn:
     raise ConfigError(f"the object of rank {rank} cannot be sent: {reason.decode()}") from cause
 
 
@@ -144,7 +144,7 @@ def _broadcast_bytes(communicator: Communicator, data: bytes | None, failure: Ex
     room = np.empty(nbytes, np.uint8) if data is None else np.frombuffer(data, np.uint8)
     received: bytes = communicator.broadcast(room, root).tobytes()
     if failed:
-        _refuse(root, received, failure)
+        _raise_unsendable(root, received, failure)
     return received
 
 

@@ -34,13 +34,13 @@ All functions raise, besides what they list:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
 import torch
 
-from ringreduce.arguments import shown, whole_number
+from ringreduce.arguments import row_counts
 from ringreduce.communicator import Communicator
 from ringreduce.errors import ConfigError, UnsupportedBufferError
 from ringreduce.process_sets import ProcessSet
@@ -50,13 +50,13 @@ from ringreduce.torch import differentiable
 from ringreduce.torch.compression import Compression, Compressor, WireCompressor
 from ringreduce.torch.prepared import (
     Adasum,
-    CheckingSubmission,
     Handle,
     Op,
     ReproducibleSum,
     Tensors,
     averaged,
     changed,
+    checking_submission,
     listed,
     looks,
     prepare_allgather,
@@ -155,9 +155,9 @@ def join(device: int = -1) -> int:
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when all ranks of the set have called it. Collective."""
-    with CheckingSubmission("barrier", None, process_set):
-        pass
-    prepare_call("barrier", None, "barrier", lambda communicator: None, process_set).carry_out()
+    with checking_submission("barrier", None, process_set):
+        prepared = prepare_call("barrier", None, "barrier", lambda communicator: None, process_set)
+    prepared.carry_out()
 
 
 # ---- allreduce ----
@@ -204,7 +204,7 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start what `allreduce` does; its result is a new tensor."""
-    with CheckingSubmission("allreduce", name, process_set):
+    with checking_submission("allreduce", name, process_set):
         source = without_graph(tensor)
         outputs = [torch.empty_like(source)]
         how = _op(op, average), prescale_factor, postscale_factor
@@ -222,7 +222,7 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Reduce like `allreduce`, but in place; returns ``tensor``. Collective."""
-    with CheckingSubmission("allreduce", name, process_set):
+    with checking_submission("allreduce", name, process_set):
         values = [without_graph(tensor)]
         how = _op(op, average), prescale_factor, postscale_factor
         prepared = prepare_allreduce(values, values, name, *how, process_set, lambda: changed(tensor))
@@ -239,7 +239,7 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start what `allreduce_` does."""
-    with CheckingSubmission("allreduce", name, process_set):
+    with checking_submission("allreduce", name, process_set):
         values = [without_graph(tensor)]
         how = _op(op, average), prescale_factor, postscale_factor
         prepared = prepare_allreduce(values, values, name, *how, process_set, lambda: changed(tensor))
@@ -263,7 +263,7 @@ def grouped_allreduce(
 
     The other arguments are those of `allreduce`.
     """
-    with CheckingSubmission("allreduce", name, process_set):
+    with checking_submission("allreduce", name, process_set):
         how = _op(op, average), prescale_factor, postscale_factor, _wire(compression)
         tensors = listed(tensors)
         require_tensors(*tensors)
@@ -282,7 +282,7 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start what `grouped_allreduce` does; its result is a list of new tensors."""
-    with CheckingSubmission("allreduce", name, process_set):
+    with checking_submission("allreduce", name, process_set):
         tensors = listed(tensors)
         sources = [without_graph(each) for each in tensors]
         outputs = [torch.empty_like(each) for each in sources]
@@ -301,7 +301,7 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Reduce like `grouped_allreduce`, but in place; returns ``tensors``. Collective."""
-    with CheckingSubmission("allreduce", name, process_set):
+    with checking_submission("allreduce", name, process_set):
         tensors = listed(tensors)
         values = [without_graph(each) for each in tensors]
         how = _op(op, average), prescale_factor, postscale_factor
@@ -320,7 +320,7 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start what `grouped_allreduce_` does."""
-    with CheckingSubmission("allreduce", name, process_set):
+    with checking_submission("allreduce", name, process_set):
         tensors = listed(tensors)
         values = [without_graph(each) for each in tensors]
         how = _op(op, average), prescale_factor, postscale_factor
@@ -343,7 +343,7 @@ def sparse_allreduce_async(
     Returns:
         A function that waits and returns the coalesced tensor, which `synchronize` takes as well.
     """
-    with CheckingSubmission("sparse_allreduce", name, process_set):
+    with checking_submission("sparse_allreduce", name, process_set):
         require_tensors(tensor)
         if not tensor.is_sparse:
             raise UnsupportedBufferError(
@@ -392,7 +392,7 @@ def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start what `allgather` does."""
-    with CheckingSubmission("allgather", name, process_set):
+    with checking_submission("allgather", name, process_set):
         prepared = prepare_allgather([without_graph(tensor)], name, process_set, lambda gathered: gathered[0])
     return prepared.submit()
 
@@ -401,7 +401,7 @@ def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
     """Gather several tensors as one operation; see `allgather`. Collective."""
-    with CheckingSubmission("allgather", name, process_set):
+    with checking_submission("allgather", name, process_set):
         tensors = listed(tensors)
     return differentiable.allgather(tensors, name, process_set)
 
@@ -410,7 +410,7 @@ def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start what `grouped_allgather` does."""
-    with CheckingSubmission("allgather", name, process_set):
+    with checking_submission("allgather", name, process_set):
         tensors = listed(tensors)
         sources = [without_graph(each) for each in tensors]
         prepared = prepare_allgather(sources, name, process_set, lambda gathered: gathered)
@@ -431,7 +431,7 @@ def broadcast(
         name: see the module; must agree.
         process_set: the ranks that take part.
     """
-    with CheckingSubmission("broadcast", name, process_set):
+    with checking_submission("broadcast", name, process_set):
         root = process_set.rank_of(root_rank)
     return differentiable.broadcast(tensor, root, name, process_set)
 
@@ -440,7 +440,7 @@ def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start what `broadcast` does."""
-    with CheckingSubmission("broadcast", name, process_set):
+    with checking_submission("broadcast", name, process_set):
         root = process_set.rank_of(root_rank)
         prepared = prepare_broadcast(without_graph(tensor), None, root, name, process_set)
     return prepared.submit()
@@ -450,7 +450,7 @@ def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
     """Overwrite a tensor with the root's; returns ``tensor``. Collective."""
-    with CheckingSubmission("broadcast", name, process_set):
+    with checking_submission("broadcast", name, process_set):
         root = process_set.rank_of(root_rank)
         prepared = prepare_broadcast(without_graph(tensor), tensor, root, name, process_set)
     return cast(torch.Tensor, prepared.carry_out())
@@ -460,7 +460,7 @@ def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start what `broadcast_` does."""
-    with CheckingSubmission("broadcast", name, process_set):
+    with checking_submission("broadcast", name, process_set):
         root = process_set.rank_of(root_rank)
         prepared = prepare_broadcast(without_graph(tensor), tensor, root, name, process_set)
     return prepared.submit()
@@ -486,7 +486,7 @@ def alltoall(
     Returns:
         What the ranks sent here, in rank order; with ``splits`` also how many rows came from each (int32).
     """
-    with CheckingSubmission("alltoall", name, process_set):
+    with checking_submission("alltoall", name, process_set):
         rows = _splits(tensor, splits, process_set)
     result, received = differentiable.alltoall(tensor, rows, name, process_set)
     return result if splits is None else (result, received)
@@ -499,7 +499,7 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start what `alltoall` does."""
-    with CheckingSubmission("alltoall", name, process_set):
+    with checking_submission("alltoall", name, process_set):
         rows = _splits(tensor, splits, process_set)
         prepared = prepare_alltoall(without_graph(tensor), rows, name, process_set, alone=splits is None)
     return prepared.submit()
@@ -537,7 +537,7 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Start what `reducescatter` does."""
-    with CheckingSubmission("reducescatter", name, process_set):
+    with checking_submission("reducescatter", name, process_set):
         how = op, prescale_factor, postscale_factor
         prepared = prepare_reducescatter([without_graph(tensor)], name, *how, process_set, lambda parts: parts[0])
     return prepared.submit()
@@ -553,7 +553,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """Reduce and scatter several tensors as one operation; see `reducescatter`. Collective."""
-    with CheckingSubmission("reducescatter", name, process_set):
+    with checking_submission("reducescatter", name, process_set):
         if (wire := _wire(compression)) is not None:
             raise ConfigError(f"reducescatter does not travel in {wire}; use Compression.none, fp16 or bf16")
         tensors = listed(tensors)
@@ -573,7 +573,7 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Start what `grouped_reducescatter` does."""
-    with CheckingSubmission("reducescatter", name, process_set):
+    with checking_submission("reducescatter", name, process_set):
         tensors = listed(tensors)
         sources = [without_graph(each) for each in tensors]
         how = op, prescale_factor, postscale_factor
@@ -621,15 +621,5 @@ def _wire(compression: type[Compressor]) -> str | None:
 
 def _splits(tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None, process_set: ProcessSet) -> list[int]:
     require_rows([tensor], "alltoall")
-    size, rows = process_set.size(), tensor.shape[0]
-    if splits is None:
-        if rows % size:
-            raise ConfigError(f"{rows} rows do not divide among {size} ranks; give splits")
-        return [rows // size] * size
     given = splits.tolist() if isinstance(splits, torch.Tensor) else splits
-    if not isinstance(given, Iterable):
-        raise ConfigError(f"splits must be {size} whole numbers, got {shown(splits)}")
-    counts = [whole_number("each of the splits", each) for each in given]
-    if len(counts) != size or min(counts) < 0 or sum(counts) != rows:
-        raise ConfigError(f"splits must be {size} numbers >= 0 that add up to the {rows} rows, got {counts}")
-    return counts
+    return row_counts(given, tensor.shape[0], process_set.size())

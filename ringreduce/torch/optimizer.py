@@ -146,8 +146,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._process_set = set_to_tell(process_set)
         self._take_place()
         with _checking_meeting(self._communicator, _KIND):
-            require_process_set(process_set)
-            process_set.included()  # raises unless it is registered
+            require_process_set(process_set).included()  # raises unless it is registered
             _require_optimizer(optimizer, sparse_as_dense=sparse_as_dense)
             self._adasum = op == Adasum
             self._op = _checked_op(op)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, cast
 
 import torch
 
 from ringreduce.adasum import adasum
-from ringreduce.arguments import real_number, shown
+from ringreduce.arguments import CheckingArguments, real_number, shown
 from ringreduce.communicator import Communicator
 from ringreduce.engine import Call, Engine, Operation, Reduction, Refusal, unnamed
 from ringreduce.errors import ConfigError, UnsupportedBufferError
@@ -23,7 +23,6 @@ from ringreduce.torch.streams import Crossing, gpu_of, on_host, on_this_stream, 
 
 __all__ = [
     "Adasum",
-    "CheckingSubmission",
     "Handle",
     "Op",
     "Prepared",
@@ -31,6 +30,7 @@ __all__ = [
     "Tensors",
     "averaged",
     "changed",
+    "checking_submission",
     "listed",
     "looks",
     "prepare_allgather",
@@ -109,12 +109,11 @@ class Prepared(NamedTuple):
         return process_set.engine.run(operation, unique=unique)
 
 
-class CheckingSubmission:
-    """A context for what is done to arguments before an operation is submitted.
+def checking_submission(kind: str, name: object, process_set: object) -> CheckingArguments:
+    """Return a context for what is done to arguments before an operation is submitted.
 
     If that fails on this rank, the others hear of it when they come to the operation: it ends for them, too, and the
-    next ones belong together again. (Like `CheckingArguments`, but made by every operation, so it looks up what it
-    needs for telling the others only then.)
+    next ones belong together again.
 
     Args:
         kind: of collective, as in `prepare_call`.
@@ -122,40 +121,24 @@ class CheckingSubmission:
         process_set: the ranks that take part.
 
     Raises:
-        ConfigError: from ``with``: the name is neither text nor None, and the others hear of it where they gave none;
-            or the process set is none, or is not registered, and all ranks hear of it.
+        ConfigError: the name is neither text nor None, and the others hear of it where they gave none; or the process
+            set is none, or is not registered, and all ranks hear of it.
     """
-
-    __slots__ = ("_kind", "_name", "_process_set")
-
-    def __init__(self, kind: str, name: object, process_set: object) -> None:
-        self._kind = kind
-        self._name: Any = name
-        self._process_set = process_set
-
-    def __enter__(self) -> None:
-        name, process_set = self._name, self._process_set
-        named = name is None or isinstance(name, str)
-        if named and isinstance(process_set, ProcessSet) and process_set.process_set_id is not None:
-            return
-        try:
-            require_process_set(process_set)
-            process_set.included()  # type: ignore[attr-defined]  # raises unless it is registered
+    checking = CheckingArguments(partial(_tell, kind, name, process_set))
+    named = name is None or isinstance(name, str)
+    if not (named and isinstance(process_set, ProcessSet) and process_set.process_set_id is not None):
+        with checking:
+            require_process_set(process_set).included()  # raises unless it is registered
             if not named:
-                self._name = None
                 raise ConfigError(f"the name of an operation must be a str or None, got {shown(name)}")
-        except Exception as error:
-            self._refuse(error)
-            raise
+    return checking
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, Exception):
-            self._refuse(error)
 
-    def _refuse(self, error: Exception) -> None:
-        with suppress(ConfigError):  # no member, or no world: there is nobody to tell
-            key = _key(self._kind, self._name)
-            set_to_tell(self._process_set).engine.refuse(Refusal(key, self._kind, error))
+def _tell(kind: str, name: object, process_set: object, error: Exception) -> None:
+    """Let the others hear why this rank cannot submit an operation."""
+    with suppress(ConfigError):  # no member, or no world: there is nobody to tell
+        key = _key(kind, name if isinstance(name, str) else None)
+        set_to_tell(process_set).engine.refuse(Refusal(key, kind, error))
 
 
 def set_to_tell(process_set: object) -> ProcessSet:
@@ -406,12 +389,13 @@ def _check(process_set: ProcessSet, sources: Tensors, targets: Tensors = ()) -> 
         require_usable(communicator, target, writable=True)
 
 
-def require_process_set(process_set: object) -> None:
-    """Raise `ConfigError` unless it is a process set."""
+def require_process_set(process_set: object) -> ProcessSet:
+    """Return it; raise `ConfigError` unless it is a process set."""
     if not isinstance(process_set, ProcessSet):
         raise ConfigError(
             f"process_set must be a ProcessSet, as hvd.add_process_set([0, 1]) returns it, got {process_set!r}"
         )
+    return process_set
 
 
 def require_rows(tensors: Tensors, what: str) -> None:

@@ -56,6 +56,7 @@ class Waiter:
                 watcher()
             elapsed = time.monotonic() - started
             if elapsed > _YIELD_S:
+                # Flags and MPI have nothing to sleep on; to spin for long would take the core from those waited for.
                 time.sleep(_NAP_S if elapsed < 1.0 else 20 * _NAP_S)
         if not ready():
             raise CollectiveTimeoutError(f"waited {self.timeout_s:g} s for {waiting_for()}")
