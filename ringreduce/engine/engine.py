@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType
@@ -25,9 +25,8 @@ from ringreduce.calls import Called, GivenUp, disagreement
 from ringreduce.communicator import Communicator
 from ringreduce.engine.execution import Executor, RefusedError
 from ringreduce.engine.negotiation import Leader, Member
-from ringreduce.engine.operations import Join, Operation, Refusal, Retirement, is_unnamed
+from ringreduce.engine.operations import Join, Operation, Refusal, Withdrawal, WithdrawnError, is_unnamed
 from ringreduce.engine.orders import (
-    OFFER,
     Expired,
     Joined,
     Late,
@@ -104,6 +103,7 @@ class Engine:
 
     Attributes:
         tally: what it has done so far.
+        joins: how often all ranks have joined; the same on all ranks when a join has returned.
     """
 
     LEADER = 0
@@ -118,6 +118,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tally = EngineTally()
+        self.joins = 0
         self._communicator = communicator
         self._instruments = communicator.instruments
         self._messages = notes
@@ -138,10 +139,9 @@ class Engine:
         self._entrance = Entrance()
         self._bell = threading.Lock()  # released to wake the progress thread: many times cheaper than a condition
         self._bell.acquire()
-        self._inbox: deque[Operation | Retirement | None] = deque()  # what the program did, in order; None: it waited
+        self._inbox: deque[Operation | Withdrawal | None] = deque()  # what the program did, in order; None: it waited
         self._pending: defaultdict[str, deque[Operation]] = defaultdict(deque)
         self._names: dict[str, Operation] = {}  # that are under way, of operations that must be the only ones
-        self._retiring: list[Retirement] = []
         self._join: Operation | None = None  # while it is under way
         self._under_way = 0  # operations that are not done
         self._waiters = 0
@@ -156,7 +156,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._threads = threads
         self._checked = self._news = clock()
-        self._registered = 0
+        self._named_kinds: Counter[str] = Counter()
         if leads and communicator.size > 1:
             self._start()  # others may wait for this rank before it has submitted anything
 
@@ -210,34 +210,29 @@ class Engine:
             self._take_note_of_wait()
             return self._await(operation)
 
-    def register(self, kind: str, procedure: Callable[[Communicator, int, bool, str], Any]) -> str:
-        """Say what to do when a `Procedure` runs; on all ranks, in the same order.
+    def withdraw(self, operations: Sequence[Operation]) -> None:
+        """Let operations that are speculative not run; returns at once, and takes no lock, for finalizers.
 
-        Args:
-            kind: what the name begins with.
-            procedure: takes the communicator, how many ranks have submitted it, whether this rank has, and which part
-                is to run. If this rank has not submitted it, it has joined, and contributes what changes nothing.
-
-        Returns:
-            The name under which to submit it, the same on all ranks.
+        Those that have run or are about to run on all ranks do so. What becomes of each is known when it is done.
         """
-        self._registered += 1
-        name = f"{kind} {self._registered}"
-        self._executor.procedures[name] = procedure
-        return name
+        self._inbox.append(Withdrawal(operations))
 
-    def unregister(self, name: str, parts: Sequence[Operation] = ()) -> None:
-        """Forget a procedure; does nothing if there is none of this name. Takes no lock, for finalizers.
+    def settle(self, operation: Operation) -> bool:
+        """Withdraw an operation that is speculative; return whether it has run after all, once that is known.
 
-        Args:
-            name: what `register` returned.
-            parts: those parts of it that this rank has submitted and that may be under way still. They are withdrawn;
-                if other ranks have taken one up already, it runs, and the procedure is forgotten after that.
+        Raises:
+            what `wait` raises.
         """
-        if all(part.done for part in parts):
-            self._executor.forget(name)
-        else:
-            self._inbox.append(Retirement(name, parts))
+        if not operation.done:
+            self.withdraw([operation])
+            with suppress(WithdrawnError):
+                self.wait(operation)
+        return not operation.withdrawn
+
+    def new_name(self, kind: str) -> str:
+        """Return a name that begins with a kind and is new; the same on ranks that ask for names in the same order."""
+        self._named_kinds[kind] += 1
+        return f"{kind} {self._named_kinds[kind]}"
 
     def join(self) -> Operation:
         """Say that this rank submits nothing more until all ranks have joined; done then.
@@ -531,13 +526,11 @@ class Engine:
         for note in notes:
             self._obey(self._member.hear(note))
 
-    def _take_in(self, operation: Operation | Retirement | None) -> list[list[Any]]:
+    def _take_in(self, operation: Operation | Withdrawal | None) -> list[list[Any]]:
         if operation is None:
             return self._member.wait()
-        if isinstance(operation, Retirement):
-            self._retiring.append(operation)
-            self._retire()  # those may have run since
-            return [note for part in operation.parts if not part.done for note in self._member.withdraw(part.name)]
+        if isinstance(operation, Withdrawal):
+            return [note for each in operation.operations if not each.done for note in self._member.withdraw(each.name)]
         if isinstance(operation, Join):
             return self._member.join()
         self._pending[operation.name].append(operation)
@@ -567,12 +560,14 @@ class Engine:
         elif isinstance(order, Refuse):
             self._end_refused(order)
         elif isinstance(order, Joined):
+            self.joins += 1
             if self._join is not None:
                 self._join.result = order.last
                 self._finish([self._join])
         elif isinstance(order, Withdrawn):
-            if order.rank == self._communicator.rank:
-                self._end(order.name, ShutdownError(f"{order.name} was withdrawn"))
+            if order.rank == self._communicator.rank and (operation := self._next(order.name)) is not None:
+                operation.withdrawn = True
+                self._end_with([operation], WithdrawnError(f"{operation.title} was withdrawn"))
         elif isinstance(order, Late):
             self.tally.late = self._clock(), order.rank, order.seconds
         elif isinstance(order, Lost):
@@ -680,14 +675,6 @@ class Engine:
             self._under_way -= len(operations)
             if self._waiters:
                 self._changed.notify_all()
-        if self._retiring:
-            self._retire()
-
-    def _retire(self) -> None:
-        """Forget procedures whose parts have come to an end."""
-        for each in [each for each in self._retiring if all(part.done for part in each.parts)]:
-            self._retiring.remove(each)
-            self._executor.forget(each.name)
 
     def _end_lost(self, lost: Lost) -> None:
         hint = " (a rank that has no more data calls join(), and the others go on without it)" * (not lost.why.reason)
@@ -744,8 +731,8 @@ class Engine:
         return f"this rank waits for {operations[0] if operations else 'a join'}{more}"
 
     def _awaits_word(self) -> bool:
-        """Return whether the leader has to say something; of offers that nobody takes up it says nothing."""
-        return any(queue[0].looks.op != OFFER for queue in self._pending.values())
+        """Return whether the leader has to say something; of what is speculative, and nobody else submits, it says nothing."""
+        return any(not queue[0].looks.speculative for queue in self._pending.values())
 
     def _require_open(self) -> None:
         if self._disowned:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.buffers import DType, divide, divide_toward_zero, narrow, typed, widen
+from ringreduce.buffers import DType, Operand, divide, divide_toward_zero, narrow, typed, widen
 from ringreduce.communicator import Communicator
-from ringreduce.engine.operations import PROCEDURE, Call, Operation, Reduction, parted
-from ringreduce.engine.orders import OFFER, Run
-from ringreduce.errors import TransportError
+from ringreduce.engine.operations import Call, Gather, InPlace, Operation, Reduction
+from ringreduce.engine.orders import GATHER, Looks, Run
 from ringreduce.reduce_ops import AVERAGE, MIN, PRODUCT, SUM, ReduceOp
+from ringreduce.wire import CODECS
 
 __all__ = ["Executor", "RefusedError"]
 
@@ -41,25 +42,12 @@ class Executor:
 
     Args:
         communicator: used by nobody else.
-
-    Attributes:
-        procedures: what runs under the names of `Procedure` operations.
     """
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._size = communicator.size
-        self.procedures: dict[str, Callable[[Communicator, int, bool, str], Any]] = {}
-        self._last = ""  # the procedure that ran last
-        self._retired = ""  # the same, if it was to be forgotten
         self._buffers: OrderedDict[tuple[str, int], tuple[Any, npt.NDArray[Any]]] = OrderedDict()
-
-    def forget(self, name: str) -> None:
-        """Forget a procedure; the last that ran not before another runs, as other ranks may go on with it."""
-        if name == self._last:
-            self._retired = name
-        else:
-            self.procedures.pop(name, None)
 
     def run(self, order: Run, operations: Sequence[Operation | None]) -> None:
         """Carry out one order.
@@ -72,16 +60,14 @@ class Executor:
             RefusedError: this rank could not begin; the others know why.
         """
         first = operations[0]
-        if order.operations[0].looks.op in (PROCEDURE, OFFER):
-            name, part = parted(order.operations[0].name)
-            if name != self._last:
-                self._last = name
-                self.procedures.pop(self._retired, None)
-            if name not in self.procedures:
-                raise TransportError(f"other ranks run {order.operations[0].name!r}, which was forgotten on this one")
-            result = self.procedures[name](self._communicator, order.active, first is not None, part)
-            if first is not None:
-                first.result = result
+        looks = order.operations[0].looks
+        if looks.wire:
+            assert first is None or isinstance(first, InPlace)
+            self._reduce_in_place(looks, first, order.active)
+            return
+        if looks.op == GATHER:
+            assert first is None or isinstance(first, Gather)
+            self._gather(looks, first)
             return
         if isinstance(first, Call):
             first.result = first.run(self._communicator)
@@ -106,6 +92,42 @@ class Executor:
             self._reduce_packed(order, reductions)
         for each in reductions:
             _conclude(each)
+
+    def _reduce_in_place(self, looks: Looks, own: InPlace | None, active: int) -> None:
+        """Reduce arrays one by one, this rank's or, after it has joined, neutral elements."""
+        op = ReduceOp.parse(looks.op)
+        divisor = self._communicator.config.conventions.averaged_over(active, self._size) if op is AVERAGE else 0
+        wire = looks.wire if looks.wire in CODECS else None
+        with nullcontext() if own is None or own.within is None else own.within():
+            for index, (name, count) in enumerate(looks.parts):
+                dtype = DType.of(name)
+                array = self._neutral_array(op, dtype, count) if own is None else own.arrays[index]
+                feedback = own.feedbacks[index] if own is not None and own.feedbacks else None
+                if 0 < divisor < self._size and wire is None:
+                    view = Operand.of(array).flat()
+                    self._average_over(divisor, dtype, count, [(view, view)])
+                    continue
+                kind = SUM if 0 < divisor < self._size else op
+                self._communicator.allreduce(array, kind, out=array, wire=wire, feedback=feedback)
+                if kind is not op:
+                    divide(Operand.of(array).flat(), divisor)
+        if own is not None:
+            own.active = active
+
+    def _gather(self, looks: Looks, own: Gather | None) -> None:
+        """Gather rows of all ranks, none of this one after it has joined."""
+        with nullcontext() if own is None or own.within is None else own.within():
+            if own is not None:
+                own.result = [self._communicator.allgather(array) for array in own.arrays]
+                return
+            for name, length in looks.parts:
+                dtype = DType.of(name)
+                self._communicator.allgather(typed(np.empty(0, np.uint8), dtype).reshape(0, length))
+
+    def _neutral_array(self, op: ReduceOp, dtype: DType, count: int) -> Any:
+        memory = np.empty(count * dtype.itemsize, np.uint8)
+        memory.view(dtype.storage)[:] = _neutral(op, dtype)
+        return typed(memory, dtype)
 
     def _reduce_packed(self, order: Run, reductions: Sequence[Reduction]) -> None:
         op = ReduceOp.parse(order.operations[0].looks.op)

@@ -21,7 +21,7 @@ A call that a rank cannot make comes under its name all the same, and is refused
 come within the time limit, everything ends: it may be late or have left the call out, and nobody knows which of its
 next operations belong to the others'.
 
-What is offered need not be submitted by all ranks: nobody is waited for, and it can be withdrawn until it runs.
+What is speculative need not be submitted by all ranks: nobody is waited for, and it can be withdrawn until it runs.
 
 An operation without a name takes one that it shares with all others of its kind; these match in order.
 """
@@ -36,7 +36,6 @@ from ringreduce.buffers import DType
 from ringreduce.calls import GivenUp
 from ringreduce.engine.fusion import plan
 from ringreduce.engine.orders import (
-    OFFER,
     REFUSED,
     Expired,
     Joined,
@@ -125,7 +124,7 @@ class Member:
         return [*self.wait(), ["join"]]
 
     def withdraw(self, name: str) -> list[Note]:
-        """Take note that what was offered under a name is not offered any more."""
+        """Take note that what was submitted speculatively under a name is not to run any more."""
         return [["withdraw", name]]
 
     def leave(self, why: GivenUp) -> list[Note]:
@@ -278,7 +277,7 @@ class Leader:
         return self._leave(rank, *said)
 
     def waiting(self) -> list[Waiting]:
-        """Return what is not ready, in the order of first submission under each name, but for offers; else a join."""
+        """Return what is not ready, in the order of first submission under each name, but for what is speculative; else a join."""
         found = []
         for number, ranks in self._whole.items():
             missing = tuple(rank for rank in range(self._size) if rank not in ranks)
@@ -286,10 +285,10 @@ class Leader:
             found += [
                 Waiting(name, since, tuple(sorted(ranks)), missing)
                 for name, looks in self._operations(number)
-                if looks.op != OFFER
+                if not looks.speculative
             ]
         for name, claims in self._claims.items():
-            if any(queue[0].looks.op == OFFER for queue in claims.values()):
+            if any(queue[0].looks.speculative for queue in claims.values()):
                 continue
             missing = tuple(rank for rank in self._expected() if rank not in claims)
             since = min(queue[0].since for queue in claims.values())

@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
-from ringreduce.buffers import Operand
+from ringreduce.buffers import DType, Operand, operand_of
 from ringreduce.calls import Stack, place_of, program_stack, refusal
 from ringreduce.communicator import Communicator
-from ringreduce.engine.orders import OFFER, REFUSED, Looks
+from ringreduce.engine.orders import GATHER, REFUSED, Looks
+from ringreduce.errors import RingReduceError
 from ringreduce.reduce_ops import ReduceOp
 
 __all__ = [
-    "PROCEDURE",
     "Call",
+    "Gather",
+    "InPlace",
     "Join",
     "Operation",
-    "Procedure",
     "Reduction",
     "Refusal",
-    "Retirement",
+    "Withdrawal",
+    "WithdrawnError",
     "is_unnamed",
-    "parted",
     "unnamed",
 ]
 
-#: What stands in place of a reduce op in the looks of a `Procedure`.
-PROCEDURE = "procedure"
-
-_PART = ", part "
 _UNNAMED = " without a name"
 
 
@@ -44,15 +42,16 @@ class Operation:
         done: whether it has come to an end; everything else is settled before this becomes true.
         result: what `Engine.wait` returns.
         error: what it raises instead.
+        withdrawn: whether it has ended because this rank has withdrawn it.
     """
 
-    __slots__ = ("_title", "done", "error", "looks", "name", "result", "stack")
+    __slots__ = ("_title", "done", "error", "looks", "name", "result", "stack", "withdrawn")
 
     def __init__(self, name: str, looks: Looks, stack: Stack | None = None) -> None:
         self.name = name
         self.looks = looks
         self.stack = program_stack() if stack is None else stack
-        self.done = False
+        self.done = self.withdrawn = False
         self.result: Any = None
         self.error: BaseException | None = None
 
@@ -166,41 +165,86 @@ class Join(Operation):
     __slots__ = ()
 
 
-class Procedure(Operation):
-    """A function that all ranks have registered with `Engine.register`, those too that will have joined.
+class InPlace(Operation):
+    """An allreduce of one or more arrays, each of them where it is: they travel neither together nor with others.
+
+    Ranks that have joined take part with neutral elements.
 
     Args:
-        name: what `Engine.register` returned.
+        name: as for `Operation`.
         text: all that must agree, in words.
-        part: which part of what was registered; parts are matched and run one by one. They are offers: nobody waits for
-            a rank that does not submit one, and what was not taken up can be withdrawn.
+        op: how to reduce; averages are over the ranks that have not joined, or as `Conventions` say.
+        arrays: contiguous, in host memory or all on this rank's GPU; of equal dtypes and lengths on all ranks.
+        wire: the format in which they travel; None: as they are.
+        feedbacks: what rounding to that format keeps, for each array.
+        speculative: whether other ranks may leave it out; see `Engine.withdraw`.
+        within: returns a context to carry it out in, on whichever thread; None: in none.
+
+    Attributes:
+        active: how many ranks contributed, once it is done.
     """
 
-    __slots__ = ()
+    __slots__ = ("active", "arrays", "feedbacks", "op", "wire", "within")
 
-    def __init__(self, name: str, text: str, part: str = "") -> None:
-        super().__init__(f"{name}{_PART}{part}" if part else name, Looks(text, OFFER if part else PROCEDURE))
+    def __init__(
+        self,
+        name: str,
+        text: str,
+        op: ReduceOp,
+        arrays: Sequence[Any],
+        *,
+        wire: str | None = None,
+        feedbacks: Sequence[Any] = (),
+        speculative: bool = False,
+        within: Callable[[], AbstractContextManager[Any]] | None = None,
+    ) -> None:
+        parts = tuple((dtype.name, count) for dtype, count in map(_elements, arrays))
+        super().__init__(name, Looks(text, op.value, parts, wire or "as they are", speculative))
+        self.op, self.arrays, self.wire, self.feedbacks, self.within = op, arrays, wire, feedbacks, within
+        self.active = 0
 
 
-class Retirement:
-    """Word that a procedure is not needed any more, once its parts that are under way have come to an end.
+class Gather(Operation):
+    """An allgather of rows, to which ranks that have joined contribute none; its result is a list of arrays.
 
     Args:
-        name: what `Engine.register` returned.
-        parts: the parts, which are withdrawn.
+        name: as for `Operation`.
+        text: all that must agree, in words.
+        arrays: two-dimensional; the ranks may have different numbers of rows.
+        within: as for `InPlace`.
     """
 
-    __slots__ = ("name", "parts")
+    __slots__ = ("arrays", "within")
 
-    def __init__(self, name: str, parts: Sequence[Operation]) -> None:
-        self.name = name
-        self.parts = parts
+    def __init__(
+        self,
+        name: str,
+        text: str,
+        arrays: Sequence[Any],
+        within: Callable[[], AbstractContextManager[Any]] | None = None,
+    ) -> None:
+        parts = tuple((_elements(array)[0].name, array.shape[1]) for array in arrays)
+        super().__init__(name, Looks(text, GATHER, parts))
+        self.arrays, self.within = arrays, within
 
 
-def parted(name: str) -> tuple[str, str]:
-    """Return under which name a `Procedure` was registered, and its part."""
-    registered, _, part = name.partition(_PART)
-    return registered, part
+class WithdrawnError(RingReduceError):
+    """What ends an operation that this rank has withdrawn; no program sees it."""
+
+
+class Withdrawal:
+    """Word that operations which are speculative are not to run any more."""
+
+    __slots__ = ("operations",)
+
+    def __init__(self, operations: Sequence[Operation]) -> None:
+        self.operations = operations
+
+
+def _elements(array: Any) -> tuple[DType, int]:
+    """Return the dtype and the number of elements of an array, wherever it is."""
+    operand = operand_of(array)
+    return operand.dtype, operand.count
 
 
 def unnamed(kind: str) -> str:

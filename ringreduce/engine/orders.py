@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ringreduce.calls import GivenUp
 
 __all__ = [
-    "OFFER",
+    "GATHER",
     "REFUSED",
     "Expired",
     "Joined",
@@ -25,8 +25,8 @@ __all__ = [
     "Withdrawn",
 ]
 
-#: What stands in place of a reduce op in the looks of what is offered: other ranks may submit it or not.
-OFFER = "offer"
+#: What stands in place of a reduce op in the looks of an allgather that ranks may miss which have joined.
+GATHER = "gather"
 #: What stands there in the looks of a call that a rank cannot make, for its arguments.
 REFUSED = "refused"
 
@@ -36,22 +36,28 @@ class Looks(NamedTuple):
 
     Attributes:
         text: all of it, for people.
-        op: the reduce op of an allreduce, empty for other collectives.
-        parts: of an allreduce, (dtype, number of elements), one for each dtype: what a joined rank has to know.
+        op: the reduce op of an allreduce, `GATHER`, `REFUSED`, or empty for other collectives.
+        parts: what a joined rank has to know: (dtype, number of elements), of an allreduce one for each dtype, of
+            arrays that are reduced where they are one for each, of an allgather (dtype, elements of a row).
+        wire: the format in which arrays travel that are reduced where they are, ``"as they are"`` if in none; empty
+            for all else, which may travel with others.
+        speculative: whether other ranks may submit it or not: nobody is waited for, and it can be withdrawn.
     """
 
     text: str
     op: str = ""
     parts: tuple[tuple[str, int], ...] = ()
+    wire: str = ""
+    speculative: bool = False
 
     @classmethod
     def decode(cls, said: Sequence[Any]) -> Looks:
-        text, op, parts = said
-        return cls(text, op, tuple((dtype, count) for dtype, count in parts))
+        text, op, parts, wire, speculative = said
+        return cls(text, op, tuple((dtype, count) for dtype, count in parts), wire, speculative)
 
     @property
     def fusible(self) -> bool:
-        return len(self.parts) == 1
+        return len(self.parts) == 1 and not self.wire and self.op != GATHER
 
 
 class Named(NamedTuple):
@@ -137,7 +143,7 @@ class Expired:
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
-    """``rank`` has withdrawn what it offered under this name; it did not run and will not."""
+    """``rank`` has withdrawn what it submitted speculatively under this name; it did not run and will not."""
 
     rank: int
     name: str

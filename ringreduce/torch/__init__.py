@@ -28,13 +28,11 @@ from ringreduce.algorithms import Collective
 from ringreduce.communicator import Communicator
 from ringreduce.runtime import set_conventions
 from ringreduce.torch import (
-    bucket,
-    buckets,
     compression,
     differentiable,
-    early,
     elastic,
     functions,
+    gradients,
     mpi_ops,
     objects,
     ops,
@@ -52,6 +50,8 @@ from ringreduce.torch.ops import *  # noqa: F403  # for type checkers, which see
 from ringreduce.torch.optimizer import DistributedOptimizer
 from ringreduce.torch.sync_batch_norm import SyncBatchNorm
 from ringreduce.torch.uncompiled import leave_uncompiled
+from ringreduce.training import buckets, overlap
+from ringreduce.training import gradients as reduction
 
 __all__ = [
     "DistributedOptimizer",
@@ -71,7 +71,9 @@ __all__ = [
 __all__ += mpi_ops.__all__
 __all__.sort()
 
-leave_uncompiled(bucket, buckets, differentiable, early, functions, objects, ops, optimizer, sync_batch_norm)
+leave_uncompiled(
+    differentiable, functions, gradients, objects, ops, optimizer, sync_batch_norm, buckets, overlap, reduction
+)
 # What the wrapped optimizer and closures do can be compiled.
 leave_uncompiled(
     *(getattr(DistributedOptimizer, name) for name in ("step", "_step_wrapped", "_evaluate")), callees=False

@@ -13,7 +13,6 @@ import torch
 
 from ringreduce.communicator import Communicator
 from ringreduce.placement import Feedback
-from ringreduce.reduce_ops import AVERAGE, SUM
 from ringreduce.torch.lowrank import PowerSGD
 from ringreduce.torch.topk import TopK
 
@@ -34,6 +33,11 @@ __all__ = [
 
 class Reducer(Protocol):
     """Reduces one bucket of gradients, step after step."""
+
+    @property
+    def wire(self) -> str | None:
+        """The format in which the bucket travels between nodes, with ``feedback``; None: `reduce` does it all."""
+        ...
 
     @property
     def error(self) -> float:
@@ -168,24 +172,23 @@ class Compression:
 
 
 class _WireReducer:
-    """Reduces a bucket in a wire format."""
+    """Says that a bucket travels in a wire format, and keeps what rounding to it loses."""
 
     def __init__(self, wire: str, feedback: Feedback) -> None:
-        self._wire = wire
-        self._feedback = feedback
+        self.wire = wire
+        self.feedback = feedback
 
     @property
     def error(self) -> float:
-        return self._feedback.error
+        return self.feedback.error
 
     def reduce(self, communicator: Communicator, flat: torch.Tensor, average: bool) -> None:
-        op = AVERAGE if average else SUM
-        communicator.allreduce(flat, op, out=flat, wire=self._wire, feedback=self._feedback)
+        raise AssertionError("buckets that travel in a wire format are reduced with others")
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        kept = {"sent": self._feedback.sent, "summed": self._feedback.summed} if self._feedback.keep else {}
+        kept = {"sent": self.feedback.sent, "summed": self.feedback.summed} if self.feedback.keep else {}
         return {name: torch.from_numpy(array.copy()) for name, array in kept.items() if array is not None}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        self._feedback.sent = state["sent"].numpy().copy() if "sent" in state else None
-        self._feedback.summed = state["summed"].numpy().copy() if "summed" in state else None
+        self.feedback.sent = state["sent"].numpy().copy() if "sent" in state else None
+        self.feedback.summed = state["summed"].numpy().copy() if "summed" in state else None

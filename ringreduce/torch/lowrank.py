@@ -91,6 +91,8 @@ class PowerSGDReducer:
         error: the part of this rank's contribution that the last `reduce` left unsent, |sent - meant| / |meant|.
     """
 
+    wire = None
+
     __slots__ = ("_compressed", "_feedback", "_first", "_guess", "_matrices", "_others", "_rank", "_second")
 
     def __init__(self, shapes: Sequence[torch.Size], places: Sequence[slice], settings: PowerSGD) -> None:

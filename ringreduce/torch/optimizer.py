@@ -8,11 +8,12 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import is_dataclass
 from functools import partial
 from time import perf_counter
 from types import FrameType, MethodType
-from typing import Any, NoReturn, cast
+from typing import Any, Literal, NoReturn, cast
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -20,17 +21,19 @@ from torch.nn.parameter import is_lazy
 from ringreduce.adasum import adasum
 from ringreduce.arguments import CheckingArguments, real_number, whole_number
 from ringreduce.communicator import Communicator
-from ringreduce.engine import Call, Engine, Operation, Procedure, Reduction
+from ringreduce.engine import Call, Operation, Reduction
 from ringreduce.errors import ConfigError, UnsupportedBufferError
 from ringreduce.process_sets import ProcessSet, connect
 from ringreduce.reduce_ops import AVERAGE, MAX, SUM, ReduceOp
 from ringreduce.runtime import config, global_process_set
-from ringreduce.torch.buckets import GradientBuckets
-from ringreduce.torch.compression import BucketCompression, Compression, Compressor
+from ringreduce.torch.compression import BucketCompression, Compression, Compressor, Reducer, WireCompressor
+from ringreduce.torch.gradients import TorchGradients
 from ringreduce.torch.hyperparameters import hyperparameters
 from ringreduce.torch.prepared import Adasum, ReproducibleSum, require_process_set, set_to_tell
 from ringreduce.torch.same_tensors import require_same_tensors
-from ringreduce.torch.streams import gpu_of, on_host
+from ringreduce.torch.streams import on_host
+from ringreduce.training.buckets import Bucket
+from ringreduce.training.gradients import Gradients
 from ringreduce.transport.memory import MemoryWorld
 
 __all__ = ["DistributedOptimizer"]
@@ -139,6 +142,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         bucket_nbytes: int | None = None,
         skip_unused: bool = False,
         overlap: bool | None = None,
+        reduce_in: Literal["step", "backward"] = "step",
     ) -> None:
         # Optimizer.__init__ is not called: it would make parameter groups, state and hooks of its own. Whatever it
         # would have set is the wrapped optimizer's, by the properties and __getattr__ below.
@@ -162,22 +166,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 bucket_nbytes = self._communicator.config.bucket_nbytes
             self._sparse_as_dense = sparse_as_dense
             self._overlap = overlap
-            self._new_buckets = partial(
-                GradientBuckets,
-                op=self._op,
-                bucket_nbytes=whole_number("bucket_nbytes", bucket_nbytes, 1),
-                compression=_checked_compression(compression),
-                predivide_factor=gradient_predivide_factor,
-                groups=_checked_groups(self._parameters(), num_groups if groups is None else groups),
-                skip_unused=skip_unused or isinstance(optimizer, torch.optim.SparseAdam),
-                settings=partial(hyperparameters, optimizer),
-            )
+            if reduce_in not in ("step", "backward"):
+                raise ConfigError(f'reduce_in is "step" or "backward", got {reduce_in!r}')
+            self._in_backward = reduce_in == "backward"
+            self._options: dict[str, Any] = {
+                "bucket_nbytes": whole_number("bucket_nbytes", bucket_nbytes, 1),
+                "compression": _checked_compression(compression),
+                "predivide_factor": gradient_predivide_factor,
+                "groups": _checked_groups(self._parameters(), num_groups if groups is None else groups),
+                "skip_unused": skip_unused or isinstance(optimizer, torch.optim.SparseAdam),
+            }
             self._synchronized = False
             # A GradScaler that has made it reduce a step's gradients, and what that notes about the step.
             self._scaler: tuple[weakref.ref[Any], dict[str, Any]] | None = None
             self._skipping = False
             self._waited_s = 0.0
-            self.set_backward_passes_per_step(backward_passes_per_step)
+            self.backward_passes_per_step = whole_number("backward_passes_per_step", backward_passes_per_step, 1)
             self._use_gpus()
         self._register()
         self._unwatch = _watch(optimizer, self)
@@ -203,7 +207,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             result = self._step_wrapped(partial(self._evaluate, closure))
             self._synchronized, self._scaler = False, None
             return result
-        if not (self._skipping or self._reduced_for_scaler()):
+        if not (self._skipping or self._reduced_for_scaler()) and self._gradients.pending:
             if self._synchronized and self._communicator.size > 1:
                 again = "adds them up" if self._op is SUM else "averages them"
                 warnings.warn(
@@ -216,7 +220,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients. None costs less memory traffic than zeros, here as well."""
         self._synchronized, self._scaler = False, None
-        self._optimizer.zero_grad(set_to_none)
+        with self._gradients.clearing():
+            self._optimizer.zero_grad(set_to_none)
 
     def synchronize(self) -> None:
         """Reduce the gradients now, to look at them or change them before `step`. Collective.
@@ -234,10 +239,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for parameter in self._parameters():
                 if parameter.grad is not None and parameter.grad.is_sparse:
                     parameter.grad = parameter.grad.to_dense()
-        if self._communicator.size > 1 and not self._adasum:
-            self._buckets.start_rest()
-            self._buckets.follow_this_stream(gpu_of(self._parameters()))
-            self._run(Procedure(self._name, "step"), self._step_title)
+        if self._communicator.size > 1 and not self._adasum and self._gradients.pending:
+            self._gradients.reduce()
         self._synchronized = True
 
     @contextmanager
@@ -262,6 +265,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ConfigError: it is not a positive whole number.
         """
         self.backward_passes_per_step = whole_number("backward_passes_per_step", passes, 1)
+        self._gradients.passes = self.backward_passes_per_step
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which backward passes only add up gradients, on this rank, as in torch's DDP.
+
+        They are none of the ``backward_passes_per_step``. To be used for all passes of a step but the last, or for one
+        whose gradients are not for the next step.
+        """
+        return self._gradients.no_sync()
 
     def rejoin(self) -> None:
         """Go on in the world there is now, if ``shutdown()`` and ``init()`` came since the last time. Collective.
@@ -281,14 +293,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._take_place()
         with _checking_meeting(self._communicator, _KIND):
             self._use_gpus()
-        self._waited_s = self.communication_s  # the new buckets count from zero
-        self._retire()
+        self._waited_s = self.communication_s  # the new ones count from zero
         self._register()
 
     @property
     def communication_s(self) -> float:
         """Seconds that this rank has spent in collectives of this optimizer, waiting for others included."""
-        return self._waited_s - self._buckets.local_s
+        return self._waited_s + self._gradients.ranks.seconds
 
     @property
     def _parameter_names(self) -> dict[torch.Tensor, str]:
@@ -354,7 +365,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def compression_error(self) -> float:
         """The largest relative error that compressing a bucket of gradients made on this rank in the last step."""
-        return self._buckets.compression_error
+        return self._gradients.compression_error
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state, as it would save it itself, and what compression keeps on this rank.
@@ -363,7 +374,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         saved on every rank.
         """
         state: dict[str, Any] = self._optimizer.state_dict()
-        kept = self._buckets.state_dict()
+        kept = self._gradients.state_dict()
         if kept:
             place = {"rank": self._communicator.rank, "size": self._communicator.size}
             state[_COMPRESSION] = {**place, "buckets": kept}
@@ -378,9 +389,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         kept = state_dict.get(_COMPRESSION)
         self._optimizer.load_state_dict({name: value for name, value in state_dict.items() if name != _COMPRESSION})
         if kept is None:
-            self._buckets.load_state_dict({})
+            self._gradients.load_state_dict({})
         elif (kept["rank"], kept["size"]) == (self._communicator.rank, self._communicator.size):
-            self._buckets.load_state_dict(kept["buckets"])
+            self._gradients.load_state_dict(kept["buckets"])
 
     def __getattr__(self, name: str) -> Any:
         # Reached for what is not found here: the wrapped optimizer's hooks and whatever its class adds.
@@ -416,6 +427,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return
         if self._adasum:
             self._share_overflows()
+            return
+        if not self._gradients.pending:
             return
         noted = scaler._per_optimizer_states[id(self)]
         # A method of a class made of it may look, and then call the one of GradScaler, which looks again.
@@ -455,7 +468,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._run(mean, f"the loss of a closure of {self._described}")
         return common.to(loss.device, loss.dtype) if isinstance(loss, torch.Tensor) else common.item()
 
-    def _run(self, operation: Procedure | Reduction | Call, title: str) -> None:
+    def _run(self, operation: Operation, title: str) -> None:
         operation.title = title
         started = perf_counter()
         self._process_set.engine.run(operation)
@@ -479,7 +492,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             changes = [parameter - start for parameter, start in zip(parameters, before, strict=True)]
             with on_host(changes) as lent:
                 combine = Call(f"{self._name}: step", "step with Adasum", lambda ranks: adasum(ranks, lent))
-                self._run(combine, self._step_title)
+                self._run(combine, f"the step of {self._described}")
             for parameter, start, change in zip(parameters, before, changes, strict=True):
                 parameter.copy_(start + change)
         self._synchronized = False
@@ -505,35 +518,50 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _register(self) -> None:
         """Make the buckets, and let the engine know what to do in a step. Collective."""
-        communicator = self._engine.communicator
+        self._name = f"{_KIND}'s"
+        self._require_agreement()
+        optimizer, communicator = self._optimizer, self._engine.communicator
         on_gpu = any(parameter.is_cuda for parameter in self._parameters())
         overlap = on_gpu or not communicator.topology.single_node if self._overlap is None else self._overlap
-        early = overlap and self._engine.threaded and not self._adasum
-        self._buckets = self._new_buckets(communicator, name_of=_weakly(self._name_of), early=early)
-        self._require_agreement()
-        # Not a method of this: a rank that has joined may have let go of its optimizer, and has to take part still.
-        reduce = partial(_reduce, self._buckets, self._optimizer)
-        self._name = self._engine.register(_KIND, reduce)
-        self._buckets.start = partial(_start, self._engine, self._name, self._described)
-        # The buckets outlive this, and their hooks would go on.
-        self._retire = weakref.finalize(self, _retire, self._buckets, self._engine, self._name)
-        self._retire.atexit = False
+        options = {**self._options}
+        compression = options.pop("compression")
+        framework = TorchGradients(communicator)
+        # Nothing of this refers to the wrapper, so that hooks end with it.
+        self._gradients = Gradients(
+            framework,
+            self._engine,
+            partial(_parameters_of, optimizer),
+            partial(_name_of, optimizer, self._names),
+            self._described,
+            op=self._op,
+            new_reducer=partial(_new_reducer, compression, framework),
+            compressor=_compressor(compression),
+            overlap=overlap and not self._adasum,
+            in_backward=self._in_backward and not self._adasum,
+            passes=self.backward_passes_per_step,
+            settings=partial(hyperparameters, optimizer),
+            **options,
+        )
 
     def _require_agreement(self) -> None:
         op = Adasum if self._adasum else self._op.value
         options = {"op": op, "backward_passes_per_step": self.backward_passes_per_step}
-        options |= self._buckets.options(self._parameters())
+        groups = self._options["groups"]
+        options |= {
+            "bucket_nbytes": self._options["bucket_nbytes"],
+            "compression": _looks(self._options["compression"]),
+            "gradient_predivide_factor": self._options["predivide_factor"],
+            "groups": [groups.get(id(parameter)) for parameter in self._parameters()] if groups else None,
+            "overlap": self._overlap,
+            "reduce_in": "backward" if self._in_backward else "step",
+        }
         named = self._named_parameters()
         require_same_tensors(self._communicator, _KIND, named, devices=True, options=options)
         what = f"{len(named)} parameters, {named[0][0]} to {named[-1][0]}" if named else "no parameters"
         self._described = f"{type(self._optimizer).__name__} over {what}"
-        self._step_title = f"the step of {self._described}"
 
     def _named_parameters(self) -> list[tuple[str, torch.Tensor]]:
-        return [
-            (self._names.get(parameter, f"parameter {index}"), parameter)
-            for index, parameter in enumerate(self._parameters())
-        ]
+        return _named_parameters(self._optimizer, self._names)
 
     def _stepped_by_itself(self) -> None:
         """Warn, once, of a step of the wrapped optimizer with gradients that were not reduced."""
@@ -550,40 +578,56 @@ class DistributedOptimizer(torch.optim.Optimizer):
             stacklevel=4,
         )
 
-    def _name_of(self, parameter: torch.Tensor) -> str:
-        return next(name for name, each in self._named_parameters() if each is parameter)
-
 
 #: Horovod's name for it, by which libraries ask what kind an optimizer is.
 _DistributedOptimizer = DistributedOptimizer
 
 
-def _reduce(
-    buckets: GradientBuckets,
-    optimizer: torch.optim.Optimizer,
-    communicator: Communicator,
-    active: int,
-    contributing: bool,
-    part: str,
-) -> None:
-    """Carry out `DistributedOptimizer.synchronize`, or reduce one bucket; on a rank that has joined, for the others."""
-    if part:
-        buckets.reduce_early(part, active, contributing=contributing)
-        return
-    buckets.reduce(_parameters_of(optimizer), active, contributing=contributing)
+def _named_parameters(
+    optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]
+) -> list[tuple[str, torch.Tensor]]:
+    return [
+        (names.get(parameter, f"parameter {index}"), parameter)
+        for index, parameter in enumerate(_parameters_of(optimizer))
+    ]
 
 
-def _start(engine: Engine, name: str, described: str, part: str) -> Operation:
-    """Submit a part of what is registered under a name."""
-    operation = Procedure(name, f"part {part} of {name}", part)
-    operation.title = f"a bucket of {described}"
-    engine.submit(operation)
-    return operation
+def _name_of(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], parameter: torch.Tensor) -> str:
+    return next(name for name, each in _named_parameters(optimizer, names) if each is parameter)
 
 
-def _retire(buckets: GradientBuckets, engine: Engine, name: str) -> None:
-    """Do nothing more for a `DistributedOptimizer`."""
-    engine.unregister(name, buckets.retire())
+def _overridden(compression: type[Compressor] | BucketCompression) -> bool:
+    """Whether a compression is a user's, made of one of ours by giving it other methods."""
+    if not isinstance(compression, type):
+        return False
+    makers = {next(each for each in compression.__mro__ if name in vars(each)) for name in ("compress", "decompress")}
+    return any(each.__module__ != Compressor.__module__ for each in makers)
+
+
+def _compressor(compression: type[Compressor] | BucketCompression) -> type[Compressor] | None:
+    """Return what turns a bucket into something else that travels; None: nothing does."""
+    if isinstance(compression, BucketCompression) and not _overridden(compression):
+        return None
+    return None if compression is Compression.none else cast("type[Compressor]", compression)
+
+
+def _new_reducer(
+    compression: type[Compressor] | BucketCompression, framework: TorchGradients, bucket: Bucket
+) -> Reducer | None:
+    """Return what reduces a bucket from now on, if the compression has something for its dtype."""
+    if not isinstance(compression, BucketCompression) or _overridden(compression):
+        return None
+    wire, dtype = isinstance(compression, type) and issubclass(compression, WireCompressor), bucket.flat.dtype
+    if not (dtype.is_floating_point if wire else dtype is torch.float32):
+        return None
+    return compression.reducer([framework.shape_in_memory(slot.place) for slot in bucket.slots], bucket.places)
+
+
+def _looks(compression: type[Compressor] | BucketCompression) -> str:
+    """Return what tells a compression from others, on all ranks alike: not where in memory it is."""
+    if isinstance(compression, type):
+        return compression.__qualname__
+    return repr(compression) if is_dataclass(type(compression)) else type(compression).__qualname__
 
 
 class _StepWatch:
@@ -737,15 +781,3 @@ def _checked_groups(parameters: Sequence[torch.Tensor], groups: Any) -> dict[int
                 raise ConfigError(f"a parameter is in groups {found[id(parameter)]} and {index}; it can be in one")
             found[id(parameter)] = index
     return found
-
-
-def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls a method of an object which it does not keep alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*arguments: Any) -> Any:
-        bound = reference()
-        assert bound is not None, "unregistered when the optimizer goes"
-        return bound(*arguments)
-
-    return call

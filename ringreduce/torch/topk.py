@@ -68,6 +68,8 @@ class TopKReducer:
         error: the part of this rank's contribution that the last `reduce` left unsent, |sent - meant| / |meant|.
     """
 
+    wire = None
+
     __slots__ = ("_count", "_feedback")
 
     def __init__(self, shapes: Sequence[torch.Size], places: Sequence[slice], settings: TopK) -> None:

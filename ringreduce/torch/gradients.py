@@ -1,0 +1,265 @@
+"""How the gradients of torch are found, placed, copied and watched; see `ringreduce.training.framework`."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from ringreduce.communicator import Communicator
+from ringreduce.errors import TransportError, UnsupportedBufferError
+from ringreduce.torch.streams import current_stream, gpu_of, on_host, working_on
+from ringreduce.training.framework import DENSE, NO_GRADIENT, SPARSE, UNSUPPORTED, Watcher
+
+__all__ = ["Slot", "TorchGradients"]
+
+_log = logging.getLogger(__name__)
+
+#: How many tensors hold a storage. Private to torch; without it only the holders of the gradient itself are noticed.
+_storage_uses: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
+
+_NESTED = 64  # so many passes may be within each other
+
+
+class Slot:
+    """A parameter, and the place of its gradient.
+
+    Args:
+        parameter: of any strides.
+        memory: room for the gradient, an array of bytes where the parameter is: NumPy's or CuPy's.
+
+    Attributes:
+        place: a tensor with the parameter's shape and, if those are dense, its strides, so that optimizers see
+            gradients laid out like their parameters.
+    """
+
+    __slots__ = ("_address", "_dtype", "_on_gpu", "_unshared", "parameter", "place")
+
+    def __init__(self, parameter: torch.Tensor, memory: Any) -> None:
+        self.parameter = parameter
+        self._dtype = parameter.dtype  # the place's changes with ``p.grad``, as in ``model.double()``
+        self._on_gpu = parameter.is_cuda
+        # Not a view in autograd's sense: it could not be detached in place, and all would share a version counter. Its
+        # storage is its own, so that uses of it can be told from uses of the bucket's other places.
+        self.place = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        strides = torch.empty_like(parameter, device="meta").stride()
+        self.place.set_(_as_tensor(memory, parameter).untyped_storage(), 0, parameter.shape, strides)
+        self._address = self.place.data_ptr()
+        self._unshared = self._references()
+
+    def is_filled(self) -> bool:
+        """Whether the gradient is in its place; after ``p.grad.data = ...`` the tensor is, but not its memory."""
+        return self.parameter.grad is self.place and self.place.data_ptr() == self._address
+
+    def is_outgrown(self) -> bool:
+        """Whether the parameter has another dtype or shape than it had, or was moved between CPU and GPU."""
+        parameter = self.parameter
+        moved = parameter.is_cuda is not self._on_gpu
+        return moved or parameter.dtype != self._dtype or parameter.shape != self.place.shape
+
+    def is_kept(self) -> bool:
+        """Whether the place, while it is not ``p.grad``, still is something to somebody; takes about 0.3 us."""
+        return self._references() > self._unshared or self.place.data_ptr() != self._address
+
+    def _references(self) -> int:
+        # Whoever holds the tensor itself counts in the first, whoever holds a view of any kind (`detach`, `numpy`) in
+        # the second.
+        storage = self.place.untyped_storage()
+        return sys.getrefcount(self.place) + _storage_uses(storage._cdata)
+
+
+class TorchGradients:
+    """The gradients of torch's parameters, for one optimizer.
+
+    Args:
+        communicator: knows which GPU this process can use.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._gpu = communicator.gpu
+
+    def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        return parameter.grad
+
+    def set_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        parameter.grad = gradient
+
+    def found(self, parameter: torch.Tensor) -> int:
+        grad = parameter.grad
+        if grad is None:
+            return NO_GRADIENT
+        if not (grad.is_cpu or self._can_use(grad)):
+            return UNSUPPORTED
+        if grad.is_sparse:
+            return SPARSE + grad.sparse_dim()
+        return DENSE if grad.layout is torch.strided else UNSUPPORTED
+
+    def is_trainable(self, parameter: torch.Tensor) -> bool:
+        return parameter.requires_grad
+
+    def version(self, gradient: torch.Tensor) -> int:
+        return 0 if gradient.is_inference() else gradient._version
+
+    def kind(self, parameter: torch.Tensor) -> tuple[Any, int]:
+        return (parameter.dtype, parameter.is_cuda), parameter.numel() * parameter.element_size()
+
+    def lay_out(
+        self, communicator: Communicator, parameters: Sequence[torch.Tensor], starts: Sequence[int]
+    ) -> tuple[torch.Tensor, tuple[Slot, ...]]:
+        first = parameters[0]
+        device = {"device": str(first.device)} if first.is_cuda else {}
+        memory = communicator.empty(starts[-1], np.uint8, **device)
+        slots = [Slot(each, memory[start:end]) for each, (start, end) in zip(parameters, pairwise(starts), strict=True)]
+        return _as_tensor(memory, first).zero_().view(first.dtype), tuple(slots)
+
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad():
+            torch._foreach_copy_(list(targets), list(sources))
+
+    def clone(self, array: torch.Tensor) -> torch.Tensor:
+        return array.clone()
+
+    def zero(self, arrays: Sequence[torch.Tensor]) -> None:
+        if arrays:
+            with torch.no_grad():
+                torch._foreach_zero_(list(arrays))
+
+    def scale(self, array: torch.Tensor, factor: float) -> None:
+        array.mul_(factor)
+
+    def movable(self, slot: Any) -> bool:
+        grad, place = slot.parameter.grad, slot.place
+        return (
+            grad is not None
+            and grad.layout is torch.strided
+            and not grad.requires_grad
+            and (grad.dtype, grad.shape, grad.is_cuda) == (place.dtype, place.shape, place.is_cuda)
+        )
+
+    def shape_in_memory(self, place: torch.Tensor) -> torch.Size:
+        strides = place.stride()
+        return torch.Size(place.shape[dim] for dim in sorted(range(place.dim()), key=lambda dim: -strides[dim]))
+
+    def is_on_host(self, array: torch.Tensor) -> bool:
+        return array.is_cpu
+
+    @contextmanager
+    def on_host(self, flat: torch.Tensor) -> Iterator[npt.NDArray[Any]]:
+        with on_host([flat]) as (lent,):
+            yield lent
+
+    def rows(self, parameter: torch.Tensor, sparse_dims: int) -> tuple[torch.Tensor, torch.Tensor]:
+        grad = parameter.grad
+        if grad is None:
+            places = torch.empty(0, sparse_dims, dtype=torch.int64, device=parameter.device)
+            return places, parameter.new_empty(0, parameter.shape[sparse_dims:].numel())
+        if not (grad.is_sparse and grad.sparse_dim() == sparse_dims):
+            grad = grad.to_dense().to_sparse(sparse_dims)
+        mine = grad.detach().coalesce()
+        return mine.indices().t().contiguous(), mine.values().contiguous().view(len(mine.values()), -1)
+
+    def set_rows(self, parameter: torch.Tensor, places: torch.Tensor, values: torch.Tensor, divisor: int) -> None:
+        values = values.view(len(values), *parameter.shape[places.shape[1] :])
+        total = torch.sparse_coo_tensor(places.t(), values, parameter.shape, check_invariants=False).coalesce()
+        parameter.grad = total / divisor if divisor != 1 else total
+
+    def after_adding(self, parameter: torch.Tensor, action: Callable[[], object]) -> list[RemovableHandle]:
+        if not _is_added_to(parameter):
+            return []
+        return [parameter.register_post_accumulate_grad_hook(lambda _: action())]  # type: ignore[no-untyped-call]
+
+    def watch(self, parameter: torch.Tensor, watcher: Watcher, record: Any) -> list[RemovableHandle]:
+        if not _is_added_to(parameter):
+            return []
+        watching = weakref.ref(watcher)
+
+        def before(_: object) -> None:
+            if (mine := watching()) is not None:
+                mine.before_adding(record)
+
+        def after(_: object) -> None:
+            if (mine := watching()) is not None:
+                _passes.note(mine)
+                mine.added(record)
+
+        return [
+            parameter.register_hook(before),  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(after),  # type: ignore[no-untyped-call]
+        ]
+
+    def checksum(self, parameters: Sequence[torch.Tensor]) -> int:
+        checksum = 0
+        for parameter in parameters:
+            if parameter.layout is torch.strided:
+                values = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8)
+                checksum = zlib.crc32(values.numpy().data, checksum)
+        return checksum
+
+    def around(self, arrays: Sequence[torch.Tensor]) -> Callable[[], AbstractContextManager[Any]] | None:
+        device = gpu_of(arrays)
+        if device is None:
+            return None
+        stream = current_stream(device)
+        return lambda: working_on(stream)
+
+    def _can_use(self, grad: torch.Tensor) -> bool:
+        if not grad.is_cuda:
+            return False
+        try:
+            self._gpu.staging(grad.device.index)
+        except UnsupportedBufferError as error:
+            _log.warning("a gradient on %s cannot be reduced: %s", grad.device, error)
+            return False
+        return True
+
+
+class _Passes:
+    """The backward passes under way, and whom to tell of their ends."""
+
+    def __init__(self) -> None:
+        self._watchers: dict[int, list[Watcher]] = {}  # by the number of the pass
+
+    def note(self, watcher: Watcher) -> None:
+        """Tell a watcher when the pass ends that this thread is in."""
+        task = torch._C._current_graph_task_id()
+        watchers = self._watchers.get(task)
+        if watchers is None:
+            while len(self._watchers) > _NESTED:  # passes that an exception has ended
+                del self._watchers[next(iter(self._watchers))]
+            watchers = self._watchers[task] = []
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
+        if watcher not in watchers:
+            watchers.append(watcher)
+
+    def _end(self, task: int) -> None:
+        for watcher in sorted(self._watchers.pop(task), key=lambda each: each.number):
+            watcher.pass_ended(task)
+
+
+_passes = _Passes()
+
+
+def _is_added_to(parameter: torch.Tensor) -> bool:
+    return parameter.is_leaf and parameter.requires_grad
+
+
+def _as_tensor(memory: Any, parameter: torch.Tensor) -> torch.Tensor:
+    """Return communication memory where a parameter is, an array of bytes, as a tensor that keeps it."""
+    if not parameter.is_cuda:
+        return torch.from_numpy(memory)
+    if not memory.size:
+        return torch.empty(0, dtype=torch.uint8, device=parameter.device)
+    made = torch.as_tensor(memory, device=parameter.device)
+    if made.data_ptr() != memory.__cuda_array_interface__["data"][0]:
+        raise TransportError("torch has copied communication memory in place of using it; gradients would stay behind")
+    return made

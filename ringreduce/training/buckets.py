@@ -1,0 +1,280 @@
+"""Gradients that travel together: buckets in communication memory, with every gradient a part of one.
+
+What a gradient *is* stays the framework's affair: it is None, or the array that the backward pass or the user put there,
+and says all that there is to say about what was computed since it was cleared. A bucket only decides where it is kept.
+Before a bucket is reduced its gradients are collected: copied to their places in the bucket, which then become the
+gradients, and stay so for as long as nobody replaces them.
+
+A program may go on holding what was a gradient once, or a view of it, as code does that compares the gradients of several
+tasks. While it does, that place is not written to: the bucket is reduced in other memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+from ringreduce.communicator import Communicator
+from ringreduce.engine.fusion import plan
+from ringreduce.training.framework import Framework
+
+__all__ = ["ALIGNMENT_NBYTES", "LARGE_NBYTES", "Bucket", "Buckets"]
+
+#: From this size on (bytes), gradients are collected as soon as they are there. It is where glibc's malloc begins to
+#: hand freed memory back to the kernel: gradients that live until they are cleared cost a page fault per 4 KiB.
+LARGE_NBYTES = 128 << 10
+
+#: Gradients begin on cache lines.
+ALIGNMENT_NBYTES = 64
+
+
+class Bucket:
+    """Some gradients in one piece of communication memory.
+
+    Args:
+        framework: theirs.
+        parameters: whose gradients; all of one kind.
+        communicator: makes the memory.
+
+    Attributes:
+        flat: all of it, one-dimensional.
+        slots: the parameters, in order, and their places.
+        places: where these are in ``flat``.
+        reducer: what reduces it, where that keeps something from step to step; else None.
+    """
+
+    __slots__ = ("_communicator", "_framework", "_hooks", "flat", "places", "reducer", "slots")
+
+    def __init__(self, framework: Framework, parameters: Sequence[Any], communicator: Communicator) -> None:
+        self._framework, self._communicator = framework, communicator
+        kinds = [framework.kind(parameter) for parameter in parameters]
+        starts = list(accumulate(map(padded, (nbytes for _, nbytes in kinds)), initial=0))
+        self.flat, self.slots = framework.lay_out(communicator, parameters, starts)
+        itemsize = starts[-1] // max(len(self.flat), 1) or 1
+        self.places = [slice(start // itemsize, end // itemsize) for start, end in pairwise(starts)]
+        self.reducer: Any = None
+        self._hooks: list[Any] = []
+
+    def collect_at_once(self) -> None:
+        """From now on, collect large gradients as soon as they are there."""
+        for slot in self.slots:
+            if self._framework.is_on_host(slot.parameter) and self._framework.kind(slot.parameter)[1] >= LARGE_NBYTES:
+                # The whole bucket, not only this gradient: small gradients that stay where they are (a bias) would
+                # remain between freed large ones, and malloc could reuse neither.
+                self._hooks += self._framework.after_adding(slot.parameter, self.collect)
+
+    def retire(self) -> None:
+        """Remove the parameters' hooks; the bucket is of no use any more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def is_kept(self) -> bool:
+        """Return whether somebody holds, from earlier, what reducing this bucket would overwrite."""
+        return any(not slot.is_filled() and slot.is_kept() for slot in self.slots)
+
+    def collect(self) -> None:
+        """Move the gradients that are there to their places, but for those that cannot be, or whose place is kept."""
+        framework = self._framework
+        self._move(
+            [
+                slot
+                for slot in self.slots
+                if (gradient := framework.gradient(slot.parameter)) is not None
+                and gradient is not slot.place
+                and framework.movable(slot)
+                and not slot.is_kept()
+            ]
+        )
+
+    def fill_for_now(self) -> bool:
+        """Bring the gradients to their places, zeros where there is none yet; return whether all of them are there.
+
+        Parameters without a gradient keep None.
+        """
+        if self.is_kept() or any(slot.is_outgrown() for slot in self.slots):
+            return False
+        self.collect()
+        missing = [slot.place for slot in self.slots if self._framework.gradient(slot.parameter) is None]
+        if len(missing) + sum(slot.is_filled() for slot in self.slots) < len(self.slots):
+            return False
+        self._framework.zero(missing)
+        return True
+
+    def fill(self, used: frozenset[int]) -> None:
+        """Put the gradient of every used parameter in its place, zeros where this rank has none.
+
+        Args:
+            used: ids of the parameters that have a dense gradient on some rank.
+        """
+        framework = self._framework
+        elsewhere, missing = [], []
+        for slot in self.slots:
+            gradient = framework.gradient(slot.parameter)
+            if id(slot.parameter) not in used:  # no rank has a gradient, or some rank has a sparse one
+                if gradient is slot.place:
+                    framework.set_gradient(slot.parameter, framework.clone(gradient))
+                missing.append(slot.place)
+            elif slot.is_filled():
+                continue
+            elif gradient is not None and gradient is not slot.place:
+                elsewhere.append(slot)
+            else:
+                missing.append(slot.place)
+                framework.set_gradient(slot.parameter, slot.place)
+        self._move(elsewhere)
+        framework.zero(missing)
+
+    def holds(self, parameters: frozenset[int]) -> bool:
+        """Return whether some of these parameters, by id, have their place here."""
+        return any(id(slot.parameter) in parameters for slot in self.slots)
+
+    def placed(self) -> list[Any]:
+        """Return the slots whose place is the gradient, wherever its values are."""
+        return [slot for slot in self.slots if self._framework.gradient(slot.parameter) is slot.place]
+
+    def adopt(self, used: frozenset[int]) -> None:
+        """Make places the gradients of used parameters that had none when `fill_for_now` filled the bucket."""
+        for slot in self.slots:
+            if id(slot.parameter) in used and self._framework.gradient(slot.parameter) is None:
+                self._framework.set_gradient(slot.parameter, slot.place)
+
+    def apart(self) -> Bucket:
+        """Return a bucket for the same gradients in memory of its own."""
+        return Bucket(self._framework, [slot.parameter for slot in self.slots], self._communicator)
+
+    def take_back(self, apart: Bucket, placed: Sequence[Any]) -> None:
+        """Take the gradients out of what `apart` returned, into places only where they were before.
+
+        Args:
+            apart: filled and reduced.
+            placed: the slots of this bucket that were filled before.
+        """
+        framework = self._framework
+        for slot in apart.slots:
+            if framework.gradient(slot.parameter) is slot.place:
+                framework.set_gradient(slot.parameter, framework.clone(slot.place))
+        self._move(placed)
+
+    def _move(self, slots: Sequence[Any]) -> None:
+        if slots:
+            framework = self._framework
+            framework.copy([slot.place for slot in slots], [framework.gradient(slot.parameter) for slot in slots])
+            for slot in slots:
+                framework.set_gradient(slot.parameter, slot.place)
+
+
+class Buckets:
+    """The buckets of one optimizer.
+
+    Parameters get their place when a reduction first meets their gradient on any rank. All ranks learn of that in the
+    same reduction, so that they make the same buckets, whether a parameter was there from the start, was added or
+    thawed later, or is never used and takes no memory.
+
+    Args:
+        framework: the gradients'.
+        communicator: makes the memory.
+        nbytes: a bucket that holds so many bytes is closed; must agree on all ranks.
+        groups: the number of its group for each parameter, by id, that travels in a bucket with its group.
+        compression: makes the reducers of buckets that have one.
+
+    Attributes:
+        layout: says which parameter is where; equal on ranks whose buckets are.
+    """
+
+    def __init__(
+        self,
+        framework: Framework,
+        communicator: Communicator,
+        nbytes: int,
+        groups: Mapping[int, int],
+        new_reducer: Callable[[Bucket], Any],
+    ) -> None:
+        self._framework, self._communicator = framework, communicator
+        self._nbytes, self._groups, self._new_reducer = nbytes, groups, new_reducer
+        self._buckets: list[Bucket] = []
+        self._placed: set[int] = set()
+        self._saved: dict[int, dict[str, Any]] = {}
+        self.layout = ""
+
+    def __iter__(self) -> Iterator[Bucket]:
+        return iter(self._buckets)
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def update(self, parameters: Sequence[Any], dense: Sequence[Any]) -> bool:
+        """Drop buckets of parameters that have changed, and place parameters that have none; return whether any changed.
+
+        Args:
+            parameters: all of the optimizer's, in registration order.
+            dense: those that have a dense gradient on some rank.
+        """
+        outgrown = [bucket for bucket in self._buckets if any(slot.is_outgrown() for slot in bucket.slots)]
+        for bucket in outgrown:
+            self._placed.difference_update(id(slot.parameter) for slot in bucket.slots)
+            bucket.retire()
+            self._buckets.remove(bucket)
+        new = [parameter for parameter in dense if id(parameter) not in self._placed]
+        self._place(new)
+        if outgrown or new:
+            numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+            self.layout = repr([[numbers.get(id(slot.parameter)) for slot in bucket.slots] for bucket in self._buckets])
+        return bool(outgrown or new)
+
+    def clear(self) -> None:
+        """Drop all buckets; gradients stay where they are."""
+        for bucket in self._buckets:
+            bucket.retire()
+        self._buckets.clear()
+        self._placed.clear()
+        self.layout = ""
+
+    def state_dict(self) -> dict[int, dict[str, Any]]:
+        """Return what compressing keeps on this rank, by the number of the bucket; empty where it keeps nothing."""
+        kept = {
+            number: bucket.reducer.state_dict()
+            for number, bucket in enumerate(self._buckets)
+            if bucket.reducer is not None
+        }
+        return {number: state for number, state in (self._saved | kept).items() if state}
+
+    def load_state_dict(self, state: Mapping[int, dict[str, Any]]) -> None:
+        """Go on from what `state_dict` has returned, with buckets that are there and those that will be made.
+
+        A bucket of which it holds nothing begins anew.
+
+        Raises:
+            ConfigError: it is of other buckets.
+        """
+        self._saved = dict(state)
+        for number, bucket in enumerate(self._buckets):
+            if bucket.reducer is not None:
+                self._give_reducer(number, bucket)
+
+    def _give_reducer(self, number: int, bucket: Bucket) -> None:
+        bucket.reducer = self._new_reducer(bucket)
+        if bucket.reducer is not None and number in self._saved:
+            bucket.reducer.load_state_dict(self._saved[number])
+            del self._saved[number]
+
+    def _place(self, parameters: Sequence[Any]) -> None:
+        """Make buckets for parameters, last registered first: in the order of the backward pass."""
+        unique = list({id(parameter): parameter for parameter in reversed(parameters)}.values())
+        items: list[tuple[Hashable, int]] = []
+        for parameter in unique:
+            kind, nbytes = self._framework.kind(parameter)
+            group = self._groups.get(id(parameter))
+            items.append(((kind, group), padded(nbytes) if group is None else 0))  # a group's bucket is never full
+        for members in plan(items, self._nbytes):
+            bucket = Bucket(self._framework, [unique[index] for index in members], self._communicator)
+            self._give_reducer(len(self._buckets), bucket)
+            self._buckets.append(bucket)
+            self._placed.update(id(slot.parameter) for slot in bucket.slots)
+            bucket.collect_at_once()
+
+
+def padded(nbytes: int) -> int:
+    """Return how many bytes of a bucket a gradient of so many bytes takes."""
+    return -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES

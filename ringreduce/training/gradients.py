@@ -1,0 +1,414 @@
+"""The gradients of one optimizer, reduced over the ranks before each step."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ringreduce.engine import Engine, Gather, InPlace, Operation
+from ringreduce.errors import UnsupportedBufferError
+from ringreduce.reduce_ops import AVERAGE, MAX, ReduceOp
+from ringreduce.training.buckets import Bucket, Buckets
+from ringreduce.training.framework import DENSE, NO_GRADIENT, SPARSE, UNSUPPORTED, Framework
+from ringreduce.training.overlap import Overlap, Watched
+from ringreduce.training.parameters import differences
+
+__all__ = ["Gradients", "Ranks"]
+
+_log = logging.getLogger(__name__)
+
+_numbers = itertools.count()
+
+_UNSIGNED = bytes(8)  # what a rank says in place of `_signed` that does not take part in a comparison
+
+
+class Ranks:
+    """Collectives for reducers of compressed buckets, as operations of an engine: ranks that have joined take part.
+
+    Args:
+        engine: carries them out.
+        name: the optimizer's.
+        described: what errors call it.
+
+    Attributes:
+        seconds: spent in them so far, waiting for others included.
+    """
+
+    def __init__(self, engine: Engine, name: str, described: str) -> None:
+        self._engine, self._name, self._described = engine, name, described
+        self.rank, self.size = engine.communicator.rank, engine.communicator.size
+        self.empty = engine.communicator.empty
+        self.seconds = 0.0
+
+    def allreduce(self, array: Any, op: ReduceOp, *, out: Any) -> None:
+        """Reduce an array in place; see `InPlace`."""
+        assert out is array, "buckets are reduced where they are"
+        self.run(InPlace(f"{self._name}, {len(array)}", f"a part of {self._name}", op, [array]))
+
+    def allgather(self, rows: Any) -> Any:
+        """Return the rows of all ranks, one after the other; see `Gather`."""
+        (gathered,) = self.run(Gather(f"{self._name}, rows", f"rows of {self._name}", [rows]))
+        return gathered
+
+    def run(self, operation: Operation) -> Any:
+        """Carry out an operation and return its result."""
+        operation.title = f"the step of {self._described}"
+        started = perf_counter()
+        try:
+            return self._engine.run(operation)
+        finally:
+            self.seconds += perf_counter() - started
+
+
+class Gradients:
+    """The gradients of one optimizer on all ranks: finds, places and reduces them.
+
+    Ranks that have joined need none of this: the operations that it submits go on without them.
+
+    Args:
+        framework: the gradients'.
+        engine: of the ranks that train together.
+        parameters: returns all of the optimizer's, in registration order; their number is equal on all ranks.
+        name_of: says what errors call a parameter.
+        described: what errors call the optimizer.
+        op: `AVERAGE` or `SUM`.
+        bucket_nbytes: a bucket that holds so many bytes is closed; must agree on all ranks.
+        new_reducer: makes what reduces a bucket that is compressed; returns None for one that is not.
+        compressor: turns what travels into something else and back; None: it travels as it is.
+        predivide_factor: of an average, what gradients are divided by before they are summed; the rest comes after.
+        groups: the number of its group for each parameter, by id, that travels in a bucket with its group.
+        skip_unused: whether trainable parameters that no rank used keep None instead of zeros.
+        overlap: whether buckets are reduced during the backward pass; the same on all ranks.
+        in_backward: whether gradients are reduced at the end of the backward pass; the same on all ranks.
+        settings: returns what the ranks step with, which is compared with the others' in the first step and then ever
+            more rarely, as that takes a while.
+
+    Attributes:
+        number: greater than those of optimizers that were made earlier.
+        passes: how many backward passes the program has declared for each step.
+        ranks: its collectives.
+    """
+
+    def __init__(
+        self,
+        framework: Framework,
+        engine: Engine,
+        parameters: Callable[[], Sequence[Any]],
+        name_of: Callable[[Any], str],
+        described: str,
+        *,
+        op: ReduceOp,
+        bucket_nbytes: int,
+        new_reducer: Callable[[Bucket], Any] = lambda bucket: None,
+        compressor: Any = None,
+        predivide_factor: float = 1.0,
+        groups: Mapping[int, int] | None = None,
+        skip_unused: bool = True,
+        overlap: bool = False,
+        in_backward: bool = False,
+        passes: int = 1,
+        settings: Callable[[], Mapping[str, str]] | None = None,
+    ) -> None:
+        self._framework, self._engine = framework, engine
+        self._parameters, self._name_of, self._described = parameters, name_of, described
+        self._op = op
+        self._compressor, self._predivide_factor = compressor, predivide_factor
+        self._skip_unused, self._in_backward = skip_unused, in_backward
+        self._settings = settings
+        self._name = engine.new_name("DistributedOptimizer")
+        self.number = next(_numbers)
+        self.passes = passes
+        self.ranks = Ranks(engine, self._name, described)
+        self._buckets = Buckets(framework, engine.communicator, bucket_nbytes, groups or {}, new_reducer)
+        overlap = overlap and engine.threaded and predivide_factor == 1.0 and compressor is None
+        self._overlap = Overlap(framework, engine, self._name, described, op, wanted=overlap)
+        self._hooks: list[Any] = []
+        self._steps = 0  # so many calls of `reduce` on this rank, at least since the ranks have joined
+        self._joins = engine.joins
+        self._found: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+        self._watch()
+        # The parameters keep their hooks, and the finalizer what it is to retire, but not this.
+        weakref.finalize(self, _retire, self._buckets, self._overlap, self._hooks).atexit = False
+
+    # ---- what frameworks' hooks call ----
+
+    def before_adding(self, record: Watched) -> None:
+        """To be called before a gradient is added to."""
+        self._overlap.before_adding(record)
+
+    def added(self, record: Watched) -> None:
+        """To be called after that."""
+        self._overlap.added(record)
+
+    def pass_ended(self, number: int) -> None:
+        """To be called at the end of a backward pass that has added to some gradient, on all optimizers in one order.
+
+        Args:
+            number: as for `Overlap.pass_ended`.
+        """
+        if self._overlap.pass_ended(number) >= self.passes and self._in_backward:
+            self.reduce()
+
+    # ---- what optimizers call ----
+
+    @property
+    def pending(self) -> bool:
+        """Whether a step has gradients to reduce; without ``in_backward``, always."""
+        return not self._in_backward or bool(self._overlap.touched)
+
+    def reduce(self) -> None:
+        """Replace the gradients by their average or sum over the ranks. Collective.
+
+        Gradients that some ranks lack count as zeros there.
+
+        Raises:
+            UnsupportedBufferError: on all ranks, if some rank has a gradient that cannot be reduced.
+            ConfigError: on all ranks, if gradients are lost that were reduced during the backward pass.
+        """
+        parameters = self._parameters()
+        agreed = self._agree(parameters)
+        reduced = self._overlap.conclude(parameters, agreed.rows, agreed.active)
+        dense = [parameter for parameter, state in zip(parameters, agreed.found, strict=True) if state == DENSE]
+        used = frozenset(map(id, dense))
+        for bucket in reduced:
+            bucket.adopt(used)
+        moved = self._buckets.update(parameters, dense)
+        self._reduce([bucket for bucket in self._buckets if bucket not in reduced and bucket.holds(used)], used, agreed)
+        for parameter, state in zip(parameters, agreed.found, strict=True):
+            if state >= SPARSE:
+                self._reduce_sparse(parameter, state - SPARSE, agreed)
+        self._steps += 1
+        if moved:
+            self._watch()
+        if self._overlap.next_step(agreed.said, self._buckets, again=moved or bool(agreed.rows[1:3].any())):
+            self._warn_of_changes()
+        if not (self._overlap.watching or self._in_backward):
+            _remove(self._hooks)
+
+    @contextmanager
+    def clearing(self) -> Iterator[None]:
+        """To be entered while gradients are cleared: what is under way with them is ended first."""
+        self._overlap.stop()
+        yield
+        self._overlap.cleared()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which backward passes do not count as passes of the step, and reduce nothing."""
+        return self._overlap.suspended()
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether complete buckets are reduced during the backward pass by now."""
+        return self._overlap.begun
+
+    @property
+    def compression_error(self) -> float:
+        """The largest relative error that compressing a bucket made on this rank in the last step."""
+        return max((bucket.reducer.error for bucket in self._buckets if bucket.reducer is not None), default=0.0)
+
+    def state_dict(self) -> dict[int, dict[str, Any]]:
+        """See `Buckets.state_dict`; what is under way is ended first."""
+        self._overlap.stop()
+        return self._buckets.state_dict()
+
+    def load_state_dict(self, state: Mapping[int, dict[str, Any]]) -> None:
+        """See `Buckets.load_state_dict`."""
+        self._overlap.stop()
+        self._buckets.load_state_dict(state)
+
+    # ---- inside ----
+
+    def _watch(self) -> None:
+        """Have the framework say when it adds to gradients that are not watched yet, as long as that is of use."""
+        if self._engine.communicator.size > 1 and (self._overlap.watching or self._in_backward):
+            for record in self._overlap.watch(self._parameters()):
+                self._hooks += self._framework.watch(record.parameter, self, record)
+
+    def _agree(self, parameters: Sequence[Any]) -> _Agreed:
+        """Tell the other ranks what there is on this one; return what there is on any."""
+        if self._joins != self._engine.joins:
+            self._joins, self._steps = self._engine.joins, 1  # ranks that had joined made fewer
+        found = self._states(parameters)
+        rows, said = self._overlap.report(parameters, self.passes)
+        first = self._steps == 0
+        settings = self._settings() if self._settings is not None and self._steps & (self._steps + 1) == 0 else None
+        signatures = (
+            _signed(self._framework.checksum(parameters)) if first else _UNSIGNED,
+            _UNSIGNED if settings is None else _signed(zlib.crc32(repr(settings).encode())),
+            _signed(zlib.crc32(self._buckets.layout.encode())),
+        )
+        mine = b"".join((found, rows.tobytes(), said, *signatures))
+        if self._found.size != len(mine):
+            self._found = self.ranks.empty(len(mine), np.uint8)
+        self._found[:] = np.frombuffer(mine, np.uint8)
+        operation = InPlace(f"{self._name}, step", f"the gradients of {self._name}", MAX, [self._found])
+        self.ranks.run(operation)
+        everyone, count = self._found, len(parameters)
+        start, setting, layout = everyone[-3 * len(_UNSIGNED) :].reshape(3, -1)
+        agreed = _Agreed(
+            everyone[:count].tolist(),
+            everyone[count : count + rows.size].reshape(rows.shape).copy(),
+            bytes(everyone[count + rows.size :][: len(said)]),
+            operation.active,
+        )
+        if first and not _all_alike(start) and self.ranks.rank == 0:
+            _log.warning(
+                "the ranks begin with different weights, and will end with different ones; call broadcast_parameters("
+                "model.state_dict(), root_rank=0) before the first step"
+            )
+        if settings is not None and not _all_alike(setting):
+            self._warn_of_settings(settings)
+        if not _all_alike(layout):  # a rank has joined while others have placed gradients
+            agreed.rows[:] = 0
+            self._buckets.clear()
+        if UNSUPPORTED in agreed.found:
+            raise UnsupportedBufferError(
+                f"the gradient of {self._name_of(parameters[agreed.found.index(UNSUPPORTED)])} is neither on the CPU nor "
+                "on a GPU that can be used (one for each process), or of a layout that is neither strided nor sparse "
+                "COO, on some rank"
+            )
+        return agreed
+
+    def _states(self, parameters: Sequence[Any]) -> bytes:
+        """Return what this rank has as the gradient of each parameter, for the largest to say what ranks do about it."""
+        framework = self._framework
+        touched = self._overlap.touched if self._in_backward else None
+        states = bytearray()
+        for parameter in parameters:
+            state = framework.found(parameter)
+            if touched is not None and id(parameter) not in touched:
+                state = NO_GRADIENT
+            elif state == NO_GRADIENT and not self._skip_unused and framework.is_trainable(parameter):
+                state = DENSE
+            states.append(state)
+        return bytes(states)
+
+    def _reduce(self, due: Sequence[Bucket], used: frozenset[int], agreed: _Agreed) -> None:
+        """Fill and reduce buckets; those that are compressed by a reducer of their own one by one."""
+        together: dict[tuple[str | None, bool], list[Bucket]] = {}
+        taken_back = []
+        for bucket in due:
+            target = bucket
+            if bucket.is_kept():
+                target, placed = bucket.apart(), bucket.placed()
+                taken_back.append((bucket, target, placed))
+            target.fill(used)
+            if bucket.reducer is not None and bucket.reducer.wire is None:
+                self._compress(bucket.reducer, target.flat, agreed.active)
+                continue
+            wire = None if bucket.reducer is None else bucket.reducer.wire
+            together.setdefault((wire, self._framework.is_on_host(target.flat)), []).append(target)
+        for (wire, _), buckets in together.items():
+            self._reduce_together(wire, buckets)
+        for bucket, target, placed in taken_back:
+            bucket.take_back(target, placed)
+
+    def _reduce_together(self, wire: str | None, buckets: Sequence[Bucket]) -> None:
+        framework, flats = self._framework, [bucket.flat for bucket in buckets]
+        if self._predivide_factor != 1.0:
+            for flat in flats:
+                framework.scale(flat, 1.0 / self._predivide_factor)
+        sent, contexts = flats, []
+        if self._compressor is not None:
+            sent, contexts = map(list, zip(*map(self._compressor.compress, flats), strict=True))
+        feedbacks = [] if wire is None else [bucket.reducer.feedback for bucket in buckets]
+        name = f"{self._name}, buckets" + (f" in {wire}" if wire else "")
+        within = framework.around(flats)
+        text = f"{len(flats)} buckets of {self._name}"
+        self.ranks.run(InPlace(name, text, self._op, sent, wire=wire, feedbacks=feedbacks, within=within))
+        for flat, each, context in zip(flats, sent, contexts, strict=bool(contexts)):
+            if each is not flat:
+                framework.copy([flat], [self._compressor.decompress(each, context)])
+        if self._predivide_factor != 1.0:
+            for flat in flats:
+                framework.scale(flat, self._predivide_factor)
+
+    def _compress(self, reducer: Any, flat: Any, active: int) -> None:
+        averages, divisor = self._op is AVERAGE, self._averaged_over(active)
+        plain = self._predivide_factor == 1.0 and divisor == self.ranks.size
+        if self._predivide_factor != 1.0:
+            self._framework.scale(flat, 1.0 / self._predivide_factor)
+        with self._framework.on_host(flat) as values:
+            reducer.reduce(self.ranks, values, average=plain and averages)
+        if averages and not plain:
+            self._framework.scale(flat, self._predivide_factor / divisor)
+
+    def _reduce_sparse(self, parameter: Any, sparse_dims: int, agreed: _Agreed) -> None:
+        """Sum or average a gradient that is sparse on some rank: gather what the ranks have, make nothing dense."""
+        rows = self._framework.rows(parameter, sparse_dims)
+        gather = Gather(
+            f"{self._name}, sparse", f"a sparse gradient of {self._name}", rows, self._framework.around(rows)
+        )
+        places, values = self.ranks.run(gather)
+        divisor = self._averaged_over(agreed.active) if self._op is AVERAGE else 1
+        self._framework.set_rows(parameter, places, values, divisor)
+
+    def _averaged_over(self, active: int) -> int:
+        return self._engine.communicator.config.conventions.averaged_over(active, self.ranks.size)
+
+    def _warn_of_changes(self) -> None:
+        if self.ranks.rank == 0 and not self._in_backward:
+            _log.warning(
+                "%s: gradients were changed between the backward pass and the step, on each rank its own, before they "
+                "were averaged. To clip or look at averages, call synchronize() first and step within "
+                'skip_synchronize(), or give DistributedOptimizer(..., reduce_in="backward")',
+                self._described,
+            )
+
+    def _warn_of_settings(self, mine: Mapping[str, str]) -> None:
+        """Let rank 0 say which hyper-parameters differ between ranks, once."""
+        self._settings = None
+        said = json.dumps([self.ranks.rank, mine]) + "\n"
+        everyone = self.ranks.allgather(np.frombuffer(said.encode(), np.uint8)[:, None])
+        if self.ranks.rank == 0:
+            _log.warning("%s", differences(dict(map(json.loads, everyone.tobytes().decode().splitlines()))))
+
+
+class _Agreed(NamedTuple):
+    """What the ranks have said before a step; the same on all.
+
+    Attributes:
+        found: what there is of each gradient.
+        rows: see `Overlap.report`.
+        said: likewise.
+        active: how many ranks take part.
+    """
+
+    found: list[int]
+    rows: npt.NDArray[np.uint8]
+    said: bytes
+    active: int
+
+
+def _signed(checksum: int) -> bytes:
+    """Return a checksum and its complement: the largest bytes of all ranks are complements, too, only if all agree."""
+    said = checksum.to_bytes(len(_UNSIGNED) // 2, "little")
+    return said + bytes(255 - each for each in said)
+
+
+def _all_alike(largest: npt.NDArray[np.uint8]) -> bool:
+    """Whether these are the largest bytes of equal results of `_signed`, and of ranks that have not signed."""
+    said, complement = largest.astype(np.int32).reshape(2, -1)
+    return bool((said + complement == 255).all() or not largest.any())
+
+
+def _remove(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
+    hooks.clear()
+
+
+def _retire(buckets: Buckets, overlap: Overlap, hooks: list[Any]) -> None:
+    overlap.abandon()
+    buckets.clear()
+    _remove(hooks)

@@ -1,0 +1,424 @@
+"""Buckets that are reduced while the backward pass goes on, where they are.
+
+Between nodes the network is the bottleneck, and it idles during the backward pass unless buckets travel as soon as they
+are complete. A bucket is complete when each of its gradients was added to as often as in the step before, in the pass
+that the program has declared to be the last before the step. It is submitted when the next gradient comes or the pass
+ends, so that hooks of the program which ran after ours have done what they do, and reduced in place by the engine's
+thread. The step finds out, on all ranks, which buckets every rank has submitted; those have been reduced by then. All
+others are withdrawn and reduced in the step.
+
+Nothing is guessed and nothing copied, so a gradient must not change between its last pass and the step. Versions of the
+gradients show it, and the ranks tell each other in the step:
+
+* Overlap begins after two steps in which no rank has changed a gradient by itself and all have made the declared number
+  of passes. A program that changes its gradients (it clips them, say) gets no overlap, and a warning.
+* Autograd has added to a gradient again: if its bucket was not reduced yet, it is withdrawn. If it was, averages are
+  averaged again, which gives the same as if all had been added up first; a sum is refused.
+* Gradients were cleared and computed anew: if so on all ranks, they are reduced again. If only on some, or if anything
+  else has written to one, all ranks raise a `MismatchError`: what the others had is gone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ringreduce.engine import Engine, InPlace
+from ringreduce.errors import ConfigError, ShutdownError, TransportError
+from ringreduce.reduce_ops import SUM, ReduceOp
+from ringreduce.training.buckets import Bucket, Buckets
+from ringreduce.training.framework import Framework
+
+__all__ = ["Overlap"]
+
+_STEPS = 2  # so many alike before overlap begins
+
+#: The rows of `Overlap.report`: what a rank says of each gradient.
+_WAITS, _ADDED, _CLEARED, _NOT_CLEARED, _CHANGED = range(5)
+
+
+class Watched:
+    """A parameter whose gradient is watched.
+
+    Attributes:
+        parameter: it.
+        times: how often its gradient was added to since the last step.
+        expected: how often it was before the last step in which it was.
+        gradient: the ``id`` of what was its gradient when it was added to last.
+        version: the version of that.
+        was_empty: whether there was no gradient when its bucket was submitted.
+        added: whether it was added to after its bucket was reduced.
+        cleared: whether the program has put something else in its place by itself.
+        changed: whether the program has written to it by itself.
+    """
+
+    __slots__ = ("added", "changed", "cleared", "expected", "gradient", "parameter", "times", "version", "was_empty")
+
+    def __init__(self, parameter: Any) -> None:
+        self.parameter = parameter
+        self.expected = self.times = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what has happened since the last step, but for how often the gradient was added to."""
+        self.expected = self.times or self.expected
+        self.times = self.gradient = self.version = 0
+        self.added = self.cleared = self.changed = self.was_empty = False
+
+
+class _Travelling:
+    """A bucket that is to be reduced during the backward pass.
+
+    Attributes:
+        bucket: it.
+        members: its parameters.
+        missing: how many of them were not added to as often as expected.
+        part: its reduction, once it was submitted, until the step.
+        waits: whether it is left to the step.
+    """
+
+    __slots__ = ("bucket", "generation", "members", "missing", "number", "part", "waits")
+
+    def __init__(self, number: int, bucket: Bucket, members: Sequence[Watched]) -> None:
+        self.number, self.bucket, self.members = number, bucket, members
+        self.generation = 0  # so many times was it withdrawn, on all ranks
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what has happened since the last step."""
+        self.missing = sum(member.expected > 0 for member in self.members)
+        self.part: InPlace | None = None
+        self.waits = False
+
+
+class Overlap:
+    """The reductions of one optimizer's buckets during its backward passes.
+
+    Thread-safe.
+
+    Args:
+        framework: the gradients'.
+        engine: carries the reductions out.
+        name: the optimizer's, the same on all ranks and no other's.
+        described: what errors call the optimizer.
+        op: `AVERAGE` or `SUM`.
+        wanted: whether buckets are reduced during the backward pass at all; if not, the first steps are watched, to warn
+            a program that changes its gradients. The same on all ranks.
+
+    Attributes:
+        begun: whether complete buckets are submitted now; the same on all ranks.
+    """
+
+    def __init__(
+        self, framework: Framework, engine: Engine, name: str, described: str, op: ReduceOp, *, wanted: bool
+    ) -> None:
+        self._framework, self._engine = framework, engine
+        self._name, self._described, self._op = name, described, op
+        self.wanted = wanted
+        self.begun = False
+        self.watching = True  # what the program does; over once it is known that nothing will overlap
+        self._alike = 0  # steps in a row
+        self._joins = engine.joins
+        self._watched: dict[int, Watched] = {}  # by the id of the parameter
+        self._buckets: list[_Travelling] = []
+        self._travelling: dict[int, _Travelling] = {}  # the same, by the id of the parameter
+        self._pending: list[Watched] = []  # were added to, and hooks of the program may still run
+        self._passes: list[int] = []
+        self._suspended = False
+        self._lock = threading.RLock()
+
+    # ---- the backward pass ----
+
+    def watch(self, parameters: Iterable[Any]) -> list[Watched]:
+        """Return the records of parameters that were not watched before, to be given to the framework's hooks."""
+        new = [parameter for parameter in parameters if id(parameter) not in self._watched]
+        records = [Watched(parameter) for parameter in new]
+        self._watched.update((id(record.parameter), record) for record in records)
+        return records
+
+    def before_adding(self, record: Watched) -> None:
+        """See to it that nothing is under way with a gradient that is about to be added to."""
+        travelling = self._travelling.get(id(record.parameter))
+        if travelling is None or travelling.part is None:
+            return
+        with self._lock:
+            if not self._keep_out(travelling):
+                return
+            self._look(record)
+            if record.was_empty and self._framework.gradient(record.parameter) is None:
+                place = next(slot.place for slot in travelling.bucket.slots if slot.parameter is record.parameter)
+                self._framework.set_gradient(record.parameter, place)  # what comes is added to that
+                record.was_empty = False
+
+    def added(self, record: Watched) -> None:
+        """Note that a gradient was added to."""
+        with self._lock:
+            self._settle()
+            self._pending.append(record)
+
+    def pass_ended(self, number: int) -> int:
+        """Note the end of a backward pass; return how many there were since the last step.
+
+        Args:
+            number: greater than those of passes that began earlier; passes within this one do not count.
+        """
+        with self._lock:
+            self._settle()
+            if not self._suspended:
+                self._passes = [*(each for each in self._passes if each < number), number]
+            return len(self._passes)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """While this lasts, passes do not count, and submit nothing."""
+        before, self._suspended = self._suspended, True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._settle()
+            self._suspended = before
+
+    def stop(self) -> None:
+        """See to it that nothing is under way with any gradient."""
+        with self._lock:
+            for travelling in self._buckets:
+                self._keep_out(travelling)
+
+    def cleared(self) -> None:
+        """Note that the program has cleared all gradients, since `stop`."""
+        with self._lock:
+            for travelling in self._buckets:
+                if travelling.part is not None:
+                    for record in travelling.members:
+                        record.cleared = not record.was_empty
+                        self._note(record)
+
+    @property
+    def touched(self) -> set[int]:
+        """The ids of the parameters whose gradients were added to since the last step."""
+        with self._lock:
+            self._settle()
+            return {number for number, record in self._watched.items() if record.times}
+
+    # ---- the step ----
+
+    def report(self, parameters: Sequence[Any], declared: int) -> tuple[npt.NDArray[np.uint8], bytes]:
+        """Return what the other ranks have to know; the largest of each number over the ranks goes to `conclude`.
+
+        Args:
+            parameters: all of the optimizer's, in registration order.
+            declared: so many passes come before each step.
+
+        Returns:
+            Five rows with a number for each parameter, none if nothing is to overlap; and two numbers about the step.
+        """
+        with self._lock:
+            self._settle()
+            records = [record for record in self._watched.values() if record.times]
+            alike = len(self._passes) == declared and all(
+                record.times == record.expected or not record.expected for record in records
+            )
+            if not self.begun:
+                for record in records:
+                    self._look(record)
+            changed = not self.begun and any(record.changed or record.cleared for record in records)
+            rows = np.zeros((5 if self.wanted else 0, len(parameters)), np.uint8)
+            for index, parameter in enumerate(parameters) if self.wanted else ():
+                if (travelling := self._travelling.get(id(parameter))) is None:
+                    continue
+                if travelling.part is None:
+                    rows[_WAITS, index] = 1
+                    continue
+                record = self._watched[id(parameter)]
+                self._look(record)
+                rows[:, index] = (
+                    0,
+                    record.added and not record.cleared,
+                    record.cleared,
+                    not (record.cleared or record.was_empty),
+                    record.changed and not record.cleared,
+                )
+            return rows, bytes((not alike, changed))
+
+    def conclude(self, parameters: Sequence[Any], rows: npt.NDArray[np.uint8], active: int) -> list[Bucket]:
+        """Return the buckets that are reduced, and withdraw the others.
+
+        Args:
+            parameters: as for `report`.
+            rows: the largest that any rank has reported.
+            active: how many ranks contribute to the step.
+
+        Raises:
+            ConfigError: gradients of some rank are lost, on all ranks.
+        """
+        if not rows.any():
+            return []
+        numbers = {id(parameter): index for index, parameter in enumerate(parameters)}
+        reduced, wrong = [], ""
+        with self._lock:
+            for travelling in self._buckets:
+                said = rows[:, [numbers[id(member.parameter)] for member in travelling.members]].astype(bool)
+                part = travelling.part
+                if said[_WAITS].any():
+                    if part is not None:
+                        self._engine.withdraw([part])
+                    travelling.generation += 1
+                    continue
+                assert part is not None and part.done, "all ranks have submitted it before the step"
+                if part.error is not None:
+                    raise part.error
+                wrong = wrong or self._wrong(said, part, active)
+                if not said[_ADDED : _CLEARED + 1].any():
+                    reduced.append(travelling.bucket)
+        if wrong:
+            self.end()
+            raise ConfigError(f"{wrong} Gradients of {self._described} are lost, and nothing overlaps from here on")
+        return reduced
+
+    def next_step(self, said: Sequence[int], buckets: Buckets, *, again: bool) -> bool:
+        """Begin anew after a step; return whether a program turns out to change its gradients by itself.
+
+        Args:
+            said: the two numbers about the step, the largest that any rank has reported.
+            buckets: as they are now.
+            again: whether the next steps have to show again that they are alike. The same on all ranks.
+        """
+        with self._lock:
+            differs, changed = said
+            for record in self._watched.values():
+                record.begin()
+            self._passes.clear()
+            if not self.watching:
+                return False
+            joined, self._joins = self._joins != self._engine.joins, self._engine.joins
+            if changed:
+                self.end()
+                return True
+            if again or joined or (differs and not self.begun):
+                self.begun, self._alike = False, 0
+            else:
+                self._alike += 1
+            self.begun = self.wanted and self._alike >= _STEPS - 1
+            if not self.wanted and self._alike >= _STEPS:
+                self.end()
+                return False
+            if self.wanted and [each.bucket for each in self._buckets] != list(buckets):
+                self._take(buckets)
+            for travelling in self._buckets:
+                travelling.begin()
+            return False
+
+    def end(self) -> None:
+        """Reduce nothing during backward passes any more; the same on all ranks."""
+        self.begun = self.watching = False
+        self._buckets.clear()
+        self._travelling.clear()
+
+    def abandon(self) -> None:
+        """Withdraw what is under way, for good; takes no lock, for finalizers."""
+        self._engine.withdraw([each.part for each in self._buckets if each.part is not None and not each.part.done])
+
+    # ---- inside; the lock is held ----
+
+    def _take(self, buckets: Buckets) -> None:
+        self._buckets = [
+            _Travelling(number, bucket, [self._watched[id(slot.parameter)] for slot in bucket.slots])
+            for number, bucket in enumerate(buckets)
+            if (bucket.reducer is None or bucket.reducer.wire)
+            and all(id(slot.parameter) in self._watched for slot in bucket.slots)
+        ]
+        self._travelling = {id(member.parameter): each for each in self._buckets for member in each.members}
+
+    def _settle(self) -> None:
+        """Take in gradients that were added to, now that all hooks of the program have run; submit what is complete."""
+        pending, self._pending = self._pending, []
+        for record in pending:
+            self._note(record)
+            if self._suspended:
+                continue
+            record.times += 1
+            travelling = self._travelling.get(id(record.parameter))
+            if travelling is None:
+                continue
+            if travelling.part is not None:
+                record.added = True
+            elif record.times == record.expected:
+                travelling.missing -= 1
+                if travelling.missing == 0 and self.begun and not travelling.waits:
+                    self._submit(travelling)
+
+    def _note(self, record: Watched) -> None:
+        gradient = self._framework.gradient(record.parameter)
+        record.gradient = id(gradient)
+        record.version = 0 if gradient is None else self._framework.version(gradient)
+
+    def _look(self, record: Watched) -> None:
+        """Compare a gradient with what it was when it was added to, or submitted, last."""
+        gradient = self._framework.gradient(record.parameter)
+        if id(gradient) != record.gradient:
+            record.cleared = True
+        elif gradient is not None and self._framework.version(gradient) != record.version:
+            record.changed = True
+
+    def _submit(self, travelling: _Travelling) -> None:
+        bucket = travelling.bucket
+        if self._joins != self._engine.joins or not bucket.fill_for_now():
+            travelling.waits = True
+            return
+        for record in travelling.members:
+            record.was_empty = self._framework.gradient(record.parameter) is None
+            self._note(record)
+        again = f", {travelling.generation} times withdrawn" if travelling.generation else ""
+        reducer = bucket.reducer
+        part = InPlace(
+            f"{self._name}, bucket {travelling.number}{again}",
+            f"a bucket of {self._name}",
+            self._op,
+            [bucket.flat],
+            wire=None if reducer is None else reducer.wire,
+            feedbacks=() if reducer is None else [reducer.feedback],
+            speculative=True,
+            within=self._framework.around([bucket.flat]),
+        )
+        part.title = f"a bucket of {self._described}"
+        try:
+            self._engine.submit(part)
+        except (ConfigError, ShutdownError, TransportError):
+            travelling.waits = True  # this rank has joined, or nothing goes on any more: the step will say so
+        else:
+            travelling.part = part
+
+    def _keep_out(self, travelling: _Travelling) -> bool:
+        """End what is under way with a bucket; return whether it was reduced."""
+        if travelling.part is None:
+            return False
+        if self._engine.settle(travelling.part):
+            return True
+        travelling.part, travelling.waits = None, True
+        return False
+
+    def _wrong(self, said: npt.NDArray[np.bool_], part: InPlace, active: int) -> str:
+        """Return what is wrong with a bucket that was reduced during the backward pass; empty if nothing is."""
+        remedy = (
+            "make passes whose gradients are not for the next step within no_sync(), call synchronize() before gradients "
+            "are looked at or changed, or give overlap=False."
+        )
+        if part.active != active:
+            return f"a rank has made a backward pass and then joined without a step: {remedy}"
+        if said[_CHANGED].any():
+            return f"the program has written to gradients between the backward pass and the step: {remedy}"
+        sums = self._op is SUM
+        if (said[_CLEARED] & said[_NOT_CLEARED]).any() or (sums and said[_CLEARED].any() and said[_NOT_CLEARED].any()):
+            return f"some ranks, and not all, have cleared or replaced gradients after a backward pass: {remedy}"
+        if sums and said[_ADDED].any():
+            return (
+                "a backward pass has added to sums over the ranks: declare all passes of a step with "
+                f"backward_passes_per_step, or {remedy}"
+            )
+        return ""
