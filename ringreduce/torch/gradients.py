@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ringreduce.communicator import Communicator
 from ringreduce.errors import TransportError, UnsupportedBufferError
-from ringreduce.torch.streams import current_stream, gpu_of, on_host, working_on
+from ringreduce.torch.streams import Handover, current_stream, gpu_of, on_host, working_on
 from ringreduce.training.framework import DENSE, NO_GRADIENT, SPARSE, UNSUPPORTED, Watcher
 
 __all__ = ["Slot", "TorchGradients"]
@@ -86,7 +86,7 @@ class TorchGradients:
     """
 
     def __init__(self, communicator: Communicator) -> None:
-        self._gpu = communicator.gpu
+        self._communicator = communicator
 
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         return parameter.grad
@@ -205,6 +205,10 @@ class TorchGradients:
                 checksum = zlib.crc32(values.numpy().data, checksum)
         return checksum
 
+    def handover(self, flat: torch.Tensor) -> Handover | None:
+        device = gpu_of([flat])
+        return None if device is None else Handover(device, self._communicator)
+
     def around(self, arrays: Sequence[torch.Tensor]) -> Callable[[], AbstractContextManager[Any]] | None:
         device = gpu_of(arrays)
         if device is None:
@@ -216,7 +220,7 @@ class TorchGradients:
         if not grad.is_cuda:
             return False
         try:
-            self._gpu.staging(grad.device.index)
+            self._communicator.gpu.staging(grad.device.index)
         except UnsupportedBufferError as error:
             _log.warning("a gradient on %s cannot be reduced: %s", grad.device, error)
             return False

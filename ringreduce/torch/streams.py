@@ -141,13 +141,14 @@ class Handover:
     """The order around a buffer that the program fills, again and again, and that is worked on beside the program.
 
     Args:
-        device: the GPU on which it lies.
+        device: the GPU where it is.
+        communicator: whose own stream the work is on.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, communicator: Communicator) -> None:
+        self._device, self._communicator = device, communicator
         self._contributors: set[Any] = set()
-        self._filled, self._reached, self._worked_on, self._joined = _event(), _event(), _event(), _event()
+        self._filled, self._worked_on, self._joined = _event(), _event(), _event()
 
     def note(self) -> None:
         """Let the next filling come after what the current stream holds then; autograd may use several."""
@@ -166,23 +167,15 @@ class Handover:
         self._filled.record(stream)
 
     @contextmanager
-    def working(self, communicator: Communicator) -> Iterator[None]:
+    def working(self) -> Iterator[None]:
         """Work on the buffer on the communicator's own stream, once it is filled."""
-        stream = own_stream(communicator, self._device)
+        stream = own_stream(self._communicator, self._device)
         stream.wait_event(self._filled)
         try:
             with cuda.stream(stream):
                 yield
         finally:
             self._worked_on.record(stream)
-
-    def reach(self) -> None:
-        """Take note of how far the work is, on the current stream."""
-        self._reached.record(cuda.current_stream(self._device))
-
-    def follow(self) -> None:
-        """Let what is enqueued on the current stream from now on come after what `reach` took note of."""
-        cuda.current_stream(self._device).wait_event(self._reached)
 
     def come_back(self) -> None:
         """Let what is enqueued on the current stream from now on come after that work."""

@@ -142,7 +142,9 @@ class Bucket:
 
     def apart(self) -> Bucket:
         """Return a bucket for the same gradients in memory of its own."""
-        return Bucket(self._framework, [slot.parameter for slot in self.slots], self._communicator)
+        made = Bucket(self._framework, [slot.parameter for slot in self.slots], self._communicator)
+        made.reducer = self.reducer
+        return made
 
     def take_back(self, apart: Bucket, placed: Sequence[Any]) -> None:
         """Take the gradients out of what `apart` returned, into places only where they were before.

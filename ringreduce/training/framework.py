@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ringreduce.communicator import Communicator
 
-__all__ = ["DENSE", "NO_GRADIENT", "SPARSE", "UNSUPPORTED", "Framework", "Removable", "Slot", "Watcher"]
+__all__ = ["DENSE", "NO_GRADIENT", "SPARSE", "UNSUPPORTED", "Framework", "Handover", "Removable", "Slot", "Watcher"]
 
 #: What `Framework.found` finds. A sparse gradient is `SPARSE` plus the number of its sparse dimensions.
 NO_GRADIENT, DENSE, SPARSE, UNSUPPORTED = 0, 1, 2, 255
@@ -69,6 +69,26 @@ class Watcher(Protocol):
         Args:
             number: greater than those of passes that began earlier.
         """
+        ...
+
+
+class Handover(Protocol):
+    """The order, on a GPU, around a bucket that the backward pass fills and that is reduced beside it, again and again."""
+
+    def note(self) -> None:
+        """To be called where a gradient of the bucket is added to."""
+        ...
+
+    def filling(self) -> AbstractContextManager[None]:
+        """Return a context to fill the bucket in: it waits, on the device, until nobody works on the bucket."""
+        ...
+
+    def working(self) -> AbstractContextManager[None]:
+        """Return a context to reduce the bucket in, on whichever thread."""
+        ...
+
+    def come_back(self) -> None:
+        """Let what the caller enqueues from now on see the reduced bucket."""
         ...
 
 
@@ -179,6 +199,10 @@ class Framework(Protocol):
 
     def checksum(self, parameters: Sequence[Any]) -> int:
         """Return a checksum of 32 bits of the parameters' values."""
+        ...
+
+    def handover(self, flat: Any) -> Handover | None:
+        """Return what orders the work of others on a bucket and that of the backward pass; None: nothing has to."""
         ...
 
     def around(self, arrays: Sequence[Any]) -> Callable[[], AbstractContextManager[Any]] | None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ from ringreduce.engine import Engine, InPlace
 from ringreduce.errors import ConfigError, ShutdownError, TransportError
 from ringreduce.reduce_ops import SUM, ReduceOp
 from ringreduce.training.buckets import Bucket, Buckets
-from ringreduce.training.framework import Framework
+from ringreduce.training.framework import Framework, Handover
 
 __all__ = ["Overlap"]
 
@@ -76,16 +76,17 @@ class _Travelling:
 
     Attributes:
         bucket: it.
+        handover: see `Framework.handover`.
         members: its parameters.
         missing: how many of them were not added to as often as expected.
         part: its reduction, once it was submitted, until the step.
         waits: whether it is left to the step.
     """
 
-    __slots__ = ("bucket", "generation", "members", "missing", "number", "part", "waits")
+    __slots__ = ("bucket", "generation", "handover", "members", "missing", "number", "part", "waits")
 
-    def __init__(self, number: int, bucket: Bucket, members: Sequence[Watched]) -> None:
-        self.number, self.bucket, self.members = number, bucket, members
+    def __init__(self, number: int, bucket: Bucket, members: Sequence[Watched], handover: Handover | None) -> None:
+        self.number, self.bucket, self.members, self.handover = number, bucket, members, handover
         self.generation = 0  # so many times was it withdrawn, on all ranks
         self.begin()
 
@@ -160,6 +161,9 @@ class Overlap:
         with self._lock:
             self._settle()
             self._pending.append(record)
+            travelling = self._travelling.get(id(record.parameter))
+            if travelling is not None and travelling.handover is not None:
+                travelling.handover.note()
 
     def pass_ended(self, number: int) -> int:
         """Note the end of a backward pass; return how many there were since the last step.
@@ -273,6 +277,8 @@ class Overlap:
                 assert part is not None and part.done, "all ranks have submitted it before the step"
                 if part.error is not None:
                     raise part.error
+                if travelling.handover is not None:
+                    travelling.handover.come_back()
                 wrong = wrong or self._wrong(said, part, active)
                 if not said[_ADDED : _CLEARED + 1].any():
                     reduced.append(travelling.bucket)
@@ -328,7 +334,12 @@ class Overlap:
 
     def _take(self, buckets: Buckets) -> None:
         self._buckets = [
-            _Travelling(number, bucket, [self._watched[id(slot.parameter)] for slot in bucket.slots])
+            _Travelling(
+                number,
+                bucket,
+                [self._watched[id(slot.parameter)] for slot in bucket.slots],
+                self._framework.handover(bucket.flat),
+            )
             for number, bucket in enumerate(buckets)
             if (bucket.reducer is None or bucket.reducer.wire)
             and all(id(slot.parameter) in self._watched for slot in bucket.slots)
@@ -368,7 +379,9 @@ class Overlap:
 
     def _submit(self, travelling: _Travelling) -> None:
         bucket = travelling.bucket
-        if self._joins != self._engine.joins or not bucket.fill_for_now():
+        with nullcontext() if travelling.handover is None else travelling.handover.filling():
+            filled = self._joins == self._engine.joins and bucket.fill_for_now()
+        if not filled:
             travelling.waits = True
             return
         for record in travelling.members:
@@ -384,7 +397,7 @@ class Overlap:
             wire=None if reducer is None else reducer.wire,
             feedbacks=() if reducer is None else [reducer.feedback],
             speculative=True,
-            within=self._framework.around([bucket.flat]),
+            within=None if travelling.handover is None else travelling.handover.working,
         )
         part.title = f"a bucket of {self._described}"
         try:
@@ -399,6 +412,8 @@ class Overlap:
         if travelling.part is None:
             return False
         if self._engine.settle(travelling.part):
+            if travelling.handover is not None:
+                travelling.handover.come_back()
             return True
         travelling.part, travelling.waits = None, True
         return False

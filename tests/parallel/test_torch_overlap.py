@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 
+import ringreduce as rr
+
 torch = pytest.importorskip("torch")
+import torch.utils.checkpoint  # noqa: E402
+
 import ringreduce.torch as hvd  # noqa: E402
 from ringreduce.torch.compression import Compression  # noqa: E402
 
@@ -66,15 +70,6 @@ def with_gradients_that_add_up(model: Any, optimizer: Any, backward: Callable[..
         optimizer.step()
 
 
-def with_gradients_changed_behind_the_back(model: Any, optimizer: Any, backward: Callable[..., None]) -> None:
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        backward()
-        if step >= 2 and hvd.rank() == 0:
-            model.last.weight.grad.data.neg_()
-        optimizer.step()
-
-
 def with_different_graphs(model: Any, optimizer: Any, backward: Callable[..., None]) -> None:
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -98,16 +93,6 @@ def with_other_operations_in_between(model: Any, optimizer: Any, backward: Calla
         backward(whole=hvd.rank() > 0)
         mean = hvd.allreduce(torch.tensor([float(hvd.rank())]), name="loss")
         assert mean.item() == (hvd.size() - 1) / 2
-        optimizer.step()
-
-
-def with_gradients_that_change_places(model: Any, optimizer: Any, backward: Callable[..., None]) -> None:
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        backward()
-        if step >= 2:
-            grad = model.maybe.weight.grad
-            grad.copy_(grad.flip(0) if hvd.rank() == 0 else grad.roll(1, dims=0))
         optimizer.step()
 
 
@@ -165,93 +150,286 @@ def with_a_pass_and_no_step_before_the_end(model: Any, optimizer: Any, backward:
         hvd.join()
 
 
+def with_an_extra_pass_at_times(model: Any, optimizer: Any, backward: Callable[..., None]) -> None:
+    for step in range(2 * STEPS):
+        optimizer.zero_grad()
+        backward()
+        if step % 4 == 3 and hvd.rank() == step % hvd.size():
+            backward()
+        optimizer.step()
+
+
+def without_a_pass_on_some_ranks(model: Any, optimizer: Any, backward: Callable[..., None]) -> None:
+    for step in range(2 * STEPS):
+        optimizer.zero_grad()
+        if step < 3 or (step + hvd.rank()) % 3:
+            backward()
+        optimizer.step()
+
+
+def with_a_diagnostic_pass_that_says_so(model: Any, optimizer: Any, backward: Callable[..., None]) -> None:
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        if step == 4 and hvd.rank() == 0:
+            with optimizer.no_sync():
+                backward()
+            optimizer.zero_grad()
+        backward()
+        optimizer.step()
+
+
+def with_accumulation_within_no_sync(model: Any, optimizer: Any, backward: Callable[..., None]) -> None:
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        with optimizer.no_sync():
+            backward()
+            backward()
+        backward()
+        optimizer.step()
+
+
+def with_gradients_cleared_in_place(model: Any, optimizer: Any, backward: Callable[..., None]) -> None:
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=False)
+        backward()
+        if step == 4:
+            optimizer.zero_grad(set_to_none=False)
+            backward()
+        optimizer.step()
+
+
+def with_closures(model: Any, optimizer: Any, backward: Callable[..., None]) -> None:
+    def closure() -> float:
+        optimizer.zero_grad()
+        backward()
+        return 1.0
+
+    for _ in range(STEPS):
+        optimizer.step(closure)
+
+
+def with_changes_by_later_hooks(model: Any, optimizer: Any, backward: Callable[..., None]) -> None:
+    plainly(model, optimizer, backward)  # whose hooks are there now
+
+    def double(parameter: Any) -> None:
+        parameter.grad.mul_(2.0)
+
+    hooks = [parameter.register_post_accumulate_grad_hook(double) for parameter in model.parameters()]
+    plainly(model, optimizer, backward)
+    for hook in hooks:
+        hook.remove()
+
+
+SAME_BITS = [
+    plainly,
+    with_gradients_that_add_up,
+    with_different_graphs,
+    without_a_pass_on_some_ranks,
+    with_a_pass_that_is_thrown_away,
+    with_a_diagnostic_pass_that_says_so,
+    with_accumulation_within_no_sync,
+    with_gradients_cleared_in_place,
+    with_closures,
+    with_changes_by_later_hooks,
+    with_other_operations_in_between,
+    with_other_types_later,
+    with_clipping,
+    with_kept_gradients,
+    with_uneven_data,
+    with_a_pass_and_no_step_before_the_end,
+]
+
+
 @pytest.mark.parametrize(
-    "steps",
-    [
-        plainly,
-        with_gradients_that_add_up,
-        with_gradients_changed_behind_the_back,
-        with_different_graphs,
-        with_a_pass_that_is_thrown_away,
-        with_other_operations_in_between,
-        with_gradients_that_change_places,
-        with_other_types_later,
-        with_clipping,
-        with_kept_gradients,
-        with_uneven_data,
-        with_a_pass_and_no_step_before_the_end,
-    ],
-    ids=lambda steps: steps.__name__,
+    "options", [{}, {"op": hvd.Sum}, {"compression": Compression.int8}], ids=["average", "sum", "int8"]
 )
-def test_overlap_makes_no_difference(steps: Callable[..., None]) -> None:
+@pytest.mark.parametrize("steps", SAME_BITS, ids=lambda steps: steps.__name__)
+def test_overlap_makes_no_difference(steps: Callable[..., None], options: dict[str, Any]) -> None:
     """Weights are those of an optimizer that reduces everything in the step, bit by bit, and equal on all ranks."""
-    early, late = train(True, steps), train(False, steps)
+    early, late = train(True, steps, **options), train(False, steps, **options)
     for mine, expected in zip(early, late, strict=True):
         assert torch.equal(mine, expected)
-        gathered = hvd.allgather(mine.reshape(1, -1))
-        assert torch.equal(gathered, gathered[:1].expand_as(gathered))
+        assert_equal_on_ranks(mine)
 
 
-@pytest.mark.usefixtures("nodes_of_one")  # within a node nothing is rounded, and so nothing kept
-@pytest.mark.parametrize("compression", [Compression.int8, Compression.int4, Compression.powersgd(rank=2)])
-@pytest.mark.parametrize("steps", [plainly, with_gradients_changed_behind_the_back])
-def test_what_compression_keeps_survives_a_wrong_guess(compression: Any, steps: Callable[..., None]) -> None:
-    """Error feedback goes on from what it was before a reduction that was not used."""
-    early, late = (train(overlap, steps, compression=compression) for overlap in (True, False))
+def assert_equal_on_ranks(tensor: Any) -> None:
+    gathered = hvd.allgather(tensor.reshape(1, -1))
+    assert torch.equal(gathered, gathered[:1].expand_as(gathered))
+
+
+def test_what_is_added_to_averages_is_averaged() -> None:
+    """A pass on one rank that comes when buckets were reduced already is the same as if it had come before."""
+    early, late = (train(overlap, with_an_extra_pass_at_times) for overlap in (True, False))
     for mine, expected in zip(early, late, strict=True):
-        assert torch.equal(mine, expected)
+        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
+        assert_equal_on_ranks(mine)
 
 
 @pytest.mark.sizes(2, 3, 4)
-def test_buckets_are_reduced_during_the_backward_pass() -> None:
-    """From the third step on every bucket is on its way before the step begins, and what it brings is used."""
-    reduced: list[list[bool]] = []
+def test_a_sum_that_was_added_to_is_refused() -> None:
+    """On all ranks, with the remedy; the next steps work, and overlap no more."""
 
-    def look(model: Any, optimizer: Any, backward: Callable[..., None]) -> None:
+    def steps(model: Any, optimizer: Any, backward: Callable[..., None]) -> None:
+        plainly(model, optimizer, backward)
+        optimizer.zero_grad()
+        backward()
+        hvd.barrier()  # all buckets are on their way everywhere, and come to an end
+        hvd.barrier()
+        backward()
+        with pytest.raises(rr.ConfigError, match="backward_passes_per_step"):
+            optimizer.step()
+        assert not optimizer._gradients.overlaps
+        plainly(model, optimizer, backward)
+
+    for weight in train(True, steps, op=hvd.Sum):
+        assert_equal_on_ranks(weight)
+
+
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("passes", [1, 3])
+def test_buckets_are_reduced_during_the_last_backward_pass(passes: int) -> None:
+    """From the third step on every bucket is on its way when the declared passes are over, and none before."""
+
+    def steps(model: Any, optimizer: Any, backward: Callable[..., None]) -> None:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            for number in range(passes):
+                assert under_way(optimizer) == 0
+                backward()
+            assert under_way(optimizer) == (0 if step < 2 else len(optimizer._gradients._buckets) > 1) * len(
+                optimizer._gradients._buckets
+            )
+            optimizer.step()
+
+    early = train(True, steps, backward_passes_per_step=passes)
+    late = train(False, steps_of(passes), backward_passes_per_step=passes)
+    assert all(torch.equal(mine, expected) for mine, expected in zip(early, late, strict=True))
+
+
+def under_way(optimizer: Any) -> int:
+    """How many buckets were submitted since the last step."""
+    return sum(each.part is not None for each in optimizer._gradients._overlap._buckets)
+
+
+def steps_of(passes: int) -> Callable[..., None]:
+    def steps(model: Any, optimizer: Any, backward: Callable[..., None]) -> None:
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            for _ in range(passes):
+                backward()
+            optimizer.step()
+
+    return steps
+
+
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_program_that_changes_its_gradients_is_told(overlap: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing overlaps; rank 0 says once what each rank has changed, and the two remedies."""
+    caplog.set_level("WARNING", logger="ringreduce")
+
+    def steps(model: Any, optimizer: Any, backward: Callable[..., None]) -> None:
         for _ in range(STEPS):
             optimizer.zero_grad()
             backward()
-            reduced.append([early.started for early in optimizer._buckets._early.values()])
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
             optimizer.step()
-
-    train(True, look)
-    assert reduced[0] == []
-    assert len(reduced[1]) > 1
-    assert not any(reduced[1])
-    assert all(all(step) for step in reduced[2:])
-
-
-@pytest.mark.sizes(2, 3, 4)
-def test_a_program_that_often_changes_gradients_is_left_alone() -> None:
-    """After some wrong guesses everything is reduced in the step, as without overlap."""
-
-    def steps(model: Any, optimizer: Any, backward: Callable[..., None]) -> None:
-        for _ in range(8):
-            optimizer.zero_grad()
-            backward()
-            model.first.bias.grad.add_(1.0)
-            optimizer.step()
-        assert optimizer._buckets._early is None
+            assert not optimizer._gradients.overlaps
         assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
 
-    train(True, steps)
+    train(overlap, steps)
+    told = [each.getMessage() for each in caplog.records if "were changed between" in each.getMessage()]
+    assert len(told) == (hvd.rank() == 0)
+    assert all("synchronize()" in each and 'reduce_in="backward"' in each for each in told)
+
+
+def clip_later(model: Any, optimizer: Any) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def replace_on_one_rank(model: Any, optimizer: Any) -> None:
+    if hvd.rank() == hvd.size() - 1:
+        model.last.weight.grad = torch.ones_like(model.last.weight)
+
+
+def clear_on_one_rank(model: Any, optimizer: Any) -> None:
+    if hvd.rank() == 0:
+        model.zero_grad()
 
 
 @pytest.mark.sizes(2, 3, 4)
-def test_few_wrong_guesses_in_a_row_are_forgiven() -> None:
-    """A pass that is thrown away now and then does not end overlap."""
+@pytest.mark.parametrize("change", [clip_later, replace_on_one_rank, clear_on_one_rank])
+def test_gradients_that_change_under_way_are_refused(change: Callable[..., None]) -> None:
+    """All ranks raise the same error with the remedies, no weight has changed, and training goes on without overlap."""
 
     def steps(model: Any, optimizer: Any, backward: Callable[..., None]) -> None:
-        for step in range(24):
-            optimizer.zero_grad()
-            if step % 6 == 5:
-                backward()
-                optimizer.zero_grad()
-            backward()
+        plainly(model, optimizer, backward)
+        optimizer.zero_grad()
+        backward()
+        hvd.barrier()
+        change(model, optimizer)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        with pytest.raises(rr.ConfigError, match=r"no_sync\(\)"):
             optimizer.step()
-        assert optimizer._buckets._early
+        assert all(torch.equal(*each) for each in zip(model.parameters(), before, strict=True))
+        plainly(model, optimizer, backward)
+
+    for weight in train(True, steps):
+        assert_equal_on_ranks(weight)
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_a_rank_that_joins_in_the_middle_of_a_step_is_noticed() -> None:
+    """Its gradients are in some buckets and not in others; those that step raise."""
+
+    def steps(model: Any, optimizer: Any, backward: Callable[..., None]) -> None:
+        plainly(model, optimizer, backward)
+        backward()
+        hvd.barrier()
+        if hvd.rank():
+            with pytest.raises(rr.ConfigError, match="joined without a step"):
+                optimizer.step()
+        hvd.join()
 
     train(True, steps)
+
+
+class Tied(torch.nn.Module):
+    """One layer used three times, each time within a checkpoint, and a layer that is used once."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.tied, self.last = torch.nn.Linear(5, 5), torch.nn.Linear(5, 2)
+        self.reentrant = reentrant
+
+    def forward(self, x: Any) -> Any:
+        x = x.requires_grad_()
+        for _ in range(3):
+            x = torch.utils.checkpoint.checkpoint(lambda x: torch.tanh(self.tied(x)), x, use_reentrant=self.reentrant)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("reduce_in", ["step", "backward"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_and_tied_layers(reentrant: bool, reduce_in: str) -> None:
+    """A gradient that is added to three times in a pass is reduced when it is whole."""
+    trained = []
+    for wrap in (True, False):
+        torch.manual_seed(2)
+        model = Tied(reentrant)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.2)
+        if wrap:
+            optimizer = hvd.DistributedOptimizer(optimizer, overlap=True, bucket_nbytes=64, reduce_in=reduce_in)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            everyone = torch.randn(hvd.size(), 3, 5, generator=torch.Generator().manual_seed(step))
+            x = everyone[hvd.rank()] if wrap else everyone.flatten(0, 1)
+            model(x).square().mean().backward()
+            optimizer.step()
+        trained.append([parameter.detach() for parameter in model.parameters()])
+    for mine, expected in zip(*trained, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-6)
+        assert_equal_on_ranks(mine)
 
 
 @pytest.mark.parametrize("compression", [Compression.powersgd(rank=2), Compression.topk(fraction=0.2)])
