@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.engine import Engine, Gather, InPlace, Operation
-from ringreduce.errors import UnsupportedBufferError
+from ringreduce.errors import ConfigError, UnsupportedBufferError
 from ringreduce.reduce_ops import AVERAGE, MAX, ReduceOp
 from ringreduce.training.buckets import Bucket, Buckets
 from ringreduce.training.framework import DENSE, NO_GRADIENT, SPARSE, UNSUPPORTED, Framework
@@ -38,14 +38,14 @@ class Ranks:
     Args:
         engine: carries them out.
         name: the optimizer's.
-        described: what errors call it.
+        title: what errors call what it does.
 
     Attributes:
         seconds: spent in them so far, waiting for others included.
     """
 
-    def __init__(self, engine: Engine, name: str, described: str) -> None:
-        self._engine, self._name, self._described = engine, name, described
+    def __init__(self, engine: Engine, name: str, title: str) -> None:
+        self._engine, self._name, self._title = engine, name, title
         self.rank, self.size = engine.communicator.rank, engine.communicator.size
         self.empty = engine.communicator.empty
         self.seconds = 0.0
@@ -62,7 +62,7 @@ class Ranks:
 
     def run(self, operation: Operation) -> Any:
         """Carry out an operation and return its result."""
-        operation.title = f"the step of {self._described}"
+        operation.title = self._title
         started = perf_counter()
         try:
             return self._engine.run(operation)
@@ -128,7 +128,7 @@ class Gradients:
         self._name = engine.new_name("DistributedOptimizer")
         self.number = next(_numbers)
         self.passes = passes
-        self.ranks = Ranks(engine, self._name, described)
+        self.ranks = Ranks(engine, self._name, f"the {'backward pass' if in_backward else 'step'} of {described}")
         self._buckets = Buckets(framework, engine.communicator, bucket_nbytes, groups or {}, new_reducer)
         overlap = overlap and engine.threaded and predivide_factor == 1.0 and compressor is None
         self._overlap = Overlap(framework, engine, self._name, described, op, wanted=overlap)
@@ -177,6 +177,11 @@ class Gradients:
         """
         parameters = self._parameters()
         agreed = self._agree(parameters)
+        if self._in_backward and agreed.said[2]:
+            raise ConfigError(
+                f"a backward pass has added to sums over the ranks, of {self._described}: clear them first, make all "
+                "passes of a step but the last within no_sync(), or declare them with backward_passes_per_step"
+            )
         reduced = self._overlap.conclude(parameters, agreed.rows, agreed.active)
         dense = [parameter for parameter, state in zip(parameters, agreed.found, strict=True) if state == DENSE]
         used = frozenset(map(id, dense))

@@ -55,13 +55,26 @@ class Watched:
         added: whether it was added to after its bucket was reduced.
         cleared: whether the program has put something else in its place by itself.
         changed: whether the program has written to it by itself.
+        summed: ``gradient`` and ``version`` when the last step had summed it up over the ranks.
     """
 
-    __slots__ = ("added", "changed", "cleared", "expected", "gradient", "parameter", "times", "version", "was_empty")
+    __slots__ = (
+        "added",
+        "changed",
+        "cleared",
+        "expected",
+        "gradient",
+        "parameter",
+        "summed",
+        "times",
+        "version",
+        "was_empty",
+    )
 
     def __init__(self, parameter: Any) -> None:
         self.parameter = parameter
         self.expected = self.times = 0
+        self.summed = 0, 0
         self.begin()
 
     def begin(self) -> None:
@@ -197,6 +210,8 @@ class Overlap:
     def cleared(self) -> None:
         """Note that the program has cleared all gradients, since `stop`."""
         with self._lock:
+            for record in self._watched.values():
+                record.summed = 0, 0
             for travelling in self._buckets:
                 if travelling.part is not None:
                     for record in travelling.members:
@@ -220,7 +235,8 @@ class Overlap:
             declared: so many passes come before each step.
 
         Returns:
-            Five rows with a number for each parameter, none if nothing is to overlap; and two numbers about the step.
+            Five rows with a number for each parameter, none if nothing is to overlap; and three numbers about the step:
+            whether it is unlike the last, whether gradients have changed, and whether sums were added to.
         """
         with self._lock:
             self._settle()
@@ -232,6 +248,10 @@ class Overlap:
                 for record in records:
                     self._look(record)
             changed = not self.begun and any(record.changed or record.cleared for record in records)
+            # Autograd has written to it once, and nobody else.
+            again = any(
+                record.times and (record.gradient, record.version - record.times) == record.summed for record in records
+            )
             rows = np.zeros((5 if self.wanted else 0, len(parameters)), np.uint8)
             for index, parameter in enumerate(parameters) if self.wanted else ():
                 if (travelling := self._travelling.get(id(parameter))) is None:
@@ -248,7 +268,7 @@ class Overlap:
                     not (record.cleared or record.was_empty),
                     record.changed and not record.cleared,
                 )
-            return rows, bytes((not alike, changed))
+            return rows, bytes((not alike, changed, again))
 
     def conclude(self, parameters: Sequence[Any], rows: npt.NDArray[np.uint8], active: int) -> list[Bucket]:
         """Return the buckets that are reduced, and withdraw the others.
@@ -291,13 +311,16 @@ class Overlap:
         """Begin anew after a step; return whether a program turns out to change its gradients by itself.
 
         Args:
-            said: the two numbers about the step, the largest that any rank has reported.
+            said: the numbers about the step, the largest that any rank has reported.
             buckets: as they are now.
             again: whether the next steps have to show again that they are alike. The same on all ranks.
         """
         with self._lock:
-            differs, changed = said
+            differs, changed, _ = said
             for record in self._watched.values():
+                if record.times and self._op is SUM:
+                    self._note(record)
+                    record.summed = record.gradient, record.version
                 record.begin()
             self._passes.clear()
             if not self.watching:

@@ -1,0 +1,365 @@
+"""Gradients that are averages when ``backward()`` returns: what programs do to them then gives the numbers of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+
+import ringreduce as rr
+
+torch = pytest.importorskip("torch")
+import torch.utils.checkpoint  # noqa: E402
+
+import ringreduce.torch as hvd  # noqa: E402
+
+STEPS = 8
+ROWS = 4  # for each rank
+
+
+def make_model() -> Any:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(16, 33), torch.nn.Tanh(), torch.nn.Linear(33, 5))
+
+
+def batches() -> Iterator[tuple[Any, Any]]:
+    """The whole batch of each step, the same on all ranks."""
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        yield (
+            torch.randn(ROWS * hvd.size(), 16, generator=generator),
+            torch.randn(ROWS * hvd.size(), 5, generator=generator),
+        )
+
+
+def mine(tensor: Any) -> Any:
+    return tensor[hvd.rank() * ROWS : (hvd.rank() + 1) * ROWS]
+
+
+def loss_of(model: Any, x: Any, y: Any) -> Any:
+    return torch.nn.functional.mse_loss(model(x), y)
+
+
+Loop = Callable[[Any, Any, Any], None]  # takes the model, the optimizer, and what cuts a batch to this process's part
+
+
+def clipping(model: Any, optimizer: Any, part: Any) -> None:
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss_of(model, part(x), part(y)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+
+
+def clipping_of_checkpoints(model: Any, optimizer: Any, part: Any) -> None:
+    for x, y in batches():
+        optimizer.zero_grad()
+        inner = torch.utils.checkpoint.checkpoint(model, part(x).requires_grad_(), use_reentrant=True)
+        torch.nn.functional.mse_loss(inner, part(y)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+
+
+def scaling(model: Any, optimizer: Any, part: Any) -> None:
+    """The order of Accelerate: scale, backward, unscale, clip, step, update."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for x, y in batches():
+        scaler.scale(loss_of(model, part(x), part(y))).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def scaling_without_a_look(model: Any, optimizer: Any, part: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for x, y in batches():
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, part(x), part(y))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def within_a_closure(model: Any, optimizer: Any, part: Any) -> None:
+    """The order of Lightning: the optimizer is stepped with a closure that clears, computes and clips."""
+    for x, y in batches():
+
+        def closure(x: Any = x, y: Any = y) -> Any:
+            optimizer.zero_grad()
+            loss = loss_of(model, part(x), part(y))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            return loss
+
+        optimizer.step(closure)
+
+
+def accumulation(model: Any, optimizer: Any, part: Any) -> None:
+    """Two halves, of which the first is within no_sync() where there is one."""
+    no_sync = getattr(optimizer, "no_sync", nullcontext)
+    for x, y in batches():
+        optimizer.zero_grad()
+        x, y = part(x), part(y)
+        with no_sync():
+            (loss_of(model, x[::2], y[::2]) / 2).backward()
+        (loss_of(model, x[1::2], y[1::2]) / 2).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+
+
+def two_passes(model: Any, optimizer: Any, part: Any) -> None:
+    """A second pass that adds to averages."""
+    for x, y in batches():
+        optimizer.zero_grad()
+        x, y = part(x), part(y)
+        (loss_of(model, x[::2], y[::2]) / 2).backward()
+        (loss_of(model, x[1::2], y[1::2]) / 2).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+
+
+def penalty(model: Any, optimizer: Any, part: Any) -> None:
+    """The gradient of a gradient (the squares of each row's own, so that parts add up to the whole)."""
+    for x, y in batches():
+        optimizer.zero_grad()
+        x = part(x).requires_grad_()
+        loss = torch.nn.functional.mse_loss(model(x), part(y), reduction="sum")
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        (slope.square().sum() / len(x) + loss / len(x)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+
+
+def replaced(model: Any, optimizer: Any, part: Any) -> None:
+    """Gradients that the program exchanges for others after the pass are its own affair."""
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss_of(model, part(x), part(y)).backward()
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad.sign()
+        optimizer.step()
+
+
+def train(loop: Loop, *, wrap: bool, **options: Any) -> list[Any]:
+    model = make_model()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.3)
+    if wrap:
+        optimizer = hvd.DistributedOptimizer(
+            optimizer, model.named_parameters(), bucket_nbytes=1024, reduce_in="backward", **options
+        )
+    loop(model, optimizer, mine if wrap else (lambda tensor: tensor))
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def assert_equal_on_ranks(weights: list[Any]) -> None:
+    flat = torch.cat([weight.flatten() for weight in weights])
+    everyone = hvd.allgather(flat[None])
+    assert all(torch.equal(each, everyone[0]) for each in everyone)
+
+
+LOOPS = [
+    clipping,
+    clipping_of_checkpoints,
+    scaling,
+    scaling_without_a_look,
+    within_a_closure,
+    accumulation,
+    two_passes,
+    penalty,
+]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_weights_are_those_of_one_process_on_the_whole_batch(loop: Loop, overlap: bool) -> None:
+    """Whatever the program does between the pass and the step; the same bits on all ranks."""
+    weights = train(loop, wrap=True, overlap=overlap)
+    assert_equal_on_ranks(weights)
+    for weight, expected in zip(weights, train(loop, wrap=False), strict=True):
+        torch.testing.assert_close(weight, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_gradients_may_be_exchanged_after_the_pass() -> None:
+    """No step reduces them again; signs of averages are signs on all ranks."""
+    assert_equal_on_ranks(train(replaced, wrap=True))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_declared_passes_are_reduced_after_the_last(overlap: bool) -> None:
+    """Before it the gradients are those of this rank; a last step of fewer passes is reduced by the step."""
+    model = make_model()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = hvd.DistributedOptimizer(sgd, reduce_in="backward", backward_passes_per_step=2, overlap=overlap)
+    weight = model[0].weight
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss_of(model, mine(x), mine(y)).backward()
+        own = weight.grad.clone()
+        assert torch.equal(own, torch.autograd.grad(loss_of(model, mine(x), mine(y)), weight)[0])
+        loss_of(model, mine(x), mine(y)).backward()
+        torch.testing.assert_close(weight.grad, 2 * hvd.allreduce(own))
+        optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model, mine(x), mine(y)).backward()
+    optimizer.step()
+    torch.testing.assert_close(weight.grad, hvd.allreduce(own))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_several_optimizers_and_losses(overlap: bool) -> None:
+    """A generator and its critic: each pass adds to both, each optimizer steps with its own."""
+
+    def trained(wrap: bool) -> list[Any]:
+        torch.manual_seed(5)
+        made, critic = torch.nn.Linear(16, 16), torch.nn.Linear(16, 1)
+        optimizers: list[Any] = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (made, critic)]
+        if wrap:
+            optimizers = [hvd.DistributedOptimizer(each, reduce_in="backward", overlap=overlap) for each in optimizers]
+        for x, _ in batches():
+            x = mine(x) if wrap else x
+            for optimizer, sign in zip(optimizers, (-1.0, 1.0), strict=True):
+                for each in optimizers:
+                    each.zero_grad()
+                (sign * critic(made(x)) - sign * critic(x)).mean().backward()
+                optimizer.step()
+        return [parameter.detach() for parameter in (*made.parameters(), *critic.parameters())]
+
+    weights = trained(True)
+    assert_equal_on_ranks(weights)
+    for weight, expected in zip(weights, trained(False), strict=True):
+        torch.testing.assert_close(weight, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_sparse_and_unused_parameters() -> None:
+    """An embedding's rows are gathered when the pass ends; what no rank used stays None, and so in torch."""
+    torch.manual_seed(3)
+    embedding, unused = torch.nn.Embedding(11, 3, sparse=True), torch.nn.Linear(2, 2)
+    parameters = [*embedding.parameters(), *unused.parameters()]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.5), reduce_in="backward", skip_unused=True)
+    for step in range(4):
+        optimizer.zero_grad()
+        rows = torch.tensor([hvd.rank(), (hvd.rank() + step) % 11])
+        embedding(rows).sum().backward()
+        expected = torch.zeros(11, 3)
+        for rank in range(hvd.size()):
+            for row in (rank, (rank + step) % 11):
+                expected[row] += 1.0 / hvd.size()
+        torch.testing.assert_close(embedding.weight.grad.to_dense(), expected)
+        assert unused.weight.grad is None
+        optimizer.step()
+
+
+def test_batch_normalisation_over_ranks_within() -> None:
+    """Its backward pass is a collective in the middle of the pass whose end is one."""
+
+    def trained(wrap: bool) -> list[Any]:
+        torch.manual_seed(5)
+        norm: Any = hvd.SyncBatchNorm(8) if wrap else torch.nn.BatchNorm1d(8)
+        model = torch.nn.Sequential(torch.nn.Linear(16, 8), norm, torch.nn.Linear(8, 5))
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        if wrap:
+            optimizer = hvd.DistributedOptimizer(optimizer, reduce_in="backward", overlap=True, bucket_nbytes=256)
+        clipping(model, optimizer, mine if wrap else (lambda tensor: tensor))
+        return [parameter.detach() for parameter in model.parameters()]
+
+    weights = trained(True)
+    assert_equal_on_ranks(weights)
+    for weight, expected in zip(weights, trained(False), strict=True):
+        torch.testing.assert_close(weight, expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_sums_that_a_second_pass_adds_to_are_refused() -> None:
+    """On all ranks, from ``backward()``, with the remedy; with it, they are right."""
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), op=hvd.Sum, reduce_in="backward")
+    x = torch.ones(2, 16)
+    model(x).sum().backward()
+    with pytest.raises(rr.ConfigError, match=r"no_sync\(\)"):
+        model(x).sum().backward()
+    optimizer.zero_grad()
+    with optimizer.no_sync():
+        model(x).sum().backward()
+    own = model[0].weight.grad.clone()
+    model(x).sum().backward()
+    torch.testing.assert_close(model[0].weight.grad, 2 * hvd.size() * own)
+
+
+def test_adasum_keeps_local_gradients() -> None:
+    """What it combines is what the steps change."""
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), op=hvd.Adasum, reduce_in="backward"
+    )
+    (model(torch.ones(2, 16)).sum() * (1 + hvd.rank())).backward()
+    gathered = hvd.allgather(model[2].bias.grad[None])
+    assert gathered[:, 0].tolist() == [2.0 * (1 + rank) for rank in range(hvd.size())]
+    optimizer.step()
+    assert_equal_on_ranks([parameter.detach() for parameter in model.parameters()])
+
+
+def test_another_value_of_reduce_in_is_refused() -> None:
+    """With the two that there are."""
+    with pytest.raises(rr.ConfigError, match='"step" or "backward"'):
+        hvd.DistributedOptimizer(torch.optim.SGD(make_model().parameters(), lr=0.1), reduce_in="forward")
+
+
+# ---- ranks that do not run the same passes ----
+
+
+@pytest.fixture
+def short_limits(no_world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A world that gives up soon."""
+    monkeypatch.setenv("RINGREDUCE_TIMEOUT", "1.5")
+    rr.init()
+
+
+def backward(model: Any) -> None:
+    model(torch.ones(2, 16)).sum().backward()
+
+
+@pytest.mark.sizes(2, 3)
+def test_a_pass_on_one_rank_alone(short_limits: None) -> None:
+    """An error from ``backward()`` names the optimizer and the ranks; the world is closed, not hung."""
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), reduce_in="backward")
+    if hvd.rank() == 0:
+        with pytest.raises(rr.CollectiveTimeoutError, match="backward pass of SGD over 4 parameters") as caught:
+            backward(model)
+        assert "rank 1" in str(caught.value) or "ranks 1-2" in str(caught.value)
+        with pytest.raises(rr.TransportError):
+            optimizer.synchronize()
+            backward(model)
+
+
+@pytest.mark.sizes(2)
+def test_optimizers_in_different_order(short_limits: None) -> None:
+    """Each rank waits for the other in the pass of another optimizer; both are named."""
+    first, second = make_model(), make_model()
+    optimizers = [
+        hvd.DistributedOptimizer(kind(model.parameters(), lr=0.1), reduce_in="backward")
+        for kind, model in ((torch.optim.SGD, first), (torch.optim.Adam, second))
+    ]
+    with pytest.raises(rr.CollectiveError) as caught:
+        backward(first if hvd.rank() == 0 else second)
+    assert "SGD" in str(caught.value)
+    assert "Adam" in str(caught.value)
+    assert optimizers
+
+
+@pytest.mark.sizes(2)
+def test_a_rank_that_waits_in_another_collective(short_limits: None) -> None:
+    """The error says in which."""
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), reduce_in="backward")
+    with pytest.raises(rr.CollectiveError) as caught:
+        if hvd.rank() == 0:
+            backward(model)
+        else:
+            hvd.allreduce(torch.ones(3), name="loss of the epoch")
+    assert "backward pass of SGD" in str(caught.value)
+    assert "loss of the epoch" in str(caught.value)
+    assert optimizer
