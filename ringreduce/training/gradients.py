@@ -178,6 +178,7 @@ class Gradients:
         parameters = self._parameters()
         agreed = self._agree(parameters)
         if self._in_backward and agreed.said[2]:
+            self._overlap.next_step(agreed.said, self._buckets, again=True)
             raise ConfigError(
                 f"a backward pass has added to sums over the ranks, of {self._described}: clear them first, make all "
                 "passes of a step but the last within no_sync(), or declare them with backward_passes_per_step"

@@ -317,12 +317,7 @@ class Overlap:
         """
         with self._lock:
             differs, changed, _ = said
-            for record in self._watched.values():
-                if record.times and self._op is SUM:
-                    self._note(record)
-                    record.summed = record.gradient, record.version
-                record.begin()
-            self._passes.clear()
+            self._forget_step()
             if not self.watching:
                 return False
             joined, self._joins = self._joins != self._engine.joins, self._engine.joins
@@ -345,6 +340,7 @@ class Overlap:
 
     def end(self) -> None:
         """Reduce nothing during backward passes any more; the same on all ranks."""
+        self._forget_step()
         self.begun = self.watching = False
         self._buckets.clear()
         self._travelling.clear()
@@ -354,6 +350,14 @@ class Overlap:
         self._engine.withdraw([each.part for each in self._buckets if each.part is not None and not each.part.done])
 
     # ---- inside; the lock is held ----
+
+    def _forget_step(self) -> None:
+        for record in self._watched.values():
+            if record.times and self._op is SUM:
+                self._note(record)
+                record.summed = record.gradient, record.version
+            record.begin()
+        self._passes.clear()
 
     def _take(self, buckets: Buckets) -> None:
         self._buckets = [
