@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from ringreduce.buffers import DType, divide, divide_toward_zero, narrow, typed, widen
 from ringreduce.communicator import Communicator
-from ringreduce.engine.operations import PROCEDURE, Call, Operation, Reduction, parted
-from ringreduce.engine.orders import OFFER, Run
+from ringreduce.engine.operations import Call, Operation, Reduction, Registered
+from ringreduce.engine.orders import Kind, Named, Run
 from ringreduce.errors import TransportError
 from ringreduce.reduce_ops import AVERAGE, MIN, PRODUCT, SUM, ReduceOp
 
@@ -25,7 +25,7 @@ _BFLOAT16_ONE, _BFLOAT16_INFINITY, _BFLOAT16_SIGN = 0x3F80, 0x7F80, 0x8000
 
 
 class RefusedError(Exception):
-    """This rank has met the others only to tell them that it cannot do what is to be done.
+    """This rank has told the others in a collective that it cannot run an operation.
 
     Attributes:
         reason: why.
@@ -37,29 +37,29 @@ class RefusedError(Exception):
 
 
 class Executor:
-    """Packs what travels together into communication buffers, reduces it and unpacks it.
+    """Runs operations. Reductions that travel together are packed into one buffer, reduced and unpacked.
 
     Args:
         communicator: used by nobody else.
 
     Attributes:
-        procedures: what runs under the names of `Procedure` operations.
+        procedures: the functions that are registered, by number.
     """
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._size = communicator.size
-        self.procedures: dict[str, Callable[[Communicator, int, bool, str], Any]] = {}
-        self._last = ""  # the procedure that ran last
-        self._retired = ""  # the same, if it was to be forgotten
+        self.procedures: dict[int, Callable[[Communicator, int, bool, tuple[int, ...]], Any]] = {}
+        self._last = 0  # the procedure that ran last
+        self._retired = 0  # the same, if it was to be forgotten
         self._buffers: OrderedDict[tuple[str, int], tuple[Any, npt.NDArray[Any]]] = OrderedDict()
 
-    def forget(self, name: str) -> None:
+    def forget(self, registered: Registered) -> None:
         """Forget a procedure; the last that ran not before another runs, as other ranks may go on with it."""
-        if name == self._last:
-            self._retired = name
+        if registered.number == self._last:
+            self._retired = self._last
         else:
-            self.procedures.pop(name, None)
+            self.procedures.pop(registered.number, None)
 
     def run(self, order: Run, operations: Sequence[Operation | None]) -> None:
         """Carry out one order.
@@ -72,14 +72,8 @@ class Executor:
             RefusedError: this rank could not begin; the others know why.
         """
         first = operations[0]
-        if order.operations[0].looks.op in (PROCEDURE, OFFER):
-            name, part = parted(order.operations[0].name)
-            if name != self._last:
-                self._last = name
-                self.procedures.pop(self._retired, None)
-            if name not in self.procedures:
-                raise TransportError(f"other ranks run {order.operations[0].name!r}, which was forgotten on this one")
-            result = self.procedures[name](self._communicator, order.active, first is not None, part)
+        if order.operations[0].signature.kind is Kind.PROCEDURE:
+            result = self._run_procedure(order.operations[0], order.active, contributing=first is not None)
             if first is not None:
                 first.result = result
             return
@@ -107,8 +101,17 @@ class Executor:
         for each in reductions:
             _conclude(each)
 
+    def _run_procedure(self, named: Named, active: int, *, contributing: bool) -> Any:
+        number = named.signature.procedure
+        if number != self._last:
+            self._last = number
+            self.procedures.pop(self._retired, None)
+        if number not in self.procedures:
+            raise TransportError(f"other ranks run {named.name!r}, which was forgotten on this one")
+        return self.procedures[number](self._communicator, active, contributing, named.signature.part)
+
     def _reduce_packed(self, order: Run, reductions: Sequence[Reduction]) -> None:
-        op = ReduceOp.parse(order.operations[0].looks.op)
+        op = ReduceOp(order.operations[0].signature.op)
         arrays: dict[str, list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]] = {}
         for reduction in reductions:
             for given, taken in zip(reduction.given, reduction.taken, strict=True):
@@ -176,7 +179,7 @@ class Executor:
 
 
 def _conclude(reduction: Reduction) -> None:
-    """Settle the result; where that fails, the ranks are still in step."""
+    """Set the result; if `after` fails, the error is this rank's alone, and the ranks stay in step."""
     try:
         reduction.result = reduction.after() if reduction.after is not None else reduction.targets
     except Exception as error:

@@ -2,55 +2,55 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ringreduce.buffers import Operand
 from ringreduce.calls import Stack, place_of, program_stack, refusal
 from ringreduce.communicator import Communicator
-from ringreduce.engine.orders import OFFER, REFUSED, Looks
+from ringreduce.engine.orders import Kind, OperationSignature
+from ringreduce.errors import ConfigError, ShutdownError, TransportError
+from ringreduce.instruments import Instruments
 from ringreduce.reduce_ops import ReduceOp
 
 __all__ = [
-    "PROCEDURE",
     "Call",
     "Join",
     "Operation",
     "Procedure",
     "Reduction",
     "Refusal",
+    "Registered",
     "Retirement",
+    "UnderWay",
     "is_unnamed",
-    "parted",
     "unnamed",
 ]
 
-#: What stands in place of a reduce op in the looks of a `Procedure`.
-PROCEDURE = "procedure"
-
-_PART = ", part "
 _UNNAMED = " without a name"
 
 
 class Operation:
-    """A named operation on its way, and its handle: done at some time, with a result or an error.
+    """A named operation, and its handle: once it is done it has a result or an error.
 
     Args:
         name: what matches it with the other ranks' operations.
-        looks: what must agree.
+        signature: what must agree.
         stack: where the program made it; None: it makes it now.
 
     Attributes:
-        done: whether it has come to an end; everything else is settled before this becomes true.
+        done: whether it has ended; the result or the error is set before this becomes true.
         result: what `Engine.wait` returns.
         error: what it raises instead.
     """
 
-    __slots__ = ("_title", "done", "error", "looks", "name", "result", "stack")
+    __slots__ = ("_title", "done", "error", "name", "result", "signature", "stack")
 
-    def __init__(self, name: str, looks: Looks, stack: Stack | None = None) -> None:
+    def __init__(self, name: str, signature: OperationSignature, stack: Stack | None = None) -> None:
         self.name = name
-        self.looks = looks
+        self.signature = signature
         self.stack = program_stack() if stack is None else stack
         self.done = False
         self.result: Any = None
@@ -109,7 +109,7 @@ class Reduction(Operation):
         self.taken = self.given if targets is sources else [Operand.of(target) for target in targets]
         for taken in self.taken:
             taken.require_writable()
-        super().__init__(name, Looks(text, op.value, _counted(self.given)))
+        super().__init__(name, OperationSignature(text, Kind.REDUCTION, op.value, _counted(self.given)))
         self.op = op
         self.sources = sources
         self.targets = targets
@@ -140,7 +140,7 @@ class Call(Operation):
     __slots__ = ("run",)
 
     def __init__(self, name: str, text: str, run: Callable[[Communicator], Any]) -> None:
-        super().__init__(name, Looks(text))
+        super().__init__(name, OperationSignature(text))
         self.run = run
 
 
@@ -157,54 +157,182 @@ class Refusal(Operation):
     __slots__ = ()
 
     def __init__(self, name: str, kind: str, error: BaseException, stack: Stack | None = None) -> None:
-        super().__init__(name, Looks(refusal(kind, error), REFUSED), stack)
+        super().__init__(name, OperationSignature(refusal(kind, error), Kind.REFUSAL), stack)
 
 
 class Join(Operation):
-    """The end of a rank's data, done when all ranks have come to theirs; see `Engine.join`."""
+    """The end of this rank's data; done when all ranks have joined. See `Engine.join`."""
 
     __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__("join", OperationSignature("join"))
+
+
+class Registered(NamedTuple):
+    """A function that all ranks have registered with an engine.
+
+    Attributes:
+        kind: what it does, for people.
+        number: which of the engine's procedures it is, the same on all ranks.
+    """
+
+    kind: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.number}"
 
 
 class Procedure(Operation):
-    """A function that all ranks have registered with `Engine.register`, those too that will have joined.
+    """A run of a function that all ranks have registered, on all of them, also on those that have joined by then.
 
     Args:
-        name: what `Engine.register` returned.
+        registered: what `Engine.register` returned.
         text: all that must agree, in words.
-        part: which part of what was registered; parts are matched and run one by one. They are offers: nobody waits for
-            a rank that does not submit one, and what was not taken up can be withdrawn.
+        part: which part of the function's work is to be done; runs of different parts do not wait for each other.
+        speculative: whether other ranks may leave it out. Nobody waits for it then, and it can be withdrawn.
     """
 
     __slots__ = ()
 
-    def __init__(self, name: str, text: str, part: str = "") -> None:
-        super().__init__(f"{name}{_PART}{part}" if part else name, Looks(text, OFFER if part else PROCEDURE))
+    def __init__(
+        self, registered: Registered, text: str, part: tuple[int, ...] = (), *, speculative: bool = False
+    ) -> None:
+        name = f"{registered}, part {'.'.join(map(str, part))}" if part else str(registered)
+        super().__init__(
+            name,
+            OperationSignature(text, Kind.PROCEDURE, procedure=registered.number, part=part, speculative=speculative),
+        )
 
 
-class Retirement:
-    """Word that a procedure is not needed any more, once its parts that are under way have come to an end.
+class Retirement(NamedTuple):
+    """Asks the engine to forget a procedure.
 
-    Args:
-        name: what `Engine.register` returned.
-        parts: the parts, which are withdrawn.
+    Attributes:
+        registered: what `Engine.register` returned.
+        parts: this rank's runs of it that may be under way: they are withdrawn, and end first.
     """
 
-    __slots__ = ("name", "parts")
-
-    def __init__(self, name: str, parts: Sequence[Operation]) -> None:
-        self.name = name
-        self.parts = parts
+    registered: Registered
+    parts: Sequence[Operation]
 
 
-def parted(name: str) -> tuple[str, str]:
-    """Return under which name a `Procedure` was registered, and its part."""
-    registered, _, part = name.partition(_PART)
-    return registered, part
+class UnderWay:
+    """What a rank has submitted and is not done, and who waits for it: shared by all threads of an engine.
+
+    Args:
+        instruments: who is told.
+
+    Attributes:
+        inbox: what the program did, in order, and whoever drives has not read yet; None: it waited.
+        lock: held for moments, by its own name as a condition's takes four times as long. It guards what follows.
+        changed: an operation is done, or nobody drives.
+        count: how many operations are not done.
+        waiters: how many threads wait for one.
+        join: the join that is not done.
+        closed: whether the engine was closed.
+        barred: why this process may not use the engine; empty: it may.
+        failure: what has ended everything.
+    """
+
+    def __init__(self, instruments: Instruments) -> None:
+        self.inbox: deque[Operation | Retirement | None] = deque()
+        self.count = 0
+        self.waiters = 0
+        self.join: Operation | None = None
+        self.closed = False
+        self.barred = ""
+        self.failure: BaseException | None = None
+        self._instruments = instruments
+        self._names: dict[str, Operation] = {}  # of operations that must be the only ones
+        self.renew_locks()
+
+    def renew_locks(self) -> None:
+        """Make new locks, in a forked process, where threads that are not there may hold these."""
+        self.lock = threading.Lock()
+        self.changed = threading.Condition(self.lock)
+
+    def add(self, operation: Operation, *, unique: bool = False) -> ConfigError | None:
+        """Count an operation and put it into the inbox; the lock is held.
+
+        Args:
+            operation: not done.
+            unique: whether its name must not be under way already. If it is, a refusal takes the operation's place.
+
+        Returns:
+            What the caller then raises.
+
+        Raises:
+            ConfigError, ShutdownError, TransportError: as from `Engine.submit`.
+        """
+        self._require_open()
+        error = None
+        if unique:
+            if operation.name in self._names:
+                error = ConfigError(
+                    f"an operation with the name {operation.name!r} is under way on this rank; "
+                    "synchronize it first, or choose another name"
+                )
+                kind = operation.signature.text.partition("(")[0]
+                operation = Refusal(operation.name, kind, error, operation.stack)
+            else:
+                self._names[operation.name] = operation
+        self.count += 1
+        if self._instruments.observers:
+            self._instruments.tell("operation_submitted", operation.name)
+        self.inbox.append(operation)
+        return error
+
+    def add_join(self) -> Operation:
+        """Count a join and put it into the inbox; the lock is held. Raises as `add`."""
+        self._require_open()
+        self.join = Join()
+        self.count += 1
+        self.inbox.append(self.join)
+        return self.join
+
+    def add_wait(self) -> None:
+        """Record every wait, even for finished operations: the plan must not depend on timing."""
+        try:
+            if self.inbox[-1] is None:  # nothing was submitted since; a loop of polls must not fill the inbox
+                return
+        except IndexError:  # somebody has read everything
+            pass
+        self.inbox.append(None)
+
+    def end(self, operations: Sequence[Operation]) -> None:
+        """Make operations done, and wake the threads that wait."""
+        with self.lock:
+            for operation in operations:
+                operation.done = True
+                if self._names.get(operation.name) is operation:
+                    del self._names[operation.name]
+                if operation is self.join:
+                    self.join = None
+            self.count -= len(operations)
+            if self.waiters:
+                self.changed.notify_all()
+
+    def wake_waiters(self) -> None:
+        """Let threads that wait see whether they can drive."""
+        with self.lock:
+            if self.waiters:
+                self.changed.notify_all()
+
+    def _require_open(self) -> None:
+        if self.barred:
+            raise ConfigError(self.barred)
+        if self.closed:
+            raise ShutdownError("ringreduce was shut down; call init() to start a new world")
+        if self.failure is not None:
+            raise TransportError(f"an earlier operation failed, so the ranks are out of step: {self.failure!r}")
+        if self.join is not None:
+            raise ConfigError("this rank has joined: it can submit nothing more until all ranks have")
 
 
 def unnamed(kind: str) -> str:
-    """Return the name that all operations of a kind share that the program gave none; their order matches them."""
+    """Return the name that all operations of a kind share to which the program gave none; they match in order."""
     return kind + _UNNAMED
 
 

@@ -1,22 +1,21 @@
-"""Signatures of operations, and the coordinator's decisions about them."""
+"""Operation signatures, and the coordinator's decisions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 from ringreduce.calls import GivenUp
 
 __all__ = [
-    "OFFER",
-    "REFUSED",
     "Expired",
     "Joined",
+    "Kind",
     "Late",
-    "Looks",
     "Lost",
     "Named",
+    "OperationSignature",
     "Order",
     "Refuse",
     "Run",
@@ -25,40 +24,58 @@ __all__ = [
     "Withdrawn",
 ]
 
-#: What stands in place of a reduce op in the looks of what is offered: other ranks may submit it or not.
-OFFER = "offer"
-#: What stands there in the looks of a call that a rank cannot make, for its arguments.
-REFUSED = "refused"
+
+class Kind(IntEnum):
+    """What an operation is, as far as the negotiation must know."""
+
+    CALL = 0  # a collective that needs all ranks
+    REDUCTION = 1  # an allreduce; ranks that have joined contribute neutral elements
+    PROCEDURE = 2  # a function that all ranks have registered; ranks that have joined run it, too
+    REFUSAL = 3  # a call that this rank cannot make
 
 
-class Looks(NamedTuple):
+class OperationSignature(NamedTuple):
     """What must agree between the ranks that submit one name.
 
     Attributes:
         text: all of it, for people.
-        op: the reduce op of an allreduce, empty for other collectives.
-        parts: of an allreduce, (dtype, number of elements), one for each dtype: what a joined rank has to know.
+        kind: what the operation is.
+        op: how a reduction reduces, as `ReduceOp` spells it.
+        counts: of a reduction, (dtype, number of elements) for each dtype: what a joined rank has to know.
+        procedure: the number under which a procedure is registered.
+        part: the part of the procedure that is to run.
+        speculative: whether other ranks may leave the operation out. Nobody waits for it, and it can be withdrawn.
     """
 
     text: str
+    kind: Kind = Kind.CALL
     op: str = ""
-    parts: tuple[tuple[str, int], ...] = ()
+    counts: tuple[tuple[str, int], ...] = ()
+    procedure: int = 0
+    part: tuple[int, ...] = ()
+    speculative: bool = False
+
+    def encode(self) -> tuple[Any, ...]:
+        """Return plain values, as notes carry them."""
+        return (self.text, int(self.kind), *self[2:])
 
     @classmethod
-    def decode(cls, said: Sequence[Any]) -> Looks:
-        text, op, parts = said
-        return cls(text, op, tuple((dtype, count) for dtype, count in parts))
+    def decode(cls, said: tuple[Any, ...]) -> OperationSignature:
+        """Read what `encode` returned."""
+        text, kind, *more = said
+        return cls(text, Kind(kind), *more)
 
     @property
     def fusible(self) -> bool:
-        return len(self.parts) == 1
+        """Whether the operation may travel with others: it reduces elements of one dtype."""
+        return len(self.counts) == 1
 
 
 class Named(NamedTuple):
     """An operation as the ranks know it."""
 
     name: str
-    looks: Looks
+    signature: OperationSignature
 
 
 class Run:
@@ -76,8 +93,8 @@ class Run:
         self.operations = operations
         self.active = active
         self.totals: dict[str, int] = {}
-        for _, looks in operations:
-            for dtype, count in looks.parts:
+        for _, signature in operations:
+            for dtype, count in signature.counts:
                 self.totals[dtype] = self.totals.get(dtype, 0) + count
 
 
@@ -107,7 +124,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """``rank`` was the last to submit an operation that others had waited for, so many seconds after the first."""
+    """``rank`` submitted an operation last, ``seconds`` after the first rank."""
 
     rank: int
     seconds: float
@@ -115,7 +132,7 @@ class Late:
 
 @dataclass(frozen=True, slots=True)
 class Stalled:
-    """An operation, or a join, waits for long for ``missing``; ``first`` is the lowest rank that waits."""
+    """An operation, or a join, has waited for ``missing`` for ``seconds``; ``first`` is the lowest rank that waits."""
 
     name: str
     missing: tuple[int, ...]
@@ -126,7 +143,7 @@ class Stalled:
 
 @dataclass(frozen=True, slots=True)
 class Expired:
-    """Everything ends: ``present`` waited in vain for ``missing`` to submit an operation, or to join."""
+    """Everything ends: ``present`` waited ``seconds``, in vain, for ``missing`` to submit an operation, or to join."""
 
     name: str
     present: tuple[int, ...]
@@ -137,7 +154,7 @@ class Expired:
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
-    """``rank`` has withdrawn what it offered under this name; it did not run and will not."""
+    """``rank`` has withdrawn its speculative operation of this name; that did not run and will not."""
 
     rank: int
     name: str
@@ -159,7 +176,7 @@ class Waiting(NamedTuple):
 
     Attributes:
         name: which.
-        since: the leader's clock when the first rank submitted it; of a join, when anything was last submitted.
+        since: the coordinator's clock when the first rank submitted it; of a join, when anything was last submitted.
         present: the ranks that have.
         missing: the ranks that have not.
         is_join: whether it is a join.

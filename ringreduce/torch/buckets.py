@@ -119,7 +119,7 @@ class GradientBuckets:
         self._groups = groups or {}
         self._skip_unused = skip_unused
         self._settings = settings
-        self.start: Callable[[str], Operation] | None = None
+        self.start: Callable[[tuple[int, ...]], Operation] | None = None
         # Those of the buckets that are reduced early; None: they are not, or not any more.
         self._early: dict[Bucket, EarlyReduction] | None = {} if early else None
         self._steps = 0  # so many calls of `reduce`, on all ranks
@@ -209,13 +209,13 @@ class GradientBuckets:
             return
         early.fill()
         try:
-            early.part = self.start(f"{self._steps}.{number}")
+            early.part = self.start((self._steps, number))
         except (ConfigError, ShutdownError, TransportError) as error:
             # This rank has joined, or nothing goes on any more. `reduce` will say what there is to say.
             early.started = False
             _log.debug("bucket %d is not reduced early: %s", number, error)
 
-    def reduce_early(self, part: str, active: int, *, contributing: bool = True) -> None:
+    def reduce_early(self, part: tuple[int, ...], active: int, *, contributing: bool = True) -> None:
         """Reduce what was copied of a bucket, for `reduce` to use. Collective.
 
         Args:
@@ -224,9 +224,9 @@ class GradientBuckets:
             active: as in `reduce`.
             contributing: as in `reduce`.
         """
-        step, _, number = part.partition(".")
-        assert int(step) == self._steps, "ranks submit the parts of a step before the step"
-        bucket = self._buckets[int(number)]
+        step, number = part
+        assert step == self._steps, "ranks submit the parts of a step before the step"
+        bucket = self._buckets[number]
         early = self._early_of(bucket)
         assert early is not None, "all ranks give up in the same step"
         with self._reducing, early.reducing(self._communicator):

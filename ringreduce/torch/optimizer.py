@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from ringreduce.adasum import adasum
 from ringreduce.arguments import CheckingArguments, real_number, whole_number
 from ringreduce.communicator import Communicator
-from ringreduce.engine import Call, Engine, Operation, Procedure, Reduction
+from ringreduce.engine import Call, Engine, Operation, Procedure, Reduction, Registered
 from ringreduce.errors import ConfigError, UnsupportedBufferError
 from ringreduce.process_sets import ProcessSet, connect
 from ringreduce.reduce_ops import AVERAGE, MAX, SUM, ReduceOp
@@ -564,7 +564,7 @@ def _reduce(
     communicator: Communicator,
     active: int,
     contributing: bool,
-    part: str,
+    part: tuple[int, ...],
 ) -> None:
     """Carry out `DistributedOptimizer.synchronize`, or reduce one bucket; on a rank that has joined, for the others."""
     if part:
@@ -573,15 +573,15 @@ def _reduce(
     buckets.reduce(_parameters_of(optimizer), active, contributing=contributing)
 
 
-def _start(engine: Engine, name: str, described: str, part: str) -> Operation:
+def _start(engine: Engine, name: Registered, described: str, part: tuple[int, ...]) -> Operation:
     """Submit a part of what is registered under a name."""
-    operation = Procedure(name, f"part {part} of {name}", part)
+    operation = Procedure(name, f"part {part} of {name}", part, speculative=True)
     operation.title = f"a bucket of {described}"
     engine.submit(operation)
     return operation
 
 
-def _retire(buckets: GradientBuckets, engine: Engine, name: str) -> None:
+def _retire(buckets: GradientBuckets, engine: Engine, name: Registered) -> None:
     """Do nothing more for a `DistributedOptimizer`."""
     engine.unregister(name, buckets.retire())
 
