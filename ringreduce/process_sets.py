@@ -13,9 +13,9 @@ from ringreduce.config import Config
 from ringreduce.engine import Engine
 from ringreduce.errors import ConfigError
 from ringreduce.placement import Context, close_all
+from ringreduce.transport.control import SharedControlChannel
 from ringreduce.transport.messages import Messages
 from ringreduce.transport.node import host_name, join
-from ringreduce.transport.notes import SharedNotes
 from ringreduce.transport.shared import MemfdSegments
 from ringreduce.transport.waiting import Waiter
 
@@ -242,8 +242,8 @@ def connect(make: Callable[[Waiter], Messages], settings: Config) -> Parts:
     context = _context(make, settings, called=Called, warn=False)
     asynchronous = Communicator(context)
     shared = context.topology.single_node and context.topology.size > 1
-    notes = SharedNotes(context.node, context.messages) if shared else make(Waiter(settings.timeout_s))
-    engine = Engine(asynchronous, notes, find_lost=asynchronous.find_lost, threads=context.messages.concurrent)
+    channel = SharedControlChannel(context.node, context.messages) if shared else make(Waiter(settings.timeout_s))
+    engine = Engine(asynchronous, channel, find_lost=asynchronous.find_lost, threads=context.messages.concurrent)
     return Parts(blocking, engine)
 
 

@@ -13,9 +13,8 @@ import numpy.typing as npt
 from ringreduce.buffers import DType, Operand, divide, divide_toward_zero, narrow, typed, widen
 from ringreduce.communicator import Communicator
 from ringreduce.engine.operations import Call, Gather, InPlace, Operation, Reduction
-from ringreduce.engine.orders import GATHER, Looks, Run
+from ringreduce.engine.orders import Kind, OperationSignature, Run
 from ringreduce.reduce_ops import AVERAGE, MIN, PRODUCT, SUM, ReduceOp
-from ringreduce.wire import CODECS
 
 __all__ = ["Executor", "RefusedError"]
 
@@ -26,7 +25,7 @@ _BFLOAT16_ONE, _BFLOAT16_INFINITY, _BFLOAT16_SIGN = 0x3F80, 0x7F80, 0x8000
 
 
 class RefusedError(Exception):
-    """This rank has met the others only to tell them that it cannot do what is to be done.
+    """This rank has told the others in a collective that it cannot run an operation.
 
     Attributes:
         reason: why.
@@ -38,7 +37,7 @@ class RefusedError(Exception):
 
 
 class Executor:
-    """Packs what travels together into communication buffers, reduces it and unpacks it.
+    """Runs operations. Reductions that travel together are packed into one buffer, reduced and unpacked.
 
     Args:
         communicator: used by nobody else.
@@ -60,14 +59,14 @@ class Executor:
             RefusedError: this rank could not begin; the others know why.
         """
         first = operations[0]
-        looks = order.operations[0].looks
-        if looks.wire:
+        signature = order.operations[0].signature
+        if signature.kind is Kind.IN_PLACE:
             assert first is None or isinstance(first, InPlace)
-            self._reduce_in_place(looks, first, order.active)
+            self._reduce_in_place(signature, first, order.active)
             return
-        if looks.op == GATHER:
+        if signature.kind is Kind.GATHER:
             assert first is None or isinstance(first, Gather)
-            self._gather(looks, first)
+            self._gather(signature, first)
             return
         if isinstance(first, Call):
             first.result = first.run(self._communicator)
@@ -93,13 +92,13 @@ class Executor:
         for each in reductions:
             _conclude(each)
 
-    def _reduce_in_place(self, looks: Looks, own: InPlace | None, active: int) -> None:
+    def _reduce_in_place(self, signature: OperationSignature, own: InPlace | None, active: int) -> None:
         """Reduce arrays one by one, this rank's or, after it has joined, neutral elements."""
-        op = ReduceOp.parse(looks.op)
+        op = ReduceOp(signature.op)
         divisor = self._communicator.config.conventions.averaged_over(active, self._size) if op is AVERAGE else 0
-        wire = looks.wire if looks.wire in CODECS else None
+        wire = signature.wire or None
         with nullcontext() if own is None or own.within is None else own.within():
-            for index, (name, count) in enumerate(looks.parts):
+            for index, (name, count) in enumerate(signature.counts):
                 dtype = DType.of(name)
                 array = self._neutral_array(op, dtype, count) if own is None else own.arrays[index]
                 feedback = own.feedbacks[index] if own is not None and own.feedbacks else None
@@ -114,13 +113,13 @@ class Executor:
         if own is not None:
             own.active = active
 
-    def _gather(self, looks: Looks, own: Gather | None) -> None:
+    def _gather(self, signature: OperationSignature, own: Gather | None) -> None:
         """Gather rows of all ranks, none of this one after it has joined."""
         with nullcontext() if own is None or own.within is None else own.within():
             if own is not None:
                 own.result = [self._communicator.allgather(array) for array in own.arrays]
                 return
-            for name, length in looks.parts:
+            for name, length in signature.counts:
                 dtype = DType.of(name)
                 self._communicator.allgather(typed(np.empty(0, np.uint8), dtype).reshape(0, length))
 
@@ -130,7 +129,7 @@ class Executor:
         return typed(memory, dtype)
 
     def _reduce_packed(self, order: Run, reductions: Sequence[Reduction]) -> None:
-        op = ReduceOp.parse(order.operations[0].looks.op)
+        op = ReduceOp(order.operations[0].signature.op)
         arrays: dict[str, list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]] = {}
         for reduction in reductions:
             for given, taken in zip(reduction.given, reduction.taken, strict=True):
@@ -198,7 +197,7 @@ class Executor:
 
 
 def _conclude(reduction: Reduction) -> None:
-    """Settle the result; where that fails, the ranks are still in step."""
+    """Set the result; if `after` fails, the error is this rank's alone, and the ranks stay in step."""
     try:
         reduction.result = reduction.after() if reduction.after is not None else reduction.targets
     except Exception as error:

@@ -1,48 +1,46 @@
-"""Which named operations are ready on all ranks, and in which order they run: state machines without thread or clock.
+"""Which named operations run, and in which order: state machines without thread or clock.
 
-Ranks submit operations in any order; matching them by name is a conversation between every rank's `Member` and the
-`Leader`, which lives on the lowest rank of the process set. Both are functions of what they hear, and return what is to
-be sent, so that every interleaving can be played through in a test.
+Ranks submit operations in any order. Every rank has a `Participant`, which tells the `Coordinator` what its rank has
+submitted; the coordinator, on rank 0 of the process set, matches operations by name and tells all ranks what to do.
+Both compute from what they hear what they say, so that a test can play every interleaving.
 
-* A member that meets a name (with the looks of its operation: all that must agree between the ranks) spells it out to
-  the leader. The leader compares what the ranks say under one name. When the last rank has spoken it tells everyone to
-  run the operation, or to refuse it. The order in which it says so is the order on all ranks.
-* A name that comes again gets a number, and from then on travels as that. Names that are used once (``f"loss {step}"``)
-  leave nothing behind.
-* Operations that the leader's own program submits between two waits, and that may be fused, become a group. Such a plan
-  follows from the order of the program, not from timing. A member keeps the operations of a group back until all of
-  them were submitted, or until its program waits for one of them, and then announces them in one piece. What all ranks
-  announced as a group travels together; if any did not, each operation travels alone. So what travels together does
-  not depend on timing either.
-* A rank that has joined needs no longer submit anything: allreduces run without it, and it learns their looks to take
-  part with neutral elements.
+* A participant sends a name that is new to it in full, with the operation's signature. The coordinator compares the
+  signatures that it gets under one name. Once all ranks have sent it, it tells them to run the operation, or to refuse
+  it. All ranks run operations in the order in which the coordinator says so.
+* A name that comes again gets a number, and travels as that number from then on. Names that are used once
+  (``f"loss {step}"``) leave nothing behind.
+* Fusible operations that the coordinator's own program submits between two waits become a group: the plan follows from
+  the order of the program, not from timing. A participant holds back the operations of a group until the program has
+  submitted all of them or waits for one, and then announces them together. A group that all ranks announced travels as
+  one; if a rank did not, each of its operations travels alone. So what travels together does not depend on timing.
+* Reductions run without the ranks that have joined. The signature tells those what they need to know to take part with
+  neutral elements.
+* A rank that cannot make a call submits a refusal under its name, and all ranks refuse the operation.
+* A speculative operation may be submitted by some ranks only: no rank waits for it, and it can be withdrawn until it
+  runs.
+* Operations without a name share one name for each kind, under which they match in order.
 
-A call that a rank cannot make comes under its name all the same, and is refused on all ranks. Where a rank does not
-come within the time limit, everything ends: it may be late or have left the call out, and nobody knows which of its
-next operations belong to the others'.
-
-What is speculative need not be submitted by all ranks: nobody is waited for, and it can be withdrawn until it runs.
-
-An operation without a name takes one that it shares with all others of its kind; these match in order.
+If a rank does not submit an operation within the time limit, everything ends: it may be late or have left the call out,
+and nobody knows which of its next operations belong to the others'.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ringreduce.buffers import DType
 from ringreduce.calls import GivenUp
 from ringreduce.engine.fusion import plan
 from ringreduce.engine.orders import (
-    REFUSED,
     Expired,
     Joined,
+    Kind,
     Late,
-    Looks,
     Lost,
     Named,
+    OperationSignature,
     Order,
     Refuse,
     Run,
@@ -51,7 +49,7 @@ from ringreduce.engine.orders import (
     Withdrawn,
 )
 
-__all__ = ["Leader", "Member", "Note"]
+__all__ = ["Coordinator", "Note", "Participant"]
 
 #: What is sent: a list of plain values, its kind first.
 Note = list[Any]
@@ -61,18 +59,18 @@ _LATE_S = 1e-3  # less is no news: ranks are never in step to the microsecond
 _BREAKS = 8  # how often a plan for an operation may prove wrong before it travels alone for good
 
 
-class Member:
-    """A rank's side of the conversation: turns what its program does into notes, and notes into orders.
+class Participant:
+    """One rank's side: turns what its program does into notes, and the coordinator's notes into orders.
 
     Args:
         size: the number of ranks.
-        plans: whether this is the leader's rank, whose program order decides what is fused.
+        plans: whether this is the coordinator's rank, whose program decides what is fused.
     """
 
     def __init__(self, size: int, *, plans: bool) -> None:
         self._size = size
         self._plans = plans
-        self._numbers: dict[str, dict[Looks, int]] = {}
+        self._numbers: dict[str, dict[OperationSignature, int]] = {}
         self._named: dict[int, Named] = {}
         self._groups: dict[int, tuple[int, ...]] = {}
         self._group_of: dict[int, int] = {}
@@ -83,20 +81,20 @@ class Member:
         self._since_wait: list[int] = []
         self._has_waited = True  # since the last submission
 
-    def submit(self, name: str, looks: Looks) -> list[Note]:
-        """Take note of what this rank's program submitted; return what the leader has to hear."""
+    def submit(self, name: str, signature: OperationSignature) -> list[Note]:
+        """Return what to tell the coordinator when the program submits an operation."""
         if self._has_waited:  # not in between: a group of which something was submitted before would break
             self._has_waited = False
             self._apply_plan()
         known = self._numbers.get(name)
-        number = None if known is None else known.get(looks)
+        number = None if known is None else known.get(signature)
         notes: list[Note] = []
         holder = self._holders.get(name)
         if holder is not None and not self._follows(number, name, holder):
             notes = self._dissolve(holder)  # operations that share a name are matched in the order of submission
         if number is None:
-            return [*notes, ["new", name, tuple(looks)]]
-        if self._plans and looks.fusible:
+            return [*notes, ["new", name, signature.encode()]]
+        if self._plans and signature.fusible:
             self._since_wait.append(number)
         group = self._group_of.get(number)
         if group is None:
@@ -106,11 +104,11 @@ class Member:
         if len(held) < len(self._groups[group]):
             self._holders[name] = group
             return notes
-        self._let_go(group)
+        self._release(group)
         return [*notes, ["known", group]]
 
     def wait(self) -> list[Note]:
-        """Take note that the program waits; what is kept back because of a plan can then not come to completion."""
+        """Return what to tell when the program waits; gives up the groups that it has begun."""
         self._has_waited = True
         notes = [note for group in list(self._held) for note in self._dissolve(group)]
         together = [number for number in self._since_wait if number not in self._group_of]
@@ -120,26 +118,26 @@ class Member:
         return notes
 
     def join(self) -> list[Note]:
-        """Take note that the program submits nothing more until all ranks have joined."""
+        """Return what to tell when the program submits nothing more until all ranks have joined."""
         return [*self.wait(), ["join"]]
 
     def withdraw(self, name: str) -> list[Note]:
-        """Take note that what was submitted speculatively under a name is not to run any more."""
+        """Return what to tell when the program withdraws a speculative operation."""
         return [["withdraw", name]]
 
     def leave(self, why: GivenUp) -> list[Note]:
-        """Take note that this rank takes part in nothing any more."""
+        """Return what to tell when this rank takes part in nothing any more."""
         return [["leave", tuple(why)]]
 
     def hear(self, note: Note) -> Order | None:
-        """Take in what the leader says; return what this rank has to do now."""
+        """Return what this rank has to do now that the coordinator has said this; None: nothing."""
         kind, *said = note
         if kind == "all":
             return self._runs[said[0]]
         if kind == "number":
-            number, name, looks = said
-            named = Named(name, Looks.decode(looks))
-            self._numbers.setdefault(name, {})[named.looks] = number
+            number, name, signature = said
+            named = Named(name, OperationSignature.decode(signature))
+            self._numbers.setdefault(name, {})[named.signature] = number
             self._named[number] = named
             self._runs[number] = Run((named,), self._size)
             return None
@@ -152,30 +150,16 @@ class Member:
         if kind == "run":
             entries, active = said
             return Run(tuple(self._decode(entry) for entry in entries), active)
-        if kind == "refuse":
-            name, values, submitted, refused = said
-            return Refuse(name, values, tuple(submitted), refused)
-        if kind == "joined":
-            return Joined(*said)
-        if kind == "late":
-            return Late(*said)
-        if kind == "withdrawn":
-            return Withdrawn(*said)
         if kind == "lost":
             rank, why = said
             return Lost(rank, GivenUp(*why))
-        if kind == "stalled":
-            name, missing, seconds, first, is_join = said
-            return Stalled(name, tuple(missing), seconds, first, is_join)
-        assert kind == "expired", note
-        name, present, missing, seconds, is_join = said
-        return Expired(name, tuple(present), tuple(missing), seconds, is_join)
+        return _ORDERS[kind](*said)
 
     def _decode(self, entry: int | Sequence[Any]) -> Named:
         if isinstance(entry, int):
             return self._named[entry]
-        name, looks = entry
-        return Named(name, Looks.decode(looks))
+        name, signature = entry
+        return Named(name, OperationSignature.decode(signature))
 
     def _apply_plan(self) -> None:
         for kind, group, *numbers in self._unused:
@@ -187,18 +171,18 @@ class Member:
         self._unused.clear()
 
     def _dissolve(self, group: int) -> list[Note]:
-        """Give up a group, and announce one by one what was kept back for it."""
-        held = self._let_go(group)
+        """Give up a group; return the notes that announce its operations one by one."""
+        held = self._release(group)
         self._forget(group)
         return [["apart", group], *([["known", *held]] if held else [])]
 
     def _follows(self, number: int | None, name: str, group: int) -> bool:
-        """Whether an operation comes later in a group than those of its name that the group keeps back."""
+        """Return whether an operation comes later in a group than those of its name that are held back for it."""
         order = self._groups[group]
         held = [each for each in self._held[group] if self._named[each].name == name]
         return number in order and order.index(number) > max(map(order.index, held))
 
-    def _let_go(self, group: int) -> dict[int, None]:
+    def _release(self, group: int) -> dict[int, None]:
         held = self._held.pop(group)
         for number in held:
             self._holders.pop(self._named[number].name, None)
@@ -210,15 +194,15 @@ class Member:
 
 
 class _Claim(NamedTuple):
-    """A rank's word that it has submitted an operation, and the group with which it was announced."""
+    """What the coordinator knows of an operation that a rank has submitted, and the group that it announced it with."""
 
-    looks: Looks
+    signature: OperationSignature
     group: int | None
     since: float
 
 
-class Leader:
-    """The side that hears all ranks, and decides what runs when.
+class Coordinator:
+    """Hears all ranks' participants, and decides what runs when.
 
     Args:
         size: the number of ranks.
@@ -229,7 +213,7 @@ class Leader:
         self._size = size
         self._fusion_nbytes = fusion_nbytes
         self._claims: defaultdict[str, dict[int, deque[_Claim]]] = defaultdict(dict)
-        # What ranks announced by number stays in one piece as long as nothing else is said under these names.
+        # Operations that ranks announced by number alone are counted as one, which is quicker than a claim for each.
         self._whole: dict[int, dict[int, float]] = {}  # number -> rank -> since
         self._whole_of: dict[str, int] = {}
         self._seen: OrderedDict[Named, None] = OrderedDict()
@@ -241,15 +225,15 @@ class Leader:
         self._breaks: Counter[int] = Counter()
         self._last_number = 0
         self._joined: list[int] = []
-        self._heard_s = 0.0  # when anything was last submitted, or a rank joined
+        self._heard_s = 0.0  # when a rank last submitted something or joined
         self._over = False  # a rank takes part in nothing any more, or did not come: nothing can run then
 
     def hear(self, rank: int, note: Note, now: float = 0.0) -> list[Note]:
-        """Take in what a rank says; return what all ranks have to hear, in this order.
+        """Return what to tell all ranks, in this order, now that a rank has said this.
 
         Args:
             rank: who says it.
-            note: what `Member` made.
+            note: what its `Participant` returned.
             now: the time, on any clock that does not go back.
         """
         if self._over:
@@ -262,8 +246,8 @@ class Leader:
                 notes += self._hear_number(rank, number, now)
             return notes
         if kind == "new":
-            name, looks = said
-            self._claim(rank, name, _Claim(Looks.decode(looks), None, now))
+            name, signature = said
+            self._claim(rank, name, _Claim(OperationSignature.decode(signature), None, now))
             return self._decide([name])
         if kind == "together":
             return self._plan(said)
@@ -277,18 +261,18 @@ class Leader:
         return self._leave(rank, *said)
 
     def waiting(self) -> list[Waiting]:
-        """Return what is not ready, in the order of first submission under each name, but for what is speculative; else a join."""
+        """Return what ranks wait for, in the order of first submission under each name; if nothing, a join."""
         found = []
         for number, ranks in self._whole.items():
             missing = tuple(rank for rank in range(self._size) if rank not in ranks)
             since = min(ranks.values())
             found += [
                 Waiting(name, since, tuple(sorted(ranks)), missing)
-                for name, looks in self._operations(number)
-                if not looks.speculative
+                for name, signature in self._operations(number)
+                if not signature.speculative
             ]
         for name, claims in self._claims.items():
-            if any(queue[0].looks.speculative for queue in claims.values()):
+            if any(queue[0].signature.speculative for queue in claims.values()):
                 continue
             missing = tuple(rank for rank in self._expected() if rank not in claims)
             since = min(queue[0].since for queue in claims.values())
@@ -298,20 +282,22 @@ class Leader:
         return found
 
     def stalled(self, waiting: Waiting, now: float) -> Note:
-        """Return what all ranks have to hear about an operation, or a join, that waits for long."""
+        """Return what to tell all ranks about an operation, or a join, that has waited for long."""
         name, since, present, missing, is_join = waiting
-        return ["stalled", name, list(missing), now - since, present[0], is_join]
+        return ["stalled", name, missing, now - since, present[0], is_join]
 
     def expire(self, waiting: Waiting, now: float) -> Note:
-        """Give up an operation, or a join, and all others with it; return what all ranks have to hear."""
+        """Give up an operation, or a join, and all others with it; return what to tell all ranks."""
         name, since, present, missing, is_join = waiting
+        others = [each for each in self.waiting() if each.name != name]
+        instead = {rank: each.name for each in reversed(others) for rank in missing if rank in each.present}
         self._end()
-        return ["expired", name, list(present), list(missing), now - since, is_join]
+        return ["expired", name, present, missing, now - since, is_join, instead]
 
     # ---- claims ----
 
     def _hear_number(self, rank: int, number: int, now: float) -> list[Note]:
-        """Take in that a rank has submitted an operation or a group."""
+        """Note that a rank has submitted the operation or group of a number; return what to tell all ranks."""
         ranks = self._whole.get(number)
         if ranks is None and self._begin_whole(number):
             ranks = self._whole[number]
@@ -322,15 +308,15 @@ class Leader:
             first = min(self._end_whole(number).values())
             return [*_lateness(rank, now - first), ["all", number]]
         operations = self._operations(number)
-        for name, looks in operations:
-            self._claim(rank, name, _Claim(looks, number if number in self._groups else None, now))
+        for name, signature in operations:
+            self._claim(rank, name, _Claim(signature, number if number in self._groups else None, now))
         return self._decide([name for name, _ in operations])
 
     def _operations(self, number: int) -> list[Named]:
         return [self._named[member] for member in self._groups.get(number, (number,))]
 
     def _begin_whole(self, number: int) -> bool:
-        """Prepare to hear a number from all ranks, if nothing else was said of its operations."""
+        """Count the ranks that say a number, if nothing else was said of its operations; return whether this does."""
         names = [name for name, _ in self._operations(number)]
         if self._joined or any(name in self._claims or name in self._whole_of for name in names):
             return False
@@ -344,14 +330,14 @@ class Leader:
         return self._whole.pop(number)
 
     def _open(self, name: str) -> None:
-        """Look at an operation by itself from now on, and at those that were announced with it."""
+        """Turn the number under which an operation was announced into claims, one for each of its operations."""
         number = self._whole_of.get(name)
         if number is None:
             return
         group = number if number in self._groups else None
         for rank, since in self._end_whole(number).items():
-            for member, looks in self._operations(number):
-                self._claims[member].setdefault(rank, deque()).append(_Claim(looks, group, since))
+            for member, signature in self._operations(number):
+                self._claims[member].setdefault(rank, deque()).append(_Claim(signature, group, since))
 
     def _open_all(self) -> None:
         for name in list(self._whole_of):
@@ -379,7 +365,7 @@ class Leader:
     # ---- decisions ----
 
     def _decide(self, names: Iterable[str]) -> list[Note]:
-        """Run or refuse what is ready."""
+        """Return the notes that run or refuse what all expected ranks have submitted."""
         notes: list[Note] = []
         fused: dict[tuple[int, int], list[int | Note]] = {}
         expected = self._expected()
@@ -391,15 +377,15 @@ class Leader:
                 continue
             # A rank that submitted and then joined takes part like the others.
             taken = self._take(name, list(claims))
-            looks = {rank: claim.looks for rank, claim in sorted(taken.items())}
+            signatures = {rank: claim.signature for rank, claim in sorted(taken.items())}
             last = max(taken, key=lambda rank: taken[rank].since)
             notes += _lateness(last, taken[last].since - min(claim.since for claim in taken.values()))
-            first = next(iter(looks.values()))
-            refused = any(each.op == REFUSED for each in looks.values())
-            differ = any(each != first for each in looks.values())
-            if refused or differ or (len(taken) < self._size and not first.op):
-                texts = {rank: looks[rank].text if rank in looks else "joined" for rank in range(self._size)}
-                notes.append(["refuse", name, texts, list(looks), refused])
+            first = next(iter(signatures.values()))
+            refused = any(each.kind is Kind.REFUSAL for each in signatures.values())
+            differ = any(each != first for each in signatures.values())
+            if refused or differ or (len(taken) < self._size and first.kind is Kind.CALL):
+                texts = {rank: signatures[rank].text if rank in taken else "joined" for rank in range(self._size)}
+                notes.append(["refuse", name, texts, tuple(signatures), refused])
                 continue
             entry = self._entry(Named(name, first), notes)
             groups = {claim.group for claim in taken.values()}
@@ -414,7 +400,7 @@ class Leader:
         return notes
 
     def _entry(self, named: Named, notes: list[Note]) -> int | Note:
-        """Return how to say an operation: by its number, which it gets when it comes the second time, or in full."""
+        """Return how notes name an operation: in full the first time, then by a number, which ``notes`` announce."""
         number = self._numbers.get(named)
         if number is not None:
             return number
@@ -422,12 +408,12 @@ class Leader:
             self._seen[named] = None
             if len(self._seen) > _REMEMBERED:
                 self._seen.popitem(last=False)
-            return [named.name, tuple(named.looks)]
+            return [named.name, named.signature.encode()]
         del self._seen[named]
         number = self._next_number()
         self._numbers[named] = number
         self._named[number] = named
-        notes.append(["number", number, named.name, tuple(named.looks)])
+        notes.append(["number", number, named.name, named.signature.encode()])
         return number
 
     def _next_number(self) -> int:
@@ -437,7 +423,7 @@ class Leader:
     # ---- the plan ----
 
     def _plan(self, numbers: Sequence[int]) -> list[Note]:
-        """Group what the leader's program submits between two waits."""
+        """Return the notes that group what the coordinator's program submitted between two waits."""
         times = Counter(numbers)
         free = [
             number
@@ -455,10 +441,10 @@ class Leader:
         return notes
 
     def _kind(self, number: int) -> tuple[tuple[str, str], int]:
-        """Return what may be fused with what, and how large it is."""
-        looks = self._named[number].looks
-        ((dtype, count),) = looks.parts
-        return (looks.op, dtype), count * DType.of(dtype).itemsize
+        """Return the kind of an operation (only equal ones are fused), and its size (bytes)."""
+        signature = self._named[number].signature
+        ((dtype, count),) = signature.counts
+        return (signature.op, dtype), count * DType.of(dtype).itemsize
 
     def _ungroup(self, group: int) -> list[Note]:
         if group in self._apart:
@@ -501,6 +487,17 @@ class Leader:
         self._claims.clear()
 
 
+#: The orders that a note spells out, by its kind.
+_ORDERS: dict[str, Callable[..., Order]] = {
+    "expired": Expired,
+    "joined": Joined,
+    "late": Late,
+    "refuse": Refuse,
+    "stalled": Stalled,
+    "withdrawn": Withdrawn,
+}
+
+
 def _lateness(rank: int, seconds: float) -> list[Note]:
-    """Return what all ranks have to hear about the last rank that submitted an operation."""
+    """Return the note that names the last rank that submitted an operation, if it was late."""
     return [["late", rank, seconds]] if seconds > _LATE_S else []

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 from ringreduce.buffers import DType, Operand, operand_of
 from ringreduce.calls import Stack, place_of, program_stack, refusal
 from ringreduce.communicator import Communicator
-from ringreduce.engine.orders import GATHER, REFUSED, Looks
-from ringreduce.errors import RingReduceError
+from ringreduce.engine.orders import Kind, OperationSignature
+from ringreduce.errors import ConfigError, RingReduceError, ShutdownError, TransportError
+from ringreduce.instruments import Instruments
 from ringreduce.reduce_ops import ReduceOp
 
 __all__ = [
@@ -21,6 +24,7 @@ __all__ = [
     "Operation",
     "Reduction",
     "Refusal",
+    "UnderWay",
     "Withdrawal",
     "WithdrawnError",
     "is_unnamed",
@@ -31,25 +35,25 @@ _UNNAMED = " without a name"
 
 
 class Operation:
-    """A named operation on its way, and its handle: done at some time, with a result or an error.
+    """A named operation, and its handle: once it is done it has a result or an error.
 
     Args:
         name: what matches it with the other ranks' operations.
-        looks: what must agree.
+        signature: what must agree.
         stack: where the program made it; None: it makes it now.
 
     Attributes:
-        done: whether it has come to an end; everything else is settled before this becomes true.
+        done: whether it has ended; the result or the error is set before this becomes true.
         result: what `Engine.wait` returns.
         error: what it raises instead.
         withdrawn: whether it has ended because this rank has withdrawn it.
     """
 
-    __slots__ = ("_title", "done", "error", "looks", "name", "result", "stack", "withdrawn")
+    __slots__ = ("_title", "done", "error", "name", "result", "signature", "stack", "withdrawn")
 
-    def __init__(self, name: str, looks: Looks, stack: Stack | None = None) -> None:
+    def __init__(self, name: str, signature: OperationSignature, stack: Stack | None = None) -> None:
         self.name = name
-        self.looks = looks
+        self.signature = signature
         self.stack = program_stack() if stack is None else stack
         self.done = self.withdrawn = False
         self.result: Any = None
@@ -108,7 +112,7 @@ class Reduction(Operation):
         self.taken = self.given if targets is sources else [Operand.of(target) for target in targets]
         for taken in self.taken:
             taken.require_writable()
-        super().__init__(name, Looks(text, op.value, _counted(self.given)))
+        super().__init__(name, OperationSignature(text, Kind.REDUCTION, op.value, _counted(self.given)))
         self.op = op
         self.sources = sources
         self.targets = targets
@@ -139,7 +143,7 @@ class Call(Operation):
     __slots__ = ("run",)
 
     def __init__(self, name: str, text: str, run: Callable[[Communicator], Any]) -> None:
-        super().__init__(name, Looks(text))
+        super().__init__(name, OperationSignature(text))
         self.run = run
 
 
@@ -156,13 +160,16 @@ class Refusal(Operation):
     __slots__ = ()
 
     def __init__(self, name: str, kind: str, error: BaseException, stack: Stack | None = None) -> None:
-        super().__init__(name, Looks(refusal(kind, error), REFUSED), stack)
+        super().__init__(name, OperationSignature(refusal(kind, error), Kind.REFUSAL), stack)
 
 
 class Join(Operation):
-    """The end of a rank's data, done when all ranks have come to theirs; see `Engine.join`."""
+    """The end of this rank's data; done when all ranks have joined. See `Engine.join`."""
 
     __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__("join", OperationSignature("join"))
 
 
 class InPlace(Operation):
@@ -199,7 +206,9 @@ class InPlace(Operation):
         within: Callable[[], AbstractContextManager[Any]] | None = None,
     ) -> None:
         parts = tuple((dtype.name, count) for dtype, count in map(_elements, arrays))
-        super().__init__(name, Looks(text, op.value, parts, wire or "as they are", speculative))
+        super().__init__(
+            name, OperationSignature(text, Kind.IN_PLACE, op.value, parts, wire or "", speculative=speculative)
+        )
         self.op, self.arrays, self.wire, self.feedbacks, self.within = op, arrays, wire, feedbacks, within
         self.active = 0
 
@@ -224,7 +233,7 @@ class Gather(Operation):
         within: Callable[[], AbstractContextManager[Any]] | None = None,
     ) -> None:
         parts = tuple((_elements(array)[0].name, array.shape[1]) for array in arrays)
-        super().__init__(name, Looks(text, GATHER, parts))
+        super().__init__(name, OperationSignature(text, Kind.GATHER, counts=parts))
         self.arrays, self.within = arrays, within
 
 
@@ -232,13 +241,123 @@ class WithdrawnError(RingReduceError):
     """What ends an operation that this rank has withdrawn; no program sees it."""
 
 
-class Withdrawal:
-    """Word that operations which are speculative are not to run any more."""
+class Withdrawal(NamedTuple):
+    """Asks the engine to withdraw speculative operations of this rank."""
 
-    __slots__ = ("operations",)
+    operations: Sequence[Operation]
 
-    def __init__(self, operations: Sequence[Operation]) -> None:
-        self.operations = operations
+
+class UnderWay:
+    """What a rank has submitted and is not done, and who waits for it: shared by all threads of an engine.
+
+    Args:
+        instruments: who is told.
+
+    Attributes:
+        inbox: what the program did, in order, and whoever drives has not read yet; None: it waited.
+        lock: held for moments, by its own name as a condition's takes four times as long. It guards what follows.
+        changed: an operation is done, or nobody drives.
+        count: how many operations are not done.
+        waiters: how many threads wait for one.
+        join: the join that is not done.
+        closed: whether the engine was closed.
+        barred: why this process may not use the engine; empty: it may.
+        failure: what has ended everything.
+    """
+
+    def __init__(self, instruments: Instruments) -> None:
+        self.inbox: deque[Operation | Withdrawal | None] = deque()
+        self.count = 0
+        self.waiters = 0
+        self.join: Operation | None = None
+        self.closed = False
+        self.barred = ""
+        self.failure: BaseException | None = None
+        self._instruments = instruments
+        self._names: dict[str, Operation] = {}  # of operations that must be the only ones
+        self.renew_locks()
+
+    def renew_locks(self) -> None:
+        """Make new locks, in a forked process, where threads that are not there may hold these."""
+        self.lock = threading.Lock()
+        self.changed = threading.Condition(self.lock)
+
+    def add(self, operation: Operation, *, unique: bool = False) -> ConfigError | None:
+        """Count an operation and put it into the inbox; the lock is held.
+
+        Args:
+            operation: not done.
+            unique: whether its name must not be under way already. If it is, a refusal takes the operation's place.
+
+        Returns:
+            What the caller then raises.
+
+        Raises:
+            ConfigError, ShutdownError, TransportError: as from `Engine.submit`.
+        """
+        self._require_open()
+        error = None
+        if unique:
+            if operation.name in self._names:
+                error = ConfigError(
+                    f"an operation with the name {operation.name!r} is under way on this rank; "
+                    "synchronize it first, or choose another name"
+                )
+                kind = operation.signature.text.partition("(")[0]
+                operation = Refusal(operation.name, kind, error, operation.stack)
+            else:
+                self._names[operation.name] = operation
+        self.count += 1
+        if self._instruments.observers:
+            self._instruments.tell("operation_submitted", operation.name)
+        self.inbox.append(operation)
+        return error
+
+    def add_join(self) -> Operation:
+        """Count a join and put it into the inbox; the lock is held. Raises as `add`."""
+        self._require_open()
+        self.join = Join()
+        self.count += 1
+        self.inbox.append(self.join)
+        return self.join
+
+    def add_wait(self) -> None:
+        """Record every wait, even for finished operations: the plan must not depend on timing."""
+        try:
+            if self.inbox[-1] is None:  # nothing was submitted since; a loop of polls must not fill the inbox
+                return
+        except IndexError:  # somebody has read everything
+            pass
+        self.inbox.append(None)
+
+    def end(self, operations: Sequence[Operation]) -> None:
+        """Make operations done, and wake the threads that wait."""
+        with self.lock:
+            for operation in operations:
+                operation.done = True
+                if self._names.get(operation.name) is operation:
+                    del self._names[operation.name]
+                if operation is self.join:
+                    self.join = None
+            self.count -= len(operations)
+            if self.waiters:
+                self.changed.notify_all()
+
+    def wake_waiters(self) -> None:
+        """Let threads that wait see whether they can drive."""
+        with self.lock:
+            if self.waiters:
+                self.changed.notify_all()
+
+    def _require_open(self) -> None:
+        if self.barred:
+            raise ConfigError(self.barred)
+        if self.closed:
+            raise ShutdownError("ringreduce was shut down; call init() to start a new world")
+        if self.failure is not None:
+            raise TransportError(f"an earlier operation failed, so the ranks are out of step: {self.failure!r}")
+        if self.join is not None:
+            raise ConfigError("this rank has joined: it can submit nothing more until all ranks have")
 
 
 def _elements(array: Any) -> tuple[DType, int]:
@@ -248,7 +367,7 @@ def _elements(array: Any) -> tuple[DType, int]:
 
 
 def unnamed(kind: str) -> str:
-    """Return the name that all operations of a kind share that the program gave none; their order matches them."""
+    """Return the name that all operations of a kind share to which the program gave none; they match in order."""
     return kind + _UNNAMED
 
 

@@ -1,22 +1,22 @@
-"""Signatures of operations, and the coordinator's decisions about them."""
+"""Operation signatures, and the coordinator's decisions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 from ringreduce.calls import GivenUp
 
 __all__ = [
-    "GATHER",
-    "REFUSED",
     "Expired",
     "Joined",
+    "Kind",
     "Late",
-    "Looks",
     "Lost",
     "Named",
+    "OperationSignature",
     "Order",
     "Refuse",
     "Run",
@@ -25,46 +25,58 @@ __all__ = [
     "Withdrawn",
 ]
 
-#: What stands in place of a reduce op in the looks of an allgather that ranks may miss which have joined.
-GATHER = "gather"
-#: What stands there in the looks of a call that a rank cannot make, for its arguments.
-REFUSED = "refused"
+
+class Kind(IntEnum):
+    """What an operation is, as far as the negotiation must know."""
+
+    CALL = 0  # a collective that needs all ranks
+    REDUCTION = 1  # an allreduce; ranks that have joined contribute neutral elements
+    IN_PLACE = 2  # an allreduce of arrays one by one; likewise
+    GATHER = 3  # an allgather of rows; ranks that have joined contribute none
+    REFUSAL = 4  # a call that this rank cannot make
 
 
-class Looks(NamedTuple):
+class OperationSignature(NamedTuple):
     """What must agree between the ranks that submit one name.
 
     Attributes:
         text: all of it, for people.
-        op: the reduce op of an allreduce, `GATHER`, `REFUSED`, or empty for other collectives.
-        parts: what a joined rank has to know: (dtype, number of elements), of an allreduce one for each dtype, of
-            arrays that are reduced where they are one for each, of an allgather (dtype, elements of a row).
-        wire: the format in which arrays travel that are reduced where they are, ``"as they are"`` if in none; empty
-            for all else, which may travel with others.
-        speculative: whether other ranks may submit it or not: nobody is waited for, and it can be withdrawn.
+        kind: what the operation is.
+        op: how a reduction reduces, as `ReduceOp` spells it.
+        counts: what a joined rank has to know: (dtype, number of elements), of a reduction for each dtype, of one in
+            place for each array; of an allgather (dtype, elements of a row) for each array.
+        wire: the format in which arrays that are reduced in place travel; empty: as they are.
+        speculative: whether other ranks may leave the operation out. Nobody waits for it, and it can be withdrawn.
     """
 
     text: str
+    kind: Kind = Kind.CALL
     op: str = ""
-    parts: tuple[tuple[str, int], ...] = ()
+    counts: tuple[tuple[str, int], ...] = ()
     wire: str = ""
     speculative: bool = False
 
+    def encode(self) -> tuple[Any, ...]:
+        """Return plain values, as notes carry them."""
+        return (self.text, int(self.kind), *self[2:])
+
     @classmethod
-    def decode(cls, said: Sequence[Any]) -> Looks:
-        text, op, parts, wire, speculative = said
-        return cls(text, op, tuple((dtype, count) for dtype, count in parts), wire, speculative)
+    def decode(cls, said: tuple[Any, ...]) -> OperationSignature:
+        """Read what `encode` returned."""
+        text, kind, *more = said
+        return cls(text, Kind(kind), *more)
 
     @property
     def fusible(self) -> bool:
-        return len(self.parts) == 1 and not self.wire and self.op != GATHER
+        """Whether the operation may travel with others: it reduces elements of one dtype."""
+        return self.kind is Kind.REDUCTION and len(self.counts) == 1
 
 
 class Named(NamedTuple):
     """An operation as the ranks know it."""
 
     name: str
-    looks: Looks
+    signature: OperationSignature
 
 
 class Run:
@@ -82,8 +94,8 @@ class Run:
         self.operations = operations
         self.active = active
         self.totals: dict[str, int] = {}
-        for _, looks in operations:
-            for dtype, count in looks.parts:
+        for _, signature in operations:
+            for dtype, count in signature.counts:
                 self.totals[dtype] = self.totals.get(dtype, 0) + count
 
 
@@ -113,7 +125,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """``rank`` was the last to submit an operation that others had waited for, so many seconds after the first."""
+    """``rank`` submitted an operation last, ``seconds`` after the first rank."""
 
     rank: int
     seconds: float
@@ -121,7 +133,7 @@ class Late:
 
 @dataclass(frozen=True, slots=True)
 class Stalled:
-    """An operation, or a join, waits for long for ``missing``; ``first`` is the lowest rank that waits."""
+    """An operation, or a join, has waited for ``missing`` for ``seconds``; ``first`` is the lowest rank that waits."""
 
     name: str
     missing: tuple[int, ...]
@@ -132,18 +144,22 @@ class Stalled:
 
 @dataclass(frozen=True, slots=True)
 class Expired:
-    """Everything ends: ``present`` waited in vain for ``missing`` to submit an operation, or to join."""
+    """Everything ends: ``present`` waited ``seconds``, in vain, for ``missing`` to submit an operation, or to join.
+
+    Some of those that are missing wait for another operation ``instead``, by rank.
+    """
 
     name: str
     present: tuple[int, ...]
     missing: tuple[int, ...]
     seconds: float
     is_join: bool = False
+    instead: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
-    """``rank`` has withdrawn what it submitted speculatively under this name; it did not run and will not."""
+    """``rank`` has withdrawn its speculative operation of this name; that did not run and will not."""
 
     rank: int
     name: str
@@ -165,7 +181,7 @@ class Waiting(NamedTuple):
 
     Attributes:
         name: which.
-        since: the leader's clock when the first rank submitted it; of a join, when anything was last submitted.
+        since: the coordinator's clock when the first rank submitted it; of a join, when anything was last submitted.
         present: the ranks that have.
         missing: the ranks that have not.
         is_join: whether it is a join.

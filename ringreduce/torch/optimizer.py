@@ -532,7 +532,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._engine,
             partial(_parameters_of, optimizer),
             partial(_name_of, optimizer, self._names),
-            self._described,
+            type(optimizer).__name__,
+            self._over,
             op=self._op,
             new_reducer=partial(_new_reducer, compression, framework),
             compressor=_compressor(compression),
@@ -558,6 +559,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         named = self._named_parameters()
         require_same_tensors(self._communicator, _KIND, named, devices=True, options=options)
         what = f"{len(named)} parameters, {named[0][0]} to {named[-1][0]}" if named else "no parameters"
+        self._over = what
         self._described = f"{type(self._optimizer).__name__} over {what}"
 
     def _named_parameters(self) -> list[tuple[str, torch.Tensor]]:

@@ -80,7 +80,8 @@ class Gradients:
         engine: of the ranks that train together.
         parameters: returns all of the optimizer's, in registration order; their number is equal on all ranks.
         name_of: says what errors call a parameter.
-        described: what errors call the optimizer.
+        kind: of the optimizer, for errors.
+        over: its parameters, for errors; the same on all ranks.
         op: `AVERAGE` or `SUM`.
         bucket_nbytes: a bucket that holds so many bytes is closed; must agree on all ranks.
         new_reducer: makes what reduces a bucket that is compressed; returns None for one that is not.
@@ -105,7 +106,8 @@ class Gradients:
         engine: Engine,
         parameters: Callable[[], Sequence[Any]],
         name_of: Callable[[Any], str],
-        described: str,
+        kind: str,
+        over: str,
         *,
         op: ReduceOp,
         bucket_nbytes: int,
@@ -120,12 +122,13 @@ class Gradients:
         settings: Callable[[], Mapping[str, str]] | None = None,
     ) -> None:
         self._framework, self._engine = framework, engine
-        self._parameters, self._name_of, self._described = parameters, name_of, described
+        self._parameters, self._name_of = parameters, name_of
+        self._described = described = f"{kind} over {over}"
         self._op = op
         self._compressor, self._predivide_factor = compressor, predivide_factor
         self._skip_unused, self._in_backward = skip_unused, in_backward
         self._settings = settings
-        self._name = engine.new_name("DistributedOptimizer")
+        self._name = engine.new_name(f"DistributedOptimizer over {over},")
         self.number = next(_numbers)
         self.passes = passes
         self.ranks = Ranks(engine, self._name, f"the {'backward pass' if in_backward else 'step'} of {described}")

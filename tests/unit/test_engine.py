@@ -44,8 +44,8 @@ SETTINGS = Config(timeout_s=30.0)
 
 def reduction(name: str, *sources: Any, op: ReduceOp = SUM, **options: Any) -> Reduction:
     """Return an allreduce into new arrays."""
-    looks = ", ".join(f"{each.shape} {each.dtype}" for each in sources)
-    return Reduction(name, f"{op.value} of {looks}", op, sources, [_like(each) for each in sources], **options)
+    what = ", ".join(f"{each.shape} {each.dtype}" for each in sources)
+    return Reduction(name, f"{op.value} of {what}", op, sources, [_like(each) for each in sources], **options)
 
 
 def _like(array: Any) -> Any:
@@ -370,46 +370,46 @@ def test_procedures_run_on_joined_ranks_too() -> None:
     """They learn how many ranks have submitted it, whether this one has, and which part of it is to run."""
 
     def program(engine: Engine) -> Any:
-        seen: list[tuple[int, bool, str]] = []
+        seen: list[tuple[int, bool, tuple[int, ...]]] = []
 
-        def procedure(communicator: Communicator, active: int, mine: bool, part: str) -> float:
+        def procedure(communicator: Communicator, active: int, mine: bool, part: tuple[int, ...]) -> float:
             seen.append((active, mine, part))
             return float(communicator.allreduce(np.full(1, float(mine)))[0])
 
-        name = engine.register("test", procedure)
-        result = engine.run(Procedure(name, "sum", part="a, b")) if engine.communicator.rank else None
+        registered = engine.register("test", procedure)
+        result = engine.run(Procedure(registered, "sum", (3, 1))) if engine.communicator.rank else None
         engine.wait(engine.join())
-        engine.unregister(name)
-        engine.unregister(name)
-        return name, seen, result
+        engine.unregister(registered)
+        engine.unregister(registered)
+        return str(registered), seen, result
 
     assert run_engines(3, program, config=SETTINGS) == [
-        ("test 1", [(2, False, "a, b")], None),
-        ("test 1", [(2, True, "a, b")], 2.0),
-        ("test 1", [(2, True, "a, b")], 2.0),
+        ("test 1", [(2, False, (3, 1))], None),
+        ("test 1", [(2, True, (3, 1))], 2.0),
+        ("test 1", [(2, True, (3, 1))], 2.0),
     ]
 
 
-def test_parts_that_nobody_takes_up_are_withdrawn() -> None:
+def test_speculative_parts_that_others_leave_out_are_withdrawn() -> None:
     """The procedure is forgotten when they have come to an end; until then it is there, should others run them."""
 
     def program(engine: Engine) -> Any:
-        name = engine.register("test", lambda communicator, active, mine, part: (active, part))
-        taken = Procedure(name, "taken", part="1")
+        registered = engine.register("test", lambda communicator, active, mine, part: (active, part))
+        taken = Procedure(registered, "taken", (1,), speculative=True)
         engine.submit(taken)
         result = engine.wait(taken)
-        left = Procedure(name, "left", part="2")
+        left = Procedure(registered, "left", (2,), speculative=True)
         if engine.communicator.rank == 0:
             engine.submit(left)
-            engine.unregister(name, [taken, left])
+            engine.unregister(registered, [taken, left])
             with pytest.raises(ShutdownError, match="withdrawn"):
                 engine.wait(left)
         else:
-            engine.unregister(name, [taken])
+            engine.unregister(registered, [taken])
         engine.wait(engine.join())
         return result
 
-    assert run_engines(3, program, config=SETTINGS) == [(3, "1")] * 3
+    assert run_engines(3, program, config=SETTINGS) == [(3, (1,))] * 3
 
 
 # ---- refusals ----
@@ -834,7 +834,7 @@ def test_after_a_time_out_nothing_runs(submitter: int) -> None:
     with_engines(2, program, clocks=lambda rank: lambda: now[0] if rank == 0 else 0.0)
 
 
-def test_a_leader_that_says_nothing_is_given_up() -> None:
+def test_a_coordinator_that_says_nothing_is_given_up() -> None:
     """Some time after the limit, when it should have said that a rank is missing."""
     notes = MemoryWorld(2)
     done = Gate()
@@ -851,7 +851,7 @@ def test_a_leader_that_says_nothing_is_given_up() -> None:
     run_ranks(2, program, config=SETTINGS)
 
 
-def test_a_leader_has_nothing_to_say_of_an_offer_that_nobody_takes_up() -> None:
+def test_a_coordinator_has_nothing_to_say_of_a_speculative_operation_that_others_leave_out() -> None:
     """However long that is: it is not given up, and what comes next is carried out."""
     waited, withdrawn = Gate(), Gate()
     now = [0.0]
@@ -863,13 +863,13 @@ def test_a_leader_has_nothing_to_say_of_an_offer_that_nobody_takes_up() -> None:
         return now[0]
 
     def program(engine: Engine) -> float:
-        name = engine.register("test", lambda communicator, active, mine, part: None)
+        registered = engine.register("test", lambda communicator, active, mine, part: None)
         if engine.communicator.rank == 1:
-            left = Procedure(name, "left", part="1")
+            left = Procedure(registered, "left", (1,), speculative=True)
             engine.submit(left)
             waited.wait()
             assert left.error is None
-            engine.unregister(name, [left])
+            engine.unregister(registered, [left])
             withdrawn.open()
         else:
             withdrawn.wait()
@@ -1006,9 +1006,9 @@ def test_nothing_is_left_under_way(size: int) -> None:
                 except (MismatchError, BrokenError):
                     assert turn >= 0
             engine.wait(engine.join())
-            assert engine._under_way == 0
-            assert not engine._names
-            assert not engine._pending
+            assert engine._under_way.count == 0
+            assert not engine._under_way._names
+            assert not engine._progress._pending
 
     run_engines(size, program, config=SETTINGS)
 

@@ -180,9 +180,9 @@ def test_an_engine_that_fails_gives_its_communicator_up() -> None:
     def function(engine: Any) -> bool:
         engine.wait(engine.submit(operation := Call("x", "x", lambda communicator: None)) or operation)
         asked: list[str] = []
-        gpu = engine._communicator.gpu
+        gpu = engine.communicator.gpu
         gpu.close, gpu.abandon = lambda: asked.append("close"), lambda: asked.append("abandon")
-        engine._fail(PeerLostError(1, "its process has ended"))
+        engine._progress.fail(PeerLostError(1, "its process has ended"))
         return asked == ["abandon"]
 
     assert run_engines(1, function) == [True]

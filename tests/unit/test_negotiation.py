@@ -14,16 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringreduce.calls import GivenUp
-from ringreduce.engine.negotiation import Leader, Member
+from ringreduce.engine.negotiation import Coordinator, Participant
 from ringreduce.engine.orders import (
-    OFFER,
-    REFUSED,
     Expired,
     Joined,
+    Kind,
     Late,
-    Looks,
     Lost,
     Named,
+    OperationSignature,
     Refuse,
     Run,
     Stalled,
@@ -34,18 +33,18 @@ from ringreduce.engine.orders import (
 SIZES = [1, 2, 3, 4]
 BIG = 1 << 30
 
-#: What a program does: ("submit", name, looks), ("wait",) for all that it has under way, ("join",) or ("leave",).
+#: What a program does: ("submit", name, signature), ("wait",) for all that it has under way, ("join",) or ("leave",).
 Action = tuple[Any, ...]
 
 
-def summed(count: int = 4, dtype: str = "float32", text: str = "") -> Looks:
-    """Return the looks of an allreduce."""
-    return Looks(text or f"sum of {count} {dtype}", "sum", ((dtype, count),))
+def summed(count: int = 4, dtype: str = "float32", text: str = "") -> OperationSignature:
+    """Return the signature of an allreduce."""
+    return OperationSignature(text or f"sum of {count} {dtype}", Kind.REDUCTION, "sum", ((dtype, count),))
 
 
-def called(text: str = "broadcast") -> Looks:
-    """Return the looks of a collective that is no allreduce."""
-    return Looks(text)
+def called(text: str = "broadcast") -> OperationSignature:
+    """Return the signature of a collective that is no allreduce."""
+    return OperationSignature(text)
 
 
 class Rank:
@@ -53,9 +52,9 @@ class Rank:
 
     def __init__(self, number: int, size: int, program: Sequence[Action]) -> None:
         self.number = number
-        self.member = Member(size, plans=number == 0)
+        self.participant = Participant(size, plans=number == 0)
         self.program = deque(program)
-        self.pending: defaultdict[str, deque[Looks]] = defaultdict(deque)
+        self.pending: defaultdict[str, deque[OperationSignature]] = defaultdict(deque)
         self.joining = False
         self.waiting = False
         self.lost: int | None = None
@@ -70,27 +69,27 @@ class Rank:
         return bool(self.program) and (self.idle or not self.waiting)
 
     def go_on(self) -> list[Any]:
-        """Carry out one action; return what the leader is to hear."""
+        """Carry out one action; return what the coordinator is to hear."""
         kind, *arguments = self.program.popleft()
         self.waiting = kind in ("wait", "join")
         if kind == "submit":
-            name, looks = arguments
-            self.pending[name].append(looks)
-            return self.member.submit(name, looks)
+            name, signature = arguments
+            self.pending[name].append(signature)
+            return self.participant.submit(name, signature)
         if kind == "wait":
-            return self.member.wait()
+            return self.participant.wait()
         if kind == "join":
             self.joining = True
-            return self.member.join()
+            return self.participant.join()
         self.program.clear()
-        return self.member.leave(GivenUp())
+        return self.participant.leave(GivenUp())
 
     def hear(self, note: Any) -> None:
-        """Do what the leader says."""
-        order = self.member.hear(note)
+        """Do what the coordinator says."""
+        order = self.participant.hear(note)
         if isinstance(order, Run):
             for named in order.operations:
-                self._finish(named.name, named.looks, submitted=order.active == self.member._size)
+                self._finish(named.name, named.signature, submitted=order.active == self.participant._size)
             self.log.append(("run", order.operations, order.active))
         elif isinstance(order, Refuse):
             self._finish(order.name)
@@ -106,11 +105,11 @@ class Rank:
         else:
             assert order is None
 
-    def _finish(self, name: str, looks: Looks | None = None, *, submitted: bool = False) -> None:
+    def _finish(self, name: str, signature: OperationSignature | None = None, *, submitted: bool = False) -> None:
         assert self.pending[name] or not submitted, f"{name} runs on rank {self.number}, which has not submitted it"
         if self.pending[name]:
             mine = self.pending[name].popleft()
-            assert looks is None or mine == looks, "what runs is what this rank submitted"
+            assert signature is None or mine == signature, "what runs is what this rank submitted"
 
     @property
     def runs(self) -> list[tuple[str, ...]]:
@@ -119,11 +118,11 @@ class Rank:
 
 
 class Conversation:
-    """Ranks and their leader. Notes between two of them arrive in order; all else is left to chance."""
+    """Ranks and their coordinator. Notes between two of them arrive in order; all else is left to chance."""
 
     def __init__(self, programs: Sequence[Sequence[Action]], chance: random.Random, fusion_nbytes: int = BIG) -> None:
         size = len(programs)
-        self.leader = Leader(size, fusion_nbytes)
+        self.coordinator = Coordinator(size, fusion_nbytes)
         self.ranks = [Rank(number, size, program) for number, program in enumerate(programs)]
         self._chance = chance
         self._said: list[deque[Any]] = [deque() for _ in programs]
@@ -148,7 +147,7 @@ class Conversation:
         return events
 
     def _hear(self, rank: int) -> None:
-        for note in self.leader.hear(rank, _sent(self._said[rank].popleft())):
+        for note in self.coordinator.hear(rank, _sent(self._said[rank].popleft())):
             for told in self._told:
                 told.append(_sent(note))
 
@@ -165,8 +164,8 @@ def play(programs: Sequence[Sequence[Action]], seed: int = 0, fusion_nbytes: int
     return ranks
 
 
-def submissions(*names: str, looks: Looks | None = None) -> list[Action]:
-    return [("submit", name, looks or summed()) for name in names]
+def submissions(*names: str, signature: OperationSignature | None = None) -> list[Action]:
+    return [("submit", name, signature or summed()) for name in names]
 
 
 # ---- all that ranks agree on ----
@@ -177,7 +176,7 @@ def agreeing_programs(draw: st.DrawFn) -> list[list[Action]]:
     """Draw programs of equal rounds, each rank with an order and waits of its own."""
     size = draw(st.sampled_from(SIZES))
     names = [f"t{number}" for number in range(draw(st.integers(1, 6)))]
-    looks = {name: summed(draw(st.integers(0, 3)), draw(st.sampled_from(["float32", "int64"]))) for name in names}
+    signature = {name: summed(draw(st.integers(0, 3)), draw(st.sampled_from(["float32", "int64"]))) for name in names}
     rounds = draw(st.integers(1, 7))
     programs: list[list[Action]] = []
     for _ in range(size):
@@ -185,7 +184,7 @@ def agreeing_programs(draw: st.DrawFn) -> list[list[Action]]:
         keeps_order = draw(st.booleans())
         program: list[Action] = []
         for turn in range(rounds):
-            actions = [("submit", name, looks[name]) for name in names]
+            actions = [("submit", name, signature[name]) for name in names]
             actions.append(("submit", f"once {turn}", called()))
             if not keeps_order:
                 chance.shuffle(actions)
@@ -271,18 +270,18 @@ def test_what_travels_together_does_not_depend_on_when_notes_arrive(
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_plan_fuses_what_the_leaders_program_submits_between_two_waits(size: int) -> None:
-    """Groups are of one dtype and op, in the leader's order, and closed by what fills them."""
+    """Groups are of one dtype and op, in the coordinator's order, and closed by what fills them."""
     kinds = {"a": summed(2), "b": summed(2, "int64"), "c": summed(2), "d": summed(2), "e": summed(2, "int64")}
-    leader = [("submit", name, looks) for name, looks in kinds.items()]
-    others = leader[::-1]
-    programs = [[*(leader if rank == 0 else others), ("wait",)] * 8 for rank in range(size)]
+    coordinator = [("submit", name, signature) for name, signature in kinds.items()]
+    others = coordinator[::-1]
+    programs = [[*(coordinator if rank == 0 else others), ("wait",)] * 8 for rank in range(size)]
     runs = play(programs, fusion_nbytes=16)[0].runs
     assert sorted(runs[-4:]) == [("a", "c"), ("b",), ("d",), ("e",)]
 
 
 def test_collectives_that_are_no_allreduce_travel_alone() -> None:
     """Nothing is fused but allreduces of one dtype."""
-    mixed = Looks("group", "sum", (("float32", 2), ("int64", 2)))
+    mixed = OperationSignature("group", Kind.REDUCTION, "sum", (("float32", 2), ("int64", 2)))
     program = [("submit", "a", called()), ("submit", "b", called()), ("submit", "c", mixed), ("submit", "d", mixed)]
     runs = play([[*program, ("wait",)] * 8] * 2)[0].runs
     assert all(len(each) == 1 for each in runs)
@@ -294,8 +293,8 @@ def test_an_operation_whose_groups_keep_breaking_travels_alone_for_good() -> Non
     apart = [*submissions("a"), ("wait",), *submissions("b"), ("wait",)]
     (first, _) = play([whole * 60, apart * 60])
     assert all(len(each) == 1 for each in first.runs)
-    assert not first.member._group_of
-    assert not first.member._unused
+    assert not first.participant._group_of
+    assert not first.participant._unused
 
 
 def test_an_operation_of_a_group_that_comes_twice_in_a_round_breaks_the_group() -> None:
@@ -320,7 +319,7 @@ def test_an_operation_of_a_group_that_comes_twice_in_a_round_breaks_the_group() 
 def test_mismatches_are_refused_on_all_ranks_and_nothing_else_is(
     size: int, seed: int, wrong: set[tuple[int, int]], data: st.DataObject
 ) -> None:
-    """An operation that looks different on one rank is refused everywhere, with what each rank submitted; what was
+    """An operation that signature different on one rank is refused everywhere, with what each rank submitted; what was
     announced with it runs.
     """
     odd = data.draw(st.integers(0, size - 1))
@@ -347,7 +346,7 @@ def test_operations_of_one_name_match_in_order() -> None:
     program = [("submit", "nameless", summed(count)) for count in (1, 2, 3, 2)]
     for seed in range(40):
         ranks = play([[*program, ("wait",)] * 6] * 3, seed)
-        counts = [named.looks.parts[0][1] for each in ranks[0].log for named in each[1]]
+        counts = [named.signature.counts[0][1] for each in ranks[0].log for named in each[1]]
         assert counts == [1, 2, 3, 2] * 6
 
 
@@ -420,11 +419,11 @@ def test_a_rank_that_leaves_ends_everything(size: int, leaver: int) -> None:
 
 def test_nothing_that_was_said_before_a_rank_left_runs_after() -> None:
     """Its own word counts no more, for it is not there to carry out what it submitted."""
-    leader = Leader(2, BIG)
-    assert leader.hear(1, ["new", "x", tuple(summed())]) == []
-    assert leader.hear(1, ["leave", ("", None, False)]) == [["lost", 1, ("", None, False)]]
-    assert leader.hear(0, ["new", "x", tuple(summed())]) == []
-    assert leader.waiting() == []
+    coordinator = Coordinator(2, BIG)
+    assert coordinator.hear(1, ["new", "x", summed().encode()]) == []
+    assert coordinator.hear(1, ["leave", ("", None, False)]) == [["lost", 1, ("", None, False)]]
+    assert coordinator.hear(0, ["new", "x", summed().encode()]) == []
+    assert coordinator.waiting() == []
 
 
 # ---- what waits for long ----
@@ -432,106 +431,110 @@ def test_nothing_that_was_said_before_a_rank_left_runs_after() -> None:
 
 def test_what_waits_is_listed_with_who_is_missing() -> None:
     """Also what was announced by number, and in a group."""
-    leader, member = Leader(3, BIG), Member(3, plans=False)
-    said = ["new", "x", tuple(summed())]
-    assert leader.hear(2, said, 5.0) == []
-    assert leader.hear(0, said, 7.0) == []
-    (waiting,) = leader.waiting()
+    coordinator, participant = Coordinator(3, BIG), Participant(3, plans=False)
+    said = ["new", "x", summed().encode()]
+    assert coordinator.hear(2, said, 5.0) == []
+    assert coordinator.hear(0, said, 7.0) == []
+    (waiting,) = coordinator.waiting()
     assert (waiting.name, waiting.since, waiting.present, waiting.missing) == ("x", 5.0, (0, 2), (1,))
-    order = member.hear(_sent(leader.stalled(waiting, 65.0)))
+    order = participant.hear(_sent(coordinator.stalled(waiting, 65.0)))
     assert order == Stalled("x", (1,), 60.0, 0)
 
 
-@pytest.mark.parametrize("announced", [["new", "x", tuple(summed())], ["known", 1]])
+@pytest.mark.parametrize("announced", [["new", "x", summed().encode()], ["known", 1]])
 def test_nothing_runs_after_something_was_given_up(announced: list[Any]) -> None:
     """A rank that comes late, or has left something out, never meets the others in what is not the same."""
-    leader, member = Leader(3, BIG), Member(3, plans=False)
+    coordinator, participant = Coordinator(3, BIG), Participant(3, plans=False)
     for _ in range(2):
-        told = [note for rank in range(3) for note in leader.hear(rank, ["new", "x", tuple(summed())])]
+        told = [note for rank in range(3) for note in coordinator.hear(rank, ["new", "x", summed().encode()])]
     assert told[0][:2] == ["number", 1]
-    assert leader.hear(0, announced, 1.0) == []
-    (waiting,) = leader.waiting()
-    assert member.hear(_sent(leader.expire(waiting, 31.0))) == Expired("x", (0,), (1, 2), 30.0)
-    assert leader.waiting() == []
+    assert coordinator.hear(0, announced, 1.0) == []
+    (waiting,) = coordinator.waiting()
+    assert participant.hear(_sent(coordinator.expire(waiting, 31.0))) == Expired("x", (0,), (1, 2), 30.0)
+    assert coordinator.waiting() == []
     for rank in (1, 2, 0):
-        assert leader.hear(rank, announced, 32.0) == []
-    assert leader.waiting() == []
+        assert coordinator.hear(rank, announced, 32.0) == []
+    assert coordinator.waiting() == []
 
 
 def test_a_join_waits_since_anything_was_last_submitted() -> None:
     """Ranks that go on may take as long as they like; one that is silent is named, and given up like any other."""
-    leader, member = Leader(3, BIG), Member(3, plans=False)
-    leader.hear(0, ["join"], 1.0)
-    leader.hear(2, ["join"], 2.0)
-    assert leader.waiting() == [Waiting("join", 2.0, (0, 2), (1,), is_join=True)]
-    leader.hear(1, ["new", "x", tuple(summed())], 40.0)
-    (waiting,) = leader.waiting()
+    coordinator, participant = Coordinator(3, BIG), Participant(3, plans=False)
+    coordinator.hear(0, ["join"], 1.0)
+    coordinator.hear(2, ["join"], 2.0)
+    assert coordinator.waiting() == [Waiting("join", 2.0, (0, 2), (1,), is_join=True)]
+    coordinator.hear(1, ["new", "x", summed().encode()], 40.0)
+    (waiting,) = coordinator.waiting()
     assert waiting.since == 40.0
-    assert member.hear(_sent(leader.stalled(waiting, 50.0))) == Stalled("join", (1,), 10.0, 0, is_join=True)
-    assert member.hear(_sent(leader.expire(waiting, 70.0))) == Expired("join", (0, 2), (1,), 30.0, is_join=True)
-    assert leader.waiting() == []
+    assert participant.hear(_sent(coordinator.stalled(waiting, 50.0))) == Stalled("join", (1,), 10.0, 0, is_join=True)
+    assert participant.hear(_sent(coordinator.expire(waiting, 70.0))) == Expired(
+        "join", (0, 2), (1,), 30.0, is_join=True
+    )
+    assert coordinator.waiting() == []
 
 
 @pytest.mark.parametrize("before", [0, 2])
 def test_a_call_that_a_rank_cannot_make_is_refused_on_all(before: int) -> None:
     """Under its name, also where the others' signature has a number, and also if all ranks refuse alike."""
-    leader, member = Leader(2, BIG), Member(2, plans=False)
-    right, refused = summed(), Looks("allreduce(refused: no such op)", REFUSED)
+    coordinator, participant = Coordinator(2, BIG), Participant(2, plans=False)
+    right, refused = summed(), OperationSignature("allreduce(refused: no such op)", Kind.REFUSAL)
     for _ in range(before):
         for rank in range(2):
-            leader.hear(rank, ["new", "x", tuple(right)])
-    assert leader.hear(0, ["new", "x", tuple(refused)]) == []
-    (note,) = leader.hear(1, ["known", 1] if before else ["new", "x", tuple(right)])
-    assert member.hear(_sent(note)) == Refuse("x", {0: refused.text, 1: right.text}, (0, 1), True)
+            coordinator.hear(rank, ["new", "x", right.encode()])
+    assert coordinator.hear(0, ["new", "x", refused.encode()]) == []
+    (note,) = coordinator.hear(1, ["known", 1] if before else ["new", "x", right.encode()])
+    assert participant.hear(_sent(note)) == Refuse("x", {0: refused.text, 1: right.text}, (0, 1), True)
     for rank in range(2):
-        told = leader.hear(rank, ["new", "x", tuple(refused)])
+        told = coordinator.hear(rank, ["new", "x", refused.encode()])
     assert [each[0] for each in told] == ["refuse"]
-    assert leader.waiting() == []
+    assert coordinator.waiting() == []
 
 
 @pytest.mark.parametrize("known", [False, True])
 def test_all_ranks_hear_who_was_late(known: bool) -> None:
     """The last rank is named when the first has waited for more than a millisecond, and not for less."""
-    leader, member = Leader(3, BIG), Member(3, plans=False)
-    announced: list[Any] = ["known", 1] if known else ["new", "x", tuple(summed())]
+    coordinator, participant = Coordinator(3, BIG), Participant(3, plans=False)
+    announced: list[Any] = ["known", 1] if known else ["new", "x", summed().encode()]
     for _ in range(2 if known else 0):
         for rank in range(3):
-            leader.hear(rank, ["new", "x", tuple(summed())])
+            coordinator.hear(rank, ["new", "x", summed().encode()])
     for last, seconds, expected in ((1, 0.5, [Late(1, 0.5)]), (2, 0.0005, []), (0, 0.002, [Late(0, 0.002)])):
         first, second = (rank for rank in range(3) if rank != last)
-        assert leader.hear(first, announced, 0.0) == []
-        assert leader.hear(second, announced, seconds / 2) == []
-        orders = [member.hear(_sent(note)) for note in leader.hear(last, announced, seconds) if note[0] == "late"]
+        assert coordinator.hear(first, announced, 0.0) == []
+        assert coordinator.hear(second, announced, seconds / 2) == []
+        orders = [
+            participant.hear(_sent(note)) for note in coordinator.hear(last, announced, seconds) if note[0] == "late"
+        ]
         assert orders == expected
 
 
 def test_what_a_group_waits_for_is_told_of_each_of_its_operations() -> None:
     """By name."""
-    leader = Leader(2, BIG)
+    coordinator = Coordinator(2, BIG)
     for _ in range(2):
         for rank in range(2):
             for name in "ab":
-                leader.hear(rank, ["new", name, tuple(summed())])
-    (group,) = leader.hear(0, ["together", 1, 2])
+                coordinator.hear(rank, ["new", name, summed().encode()])
+    (group,) = coordinator.hear(0, ["together", 1, 2])
     assert group[0] == "group"
-    assert leader.hear(1, ["known", group[1]], 3.0) == []
-    assert [(waiting.name, waiting.missing) for waiting in leader.waiting()] == [("a", (0,)), ("b", (0,))]
+    assert coordinator.hear(1, ["known", group[1]], 3.0) == []
+    assert [(waiting.name, waiting.missing) for waiting in coordinator.waiting()] == [("a", (0,)), ("b", (0,))]
 
 
 # ---- memory ----
 
 
 def test_names_that_are_used_once_leave_nothing_behind() -> None:
-    """Neither a member nor, beyond the last few thousand, the leader remembers them."""
-    leader, member = Leader(1, BIG), Member(1, plans=True)
+    """Neither a participant nor, beyond the last few thousand, the coordinator remembers them."""
+    coordinator, participant = Coordinator(1, BIG), Participant(1, plans=True)
 
     def use(first: int, last: int) -> tuple[int, int]:
         for number in range(first, last):
-            for note in member.submit(f"loss {number:06}", summed()):
-                for told in leader.hear(0, note):
-                    assert isinstance(member.hear(told), Run)
-            assert member.wait() == []
-        return len(pickle.dumps(member)), len(pickle.dumps(leader))
+            for note in participant.submit(f"loss {number:06}", summed()):
+                for told in coordinator.hear(0, note):
+                    assert isinstance(participant.hear(told), Run)
+            assert participant.wait() == []
+        return len(pickle.dumps(participant)), len(pickle.dumps(coordinator))
 
     use(0, 4200)
     before = use(4200, 6000)
@@ -546,27 +549,33 @@ def test_a_repeated_round_adds_nothing() -> None:
     for rounds in (10, 40):
         conversation = Conversation([round_ * rounds] * 2, random.Random(1))
         first, second = conversation.play()
-        sizes.append([len(pickle.dumps(each)) for each in (first.member, second.member, conversation.leader)])
+        sizes.append(
+            [len(pickle.dumps(each)) for each in (first.participant, second.participant, conversation.coordinator)]
+        )
     assert sizes[0] == sizes[1]
 
 
-def test_nobody_waits_for_what_is_offered() -> None:
-    """An offer is in no list of what waits, runs when all ranks have made it, and can be withdrawn until then."""
-    leader, member = Leader(2, 1 << 20), Member(2, plans=False)
-    offer = member.submit("part", Looks("a part", OFFER))
-    assert offer == [["new", "part", ("a part", OFFER, ())]]
-    assert leader.hear(1, offer[0]) == []
-    assert leader.waiting() == []
-    (withdraw,) = member.withdraw("part")
-    (answer,) = leader.hear(1, withdraw)
-    assert member.hear(answer) == Withdrawn(1, "part")
-    assert leader.hear(0, offer[0]) == []  # the other's is not taken up by what was withdrawn
-    assert [note[0] for note in leader.hear(1, offer[0])] == ["run"]
-    assert leader.hear(1, withdraw) == []  # too late: it runs
+#: The signature of what other ranks may leave out.
+GUESS = OperationSignature("a part", Kind.PROCEDURE, procedure=1, part=(3, 1), speculative=True)
 
 
-def test_an_offer_runs_without_ranks_that_have_joined() -> None:
-    """As other operations with an identity do."""
-    leader, offer = Leader(2, 1 << 20), ["new", "part", ("a part", OFFER, ())]
-    assert leader.hear(1, offer) == []
-    assert leader.hear(0, ["join"]) == [["run", [["part", ("a part", OFFER, ())]], 1]]
+def test_nobody_waits_for_what_is_speculative() -> None:
+    """It is in no list of what waits, runs when all ranks have submitted it, and can be withdrawn until then."""
+    coordinator, participant = Coordinator(2, 1 << 20), Participant(2, plans=False)
+    guess = participant.submit("part", GUESS)
+    assert guess == [["new", "part", ("a part", 2, "", (), 1, (3, 1), True)]]
+    assert coordinator.hear(1, guess[0]) == []
+    assert coordinator.waiting() == []
+    (withdraw,) = participant.withdraw("part")
+    (answer,) = coordinator.hear(1, withdraw)
+    assert participant.hear(answer) == Withdrawn(1, "part")
+    assert coordinator.hear(0, guess[0]) == []  # the other's is not taken up by what was withdrawn
+    assert [note[0] for note in coordinator.hear(1, guess[0])] == ["run"]
+    assert coordinator.hear(1, withdraw) == []  # too late: it runs
+
+
+def test_what_is_speculative_runs_without_ranks_that_have_joined() -> None:
+    """As other procedures do."""
+    coordinator, guess = Coordinator(2, 1 << 20), ["new", "part", GUESS.encode()]
+    assert coordinator.hear(1, guess) == []
+    assert coordinator.hear(0, ["join"]) == [["run", [["part", GUESS.encode()]], 1]]

@@ -1,4 +1,4 @@
-"""Short notes between the ranks of a node, through memory that they share: a few times quicker than as messages."""
+"""Control notes: a few bytes from rank to rank, beside the data. In shared memory they are quicker than messages."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from ringreduce.transport.messages import Messages, exchange_json
 from ringreduce.transport.node import Node
 from ringreduce.transport.shared import Arena, Block, Location
 
-__all__ = ["Notes", "SharedNotes"]
+__all__ = ["ControlChannel", "SharedControlChannel"]
 
 _LINE = 64
 _RING_NBYTES = 16 << 10
 _PART_NBYTES = 2 * _LINE + _RING_NBYTES
 _SHORT_NBYTES = 1 << 10  # longer notes do not go through the ring
 
-_LENGTH = struct.Struct("<i")  # of the note that follows; negative: of one that lies elsewhere,
+_LENGTH = struct.Struct("<i")  # of the note that follows; negative: of one that is elsewhere,
 _PLACE = struct.Struct("<q")  # namely here
 
 
-class Notes(Protocol):
-    """What carries notes between the ranks of a process set; every `Messages` does. Used by one thread at a time."""
+class ControlChannel(Protocol):
+    """Carries control notes between the ranks of a process set; `Messages` do so, too. Used by one thread at a time."""
 
     def post(self, note: bytes, peer: int) -> None:
         """Send a note; never blocks."""
@@ -41,13 +41,13 @@ class Notes(Protocol):
         ...
 
 
-class SharedNotes:
-    """Notes in shared memory, through a ring from every rank to every other.
+class SharedControlChannel:
+    """Carries control notes through shared memory: a ring of bytes from every rank to every other.
 
     Every rank owns a part for each peer, that only it writes: how many bytes it has put into its ring to that peer, how
-    many it has taken out of the peer's ring to here, and the ring. Notes stand there with their length before them.
-    Long ones lie in a block of their own, and only their place goes through the ring. So a ring is never full but for
-    a peer that does not look for hundreds of notes; what comes then waits on this side for the next `post` or `poll`.
+    many it has taken out of the peer's ring to here, and the ring. The length of a note precedes it there. A long note
+    is in a block of its own, and only its place goes through the ring. So a ring is full only if the peer does not poll
+    while hundreds of notes come; further ones wait on this side for the next `post` or `poll`.
 
     Args:
         node: all ranks of the process set. Its arena is used by the thread that uses this.

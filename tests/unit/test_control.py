@@ -1,4 +1,4 @@
-"""Notes through shared memory: each arrives once, whole and in order, whatever its length and whoever else posts."""
+"""Control notes through shared memory: each arrives once, whole and in order, whatever its length and sender."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 from ringreduce.communicator import Communicator
 from ringreduce.testing import run_ranks
 from ringreduce.transport.board import fence
-from ringreduce.transport.notes import SharedNotes
+from ringreduce.transport.control import SharedControlChannel
 from ringreduce.transport.waiting import Waiter
 
 
-def notes_of(communicator: Communicator) -> SharedNotes:
+def notes_of(communicator: Communicator) -> SharedControlChannel:
     context = communicator._context
-    return SharedNotes(context.node, context.messages)
+    return SharedControlChannel(context.node, context.messages)
 
 
 def note(sender: int, receiver: int, number: int) -> bytes:

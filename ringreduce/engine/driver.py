@@ -1,0 +1,196 @@
+"""Who drives an engine: a thread that waits for an operation, or else a progress thread."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from ringreduce.engine.operations import Operation, UnderWay
+from ringreduce.engine.progress import Progress
+
+__all__ = ["Driver"]
+
+_TRIES = 16
+_YIELD_S = 0.002  # after this long nothing is about to happen: nap
+_NAP_S = 50e-6
+_LONG_NAP_S = 1e-3  # after a second without news
+_DOZE_S = 1e-3, 8e-3  # how long the progress thread sleeps at a time, first and when that was needless, while
+_LINGER_S = 20e-3  # the last news is not older than this
+_PROMPT = 2  # so often in a row the program waited at once
+_IDLE_S = 1.0  # how often the coordinator looks up while its rank is idle
+
+
+class Driver:
+    """Lets one thread at a time make progress.
+
+    The progress thread sleeps while this rank has nothing under way, or another thread waits and so drives itself. An
+    idle rank costs nothing; the coordinator's looks once a second whether others wait for it.
+
+    Args:
+        progress: what is driven.
+        under_way: what the program has submitted.
+        inside: entered by the progress thread for as long as it lives: what it calls back must not wait for it.
+        threads, clock: as for `Engine`.
+
+    Attributes:
+        threads: the argument.
+        prompt: how often in a row the program waited before anybody had read what it submitted.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        under_way: UnderWay,
+        inside: AbstractContextManager[None],
+        *,
+        threads: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        self.threads = threads
+        self.prompt = 0
+        self._progress = progress
+        self._under_way = under_way
+        self._inside = inside
+        self._clock = clock
+        self._turn = threading.Lock()  # who holds it drives
+        self._bell = threading.Lock()  # released to wake the progress thread: many times cheaper than a condition
+        self._bell.acquire()
+        self._asleep = False
+        self._dozing = False  # asleep, and will look by itself in a moment
+        self._thread: threading.Thread | None = None
+        if progress.followers:
+            self._start()  # others may wait for this rank before it has submitted anything
+
+    # ---- threads of the program ----
+
+    def wake(self) -> None:
+        """Let the progress thread know that something was submitted, if nobody drives; the lock is held.
+
+        To wake it takes 15 us of this thread's time, as it wants the interpreter's lock at once. A program that has
+        lately waited for what it submitted will do so again, and drive itself; if not, a dozing thread sees it soon.
+        """
+        if self._under_way.waiters:
+            return
+        if self._asleep:
+            if self._dozing and self.prompt >= _PROMPT:
+                return
+            self._asleep = False
+            self._ring()
+        elif self._thread is None:
+            self._start()
+
+    def wait(self, operation: Operation) -> None:
+        """Return when an operation is done; this thread, which is counted as a waiter, drives unless another does."""
+        under_way = self._under_way
+        try:
+            while self._may_drive_for(operation):
+                try:
+                    self._drive(lambda: operation.done, hurried=True)
+                finally:
+                    self._turn.release()
+        finally:
+            with under_way.lock:
+                under_way.waiters -= 1
+                if under_way.waiters:
+                    under_way.changed.notify_all()
+                elif under_way.count:
+                    self.wake()
+
+    def try_step(self) -> None:
+        """Make a step of progress unless another thread drives."""
+        if self._turn.acquire(blocking=False):
+            try:
+                self._progress.step()
+            finally:
+                self._turn.release()
+            self._under_way.wake_waiters()
+
+    def close(self) -> None:
+        """End everything that is under way, and the progress thread; does nothing the second time."""
+        under_way = self._under_way
+        with under_way.lock:
+            if under_way.closed or under_way.barred:
+                return
+            under_way.closed = True
+            under_way.changed.notify_all()
+            self._ring()
+        try:
+            with self._turn:
+                self._progress.end()
+        finally:
+            if self._thread is not None:
+                self._thread.join()
+            self._progress.close()
+
+    def _may_drive_for(self, operation: Operation) -> bool:
+        """Wait until it is this thread's turn to drive, or, if that does not come, the operation is done."""
+        # Tried with the lock held, for whoever stops driving tells the waiters so with it held.
+        with self._under_way.lock:
+            while not operation.done:
+                if not self._under_way.closed and self._turn.acquire(blocking=False):
+                    return True
+                self._under_way.changed.wait(_IDLE_S)
+        return False
+
+    # ---- the progress thread ----
+
+    def _start(self) -> None:
+        if self.threads:
+            self._thread = threading.Thread(target=self._run_thread, name="ringreduce", daemon=True)
+            self._thread.start()
+
+    def _ring(self) -> None:
+        if self._bell.locked():
+            self._bell.release()
+
+    def _run_thread(self) -> None:
+        with self._inside:
+            self._make_progress()
+
+    def _make_progress(self) -> None:
+        under_way, progress = self._under_way, self._progress
+        doze_s = _DOZE_S[0]
+        while not under_way.closed:
+            with under_way.lock:
+                self._asleep = under_way.waiters > 0 or not under_way.count
+                self._dozing = self._clock() - progress.news_s < _LINGER_S
+            if self._asleep:
+                until_s = doze_s if self._dozing else _IDLE_S if progress.coordinates else -1
+                self._bell.acquire(timeout=until_s)
+                self._asleep = False
+            if under_way.waiters or (self._dozing and not under_way.count):
+                doze_s = min(2 * doze_s, _DOZE_S[1])
+                continue
+            doze_s = _DOZE_S[0]
+            if under_way.inbox:
+                self.prompt = 0
+            with self._turn:
+                progress.overlaps = True
+                self._drive(lambda: bool(under_way.waiters) or not under_way.count, hurried=False)
+                progress.overlaps = False
+            under_way.wake_waiters()
+
+    # ---- driving; it is this thread's turn ----
+
+    def _drive(self, finished: Callable[[], bool], *, hurried: bool) -> None:
+        """Make progress until ``finished()``; hurried if somebody waits for it and has nothing else to do."""
+        under_way, progress = self._under_way, self._progress
+        tries = 0
+        while not under_way.closed and under_way.failure is None:
+            moved = progress.step()
+            if finished():
+                return
+            tries += 1
+            if moved:
+                tries = 0
+            elif hurried and tries < _TRIES:
+                os.sched_yield()
+            else:
+                tries = 0
+                quiet_s = self._clock() - progress.news_s
+                if quiet_s > _YIELD_S or not hurried:
+                    # MPI has nothing to sleep on; to spin would take the core from ranks that share it.
+                    time.sleep(_NAP_S if quiet_s < 1.0 else _LONG_NAP_S)
