@@ -18,7 +18,7 @@ from ringreduce.buffers import DTYPES
 from ringreduce.calls import program_stack
 from ringreduce.communicator import Communicator
 from ringreduce.config import Config
-from ringreduce.engine import Call, Engine, Operation, Procedure, Reduction, Refusal, unnamed
+from ringreduce.engine import Call, Engine, Gather, InPlace, Operation, Reduction, Refusal, unnamed
 from ringreduce.errors import (
     CollectiveTimeoutError,
     ConfigError,
@@ -366,50 +366,89 @@ def test_a_collective_that_needs_all_ranks_is_refused_after_a_join() -> None:
     assert "rank 1: gather: allgather" in texts[1]
 
 
-def test_procedures_run_on_joined_ranks_too() -> None:
-    """They learn how many ranks have submitted it, whether this one has, and which part of it is to run."""
+def part(name: str, *arrays: Any, op: ReduceOp = SUM, **options: Any) -> InPlace:
+    return InPlace(name, "arrays", op, arrays, **options)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int64, np.complex128])
+@pytest.mark.parametrize(("op", "expected"), [(SUM, 3), (AVERAGE, 1), (MAX, 2)])
+def test_arrays_are_reduced_where_they_are(op: ReduceOp, expected: int, dtype: Any) -> None:
+    """One by one; ranks that have joined contribute nothing, and averages are over the others."""
+    if op is MAX and dtype is np.complex128:
+        return
 
     def program(engine: Engine) -> Any:
-        seen: list[tuple[int, bool, tuple[int, ...]]] = []
-
-        def procedure(communicator: Communicator, active: int, mine: bool, part: tuple[int, ...]) -> float:
-            seen.append((active, mine, part))
-            return float(communicator.allreduce(np.full(1, float(mine)))[0])
-
-        registered = engine.register("test", procedure)
-        result = engine.run(Procedure(registered, "sum", (3, 1))) if engine.communicator.rank else None
+        rank = engine.communicator.rank
+        arrays = [np.full(count, rank, dtype) for count in (1, 0, 7)]
+        active = 0
+        if rank:
+            operation = part("x", *arrays, op=op)
+            engine.run(operation)
+            active = operation.active
         engine.wait(engine.join())
-        engine.unregister(registered)
-        engine.unregister(registered)
-        return str(registered), seen, result
+        return engine.joins, active, [sorted(set(array.real.tolist())) for array in arrays]
 
-    assert run_engines(3, program, config=SETTINGS) == [
-        ("test 1", [(2, False, (3, 1))], None),
-        ("test 1", [(2, True, (3, 1))], 2.0),
-        ("test 1", [(2, True, (3, 1))], 2.0),
-    ]
+    whole = expected if op is not AVERAGE or dtype is np.int64 else 1.5
+    others = (1, 2, [[whole], [], [whole]])
+    assert run_engines(3, program, config=SETTINGS) == [(1, 0, [[0], [], [0]]), others, others]
 
 
-def test_speculative_parts_that_others_leave_out_are_withdrawn() -> None:
-    """The procedure is forgotten when they have come to an end; until then it is there, should others run them."""
+def test_arrays_in_a_wire_format_go_on_without_joined_ranks() -> None:
+    """Those learn the format from the others."""
 
     def program(engine: Engine) -> Any:
-        registered = engine.register("test", lambda communicator, active, mine, part: (active, part))
-        taken = Procedure(registered, "taken", (1,), speculative=True)
+        array = np.full(300, engine.communicator.rank, np.float32)
+        if engine.communicator.rank:
+            engine.run(part("x", array, op=AVERAGE, wire="bf16"))
+        engine.wait(engine.join())
+        return sorted(set(array.tolist()))
+
+    assert run_engines(3, program, config=SETTINGS) == [[0.0], [1.5], [1.5]]
+
+
+def test_rows_are_gathered_from_those_that_have_not_joined() -> None:
+    """In rank order, however many each has."""
+
+    def program(engine: Engine) -> Any:
+        rank = engine.communicator.rank
+        found = None
+        if rank != 1:
+            rows, values = np.full((rank, 3), rank), np.full((rank, 1), rank / 2, np.float32)
+            found = [array.tolist() for array in engine.run(Gather("x", "rows", [rows, values]))]
+        engine.wait(engine.join())
+        return found
+
+    expected = [[[2] * 3, [2] * 3], [[1.0], [1.0]]]
+    assert run_engines(3, program, config=SETTINGS) == [expected, None, expected]
+
+
+def test_a_speculative_operation_that_others_leave_out_is_withdrawn() -> None:
+    """One that all ranks have submitted has run; the next of the name is matched with the others' next."""
+
+    def program(engine: Engine) -> Any:
+        taken, left = (part(name, np.ones(3), speculative=True) for name in ("taken", "left"))
         engine.submit(taken)
-        result = engine.wait(taken)
-        left = Procedure(registered, "left", (2,), speculative=True)
+        engine.wait(taken)
+        assert engine.settle(taken)
         if engine.communicator.rank == 0:
             engine.submit(left)
-            engine.unregister(registered, [taken, left])
-            with pytest.raises(ShutdownError, match="withdrawn"):
-                engine.wait(left)
-        else:
-            engine.unregister(registered, [taken])
+            assert not engine.settle(left)
+            assert left.withdrawn
+        array = np.ones(3)
+        engine.run(part("left", array))
         engine.wait(engine.join())
-        return result
+        return taken.arrays[0].tolist(), array.tolist()
 
-    assert run_engines(3, program, config=SETTINGS) == [(3, (1,))] * 3
+    assert run_engines(3, program, config=SETTINGS) == [([3.0] * 3, [3.0] * 3)] * 3
+
+
+def test_names_are_new_and_equal_on_all_ranks() -> None:
+    """Counted for each kind."""
+
+    def program(engine: Engine) -> list[str]:
+        return [engine.new_name(kind) for kind in ("a", "b", "a")]
+
+    assert run_engines(2, program, config=SETTINGS) == [["a 1", "b 1", "a 2"]] * 2
 
 
 # ---- refusals ----
@@ -863,13 +902,12 @@ def test_a_coordinator_has_nothing_to_say_of_a_speculative_operation_that_others
         return now[0]
 
     def program(engine: Engine) -> float:
-        registered = engine.register("test", lambda communicator, active, mine, part: None)
         if engine.communicator.rank == 1:
-            left = Procedure(registered, "left", (1,), speculative=True)
+            left = part("left", np.ones(3), speculative=True)
             engine.submit(left)
             waited.wait()
             assert left.error is None
-            engine.unregister(registered, [left])
+            engine.withdraw([left])
             withdrawn.open()
         else:
             withdrawn.wait()

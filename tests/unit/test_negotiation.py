@@ -556,14 +556,14 @@ def test_a_repeated_round_adds_nothing() -> None:
 
 
 #: The signature of what other ranks may leave out.
-GUESS = OperationSignature("a part", Kind.PROCEDURE, procedure=1, part=(3, 1), speculative=True)
+GUESS = OperationSignature("a part", Kind.IN_PLACE, "sum", (("float32", 3),), speculative=True)
 
 
 def test_nobody_waits_for_what_is_speculative() -> None:
     """It is in no list of what waits, runs when all ranks have submitted it, and can be withdrawn until then."""
     coordinator, participant = Coordinator(2, 1 << 20), Participant(2, plans=False)
     guess = participant.submit("part", GUESS)
-    assert guess == [["new", "part", ("a part", 2, "", (), 1, (3, 1), True)]]
+    assert guess == [["new", "part", ("a part", 2, "sum", (("float32", 3),), "", True)]]
     assert coordinator.hear(1, guess[0]) == []
     assert coordinator.waiting() == []
     (withdraw,) = participant.withdraw("part")
@@ -575,7 +575,7 @@ def test_nobody_waits_for_what_is_speculative() -> None:
 
 
 def test_what_is_speculative_runs_without_ranks_that_have_joined() -> None:
-    """As other procedures do."""
+    """As other reductions do."""
     coordinator, guess = Coordinator(2, 1 << 20), ["new", "part", GUESS.encode()]
     assert coordinator.hear(1, guess) == []
     assert coordinator.hear(0, ["join"]) == [["run", [["part", GUESS.encode()]], 1]]

@@ -11,11 +11,13 @@ import pytest
 
 import ringreduce as rr
 from ringreduce.engine.fusion import plan
-from ringreduce.testing import run_ranks
+from ringreduce.engine import Engine
+from ringreduce.testing import run_engines
+from ringreduce.training.buckets import LARGE_NBYTES, Bucket
+from ringreduce.training.gradients import Gradients
 
 torch = pytest.importorskip("torch")
-from ringreduce.torch import buckets  # noqa: E402
-from ringreduce.torch.bucket import LARGE_NBYTES, Bucket  # noqa: E402
+from ringreduce.torch.gradients import TorchGradients  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -37,10 +39,19 @@ def make_bucket(*parameters: Any) -> Bucket:
     """A bucket in ordinary memory."""
 
     class Memory:
+        gpu = None
+
         def empty(self, shape: int, dtype: Any) -> Any:
             return np.full(shape, 255, dtype)
 
-    return Bucket(parameters, Memory())  # type: ignore[arg-type]
+    memory: Any = Memory()
+    return Bucket(TorchGradients(memory), parameters, memory)
+
+
+def make_gradients(engine: Engine, parameters: list[Any], op: rr.ReduceOp, bucket_nbytes: int = 4 << 20) -> Gradients:
+    """The gradients of parameters, on one rank of several."""
+    framework = TorchGradients(engine.communicator)
+    return Gradients(framework, engine, lambda: parameters, str, "SGD", "parameters", op=op, bucket_nbytes=bucket_nbytes)
 
 
 def test_places_have_the_layout_of_their_parameters() -> None:
@@ -157,26 +168,26 @@ def test_accumulation_continues_in_place() -> None:
 def test_ranks_reduce_and_find_late_parameters(dtype: Any) -> None:
     """A parameter gets a place on all ranks when it first has a gradient on one of them."""
 
-    def train(communicator: rr.Communicator) -> Any:
+    def train(engine: Engine) -> Any:
         parameters = [torch.zeros(3, dtype=dtype, requires_grad=True) for _ in range(3)]
-        gradients = buckets.GradientBuckets(communicator, rr.AVERAGE, 1 << 20, lambda parameter: "?")
-        gradients.reduce(parameters)
+        gradients = make_gradients(engine, parameters, rr.AVERAGE, 1 << 20)
+        gradients.reduce()
         assert all(parameter.grad is None for parameter in parameters)
-        parameters[communicator.rank].grad = torch.full((3,), 4, dtype=dtype)
-        gradients.reduce(parameters)
+        parameters[engine.communicator.rank].grad = torch.full((3,), 4, dtype=dtype)
+        gradients.reduce()
         return [None if parameter.grad is None else parameter.grad.real.tolist() for parameter in parameters]
 
-    assert run_ranks(2, train) == [[[2, 2, 2], [2, 2, 2], None]] * 2
+    assert run_engines(2, train) == [[[2, 2, 2], [2, 2, 2], None]] * 2
 
 
 def test_hooks_end_with_their_owner() -> None:
     """When the buckets' owner is gone, parameters keep no hook, and gradients no bucket, alive."""
 
-    def train(communicator: rr.Communicator) -> None:
+    def train(engine: Engine) -> None:
         parameter = torch.zeros(LARGE_NBYTES // 4, requires_grad=True)
-        gradients = buckets.GradientBuckets(communicator, rr.SUM, 1, lambda parameter: "?")
+        gradients = make_gradients(engine, [parameter], rr.SUM, 1)
         parameter.sum().backward()
-        gradients.reduce([parameter])
+        gradients.reduce()
         assert len(parameter._post_accumulate_grad_hooks) == 1
         place = weakref.ref(parameter.grad)
         parameter.grad = None
@@ -185,7 +196,7 @@ def test_hooks_end_with_their_owner() -> None:
         gc.collect()
         assert place() is None
 
-    run_ranks(1, train)
+    run_engines(1, train)
 
 
 LARGE = (LARGE_NBYTES // 4, 1)
@@ -196,61 +207,61 @@ LARGE = (LARGE_NBYTES // 4, 1)
 def test_kept_gradients_keep_their_values(keep: Any, keeping_ranks: set[int]) -> None:
     """What was ``p.grad`` before `zero_grad` is not overwritten by later backward passes and reductions."""
 
-    def train(communicator: rr.Communicator) -> None:
+    def train(engine: Engine) -> None:
         parameters = [torch.zeros(shape, requires_grad=True) for shape in (LARGE, (3, 1), (3, 1))]
-        gradients = buckets.GradientBuckets(communicator, rr.SUM, 4 << 20, lambda parameter: "?")
+        gradients = make_gradients(engine, parameters, rr.SUM, 4 << 20)
         history = []
         for step in range(1, 6):
             for parameter in parameters:
                 parameter.grad = None
             # The last one has no gradient in every other step, but its place is reduced with the others.
             (sum(parameter.sum() for parameter in parameters[: 2 + step % 2]) * step).backward()
-            gradients.reduce(parameters)
+            gradients.reduce()
             for parameter in parameters[: 2 + step % 2]:
                 assert (parameter.grad == 2 * step).all()
-                if communicator.rank in keeping_ranks and step < 4:
+                if engine.communicator.rank in keeping_ranks and step < 4:
                     history.append((keep(parameter.grad), 2 * step))
         assert all((kept == value).all() for kept, value in history)
         history.clear()
-        gradients.reduce(parameters)  # moves the gradients back to their places, which are free now
+        gradients.reduce()  # moves the gradients back to their places, which are free now
         held = parameters[0].grad
-        gradients.reduce(parameters)
+        gradients.reduce()
         assert parameters[0].grad is held
 
-    run_ranks(2, train)
+    run_engines(2, train)
 
 
 def test_gradients_in_place_stay_in_place_beside_a_kept_one() -> None:
     """Reducing apart does not take the tensors away that are ``p.grad``, nor views of them."""
 
-    def train(communicator: rr.Communicator) -> None:
+    def train(engine: Engine) -> None:
         parameters = [torch.zeros(2, requires_grad=True) for _ in range(2)]
-        gradients = buckets.GradientBuckets(communicator, rr.SUM, 4 << 20, lambda parameter: "?")
+        gradients = make_gradients(engine, parameters, rr.SUM, 4 << 20)
         for parameter in parameters:
             parameter.grad = torch.ones(2)
-        gradients.reduce(parameters)
+        gradients.reduce()
         kept, stays = (parameter.grad for parameter in parameters)
         view = stays.view(-1)
         parameters[0].grad = torch.ones(2)
-        gradients.reduce(parameters)
+        gradients.reduce()
         assert kept.tolist() == parameters[0].grad.tolist() == [2, 2]
         assert parameters[1].grad is stays
         assert view.tolist() == [4, 4]
 
-    run_ranks(2, train)
+    run_engines(2, train)
 
 
 def test_gradients_whose_data_was_replaced_are_reduced() -> None:
     """``p.grad.data = ...`` between the backward pass and the reduction counts, in every step."""
 
-    def train(communicator: rr.Communicator) -> None:
+    def train(engine: Engine) -> None:
         parameter = torch.zeros(LARGE, requires_grad=True)
-        gradients = buckets.GradientBuckets(communicator, rr.SUM, 4 << 20, lambda parameter: "?")
+        gradients = make_gradients(engine, [parameter], rr.SUM, 4 << 20)
         for step in range(1, 4):
             parameter.grad = None
             parameter.sum().backward()
             parameter.grad.data = parameter.grad.data * 10 * step
-            gradients.reduce([parameter])
+            gradients.reduce()
             assert (parameter.grad == 20 * step).all()
 
-    run_ranks(2, train)
+    run_engines(2, train)

@@ -11,8 +11,7 @@ import pytest
 from ringreduce.testing.torch_streams import TorchStreams
 
 torch = pytest.importorskip("torch")
-from ringreduce.torch import early, streams  # noqa: E402
-from ringreduce.torch.bucket import Bucket  # noqa: E402
+from ringreduce.torch import streams  # noqa: E402
 
 
 class World:
@@ -27,8 +26,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> TorchStreams:
     """Streams in place of torch's, for tensors that all seem to lie on a GPU."""
     double = TorchStreams()
     monkeypatch.setattr(streams, "cuda", double)
-    for module in (streams, early):
-        monkeypatch.setattr(module, "gpu_of", lambda tensors: torch.device("cuda", 0))
+    monkeypatch.setattr(streams, "gpu_of", lambda tensors: torch.device("cuda", 0))
     return double
 
 
@@ -96,7 +94,7 @@ def test_each_communicator_has_its_own_stream(cuda: TorchStreams) -> None:
 def test_a_handover_orders_filling_working_and_coming_back(cuda: TorchStreams) -> None:
     """A buffer is filled after all streams that contribute, worked on when filled, filled again when worked on."""
     world: Any = World()
-    handover = streams.Handover(torch.device("cuda", 0))
+    handover = streams.Handover(torch.device("cuda", 0), world)
     other = cuda.Stream()
     other.enqueue("gradient of another stream")
     with cuda.stream(other):
@@ -104,12 +102,12 @@ def test_a_handover_orders_filling_working_and_coming_back(cuda: TorchStreams) -
     handover.note()
     with handover.filling():
         assert "gradient of another stream" in cuda.main.enqueue("first filling")
-    with handover.working(world):
+    with handover.working():
         assert "first filling" in cuda.current_stream().enqueue("first work")
     assert "first work" not in cuda.main.before
     with handover.filling():
         assert "first work" in cuda.main.enqueue("second filling")
-    with handover.working(world):
+    with handover.working():
         cuda.current_stream().enqueue("second work")
     handover.come_back()
     assert "second work" in cuda.main.before
@@ -118,20 +116,20 @@ def test_a_handover_orders_filling_working_and_coming_back(cuda: TorchStreams) -
 def test_a_rank_that_has_filled_nothing_can_work(cuda: TorchStreams) -> None:
     """As one that has joined: it waits for nothing."""
     world: Any = World()
-    handover = streams.Handover(torch.device("cuda", 0))
-    with handover.working(world):
+    handover = streams.Handover(torch.device("cuda", 0), world)
+    with handover.working():
         assert cuda.current_stream().enqueue("work") == frozenset()
 
 
 def test_work_that_fails_is_over_as_well(cuda: TorchStreams) -> None:
     """The next filling comes after what it has enqueued."""
     world: Any = World()
-    handover = streams.Handover(torch.device("cuda", 0))
+    handover = streams.Handover(torch.device("cuda", 0), world)
     with handover.filling():
         pass
 
     def fail() -> None:
-        with handover.working(world):
+        with handover.working():
             cuda.current_stream().enqueue("half of the work")
             raise RuntimeError("on purpose")
 
@@ -139,30 +137,6 @@ def test_work_that_fails_is_over_as_well(cuda: TorchStreams) -> None:
         fail()
     with handover.filling():
         assert "half of the work" in cuda.main.enqueue("second filling")
-
-
-def test_what_was_sent_is_compared_when_its_checksum_is_there(
-    cuda: TorchStreams, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The step's stream comes after the one on which buckets are reduced, as far as the checksum and no further."""
-    world: Any = World()
-    reduction = early.EarlyReduction(Bucket([torch.nn.Parameter(torch.zeros(3))], world), world)
-    checksum, befores = early._checksum_on_device, []
-
-    def enqueued(flat: Any) -> Any:
-        befores.append(cuda.current_stream().enqueue("checksum of what is sent" if not befores else "of what is there"))
-        return checksum(flat)
-
-    monkeypatch.setattr(early, "_checksum_on_device", enqueued)
-    reduction.begin_step(True)
-    reduction.fill()
-    with reduction.reducing(world):
-        reduction.sign()
-        cuda.current_stream().enqueue("reduction")
-    reduction.active = 2
-    assert early.settled([reduction.compare()]) == [False]
-    assert "checksum of what is sent" in befores[1]
-    assert "reduction" not in befores[1]
 
 
 def test_memory_of_others_is_kept_by_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,53 +154,3 @@ def test_memory_of_others_is_kept_by_its_owner(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "native")
     with pytest.raises(RuntimeError, match="ptr not found"):
         streams._keep_for(None, places)
-
-
-def _checksum_of_pieces(flat: Any) -> Any:
-    """As if the bucket had many pieces, the last one short."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(early, "_PIECE", 7)
-        return early._checksum_on_device(flat)
-
-
-@pytest.mark.parametrize("checksum", [early._checksum, early._checksum_on_device, _checksum_of_pieces])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
-def test_checksums_show_any_change(dtype: Any, checksum: Any) -> None:
-    """Of one bit, of all signs, of places, to NaN and among NaNs; they are equal if nothing changed."""
-    flat = torch.arange(64).to(dtype) - 11
-    flat[20] = -flat[21]
-    two_pieces = 56 // flat.element_size()
-    changes = [-flat, flat.flip(0), flat.roll(1), flat.roll(two_pieces), *(flat.clone() for _ in range(4))]
-    changes[4].view(torch.uint8)[37] ^= 1
-    changes[5][[5, 9]] = flat[[9, 5]]
-    changes[6][[20, 21]] = flat[[21, 20]]
-    changes[7][5] = float("nan")
-    spoiled = changes[7].clone()
-    spoiled[6] = 99
-    found = [int(checksum(each)) for each in (flat, *changes, spoiled)]
-    assert len(set(found)) == len(found)
-    assert int(checksum(flat.clone())) == found[0]
-    assert int(checksum(spoiled.clone())) == found[-1]
-
-
-def test_answers_from_the_device_are_asked_for_together() -> None:
-    """Those that are known stay, in their order; it does not matter whether there are any."""
-    assert early.settled([True, torch.tensor(False), False, torch.tensor(True)]) == [True, False, False, True]
-    assert early.settled([False]) == [False]
-    assert early.settled([]) == []
-
-
-def test_tensors_on_the_host_are_lent_as_they_are() -> None:
-    """And those elsewhere as copies, whose content comes back."""
-    tensor = torch.ones(3)
-    with streams.on_host([tensor]) as (lent,):
-        assert lent is tensor
-
-
-def test_no_gpu_is_found_where_there_is_none() -> None:
-    """Tensors on the CPU have nothing to do with streams."""
-    assert streams.gpu_of([torch.zeros(2), torch.zeros(())]) is None
-    assert streams.gpu_of([]) is None
-    run: Any = object()
-    if not torch.cuda.is_available():
-        assert streams.on_this_stream(run) is run
