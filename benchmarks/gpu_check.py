@@ -54,7 +54,6 @@ class Part:
 PARTS = (
     Part("kernels", "kernels", 0, 150),
     Part("collectives-2", "collectives", 2, 75),
-    Part("pack", "pack", 0, 30),
     Part("leader", "leader", 4, 120),
     Part("staged", "staged", 2, 60),
     Part("torch-2", "torch", 2, 90),

@@ -13,11 +13,10 @@ from gpu.report import Check
 from ringreduce.buffers import DTYPES, DType, narrow, widen
 from ringreduce.buffers.cuda import kernels
 from ringreduce.buffers.cuda.driver import Driver
-from ringreduce.buffers.cuda.kernels import FAMILIES, WIRE_FORMATS, Packer, Peers, Slot, Table
+from ringreduce.buffers.cuda.kernels import FAMILIES, Peers, Table
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.testing.device import check_driver
 from ringreduce.testing.device_kernels import reduced
-from ringreduce.wire import CODECS
 
 Array = npt.NDArray[Any]
 
@@ -94,8 +93,6 @@ def check_kernels(driver: Driver, seed: int) -> Iterator[Check]:
     """Yield one check for each family; each names the instances that are wrong."""
     families: dict[str, Callable[[Desk, str, np.random.Generator], bool]] = {
         "reduce": combine_is_right,
-        "pack": pack_is_right,
-        "wire": wire_is_right,
         "shots": shot_is_right,
     }
     for number, (family, right) in enumerate(families.items()):
@@ -134,50 +131,6 @@ def combine_is_right(desk: Desk, name: str, rng: np.random.Generator) -> bool:
     return all(same(desk.get(target, COUNT, row.storage), wanted, row, op) for target in targets)
 
 
-def pack_is_right(desk: Desk, name: str, rng: np.random.Generator) -> bool:
-    """Pack tensors of odd sizes, halved where they are converted, and unpack them again."""
-    verb, types = name.removesuffix(">").split("<")
-    here, there = (DTYPES[each] for each in (types.split(",") if verb == "convert" else (types, types)))
-    scale = 0.5 if verb == "convert" else 1.0
-    tensors = [numbers(here, count, rng, finite=True) for count in (1, 3, 257, COUNT)]
-    buffer = desk.room(sum(each.size for each in tensors) * there.itemsize)
-    slots, place = [], buffer
-    for number, each in enumerate(tensors):
-        slots.append(Slot(desk.put(each, here.itemsize * (number % 2)), place, each.size))
-        place += each.size * there.itemsize
-    packer = Packer(desk.driver, slots, here, there, STREAM)
-    packer.pack(STREAM, scale)
-    flat = np.concatenate(tensors)
-    wanted = _converted(flat, here, there, scale)
-    good = same(desk.get(buffer, flat.size, there.storage), wanted, there)
-    packer.unpack(STREAM, 1 / scale)
-    back = _converted(wanted, there, here, 1 / scale)
-    got = np.concatenate([desk.get(slot.tensor, slot.count, here.storage) for slot in slots])
-    packer.close()
-    return good and same(got, back, here)
-
-
-def wire_is_right(desk: Desk, name: str, rng: np.random.Generator) -> bool:
-    """Encode as the codec does, byte for byte; decode, or add, what the codec encoded."""
-    verb, wire_format = name.removesuffix(">").split("<")
-    codec, row = CODECS[wire_format], DTYPES["float32"]
-    values = rng.standard_normal(COUNT).astype(np.float32)
-    values[::64] *= 1e6
-    encoded = np.zeros(codec.nbytes(COUNT), np.uint8)
-    codec.encode(values, encoded)
-    if verb == "encode":
-        target = desk.room(encoded.size, 2)
-        kernels.encode(desk.driver, wire_format, desk.put(values, 4), target, COUNT, STREAM)
-        return bool(np.array_equal(desk.get(target, encoded.size, np.uint8), encoded))
-    add = verb == "decode_add"
-    before = numbers(row, COUNT, rng, finite=True)
-    target = desk.put(before, 4)
-    kernels.decode(desk.driver, wire_format, desk.put(encoded, 2), target, COUNT, STREAM, add=add)
-    wanted = before.copy()
-    (codec.decode_add if add else codec.decode)(encoded, wanted)
-    return same(desk.get(target, COUNT, np.float32), wanted, row)
-
-
 def shot_is_right(desk: Desk, name: str, rng: np.random.Generator) -> bool:
     """Run a kernel that meets its peers with no peer but itself, three times: flags go on from where they were."""
     row, op = _row_and_op(name)
@@ -199,8 +152,8 @@ def shot_is_right(desk: Desk, name: str, rng: np.random.Generator) -> bool:
     return bool(good and desk.get(error, 1, np.uint32)[0] == 0)
 
 
-def numbers(row: DType, count: int, rng: np.random.Generator, *, finite: bool = False) -> Array:
-    """Return random elements in ``row.storage``; of real floats, some are NaN or infinite unless ``finite``."""
+def numbers(row: DType, count: int, rng: np.random.Generator) -> Array:
+    """Return random elements in ``row.storage``; of real floats, some are NaN or infinite."""
     if row.kind == "bool":
         return rng.integers(0, 2, count).astype(row.storage)
     if row.kind in ("int", "uint"):
@@ -209,9 +162,8 @@ def numbers(row: DType, count: int, rng: np.random.Generator, *, finite: bool = 
     wide = rng.standard_normal(count)
     if row.kind == "complex":
         return (wide + 1j * rng.standard_normal(count)).astype(row.storage)
-    if not finite:
-        wide[rng.integers(0, count, 1 + count // 100)] = np.nan
-        wide[rng.integers(0, count, 1 + count // 100)] = -np.inf
+    wide[rng.integers(0, count, 1 + count // 100)] = np.nan
+    wide[rng.integers(0, count, 1 + count // 100)] = -np.inf
     made = np.empty(count, row.storage)
     if row.half:
         narrow(wide.astype(np.float32), row, made)
@@ -237,18 +189,3 @@ def _row_and_op(name: str) -> tuple[DType, ReduceOp]:
     parsed = re.fullmatch(r"\w+<(\w+),(\w+)>", name)
     assert parsed is not None
     return DTYPES[parsed[1]], ReduceOp(parsed[2])
-
-
-def _converted(array: Array, here: DType, there: DType, scale: float) -> Array:
-    if here == there and scale == 1.0:
-        return array
-    wide = (widen(array, here) if here.half else array) * (scale if here.name == "float64" else np.float32(scale))
-    made = np.empty(array.size, there.storage)
-    if there.half:
-        narrow(wide, there, made)
-    else:
-        made[:] = wide
-    return made
-
-
-assert set(WIRE_FORMATS) == set(CODECS)

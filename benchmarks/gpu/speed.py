@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -13,85 +12,23 @@ from gpu.report import Check, allreduce_bound_s, ranks, staged_bound_s
 from ringreduce.buffers import DTYPES
 from ringreduce.buffers.cuda.arrays import DeviceOperand
 from ringreduce.buffers.cuda.driver import Driver
-from ringreduce.buffers.cuda.kernels import Packer, Slot, Table, combine
+from ringreduce.buffers.cuda.kernels import Table, combine
 from ringreduce.cli import bench
 from ringreduce.cli.measure import Contender, time_in_turn
-from ringreduce.cli.places import OnDevice, Tools
+from ringreduce.cli.places import OnDevice
 from ringreduce.cli.results import Report, Result, Settings
 from ringreduce.communicator import Communicator
 from ringreduce.reduce_ops import MAX, ReduceOp
 
 LEADER_SHARE = 0.70
-PACK_SHARE = 0.60
 STAGED_SHARE = 0.70
 OVER_GLOO = 10.0
 LEADER_NBYTES = 256 << 20
 STAGED_NBYTES = 64 << 20
 #: What staging takes through host memory at once.
 SEGMENT_NBYTES = 4 << 20
-NTENSORS = 200
-#: Bytes at whose multiples padded tensors begin: what a thread moves at once. In buckets it is 64.
-PADDING = 16
-_TIMED = 30
 _TURNS = 10
 _PAGE = 4096
-
-
-def check_packing(tools: Tools, smallest: int = 1 << 8, largest: int = 1 << 21) -> Iterator[Check]:
-    """Pack tensors of mixed sizes into one buffer, and compare the time with that of plain copies.
-
-    Args:
-        tools: of the GPU.
-        smallest: float32 elements of the smallest tensor.
-        largest: of the largest; those between grow by a constant factor, and all are odd.
-    """
-    counts = [int(count) | 1 for count in np.geomspace(smallest, largest, NTENSORS)]
-    values = [np.random.default_rng((5, count)).standard_normal(count).astype(np.float32) for count in counts]
-    tensors, driver = [tools.empty(4 * count) for count in counts], tools.driver
-    source, target = (tools.empty(4 * sum(counts)) for _ in range(2))
-    into, out, nbytes = _place(target), _place(source), 4 * sum(counts)
-    for tensor, each in zip(tensors, values, strict=True):
-        driver.copy(_place(tensor).address, each.ctypes.data, each.nbytes, into.stream)
-    tools.ready()
-    copied = _median(tools, lambda: driver.copy(into.address, out.address, nbytes, into.stream))
-    yield Check.stated("device copy bandwidth, read and write", 2 * nbytes / copied / 1e9, "GB/s", f"{nbytes} bytes")
-    for layout, grain in (("padded", PADDING), ("end to end", 4)):
-        yield from _check_layout(tools, tensors, values, layout, grain, copied)
-
-
-def _check_layout(
-    tools: Tools, tensors: list[Any], values: list[Any], layout: str, grain: int, copied: float
-) -> Iterator[Check]:
-    """Pack tensors into places that begin at multiples of ``grain`` bytes; those that are padded have the target."""
-    row, driver = DTYPES["float32"], tools.driver
-    *begins, total = accumulate((-(-each.nbytes // grain) * grain for each in values), initial=0)
-    buffer = tools.empty(total)
-    whole = _place(buffer)
-    slots = [
-        Slot(_place(tensor).address, whole.address + begin, each.size)
-        for tensor, each, begin in zip(tensors, values, begins, strict=True)
-    ]
-    packer = Packer(driver, slots, row, row, whole.stream)
-    packed = _median(tools, lambda: packer.pack(whole.stream))
-    scaled = _median(tools, lambda: packer.pack(whole.stream, 0.5))
-    packer.pack(whole.stream)
-    got = np.zeros(total, np.uint8)
-    driver.copy(got.ctypes.data, whole.address, total, whole.stream)
-    tools.ready()
-    packer.close()
-    right = all(
-        np.array_equal(got[begin:][: each.nbytes].view(np.float32), each)
-        for each, begin in zip(values, begins, strict=True)
-    )
-    yield Check(f"tensors packed {layout} are what they were", right, f"{sum(each.size for each in values)} elements")
-    sizes = f"{len(values)} float32 tensors of {values[0].size} to {values[-1].size}"
-    how = f"{sizes}, {_us(packed)}; a copy of as much {_us(copied)}"
-    name = f"pack {layout}, share of the copy bandwidth"
-    if grain >= PADDING:
-        yield Check.at_least(name, copied / packed, PACK_SHARE, "", how)
-    else:
-        yield Check.stated(name, copied / packed, "", how)
-    yield Check.stated(f"pack {layout} and scale, share of the copy bandwidth", copied / scaled, "", _us(scaled))
 
 
 def check_leader(world: Communicator, place: OnDevice, write: Callable[[str], None]) -> Iterator[Check]:
@@ -275,18 +212,7 @@ def _wait(driver: Driver, streams: list[int]) -> None:
         driver.free_event(event)
 
 
-def _median(tools: Tools, call: Callable[[], object]) -> float:
-    for _ in range(3):
-        call()
-    tools.ready()
-    return float(np.median([tools.time(call) for _ in range(_TIMED)]))
-
-
 def _place(array: Any) -> DeviceOperand:
     operand = DeviceOperand.of(array)
     assert operand is not None
     return operand
-
-
-def _us(seconds: float) -> str:
-    return f"{seconds * 1e6:.0f} us"

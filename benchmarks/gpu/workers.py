@@ -81,12 +81,6 @@ def check_collectives(note: Note, nranks: int) -> None:
     ringreduce.shutdown()
 
 
-def check_packing(note: Note, nranks: int) -> None:
-    """Measure packing."""
-    for check in speed.check_packing(cupy_tools()):
-        note(check)
-
-
 def check_leader(note: Note, nranks: int) -> None:
     """Measure the allreduce of ranks that share a GPU."""
     _measure(speed.check_leader, note, nranks)
@@ -133,7 +127,6 @@ def _seed() -> int:
 WORKERS: dict[str, Callable[[Note, int], None]] = {
     "kernels": check_kernels,
     "collectives": check_collectives,
-    "pack": check_packing,
     "leader": check_leader,
     "staged": check_staged,
 }

@@ -275,10 +275,8 @@ def test_torch_tensors_are_checked_as_they_are_on_a_gpu() -> None:
 
 def test_right_kernels_pass_and_wrong_ones_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reductions and the kernels that meet are right on the host; one that adds too much is named."""
-    few = {"reduce": kernels.FAMILIES["reduce"], "shots": kernels.FAMILIES["shots"], "pack": (), "wire": ()}
-    monkeypatch.setattr(kernels, "FAMILIES", few)
     monkeypatch.setattr(kernels, "COUNT", 1003)
-    assert [check.passed for check in kernels.check_kernels(HostDriver(), 1)] == [True] * 4
+    assert [check.passed for check in kernels.check_kernels(HostDriver(), 1)] == [True] * 2
     machine = HostMachine()
     right = machine.families["reduce"]
 
@@ -662,8 +660,8 @@ def test_several_parts_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(gpu_check, "take_inventory", lambda: Inventory(devices=(HostDriver().device,)))
     monkeypatch.setattr(gpu_check, "check", check)
     monkeypatch.setattr(gpu_check.signal, "signal", lambda *_: None)
-    assert gpu_check.main(["--only", "pack", "kernels"]) == 0
-    assert asked == ["kernels", "pack"]
+    assert gpu_check.main(["--only", "staged", "kernels"]) == 0
+    assert asked == ["kernels", "staged"]
 
 
 @pytest.mark.slow
@@ -704,7 +702,7 @@ def test_a_kernel_that_raises_is_named_and_the_others_are_tried(monkeypatch: pyt
     """Every instance that raises is named; after five, the rest of the family is left, and the next family begins."""
     monkeypatch.setattr(kernels, "COUNT", 101)
     names = kernels.FAMILIES["reduce"][:7]
-    monkeypatch.setattr(kernels, "FAMILIES", {"reduce": names, "shots": (), "pack": (), "wire": ()})
+    monkeypatch.setattr(kernels, "FAMILIES", {"reduce": names, "shots": ()})
     tried: list[str] = []
 
     def right(desk: Any, name: str, rng: Any) -> bool:
@@ -722,7 +720,7 @@ def test_a_kernel_that_raises_is_named_and_the_others_are_tried(monkeypatch: pyt
     bad = set(names)
     found = list(kernels.check_kernels(HostDriver(), 1))
     assert tried == list(names[:5])
-    assert [check.passed for check in found] == [False, True, True, True]
+    assert [check.passed for check in found] == [False, True]
     assert found[0].detail.endswith("the rest was not tried")
 
 
@@ -801,34 +799,6 @@ class FakeRuntime:
 
     def world(self) -> Any:
         return self._world
-
-
-@pytest.mark.parametrize("grain", ["padded", "end to end"])
-def test_packing_is_measured_padded_and_end_to_end(grain: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both are checked and measured; only the one that buckets do has a target."""
-    monkeypatch.setattr(speed, "NTENSORS", 9)
-    monkeypatch.setattr(speed, "_TIMED", 2)
-    monkeypatch.setattr(speed, "Packer", CopyingPacker)
-    found = {check.name: check for check in speed.check_packing(HostTools(HostDriver()), 5, 333)}
-    assert found[f"tensors packed {grain} are what they were"].passed
-    share = found[f"pack {grain}, share of the copy bandwidth"]
-    assert share.figure > 0
-    assert share.target == (speed.PACK_SHARE if grain == "padded" else None)
-
-
-class CopyingPacker:
-    """Packs by copies; what is scaled is zeros."""
-
-    def __init__(self, driver: Driver, slots: Any, here: Any, there: Any, stream: int) -> None:
-        self._driver = driver
-        self._slots = slots
-
-    def pack(self, stream: int, scale: float = 1.0) -> None:
-        for slot in self._slots:
-            self._driver.copy(slot.place, slot.tensor, 4 * slot.count, stream)
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.mark.parametrize(
