@@ -28,10 +28,16 @@ _HOLE = 16  # bytes around arrays, which begin at odd places
 
 
 class Desk:
-    """Device memory of one check, filled and read at once; all of it goes back at the end of a ``with``."""
+    """Device memory of one check, filled and read at once; all of it goes back at the end of a ``with``.
 
-    def __init__(self, driver: Driver) -> None:
+    Args:
+        driver: of the GPU.
+        count: elements of the arrays that are checked.
+    """
+
+    def __init__(self, driver: Driver, count: int) -> None:
         self.driver = driver
+        self.count = count
         self._addresses: list[int] = []
         self._tables: list[Table] = []
         self._event = driver.make_event()
@@ -89,7 +95,7 @@ def check_contract(driver: Driver) -> Check:
     return Check("the driver over CuPy does what any driver must", True, driver.device.name)
 
 
-def check_kernels(driver: Driver, seed: int) -> Iterator[Check]:
+def check_kernels(driver: Driver, seed: int, count: int = COUNT) -> Iterator[Check]:
     """Yield one check for each family; each names the instances that are wrong."""
     families: dict[str, Callable[[Desk, str, np.random.Generator], bool]] = {
         "reduce": combine_is_right,
@@ -100,7 +106,7 @@ def check_kernels(driver: Driver, seed: int) -> Iterator[Check]:
         wrong, errors = [], 0
         for name in names:
             try:
-                with Desk(driver) as desk:
+                with Desk(driver, count) as desk:
                     if not right(desk, name, np.random.default_rng((seed, number))):
                         wrong.append(name)
             except Exception as error:  # whatever it is, the other instances may show what it means
@@ -109,7 +115,7 @@ def check_kernels(driver: Driver, seed: int) -> Iterator[Check]:
                 if errors == ENOUGH:
                     wrong.append("the rest was not tried")
                     break
-        detail = f"{len(names)} instances on {COUNT} elements" if not wrong else f"wrong: {', '.join(wrong)}"
+        detail = f"{len(names)} instances on {count} elements" if not wrong else f"wrong: {', '.join(wrong)}"
         yield Check(f"kernels of the family {family} equal NumPy", not wrong, detail)
 
 
@@ -121,14 +127,14 @@ def is_tried_alone(name: str) -> bool:
 def combine_is_right(desk: Desk, name: str, rng: np.random.Generator) -> bool:
     """Reduce three arrays at odd addresses into another one and into the second of them."""
     row, op = _row_and_op(name)
-    arrays = [numbers(row, COUNT, rng) for _ in range(3)]
+    arrays = [numbers(row, desk.count, rng) for _ in range(3)]
     shift = row.itemsize
     sources = [desk.put(array, shift * place) for place, array in enumerate(arrays)]
     targets = [desk.room(arrays[0].nbytes, shift), sources[1]]
-    kernels.combine(desk.driver, row, op, desk.table(sources), desk.table(targets), COUNT, 3, STREAM)
+    kernels.combine(desk.driver, row, op, desk.table(sources), desk.table(targets), desk.count, 3, STREAM)
     with np.errstate(all="ignore"):
         wanted = reduced(arrays, row, op, 3)
-    return all(same(desk.get(target, COUNT, row.storage), wanted, row, op) for target in targets)
+    return all(same(desk.get(target, desk.count, row.storage), wanted, row, op) for target in targets)
 
 
 def shot_is_right(desk: Desk, name: str, rng: np.random.Generator) -> bool:
@@ -139,16 +145,16 @@ def shot_is_right(desk: Desk, name: str, rng: np.random.Generator) -> bool:
     peers = Peers(0, desk.table([flags]), desk.table([scratch]), error, 5.0)
     good = True
     for _ in range(3):
-        values = numbers(row, COUNT, rng)
+        values = numbers(row, desk.count, rng)
         source, target = desk.put(values), desk.room(values.nbytes)
         if name.startswith("one_shot"):
-            kernels.one_shot(desk.driver, row, op, peers, source, target, COUNT, 1, STREAM)
+            kernels.one_shot(desk.driver, row, op, peers, source, target, desk.count, 1, STREAM)
         else:
             tables = desk.table([source]), desk.table([target])
-            kernels.two_shot(desk.driver, row, op, peers, *tables, COUNT, 1, STREAM)
+            kernels.two_shot(desk.driver, row, op, peers, *tables, desk.count, 1, STREAM)
         with np.errstate(all="ignore"):
             wanted = reduced([values], row, op, 1)
-        good &= same(desk.get(target, COUNT, row.storage), wanted, row, op)
+        good &= same(desk.get(target, desk.count, row.storage), wanted, row, op)
     return bool(good and desk.get(error, 1, np.uint32)[0] == 0)
 
 

@@ -31,60 +31,77 @@ _TURNS = 10
 _PAGE = 4096
 
 
-def check_leader(world: Communicator, place: OnDevice, write: Callable[[str], None]) -> Iterator[Check]:
+def check_leader(
+    world: Communicator, place: OnDevice, write: Callable[[str], None], nbytes: int = LEADER_NBYTES
+) -> Iterator[Check]:
     """Measure the allreduce by a leader's kernel beside Gloo and MPI by hand, and the copy that bounds it. Collective.
 
     Args:
         world: the ranks, several on one GPU.
         place: their GPU.
         write: gets the table.
+        nbytes: of each rank's array.
     """
-    alone = _bench(world, place, write, LEADER_NBYTES, "auto", shared=True, peers=())
+    alone = _bench(world, place, write, nbytes, "auto", shared=True, peers=())
     result, rate = alone.rows[-1].in_place, _copy_rate(alone, place)
     assert result is not None
-    bound = allreduce_bound_s(LEADER_NBYTES, place.sharing, rate)
-    label = f"allreduce of {LEADER_NBYTES >> 20} MiB float32, {ranks(world.size)} on one GPU"
+    bound = allreduce_bound_s(nbytes, place.sharing, rate)
+    label = f"allreduce of {nbytes >> 20} MiB float32, {ranks(world.size)} on one GPU"
     yield Check(f"{label}: results", alone.nwrong == 0, f"{alone.nwrong} wrong elements")
     yield Check(f"{label}: by kernels", result.algorithm == "kernels", place.describe() or "")
     yield Check.stated("device copy bandwidth, read and write, beside the allreduce", rate / 1e9, "GB/s")
-    for what, seconds in zip(("events", "wall clock"), _leader_alone(world, place, LEADER_NBYTES), strict=True):
+    for what, seconds in zip(("events", "wall clock"), _leader_alone(world, place, nbytes), strict=True):
         how = f"one process, {world.size} arrays; bound {bound * 1e3:.3f} ms"
         yield Check.stated(f"{label}: the leader's kernel alone, {what}", seconds * 1e3, "ms", how)
-    events, wall = _both_times(world, place, LEADER_NBYTES)
+    events, wall = _both_times(world, place, nbytes)
     # Events of one process may miss what other processes do; neither clock may flatter us.
     longest = max(result.time.median / 1e6, events, wall)
     how = f"bound {bound * 1e3:.3f} ms; events {events * 1e3:.3f} ms, wall clock {wall * 1e3:.3f} ms"
     yield Check.stated(f"{label}: time", longest * 1e3, "ms", how)
     share = bound / longest
     yield Check.at_least(f"{label}: share of 2 P n / copy bandwidth", share, LEADER_SHARE, "", place.describe() or "")
-    report = _bench(world, place, write, LEADER_NBYTES, "auto", shared=True)
+    report = _bench(world, place, write, nbytes, "auto", shared=True)
     beside = report.rows[-1].in_place
     assert beside is not None
     yield Check(f"{label}: results beside the others", report.nwrong == 0, f"{report.nwrong} wrong elements")
     yield from _compared(label, beside, "ours in ringreduce.empty's arrays, theirs in private ones")
 
 
-def check_staged(world: Communicator, place: OnDevice, write: Callable[[str], None]) -> Iterator[Check]:
-    """Measure the allreduce through host memory beside what the link to the GPU can do. Collective."""
-    rate = float(world.broadcast(np.array([_link_rate(place) if world.rank == 0 else 0.0]))[0])
-    algorithm = world.choose("allreduce", SEGMENT_NBYTES).algorithm
-    alone = _bench(world, place, write, STAGED_NBYTES, algorithm, shared=False, peers=())
+def check_staged(
+    world: Communicator,
+    place: OnDevice,
+    write: Callable[[str], None],
+    nbytes: int = STAGED_NBYTES,
+    segment_nbytes: int = SEGMENT_NBYTES,
+) -> Iterator[Check]:
+    """Measure the allreduce through host memory beside what the link to the GPU can do. Collective.
+
+    Args:
+        world: the ranks.
+        place: their GPU.
+        write: gets the table.
+        nbytes: of each rank's array.
+        segment_nbytes: of what is taken through host memory at once.
+    """
+    rate = float(world.broadcast(np.array([_link_rate(place, nbytes) if world.rank == 0 else 0.0]))[0])
+    algorithm = world.choose("allreduce", segment_nbytes).algorithm
+    alone = _bench(world, place, write, nbytes, algorithm, shared=False, peers=())
     result = alone.rows[-1].in_place
     assert result is not None
-    bound = staged_bound_s(STAGED_NBYTES, place.sharing, rate)
-    label = f"allreduce of {STAGED_NBYTES >> 20} MiB float32 through host memory, {ranks(world.size)}"
+    bound = staged_bound_s(nbytes, place.sharing, rate)
+    label = f"allreduce of {nbytes >> 20} MiB float32 through host memory, {ranks(world.size)}"
     yield Check(f"{label}: results", alone.nwrong == 0, f"{alone.nwrong} wrong elements")
     staged = result.transport == "staged" and result.algorithm != "kernels"
     yield Check(f"{label}: not by kernels", staged, f"{result.algorithm} over {result.transport}; {world.gpu.way}")
     yield Check.stated("pinned copies, each way while both are under way", rate / 1e9, "GB/s")
-    for nbytes in (SEGMENT_NBYTES, STAGED_NBYTES):
-        times = _on_host(world, nbytes, algorithm)
-        name = f"allreduce of {nbytes >> 20} MiB float32 on the host alone, {ranks(world.size)}"
+    for each in (segment_nbytes, nbytes):
+        times = _on_host(world, each, algorithm)
+        name = f"allreduce of {each >> 20} MiB float32 on the host alone, {ranks(world.size)}"
         yield Check.stated(name, times * 1e3, "ms", f"{algorithm}, in shared memory")
     share = bound / (result.time.median / 1e6)
     how = f"{result.time.median / 1e3:.2f} ms, bound {bound * 1e3:.2f} ms, {algorithm} on the host"
     yield Check.at_least(f"{label}: share of the pinned copies' bound", share, STAGED_SHARE, "", how)
-    report = _bench(world, place, write, STAGED_NBYTES, algorithm, shared=False)
+    report = _bench(world, place, write, nbytes, algorithm, shared=False)
     beside = report.rows[-1].in_place
     assert beside is not None
     yield Check(f"{label}: results beside the others", report.nwrong == 0, f"{report.nwrong} wrong elements")
@@ -180,7 +197,7 @@ def _copy_rate(report: Report, place: OnDevice) -> float:
     return 2 * bound.nbytes * place.sharing / (bound.time_us / 1e6)
 
 
-def _link_rate(place: OnDevice, nbytes: int = STAGED_NBYTES) -> float:
+def _link_rate(place: OnDevice, nbytes: int) -> float:
     """Return bytes per second between the GPU and pinned memory, each way, while both are under way. Local."""
     driver = place.driver
     streams = [driver.make_stream(), driver.make_stream()]
