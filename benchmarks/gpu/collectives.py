@@ -38,11 +38,23 @@ On = Callable[..., AbstractContextManager[object]]
 
 
 class Counter:
-    """Runs collectives on fresh inputs and counts wrong elements over all ranks."""
+    """Runs collectives on fresh inputs and counts wrong elements over all ranks.
 
-    def __init__(self, world: Communicator, place: OnDevice, seed: int) -> None:
+    Args:
+        world: the ranks.
+        place: where their arrays are.
+        seed: the same on all ranks.
+        counts: elements of the arrays of every case.
+        large: elements of one more case of each collective.
+    """
+
+    def __init__(
+        self, world: Communicator, place: OnDevice, seed: int, counts: tuple[int, ...] = COUNTS, large: int = LARGE
+    ) -> None:
         self.world = world
         self.place = place
+        self.counts = counts
+        self.large = large
         self._seed = seed
 
     def next_seed(self) -> int:
@@ -116,16 +128,16 @@ def check_nccl(counter: Counter, count: int = 100_003) -> Check:
     return Check(f"{NCCL}, {ranks(world.size)}", wrong == 0, f"{how}; {wrong} wrong")
 
 
-def check_results(counter: Counter, names: tuple[str, ...] = tuple(COLLECTIVES), large: int = LARGE) -> Iterator[Check]:
+def check_results(counter: Counter, names: tuple[str, ...] = tuple(COLLECTIVES)) -> Iterator[Check]:
     """Yield a check for each collective and kind of buffers, over all types and operations, in place and out."""
     world = counter.world
-    largest = max(COUNTS) * world.size * max(row.itemsize for row in TYPES.values())
+    largest = max(counter.counts) * world.size * max(row.itemsize for row in TYPES.values())
     for shared in (False, True):
-        ours = Ours(world, max(largest, 4 * large), counter.place, shared=shared)
+        ours = Ours(world, max(largest, 4 * counter.large), counter.place, shared=shared)
         kind = "shared" if shared else "private"
         for name in names:
             bad, ran, errors = [], 0, 0
-            for case in _cases(name, world.size, large):
+            for case in _cases(name, counter):
                 label = f"{case.type_name} {case.op_name} of {case.count}"
                 found, error = attempt(counter, functools.partial(_wrong_in_case, counter, ours, case))
                 ran += len(found or ())
@@ -142,10 +154,11 @@ def check_results(counter: Counter, names: tuple[str, ...] = tuple(COLLECTIVES),
 def check_staging(counter: Counter) -> Iterator[Check]:
     """Yield a check for each algorithm that is asked for by name, which takes arrays through host memory."""
     world = counter.world
-    ours = Ours(world, max(4 * LARGE, 8 * max(COUNTS)), counter.place, shared=False)
+    ours = Ours(world, max(4 * counter.large, 8 * max(counter.counts)), counter.place, shared=False)
     for algorithm in world.algorithms("allreduce"):
         bad, ran = [], 0
-        for type_name, op_name, count in (("float", "sum", LARGE), ("double", "avg", max(COUNTS)), ("int32", "max", 7)):
+        cases = ("float", "sum", counter.large), ("double", "avg", max(counter.counts)), ("int32", "max", 7)
+        for type_name, op_name, count in cases:
             case = Case(COLLECTIVES["allreduce"], type_name, op_name, 0, world.size, count)
             for contender in (ours.out_of_place(case, algorithm), ours.in_place(case, algorithm)):
                 ran += 1
@@ -265,13 +278,13 @@ def _laid_out(tensor: Any, layout: str) -> Any:
     return tensor
 
 
-def _cases(name: str, nranks: int, large: int) -> Iterator[Case]:
-    collective = COLLECTIVES[name]
+def _cases(name: str, counter: Counter) -> Iterator[Case]:
+    collective, nranks = COLLECTIVES[name], counter.world.size
     for type_name in TYPES:
         for op_name in OPS if collective.reduces else (None,):
-            for count in COUNTS:
+            for count in counter.counts:
                 yield Case(collective, type_name, op_name, nranks - 1, nranks, count)
-    yield Case(collective, "float", "sum" if collective.reduces else None, 0, nranks, large // nranks)
+    yield Case(collective, "float", "sum" if collective.reduces else None, 0, nranks, counter.large // nranks)
 
 
 def _wrong_in_case(counter: Counter, ours: Ours, case: Case) -> list[int]:

@@ -13,11 +13,10 @@ from gpu.report import Check
 from ringreduce.buffers import DTYPES, DType, narrow, widen
 from ringreduce.buffers.cuda import kernels
 from ringreduce.buffers.cuda.driver import Driver
-from ringreduce.buffers.cuda.kernels import FAMILIES, WIRE_FORMATS, Packer, Peers, Slot, Table
+from ringreduce.buffers.cuda.kernels import FAMILIES, Peers, Table
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.testing.device import check_driver
 from ringreduce.testing.device_kernels import reduced
-from ringreduce.wire import CODECS
 
 Array = npt.NDArray[Any]
 
@@ -29,10 +28,16 @@ _HOLE = 16  # bytes around arrays, which begin at odd places
 
 
 class Desk:
-    """Device memory of one check, filled and read at once; all of it goes back at the end of a ``with``."""
+    """Device memory of one check, filled and read at once; all of it goes back at the end of a ``with``.
 
-    def __init__(self, driver: Driver) -> None:
+    Args:
+        driver: of the GPU.
+        count: elements of the arrays that are checked.
+    """
+
+    def __init__(self, driver: Driver, count: int) -> None:
         self.driver = driver
+        self.count = count
         self._addresses: list[int] = []
         self._tables: list[Table] = []
         self._event = driver.make_event()
@@ -90,12 +95,10 @@ def check_contract(driver: Driver) -> Check:
     return Check("the driver over CuPy does what any driver must", True, driver.device.name)
 
 
-def check_kernels(driver: Driver, seed: int) -> Iterator[Check]:
+def check_kernels(driver: Driver, seed: int, count: int = COUNT) -> Iterator[Check]:
     """Yield one check for each family; each names the instances that are wrong."""
     families: dict[str, Callable[[Desk, str, np.random.Generator], bool]] = {
         "reduce": combine_is_right,
-        "pack": pack_is_right,
-        "wire": wire_is_right,
         "shots": shot_is_right,
     }
     for number, (family, right) in enumerate(families.items()):
@@ -103,7 +106,7 @@ def check_kernels(driver: Driver, seed: int) -> Iterator[Check]:
         wrong, errors = [], 0
         for name in names:
             try:
-                with Desk(driver) as desk:
+                with Desk(driver, count) as desk:
                     if not right(desk, name, np.random.default_rng((seed, number))):
                         wrong.append(name)
             except Exception as error:  # whatever it is, the other instances may show what it means
@@ -112,7 +115,7 @@ def check_kernels(driver: Driver, seed: int) -> Iterator[Check]:
                 if errors == ENOUGH:
                     wrong.append("the rest was not tried")
                     break
-        detail = f"{len(names)} instances on {COUNT} elements" if not wrong else f"wrong: {', '.join(wrong)}"
+        detail = f"{len(names)} instances on {count} elements" if not wrong else f"wrong: {', '.join(wrong)}"
         yield Check(f"kernels of the family {family} equal NumPy", not wrong, detail)
 
 
@@ -124,58 +127,14 @@ def is_tried_alone(name: str) -> bool:
 def combine_is_right(desk: Desk, name: str, rng: np.random.Generator) -> bool:
     """Reduce three arrays at odd addresses into another one and into the second of them."""
     row, op = _row_and_op(name)
-    arrays = [numbers(row, COUNT, rng) for _ in range(3)]
+    arrays = [numbers(row, desk.count, rng) for _ in range(3)]
     shift = row.itemsize
     sources = [desk.put(array, shift * place) for place, array in enumerate(arrays)]
     targets = [desk.room(arrays[0].nbytes, shift), sources[1]]
-    kernels.combine(desk.driver, row, op, desk.table(sources), desk.table(targets), COUNT, 3, STREAM)
+    kernels.combine(desk.driver, row, op, desk.table(sources), desk.table(targets), desk.count, 3, STREAM)
     with np.errstate(all="ignore"):
         wanted = reduced(arrays, row, op, 3)
-    return all(same(desk.get(target, COUNT, row.storage), wanted, row, op) for target in targets)
-
-
-def pack_is_right(desk: Desk, name: str, rng: np.random.Generator) -> bool:
-    """Pack tensors of odd sizes, halved where they are converted, and unpack them again."""
-    verb, types = name.removesuffix(">").split("<")
-    here, there = (DTYPES[each] for each in (types.split(",") if verb == "convert" else (types, types)))
-    scale = 0.5 if verb == "convert" else 1.0
-    tensors = [numbers(here, count, rng, finite=True) for count in (1, 3, 257, COUNT)]
-    buffer = desk.room(sum(each.size for each in tensors) * there.itemsize)
-    slots, place = [], buffer
-    for number, each in enumerate(tensors):
-        slots.append(Slot(desk.put(each, here.itemsize * (number % 2)), place, each.size))
-        place += each.size * there.itemsize
-    packer = Packer(desk.driver, slots, here, there, STREAM)
-    packer.pack(STREAM, scale)
-    flat = np.concatenate(tensors)
-    wanted = _converted(flat, here, there, scale)
-    good = same(desk.get(buffer, flat.size, there.storage), wanted, there)
-    packer.unpack(STREAM, 1 / scale)
-    back = _converted(wanted, there, here, 1 / scale)
-    got = np.concatenate([desk.get(slot.tensor, slot.count, here.storage) for slot in slots])
-    packer.close()
-    return good and same(got, back, here)
-
-
-def wire_is_right(desk: Desk, name: str, rng: np.random.Generator) -> bool:
-    """Encode as the codec does, byte for byte; decode, or add, what the codec encoded."""
-    verb, wire_format = name.removesuffix(">").split("<")
-    codec, row = CODECS[wire_format], DTYPES["float32"]
-    values = rng.standard_normal(COUNT).astype(np.float32)
-    values[::64] *= 1e6
-    encoded = np.zeros(codec.nbytes(COUNT), np.uint8)
-    codec.encode(values, encoded)
-    if verb == "encode":
-        target = desk.room(encoded.size, 2)
-        kernels.encode(desk.driver, wire_format, desk.put(values, 4), target, COUNT, STREAM)
-        return bool(np.array_equal(desk.get(target, encoded.size, np.uint8), encoded))
-    add = verb == "decode_add"
-    before = numbers(row, COUNT, rng, finite=True)
-    target = desk.put(before, 4)
-    kernels.decode(desk.driver, wire_format, desk.put(encoded, 2), target, COUNT, STREAM, add=add)
-    wanted = before.copy()
-    (codec.decode_add if add else codec.decode)(encoded, wanted)
-    return same(desk.get(target, COUNT, np.float32), wanted, row)
+    return all(same(desk.get(target, desk.count, row.storage), wanted, row, op) for target in targets)
 
 
 def shot_is_right(desk: Desk, name: str, rng: np.random.Generator) -> bool:
@@ -186,21 +145,21 @@ def shot_is_right(desk: Desk, name: str, rng: np.random.Generator) -> bool:
     peers = Peers(0, desk.table([flags]), desk.table([scratch]), error, 5.0)
     good = True
     for _ in range(3):
-        values = numbers(row, COUNT, rng)
+        values = numbers(row, desk.count, rng)
         source, target = desk.put(values), desk.room(values.nbytes)
         if name.startswith("one_shot"):
-            kernels.one_shot(desk.driver, row, op, peers, source, target, COUNT, 1, STREAM)
+            kernels.one_shot(desk.driver, row, op, peers, source, target, desk.count, 1, STREAM)
         else:
             tables = desk.table([source]), desk.table([target])
-            kernels.two_shot(desk.driver, row, op, peers, *tables, COUNT, 1, STREAM)
+            kernels.two_shot(desk.driver, row, op, peers, *tables, desk.count, 1, STREAM)
         with np.errstate(all="ignore"):
             wanted = reduced([values], row, op, 1)
-        good &= same(desk.get(target, COUNT, row.storage), wanted, row, op)
+        good &= same(desk.get(target, desk.count, row.storage), wanted, row, op)
     return bool(good and desk.get(error, 1, np.uint32)[0] == 0)
 
 
-def numbers(row: DType, count: int, rng: np.random.Generator, *, finite: bool = False) -> Array:
-    """Return random elements in ``row.storage``; of real floats, some are NaN or infinite unless ``finite``."""
+def numbers(row: DType, count: int, rng: np.random.Generator) -> Array:
+    """Return random elements in ``row.storage``; of real floats, some are NaN or infinite."""
     if row.kind == "bool":
         return rng.integers(0, 2, count).astype(row.storage)
     if row.kind in ("int", "uint"):
@@ -209,9 +168,8 @@ def numbers(row: DType, count: int, rng: np.random.Generator, *, finite: bool = 
     wide = rng.standard_normal(count)
     if row.kind == "complex":
         return (wide + 1j * rng.standard_normal(count)).astype(row.storage)
-    if not finite:
-        wide[rng.integers(0, count, 1 + count // 100)] = np.nan
-        wide[rng.integers(0, count, 1 + count // 100)] = -np.inf
+    wide[rng.integers(0, count, 1 + count // 100)] = np.nan
+    wide[rng.integers(0, count, 1 + count // 100)] = -np.inf
     made = np.empty(count, row.storage)
     if row.half:
         narrow(wide.astype(np.float32), row, made)
@@ -237,18 +195,3 @@ def _row_and_op(name: str) -> tuple[DType, ReduceOp]:
     parsed = re.fullmatch(r"\w+<(\w+),(\w+)>", name)
     assert parsed is not None
     return DTYPES[parsed[1]], ReduceOp(parsed[2])
-
-
-def _converted(array: Array, here: DType, there: DType, scale: float) -> Array:
-    if here == there and scale == 1.0:
-        return array
-    wide = (widen(array, here) if here.half else array) * (scale if here.name == "float64" else np.float32(scale))
-    made = np.empty(array.size, there.storage)
-    if there.half:
-        narrow(wide, there, made)
-    else:
-        made[:] = wide
-    return made
-
-
-assert set(WIRE_FORMATS) == set(CODECS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -13,141 +12,96 @@ from gpu.report import Check, allreduce_bound_s, ranks, staged_bound_s
 from ringreduce.buffers import DTYPES
 from ringreduce.buffers.cuda.arrays import DeviceOperand
 from ringreduce.buffers.cuda.driver import Driver
-from ringreduce.buffers.cuda.kernels import Packer, Slot, Table, combine
+from ringreduce.buffers.cuda.kernels import Table, combine
 from ringreduce.cli import bench
 from ringreduce.cli.measure import Contender, time_in_turn
-from ringreduce.cli.places import OnDevice, Tools
+from ringreduce.cli.places import OnDevice
 from ringreduce.cli.results import Report, Result, Settings
 from ringreduce.communicator import Communicator
 from ringreduce.reduce_ops import MAX, ReduceOp
 
 LEADER_SHARE = 0.70
-PACK_SHARE = 0.60
 STAGED_SHARE = 0.70
 OVER_GLOO = 10.0
 LEADER_NBYTES = 256 << 20
 STAGED_NBYTES = 64 << 20
 #: What staging takes through host memory at once.
 SEGMENT_NBYTES = 4 << 20
-NTENSORS = 200
-#: Bytes at whose multiples padded tensors begin: what a thread moves at once. In buckets it is 64.
-PADDING = 16
-_TIMED = 30
 _TURNS = 10
 _PAGE = 4096
 
 
-def check_packing(tools: Tools, smallest: int = 1 << 8, largest: int = 1 << 21) -> Iterator[Check]:
-    """Pack tensors of mixed sizes into one buffer, and compare the time with that of plain copies.
-
-    Args:
-        tools: of the GPU.
-        smallest: float32 elements of the smallest tensor.
-        largest: of the largest; those between grow by a constant factor, and all are odd.
-    """
-    counts = [int(count) | 1 for count in np.geomspace(smallest, largest, NTENSORS)]
-    values = [np.random.default_rng((5, count)).standard_normal(count).astype(np.float32) for count in counts]
-    tensors, driver = [tools.empty(4 * count) for count in counts], tools.driver
-    source, target = (tools.empty(4 * sum(counts)) for _ in range(2))
-    into, out, nbytes = _place(target), _place(source), 4 * sum(counts)
-    for tensor, each in zip(tensors, values, strict=True):
-        driver.copy(_place(tensor).address, each.ctypes.data, each.nbytes, into.stream)
-    tools.ready()
-    copied = _median(tools, lambda: driver.copy(into.address, out.address, nbytes, into.stream))
-    yield Check.stated("device copy bandwidth, read and write", 2 * nbytes / copied / 1e9, "GB/s", f"{nbytes} bytes")
-    for layout, grain in (("padded", PADDING), ("end to end", 4)):
-        yield from _check_layout(tools, tensors, values, layout, grain, copied)
-
-
-def _check_layout(
-    tools: Tools, tensors: list[Any], values: list[Any], layout: str, grain: int, copied: float
+def check_leader(
+    world: Communicator, place: OnDevice, write: Callable[[str], None], nbytes: int = LEADER_NBYTES
 ) -> Iterator[Check]:
-    """Pack tensors into places that begin at multiples of ``grain`` bytes; those that are padded have the target."""
-    row, driver = DTYPES["float32"], tools.driver
-    *begins, total = accumulate((-(-each.nbytes // grain) * grain for each in values), initial=0)
-    buffer = tools.empty(total)
-    whole = _place(buffer)
-    slots = [
-        Slot(_place(tensor).address, whole.address + begin, each.size)
-        for tensor, each, begin in zip(tensors, values, begins, strict=True)
-    ]
-    packer = Packer(driver, slots, row, row, whole.stream)
-    packed = _median(tools, lambda: packer.pack(whole.stream))
-    scaled = _median(tools, lambda: packer.pack(whole.stream, 0.5))
-    packer.pack(whole.stream)
-    got = np.zeros(total, np.uint8)
-    driver.copy(got.ctypes.data, whole.address, total, whole.stream)
-    tools.ready()
-    packer.close()
-    right = all(
-        np.array_equal(got[begin:][: each.nbytes].view(np.float32), each)
-        for each, begin in zip(values, begins, strict=True)
-    )
-    yield Check(f"tensors packed {layout} are what they were", right, f"{sum(each.size for each in values)} elements")
-    sizes = f"{len(values)} float32 tensors of {values[0].size} to {values[-1].size}"
-    how = f"{sizes}, {_us(packed)}; a copy of as much {_us(copied)}"
-    name = f"pack {layout}, share of the copy bandwidth"
-    if grain >= PADDING:
-        yield Check.at_least(name, copied / packed, PACK_SHARE, "", how)
-    else:
-        yield Check.stated(name, copied / packed, "", how)
-    yield Check.stated(f"pack {layout} and scale, share of the copy bandwidth", copied / scaled, "", _us(scaled))
-
-
-def check_leader(world: Communicator, place: OnDevice, write: Callable[[str], None]) -> Iterator[Check]:
     """Measure the allreduce by a leader's kernel beside Gloo and MPI by hand, and the copy that bounds it. Collective.
 
     Args:
         world: the ranks, several on one GPU.
         place: their GPU.
         write: gets the table.
+        nbytes: of each rank's array.
     """
-    alone = _bench(world, place, write, LEADER_NBYTES, "auto", shared=True, peers=())
+    alone = _bench(world, place, write, nbytes, "auto", shared=True, peers=())
     result, rate = alone.rows[-1].in_place, _copy_rate(alone, place)
     assert result is not None
-    bound = allreduce_bound_s(LEADER_NBYTES, place.sharing, rate)
-    label = f"allreduce of {LEADER_NBYTES >> 20} MiB float32, {ranks(world.size)} on one GPU"
+    bound = allreduce_bound_s(nbytes, place.sharing, rate)
+    label = f"allreduce of {nbytes >> 20} MiB float32, {ranks(world.size)} on one GPU"
     yield Check(f"{label}: results", alone.nwrong == 0, f"{alone.nwrong} wrong elements")
     yield Check(f"{label}: by kernels", result.algorithm == "kernels", place.describe() or "")
     yield Check.stated("device copy bandwidth, read and write, beside the allreduce", rate / 1e9, "GB/s")
-    for what, seconds in zip(("events", "wall clock"), _leader_alone(world, place, LEADER_NBYTES), strict=True):
+    for what, seconds in zip(("events", "wall clock"), _leader_alone(world, place, nbytes), strict=True):
         how = f"one process, {world.size} arrays; bound {bound * 1e3:.3f} ms"
         yield Check.stated(f"{label}: the leader's kernel alone, {what}", seconds * 1e3, "ms", how)
-    events, wall = _both_times(world, place, LEADER_NBYTES)
+    events, wall = _both_times(world, place, nbytes)
     # Events of one process may miss what other processes do; neither clock may flatter us.
     longest = max(result.time.median / 1e6, events, wall)
     how = f"bound {bound * 1e3:.3f} ms; events {events * 1e3:.3f} ms, wall clock {wall * 1e3:.3f} ms"
     yield Check.stated(f"{label}: time", longest * 1e3, "ms", how)
     share = bound / longest
     yield Check.at_least(f"{label}: share of 2 P n / copy bandwidth", share, LEADER_SHARE, "", place.describe() or "")
-    report = _bench(world, place, write, LEADER_NBYTES, "auto", shared=True)
+    report = _bench(world, place, write, nbytes, "auto", shared=True)
     beside = report.rows[-1].in_place
     assert beside is not None
     yield Check(f"{label}: results beside the others", report.nwrong == 0, f"{report.nwrong} wrong elements")
     yield from _compared(label, beside, "ours in ringreduce.empty's arrays, theirs in private ones")
 
 
-def check_staged(world: Communicator, place: OnDevice, write: Callable[[str], None]) -> Iterator[Check]:
-    """Measure the allreduce through host memory beside what the link to the GPU can do. Collective."""
-    rate = float(world.broadcast(np.array([_link_rate(place) if world.rank == 0 else 0.0]))[0])
-    algorithm = world.choose("allreduce", SEGMENT_NBYTES).algorithm
-    alone = _bench(world, place, write, STAGED_NBYTES, algorithm, shared=False, peers=())
+def check_staged(
+    world: Communicator,
+    place: OnDevice,
+    write: Callable[[str], None],
+    nbytes: int = STAGED_NBYTES,
+    segment_nbytes: int = SEGMENT_NBYTES,
+) -> Iterator[Check]:
+    """Measure the allreduce through host memory beside what the link to the GPU can do. Collective.
+
+    Args:
+        world: the ranks.
+        place: their GPU.
+        write: gets the table.
+        nbytes: of each rank's array.
+        segment_nbytes: of what is taken through host memory at once.
+    """
+    rate = float(world.broadcast(np.array([_link_rate(place, nbytes) if world.rank == 0 else 0.0]))[0])
+    algorithm = world.choose("allreduce", segment_nbytes).algorithm
+    alone = _bench(world, place, write, nbytes, algorithm, shared=False, peers=())
     result = alone.rows[-1].in_place
     assert result is not None
-    bound = staged_bound_s(STAGED_NBYTES, place.sharing, rate)
-    label = f"allreduce of {STAGED_NBYTES >> 20} MiB float32 through host memory, {ranks(world.size)}"
+    bound = staged_bound_s(nbytes, place.sharing, rate)
+    label = f"allreduce of {nbytes >> 20} MiB float32 through host memory, {ranks(world.size)}"
     yield Check(f"{label}: results", alone.nwrong == 0, f"{alone.nwrong} wrong elements")
     staged = result.transport == "staged" and result.algorithm != "kernels"
     yield Check(f"{label}: not by kernels", staged, f"{result.algorithm} over {result.transport}; {world.gpu.way}")
     yield Check.stated("pinned copies, each way while both are under way", rate / 1e9, "GB/s")
-    for nbytes in (SEGMENT_NBYTES, STAGED_NBYTES):
-        times = _on_host(world, nbytes, algorithm)
-        name = f"allreduce of {nbytes >> 20} MiB float32 on the host alone, {ranks(world.size)}"
+    for each in (segment_nbytes, nbytes):
+        times = _on_host(world, each, algorithm)
+        name = f"allreduce of {each >> 20} MiB float32 on the host alone, {ranks(world.size)}"
         yield Check.stated(name, times * 1e3, "ms", f"{algorithm}, in shared memory")
     share = bound / (result.time.median / 1e6)
     how = f"{result.time.median / 1e3:.2f} ms, bound {bound * 1e3:.2f} ms, {algorithm} on the host"
     yield Check.at_least(f"{label}: share of the pinned copies' bound", share, STAGED_SHARE, "", how)
-    report = _bench(world, place, write, STAGED_NBYTES, algorithm, shared=False)
+    report = _bench(world, place, write, nbytes, algorithm, shared=False)
     beside = report.rows[-1].in_place
     assert beside is not None
     yield Check(f"{label}: results beside the others", report.nwrong == 0, f"{report.nwrong} wrong elements")
@@ -243,7 +197,7 @@ def _copy_rate(report: Report, place: OnDevice) -> float:
     return 2 * bound.nbytes * place.sharing / (bound.time_us / 1e6)
 
 
-def _link_rate(place: OnDevice, nbytes: int = STAGED_NBYTES) -> float:
+def _link_rate(place: OnDevice, nbytes: int) -> float:
     """Return bytes per second between the GPU and pinned memory, each way, while both are under way. Local."""
     driver = place.driver
     streams = [driver.make_stream(), driver.make_stream()]
@@ -275,18 +229,7 @@ def _wait(driver: Driver, streams: list[int]) -> None:
         driver.free_event(event)
 
 
-def _median(tools: Tools, call: Callable[[], object]) -> float:
-    for _ in range(3):
-        call()
-    tools.ready()
-    return float(np.median([tools.time(call) for _ in range(_TIMED)]))
-
-
 def _place(array: Any) -> DeviceOperand:
     operand = DeviceOperand.of(array)
     assert operand is not None
     return operand
-
-
-def _us(seconds: float) -> str:
-    return f"{seconds * 1e6:.0f} us"

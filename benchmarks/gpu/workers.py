@@ -81,12 +81,6 @@ def check_collectives(note: Note, nranks: int) -> None:
     ringreduce.shutdown()
 
 
-def check_packing(note: Note, nranks: int) -> None:
-    """Measure packing."""
-    for check in speed.check_packing(cupy_tools()):
-        note(check)
-
-
 def check_leader(note: Note, nranks: int) -> None:
     """Measure the allreduce of ranks that share a GPU."""
     _measure(speed.check_leader, note, nranks)
@@ -105,17 +99,22 @@ def _measure(work: Callable[..., Iterable[Check]], note: Note, nranks: int) -> N
 
 
 def _begin(note: Note, nranks: int) -> Communicator:
-    """Start the world.
-
-    Raises:
-        RuntimeError: it has another number of ranks: the launcher and mpi4py are of different libraries, maybe.
-    """
+    """Start the world, and look at it as `expect_ranks` does."""
     ringreduce.init()
     world = ringreduce.world()
+    expect_ranks(note, world, nranks)
+    return world
+
+
+def expect_ranks(note: Note, world: Communicator, nranks: int) -> None:
+    """Note whether all ranks that were started are in one world.
+
+    Raises:
+        RuntimeError: they are not: the launcher and mpi4py are of different libraries, maybe.
+    """
     note(Check(f"ranks, {nranks} of them in one world", world.size == nranks, f"{world.size}"))
     if world.size != nranks:
         raise RuntimeError(f"{nranks} ranks were started, and the world has {world.size}")
-    return world
 
 
 def _note_all(note: Note, stage: Callable[[], Iterable[Check]]) -> None:
@@ -133,7 +132,6 @@ def _seed() -> int:
 WORKERS: dict[str, Callable[[Note, int], None]] = {
     "kernels": check_kernels,
     "collectives": check_collectives,
-    "pack": check_packing,
     "leader": check_leader,
     "staged": check_staged,
 }

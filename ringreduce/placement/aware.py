@@ -33,7 +33,7 @@ from ringreduce.reduce_ops import ReduceOp
 from ringreduce.selection import Choice
 from ringreduce.transport.cuda_awareness import CudaAwareness, cuda_awareness
 from ringreduce.transport.device import address_of, untouchable
-from ringreduce.transport.messages import exchange_json
+from ringreduce.transport.messages import StepFailedError, together
 
 __all__ = ["AwareAllreduce", "agree_on_awareness"]
 
@@ -47,31 +47,33 @@ _SEGMENT_NBYTES = 1 << 20
 _GRAIN_NBYTES = 2 << 20
 
 
-def agree_on_awareness(context: Context, environ: Mapping[str, str]) -> CudaAwareness:
-    """Return whether the ranks' MPI libraries all take addresses of GPU memory. Collective; the same on all ranks.
+def agree_on_awareness(context: Context, environ: Mapping[str, str]) -> str:
+    """Return how it is known that the ranks' MPI libraries all take addresses of GPU memory. Collective.
 
     Args:
         context: the ranks.
         environ: the switches of MPI libraries on this rank.
+
+    Raises:
+        StepFailedError: on all ranks, if a library does not take them.
     """
-    mine = _awareness(context, environ)
-    everyone = [CudaAwareness(*each) for each in exchange_json(context.messages, [mine.aware, mine.reason])]
-    for rank, each in enumerate(everyone):
-        if not each.aware:
-            return CudaAwareness(False, f"rank {rank}: {each.reason}")
-    return everyone[0]
+    return together(context.messages, lambda: _awareness(context, environ))
 
 
-def _awareness(context: Context, environ: Mapping[str, str]) -> CudaAwareness:
+def _awareness(context: Context, environ: Mapping[str, str]) -> str:
     told = context.config.cuda_aware
     if told is not None:
-        return CudaAwareness(told, f"RINGREDUCE_CUDA_AWARE is {int(told)}")
-    if context.messages.name != "mpi":
-        return CudaAwareness(False, "the ranks do not talk over MPI")
-    try:
-        return cuda_awareness(environ)
-    except (OSError, RuntimeError) as error:
-        return CudaAwareness(False, f"the library cannot be asked: {error}")
+        found = CudaAwareness(told, f"RINGREDUCE_CUDA_AWARE is {int(told)}")
+    elif context.messages.name != "mpi":
+        found = CudaAwareness(False, "the ranks do not talk over MPI")
+    else:
+        try:
+            found = cuda_awareness(environ)
+        except (OSError, RuntimeError) as error:
+            found = CudaAwareness(False, f"the library cannot be asked: {error}")
+    if not found.aware:
+        raise TransportError(found.reason)
+    return found.reason
 
 
 class AwareAllreduce:
@@ -121,7 +123,7 @@ class AwareAllreduce:
             return True
         try:
             plan = self._plans.get(signature.code, lambda: self._make(count, dtype, op, signature))
-        except _CannotBindError:
+        except StepFailedError:
             return False
         driver.wait(stream, self._done)
         driver.copy(plan.address, source, nbytes, stream)
@@ -149,24 +151,16 @@ class AwareAllreduce:
         """Return a new plan. Collective: a signature is new to all ranks at once.
 
         Raises:
-            _CannotBindError: on all ranks, if one has no memory for it; nothing is tried again.
+            StepFailedError: on all ranks, if one has no memory for it; nothing is tried again.
         """
-        made: _Plan | None = None
-        problem = ""
+        make = partial(self._bind, count, dtype, op, signature)
         try:
-            made = self._bind(count, dtype, op, signature)
-        except (MemoryError, TransportError) as error:
-            problem = str(error) or repr(error)
-        problems = [each.decode() for each in self._context.messages.exchange(problem.encode())]
-        if made is not None and not any(problems):
-            return made
-        self._broken = True
-        if made is not None:
-            made.close()
-        if self._context.rank == 0:
-            rank, why = next((rank, why) for rank, why in enumerate(problems) if why)
-            _log.warning("arrays on GPUs go through host memory from now on: rank %d: %s", rank, why)
-        raise _CannotBindError
+            return together(self._context.messages, make, _Plan.close)
+        except StepFailedError as error:
+            self._broken = True
+            if self._context.rank == 0:
+                _log.warning("arrays on GPUs go through host memory from now on: %s", error)
+            raise
 
     def _bind(self, count: int, dtype: DType, op: ReduceOp, signature: Signature) -> _Plan:
         context, driver = self._context, self._driver
@@ -203,10 +197,6 @@ class AwareAllreduce:
         enqueue(self._stream)
         self._driver.record(self._computed, self._stream)
         self._driver.synchronize(self._computed)
-
-
-class _CannotBindError(Exception):
-    """Some rank cannot make a plan; raised on all ranks at once."""
 
 
 @dataclass(frozen=True, slots=True)

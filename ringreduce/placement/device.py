@@ -54,6 +54,7 @@ from ringreduce.reduce_ops import ReduceOp
 from ringreduce.selection import Choice
 from ringreduce.transport.board import NOWHERE
 from ringreduce.transport.device import DeviceBlock, DeviceNode
+from ringreduce.transport.messages import StepFailedError, exchange_json, together
 from ringreduce.transport.shared import Location
 
 __all__ = ["DeviceAllreduce"]
@@ -69,9 +70,6 @@ _GRAIN_NBYTES = 16 << 20
 _PAGE = 4096
 #: Kernels that wait for each other on the device take the order of memory that this architecture defines.
 _CAPABILITY = 70
-
-_SET_UP = Signature.of("setting up kernels that meet")
-_SET_UP_DONE = Signature.of("setting up kernels that meet, finding the peers")
 
 
 class DeviceAllreduce:
@@ -211,7 +209,7 @@ class DeviceAllreduce:
                 return _TwoShot(devices, shots.peers, addresses, call.reduction)
             return _Leader(devices, addresses, call.reduction) if devices.rank in devices.leaders else _Nothing()
 
-        plan = self._plan(call, (call.begin.code, *places.values()), make)
+        plan = self._plan((call.begin.code, *places.values()), make)
         if plan is None:
             return False
         if shots is not None:
@@ -253,37 +251,23 @@ class DeviceAllreduce:
             return _Nothing()
 
         self._meet(call.begin, _WELL)
-        if self._plan(call, (call.begin.code,), make) is None:
+        if self._plan((call.begin.code,), make) is None:
             return False
         one_shot(self._driver, dtype, op, shots.peers, source, target, count, shots.peers.count, call.stream)
         self._step("meet and enqueue")
         return True
 
-    def _plan(self, call: _Call, key: tuple[int, ...], make: Callable[[], _Plan]) -> _Plan | None:
+    def _plan(self, key: tuple[int, ...], make: Callable[[], _Plan]) -> _Plan | None:
         """Return the plan of a key, None on all ranks if it cannot be made on one of them.
 
         Keys are the same on all ranks, so all of them keep the same plans, and make one at the same call.
         """
-
-        def make_together() -> _Plan:
-            plan, problem = None, ""
-            try:
-                plan = make()
-            except (MemoryError, TransportError) as error:
-                problem = f": {error}"
-            heard = self._meet(call.bind, _WELL if plan is not None else NOWHERE)
-            if min(heard.values()) == NOWHERE:
-                if plan is not None:
-                    plan.close()
-                self._broken = True
-                self._say(_first(heard), f"cannot work on the device memory of all ranks{problem}")
-                raise _CannotBindError
-            assert plan is not None
-            return plan
-
         try:
-            return self._plans.get(key, make_together)
-        except _CannotBindError:
+            return self._plans.get(key, lambda: together(self._context.messages, make, lambda plan: plan.close()))
+        except StepFailedError as error:
+            self._broken = True
+            if self._context.rank == 0:
+                _log.warning("arrays on GPUs go through host memory from now on: %s", error)
             return None
 
     def _meet(self, signature: Signature, said: int) -> dict[int, int]:
@@ -308,30 +292,22 @@ class DeviceAllreduce:
         devices, waiter = self._devices, self._context.waiter
         if not (1 < len(devices.members) == len(devices.leaders) <= MAX_RANKS):
             return None
-        area, shots = None, None
-        try:
+
+        def make_area() -> _Area:
             device = devices.driver.device
-            if device.capability >= _CAPABILITY and device.multiprocessors >= FEWEST_MULTIPROCESSORS:
-                area = _Area.allocate(devices)
-        except (MemoryError, TransportError) as error:
-            _log.debug("no kernels that meet: %s", error)
-        places = self._meet(_SET_UP, NOWHERE if area is None else area.location.packed)
-        if area is None or min(places.values()) == NOWHERE:
-            return None
+            if device.capability < _CAPABILITY or device.multiprocessors < FEWEST_MULTIPROCESSORS:
+                raise TransportError("its GPU does not run kernels that wait for others'")
+            return _Area.allocate(devices)
+
         try:
-            shots = _Shots(devices, area, places, waiter.timeout_s)
-        except (MemoryError, TransportError) as error:
+            area = together(self._context.messages, make_area)
+            packed = exchange_json(self._context.messages, area.location.packed)
+            places = {member: packed[member] for member in devices.members}
+            make = partial(_Shots, devices, area, places, waiter.timeout_s)
+            return together(self._context.messages, make, lambda shots: shots.close())
+        except StepFailedError as error:
             _log.debug("no kernels that meet: %s", error)
-        heard = self._meet(_SET_UP_DONE, _WELL if shots is not None else NOWHERE)
-        if min(heard.values()) == NOWHERE:
-            if shots is not None:
-                shots.close()
             return None
-        return shots
-
-
-class _CannotBindError(Exception):
-    """Some rank cannot make the plan; raised on all ranks at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,23 +326,23 @@ class _Call:
         reduction: what it does.
         nbytes: of an array.
         stream: the caller's.
-        begin, bind, end: signatures of its meetings. None is that of a call with arrays in host memory: nobody may take
-            a place in one kind of memory for one in the other.
+        begin, end: signatures of its meetings. None is that of a call with arrays in host memory: nobody may take a
+            place in one kind of memory for one in the other.
     """
 
-    __slots__ = ("begin", "bind", "end", "nbytes", "reduction", "stream")
+    __slots__ = ("begin", "end", "nbytes", "reduction", "stream")
 
     def __init__(self, reduction: _Reduction, stream: Stream, signature: Signature) -> None:
         self.reduction = reduction
         self.nbytes = reduction.count * reduction.dtype.itemsize
         self.stream = stream
-        self.begin, self.bind, self.end = _meetings(signature.text)
+        self.begin, self.end = _meetings(signature.text)
 
 
 @lru_cache(maxsize=4096)
-def _meetings(text: str) -> tuple[Signature, Signature, Signature]:
+def _meetings(text: str) -> tuple[Signature, Signature]:
     begin = f"{text} on GPUs"
-    return Signature.of(begin), Signature.of(f"{begin}, finding the peers"), Signature.of(f"{begin}, reducing")
+    return Signature.of(begin), Signature.of(f"{begin}, reducing")
 
 
 class _Table(Table):

@@ -23,6 +23,7 @@ from ringreduce.placement.staged import Staging
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.selection import DETERMINISTIC, NCCL, Choice
 from ringreduce.transport.device import DeviceNode, join_devices
+from ringreduce.transport.messages import StepFailedError
 from ringreduce.transport.nccl import Nccl
 
 __all__ = ["STAGED", "Gpu", "OnDevice", "ordinal"]
@@ -158,13 +159,14 @@ class Gpu:
     def _find_awareness(self, driver: Driver) -> str:
         """Let CUDA-aware MPI do it, or say why it does not."""
         context = self._context
-        aware = agree_on_awareness(context, gpu_switches())
-        if not aware.aware:
-            return f"MPI does not take it from the GPU: {aware.reason}"
+        try:
+            reason = agree_on_awareness(context, gpu_switches())
+        except StepFailedError as error:
+            return f"MPI does not take it from the GPU: {error}"
         if not context.topology.single_node and any(len(node) > 1 for node in context.topology.nodes):
             # Every rank would send every block to other nodes; through the host, each node sends each block once.
             return "MPI could take it from the GPU, but several ranks of each node would send the same blocks"
-        self.kernels = AwareAllreduce(context, driver, aware.reason)
+        self.kernels = AwareAllreduce(context, driver, reason)
         return ""
 
     def join_nccl(self) -> None:

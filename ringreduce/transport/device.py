@@ -25,8 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.buffers.cuda.driver import Driver, Event, Stream
-from ringreduce.errors import CollectiveTimeoutError, RingReduceError, TransportError
-from ringreduce.transport.messages import Messages, exchange_json
+from ringreduce.errors import CollectiveTimeoutError, TransportError
+from ringreduce.transport.messages import Messages, StepFailedError, exchange_json, together
 from ringreduce.transport.node import Node
 from ringreduce.transport.shared import Arena, Block, Location, Segments
 from ringreduce.transport.waiting import Waiter
@@ -222,28 +222,15 @@ def join_devices(messages: Messages, node: Node, find_driver: Callable[[], Drive
         What this rank shares; None on all ranks if any of them failed, with the reason in one line of the log, unless
         there is no GPU at all.
     """
-    driver, problem = None, ""
+    driver = None
     try:
-        driver = find_driver()
-    except RingReduceError as error:
-        problem = str(error)
-    everyone = exchange_json(messages, {"uuid": driver.device.uuid if driver is not None else "", "problem": problem})
-    if not any(each["uuid"] for each in everyone):
+        driver = together(messages, find_driver)
+        return _Joining(messages, node, driver, exchange_json(messages, driver.device.uuid)).run()
+    except StepFailedError as error:
+        no_gpu = driver is None and len(error.reasons) == messages.size
+        if messages.rank == 0 and not no_gpu:
+            _log.warning("no device memory is shared between ranks, arrays on GPUs go through host memory: %s", error)
         return None
-    made: DeviceNode | None = None
-    try:
-        _raise_first(messages, [each["problem"] for each in everyone])
-        assert driver is not None
-        joining = _Joining(messages, node, driver, [each["uuid"] for each in everyone])
-        made = joining.run()
-    except _NotSharedError as reason:
-        if messages.rank == 0:
-            _log.warning("no device memory is shared between ranks, arrays on GPUs go through host memory: %s", reason)
-    return made
-
-
-class _NotSharedError(Exception):
-    """Some rank cannot share device memory; raised on all ranks at once."""
 
 
 class _Joining:
@@ -263,15 +250,13 @@ class _Joining:
         """Return what this rank shares.
 
         Raises:
-            _NotSharedError: on all ranks, with the reason of the first rank that has one.
+            StepFailedError: on all ranks, if one of them failed.
         """
-        said: dict[str, Any] = {}
         blocks: list[DeviceBlock] = []
         try:
-            self._on_all_ranks(lambda: said.update(self._make(blocks)))
-            everyone = exchange_json(self._messages, said)
-            self._on_all_ranks(lambda: self._look(everyone))
-        except _NotSharedError:
+            everyone = exchange_json(self._messages, together(self._messages, lambda: self._make(blocks)))
+            together(self._messages, lambda: self._look(everyone))
+        except StepFailedError:
             self._give_back(blocks)
             raise
         assert self._made is not None
@@ -307,28 +292,17 @@ class _Joining:
     def _give_back(self, blocks: list[DeviceBlock]) -> None:
         """Give back what was made; all of that stays until the processes end if one cannot let go of its peers'."""
         blocks.clear()
-        problem = ""
-        try:
+
+        def let_go() -> None:
             if self._made is not None:
                 self._made.let_go()
-        except TransportError as error:
-            problem = str(error)
-        problems = exchange_json(self._messages, problem)  # nobody frees what a peer has open
-        try:
-            if self._made is not None and not any(problems):
-                self._made.free()
-        except TransportError as error:
-            problem = str(error)
-        if problem:
-            _log.debug("device memory stays until the process ends: %s", problem)
 
-    def _on_all_ranks(self, step: Callable[[], object]) -> None:
-        problem = ""
         try:
-            step()
-        except (TransportError, MemoryError) as error:
-            problem = str(error) or repr(error)
-        _raise_first(self._messages, exchange_json(self._messages, problem))
+            together(self._messages, let_go)  # nobody frees what a peer has open
+            if self._made is not None:
+                self._made.free()
+        except (StepFailedError, TransportError) as error:
+            _log.debug("device memory stays until the process ends: %s", error)
 
 
 class _DeviceSegments(Segments):
@@ -437,9 +411,3 @@ def untouchable(address: int, nbytes: int) -> Array:
 def address_of(array: Array) -> int:
     """Return where an array begins."""
     return int(array.__array_interface__["data"][0])
-
-
-def _raise_first(messages: Messages, problems: Sequence[str]) -> None:
-    for rank, problem in enumerate(problems):
-        if problem:
-            raise _NotSharedError(f"rank {rank}: {problem}")

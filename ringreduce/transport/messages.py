@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import numpy.typing as npt
 
+from ringreduce.errors import RingReduceError
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["Messages", "Request", "exchange_json"]
+__all__ = ["Messages", "Request", "StepFailedError", "exchange_json", "together"]
 
 Array = npt.NDArray[Any]
+T = TypeVar("T")
+
+#: What a step of `together` may fail with: what it opens, maps or asks may be anybody's, and fail in any of these ways.
+_FAILURES = (RingReduceError, MemoryError, OSError, ValueError)
 
 
 class Request(Protocol):
@@ -110,3 +115,42 @@ class Messages(Protocol):
 def exchange_json(messages: Messages, said: Any) -> list[Any]:
     """Give what JSON can say to all ranks and return everyone's, in rank order. Collective; see `Messages.exchange`."""
     return [json.loads(each) for each in messages.exchange(json.dumps(said).encode())]
+
+
+class StepFailedError(Exception):
+    """A step of `together` failed on some ranks. Raised on all, which fall back; its text names the first of them.
+
+    Attributes:
+        reasons: rank -> why it failed there, ascending.
+    """
+
+    def __init__(self, reasons: Mapping[int, str]) -> None:
+        rank, reason = next(iter(reasons.items()))
+        super().__init__(f"rank {rank}: {reason}")
+        self.reasons = reasons
+
+
+def together(messages: Messages, step: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
+    """Return what ``step`` gives on this rank, as soon as it has succeeded on all. Collective.
+
+    Args:
+        messages: the ranks.
+        step: what each rank does. If it waits for the others, then not for as long as they wait for it here.
+        undo: takes back what the step has done here, where it failed on another rank.
+
+    Raises:
+        StepFailedError: on all ranks, if the step raised on any of them one of our own errors, `OSError`, `ValueError`
+            or `MemoryError`.
+    """
+    reason = None
+    try:
+        result = step()
+    except _FAILURES as error:
+        reason = str(error) or repr(error)
+    everyone = enumerate(exchange_json(messages, reason))
+    reasons = {rank: each for rank, each in everyone if each is not None}
+    if not reasons:
+        return result
+    if reason is None and undo is not None:
+        undo(result)
+    raise StepFailedError(reasons)

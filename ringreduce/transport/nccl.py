@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,9 +16,9 @@ import numpy as np
 from ringreduce.buffers.cuda.arrays import INSTALL
 from ringreduce.buffers.cuda.driver import Driver, Stream
 from ringreduce.buffers.dtypes import DType
-from ringreduce.errors import CollectiveTimeoutError, RingReduceError, TransportError, UnsupportedBufferError
+from ringreduce.errors import CollectiveTimeoutError, TransportError, UnsupportedBufferError
 from ringreduce.reduce_ops import ReduceOp
-from ringreduce.transport.messages import Messages, exchange_json
+from ringreduce.transport.messages import Messages, StepFailedError, exchange_json, together
 from ringreduce.transport.waiting import Waiter
 
 __all__ = ["Nccl", "NcclRanks", "code_of_dtype", "code_of_op", "cupy_nccl", "join_nccl", "version_text"]
@@ -129,69 +130,39 @@ def join_nccl(
     Returns:
         NCCL and the ranks; on all ranks, if it fails on one of them, the reason in words.
     """
-    nccl, problem = None, ""
     try:
-        nccl = find(driver.device.number)
-    except RingReduceError as error:
-        problem = str(error)
-    said = {
-        "problem": problem,
-        "version": 0 if nccl is None else nccl.version,
-        "uuid": driver.device.uuid,
-        "shares": switches.get(_SHARED_GPUS) == "1",
-    }
-    why_not = _refusal(exchange_json(messages, said))
-    if why_not is not None:
-        return why_not
-    assert nccl is not None
-    ranks, problem = None, ""
-    unique_id = ""
-    try:
-        unique_id = nccl.unique_id().hex() if messages.rank == 0 else ""
-    except TransportError as error:
-        problem = str(error)
-    told = exchange_json(messages, {"id": unique_id, "problem": problem})
-    if not told[0]["problem"]:
-        try:
-            ranks = _connect(nccl, messages, waiter, bytes.fromhex(told[0]["id"]))
-        except TransportError as error:
-            problem = str(error)
-        told = exchange_json(messages, {"problem": problem})
-    why_not = _first_problem(told)
-    if why_not is not None:
-        if ranks is not None:
-            ranks.abort()  # to close it would take all the others
-        return why_not
-    assert ranks is not None
-    return nccl, ranks
+        nccl = together(messages, lambda: find(driver.device.number))
+        shares = switches.get(_SHARED_GPUS) == "1"
+        why_not = _refusal(exchange_json(messages, [nccl.version, driver.device.uuid, shares]))
+        if why_not is not None:
+            return why_not
+        unique_id = together(messages, lambda: nccl.unique_id().hex() if messages.rank == 0 else "")
+        unique_id = exchange_json(messages, unique_id)[0]
+        connect = partial(_connect, nccl, messages, waiter, bytes.fromhex(unique_id))
+        return nccl, together(messages, connect, lambda ranks: ranks.abort())  # to close them would take all the others
+    except StepFailedError as error:
+        return str(error)
 
 
-def _refusal(everyone: Sequence[Mapping[str, Any]]) -> str | None:
-    """Say why ranks that can do so much do not go on to connect; None if they do."""
-    why_not = _first_problem(everyone)
-    if why_not is not None:
-        return why_not
-    versions = {each["version"] for each in everyone}
+def _refusal(everyone: Sequence[tuple[int, str, bool]]) -> str | None:
+    """Say why ranks with these versions, GPUs and switches do not go on to connect; None if they do."""
+    versions = {version for version, _, _ in everyone}
     if len(versions) > 1:
         return f"the ranks have NCCL {', '.join(map(version_text, sorted(versions)))}"
     first: dict[str, int] = {}
-    for rank, each in enumerate(everyone):
-        other = first.setdefault(each["uuid"], rank)
+    for rank, (version, uuid, _) in enumerate(everyone):
+        other = first.setdefault(uuid, rank)
         if other == rank:
             continue
-        if each["version"] < _OLDEST_WITH_SHARED_GPUS:
-            version = version_text(each["version"])
-            return f"ranks {other} and {rank} share a GPU, which NCCL takes from 2.30 on; here it is {version}"
-        if not all(each["shares"] for each in everyone):
+        if version < _OLDEST_WITH_SHARED_GPUS:
+            found = version_text(version)
+            return f"ranks {other} and {rank} share a GPU, which NCCL takes from 2.30 on; here it is {found}"
+        if not all(shares for _, _, shares in everyone):
             return (
                 f"ranks {other} and {rank} share a GPU, where NCCL's kernels wait for each other in turns at best; "
                 f"{_SHARED_GPUS}=1 on all ranks lets NCCL try"
             )
     return None
-
-
-def _first_problem(everyone: Sequence[Mapping[str, Any]]) -> str | None:
-    return next((f"rank {rank}: {each['problem']}" for rank, each in enumerate(everyone) if each["problem"]), None)
 
 
 def _connect(nccl: Nccl, messages: Messages, waiter: Waiter, unique_id: bytes) -> NcclRanks:

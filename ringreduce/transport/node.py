@@ -6,10 +6,9 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
@@ -17,13 +16,11 @@ from ringreduce.config import Config
 from ringreduce.errors import TransportError
 from ringreduce.topology import Topology
 from ringreduce.transport.board import Board
-from ringreduce.transport.messages import Messages, exchange_json
+from ringreduce.transport.messages import Messages, StepFailedError, exchange_json, together
 from ringreduce.transport.shared import Arena, Block, Location, PrivateSegments, Segments
 from ringreduce.transport.waiting import Waiter
 
 __all__ = ["Node", "host_name", "join"]
-
-T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -85,12 +82,12 @@ def join(
     members = hosts.node_of(messages.rank)
     waiter.crowded = len(members) > len({core for member in members for core in everyone[member]["cores"]})
     arena = Arena(make_segments({member: everyone[member]["pid"] for member in members}))
+    why_not = "" if config.shared_memory else "it is switched off"
+    if len({everyone[member]["namespace"] for member in members}) > 1:
+        why_not = why_not or "ranks of its machine run in separate pid namespaces"
     try:
-        if not config.shared_memory:
-            raise _NotSharedError("it is switched off")
-        namespaces = {everyone[member]["namespace"] for member in members}
-        locations = _share(messages, arena, members, namespaces)
-    except _NotSharedError as reason:
+        locations = _share(messages, arena, members, why_not)
+    except StepFailedError as reason:
         if warn and messages.rank == 0 and messages.size > 1:
             _log.warning("no shared memory between ranks, all bytes go over %s: %s", messages.name, reason)
         arena.close()
@@ -101,10 +98,6 @@ def join(
     board = Board(arena, members, locations, messages.rank, waiter)
     messages.exchange(b"")  # nobody may flag before everyone looks
     return Node(topology, hosts, arena, board)
-
-
-class _NotSharedError(Exception):
-    """Some rank cannot share memory; raised on all ranks at once."""
 
 
 def _pid_namespace() -> str:
@@ -120,24 +113,30 @@ def _group(hosts: list[str], config: Config) -> Topology:
     return Topology.from_hosts((host, rank // node_size) for rank, host in enumerate(hosts))
 
 
-def _share(messages: Messages, arena: Arena, members: Sequence[int], namespaces: Collection[str]) -> list[Location]:
+def _share(messages: Messages, arena: Arena, members: Sequence[int], why_not: str) -> list[Location]:
     """Make every rank's part of its board and make sure that each member of a node reaches those of the others.
 
     Pids and descriptors are small numbers. Where they mean something else than their sender thinks, a rank maps other
     memory, or its own, without an error. So every rank writes a secret into its memory and tells the others what they
     have to find there.
 
+    Args:
+        messages: all ranks.
+        arena: of this one.
+        members: of its node.
+        why_not: why memory cannot be shared, as far as this rank knows already.
+
     Returns:
         Where the boards of the members lie.
 
     Raises:
-        _NotSharedError: on all ranks, if any rank of any node has a problem.
+        StepFailedError: on all ranks, if any rank of any node has a problem.
     """
     secret = secrets.token_hex(_SECRET_NBYTES // 2)
 
     def make() -> tuple[Location, Block]:
-        if len(namespaces) > 1:
-            raise TransportError("ranks of one machine run in separate pid namespaces")
+        if why_not:
+            raise TransportError(why_not)
         board, block = Board.allocate(arena), arena.allocate(_SECRET_NBYTES)
         block.memory[:_SECRET_NBYTES] = np.frombuffer(secret.encode(), np.uint8)
         return board, block
@@ -148,27 +147,10 @@ def _share(messages: Messages, arena: Arena, members: Sequence[int], namespaces:
                 place = Location(*everyone[member]["place"])
                 found = arena.peer_view(member, place, np.dtype(np.uint8), _SECRET_NBYTES)
                 if found.tobytes() != everyone[member]["secret"].encode():
-                    raise TransportError(f"rank {messages.rank} finds other memory in place of that of rank {member}")
+                    raise TransportError(f"it finds other memory in place of rank {member}'s")
 
-    board, block = _on_all_ranks(messages, make)
+    board, block = together(messages, make)
     everyone = exchange_json(messages, {"board": astuple(board), "place": astuple(block.location), "secret": secret})
-    _on_all_ranks(messages, look)
+    together(messages, look)
     arena.release(block)
     return [Location(*everyone[member]["board"]) for member in members]
-
-
-def _on_all_ranks(messages: Messages, step: Callable[[], T]) -> T:
-    """Return what ``step`` gives on this rank if it succeeds on all.
-
-    Raises:
-        _NotSharedError: on all ranks, with the reason of the first rank on which it failed.
-    """
-    problem = ""
-    try:
-        result = step()
-    except (TransportError, OSError, ValueError) as error:  # what was opened may be anything, and fail in any way
-        problem = str(error) or repr(error)
-    for each in exchange_json(messages, problem):
-        if each:
-            raise _NotSharedError(each)
-    return result

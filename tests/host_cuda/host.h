@@ -1,14 +1,12 @@
 // CUDA kernels as C++ on the CPU, for tests: what of CUDA's language the sources in ringreduce/buffers/cuda use.
 //
-// A block's threads are coroutines of one thread of the host, which take turns at barriers, shuffles and pauses. Blocks
-// run one after the other or, if they wait for others, each in a thread of the host. So this shows results; it shows
-// neither speed nor what a GPU's memory may reorder, nor lacks of its hardware.
+// A block's threads are coroutines of one thread of the host, which take turns at barriers and pauses. Blocks run
+// one after the other or, if they wait for others, each in a thread of the host. So this shows results; it shows neither
+// speed nor what a GPU's memory may reorder, nor lacks of its hardware.
 #pragma once
 #define RINGREDUCE_HOST
 
-#include <math.h>
 #include <sched.h>
-#include <string.h>
 #include <time.h>
 #include <ucontext.h>
 
@@ -40,14 +38,13 @@ struct Barrier {
 struct Thread {
   ucontext_t context;
   Barrier* waits = nullptr;  // until its round is not `seen`
-  unsigned seen = 0, shuffled = 0;
+  unsigned seen = 0;
   bool done = false;
 };
 
 struct Block {
   ucontext_t scheduler;
   std::vector<Thread> threads;
-  std::vector<Barrier> warps;
   Barrier barrier;
   std::vector<char> stacks;
   const std::function<void()>* kernel;
@@ -89,12 +86,8 @@ static void run_block(const std::function<void()>& kernel, unsigned number, unsi
   block = &self;
   self.kernel = &kernel;
   self.threads.assign(nthreads, Thread());
-  self.warps.assign((nthreads + 31) / 32, Barrier());
   self.barrier = Barrier();
   self.barrier.expected = nthreads;
-  for (size_t warp = 0; warp < self.warps.size(); ++warp) {
-    self.warps[warp].expected = nthreads - warp * 32 < 32 ? nthreads - warp * 32 : 32;
-  }
   if (self.stacks.size() < nthreads * stack) self.stacks.resize(nthreads * stack);
   blockIdx.x = number;
   blockDim.x = nthreads;
@@ -135,15 +128,6 @@ template <class... A> Instance instance_of(void (*kernel)(A...)) {
 
 static inline void __syncthreads() { host::meet(host::block->barrier, 1); }
 static inline int __syncthreads_and(int yes) { return host::meet(host::block->barrier, yes); }
-
-static inline unsigned __shfl_xor_sync(unsigned, unsigned value, int distance) {
-  host::Barrier& warp = host::block->warps[threadIdx.x / 32];
-  host::block->threads[threadIdx.x].shuffled = value;
-  host::meet(warp, 1);
-  const unsigned result = host::block->threads[threadIdx.x ^ distance].shuffled;
-  host::meet(warp, 1);
-  return result;
-}
 
 static inline unsigned long long host_now_ns() {
   timespec time;

@@ -317,8 +317,8 @@ def test_a_segment_that_cannot_be_opened_is_given_up_by_all(
     on_ranks(gpus, function)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    reason = f"rank {failing} was told to fail to open"
-    assert f"rank {failing} cannot work on the device memory of all ranks: {reason}" in record.getMessage()
+    reason = f"rank {failing}: rank {failing} was told to fail to open"
+    assert record.getMessage() == f"arrays on GPUs go through host memory from now on: {reason}"
 
 
 def test_memory_that_a_rank_lacks_is_no_error(caplog: pytest.LogCaptureFixture):

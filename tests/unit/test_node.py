@@ -91,7 +91,7 @@ def test_a_problem_of_one_rank_is_everyones(special: type[MemorySegments], caplo
 @pytest.mark.parametrize("special", [Mirror, Short])
 def test_other_memory_is_not_taken_for_a_peers(special: type[MemorySegments], caplog: pytest.LogCaptureFixture) -> None:
     """A rank that maps something, but not what its peer made, finds that out before anything is written there."""
-    assert "rank 1 finds other memory in place of that of rank 0" in reason_not_to_share(join_all(special), caplog)
+    assert "rank 1: it finds other memory in place of rank 0's" in reason_not_to_share(join_all(special), caplog)
 
 
 def test_ranks_in_other_pid_namespaces_share_nothing(

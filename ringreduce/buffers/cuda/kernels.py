@@ -13,10 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from ringreduce.buffers.cuda.driver import Driver, Stream
 from ringreduce.buffers.dtypes import DTYPES, DType
@@ -31,15 +30,10 @@ __all__ = [
     "ONE_SHOT_NBYTES",
     "OPTIONS",
     "SCRATCH_NBYTES",
-    "WIRE_FORMATS",
-    "Packer",
     "Peers",
     "Rows",
-    "Slot",
     "Table",
     "combine",
-    "decode",
-    "encode",
     "expression",
     "one_shot",
     "source",
@@ -50,8 +44,6 @@ __all__ = [
 _BLOCK: Final = 512
 #: Blocks that a multiprocessor is given at most; larger arrays are done in turns.
 _BLOCKS_EACH: Final = 4
-#: Bytes of a tensor that a block packs before it takes another part.
-_CHUNK_NBYTES: Final = 1 << 16
 
 # As in sources/shots.cu.
 MAX_BLOCKS: Final = 64
@@ -72,13 +64,6 @@ _TWO_SHOT_BLOCKS: Final = 36
 #: operation as IEEE 754, and so NumPy, has it.
 OPTIONS: Final = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true")
 
-#: Formats as in `ringreduce.wire.codecs`, with the elements that share a scale; 1 if there is none.
-WIRE_FORMATS: Final[Mapping[str, int]] = {"bf16": 1, "fp16": 1, "fp8": 256, "int8": 256, "int4": 64}
-
-_CONVERTED: Final = ("float32", "bfloat16", "float16")
-#: itemsize -> what stands for elements that are only moved
-_MOVED: Final = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64", 16: "complex128"}
-
 
 def _reductions() -> Iterator[str]:
     for dtype in DTYPES.values():
@@ -90,12 +75,6 @@ def _reductions() -> Iterator[str]:
 #: family -> its instances
 FAMILIES: Final[Mapping[str, tuple[str, ...]]] = {
     "reduce": tuple(f"combine{each}" for each in _reductions()),
-    "pack": (
-        *(f"convert<{here},{there}>" for here in _CONVERTED for there in _CONVERTED),
-        "convert<float64,float64>",
-        *(f"move<{each}>" for each in _MOVED.values()),
-    ),
-    "wire": tuple(f"{verb}<{each}>" for verb in ("encode", "decode", "decode_add") for each in WIRE_FORMATS),
     "shots": tuple(f"{shot}{each}" for shot in ("one_shot", "two_shot") for each in _reductions()),
 }
 
@@ -115,26 +94,22 @@ def expression(family: str, name: str) -> str:
     """Return the C++ name of an instance: what NVRTC calls a name expression."""
     assert name in FAMILIES[family], (family, name)
     verb, arguments = name.removesuffix(">").split("<")
-    if family == "wire":
-        kind = "half" if WIRE_FORMATS[arguments] == 1 else "scaled"
-        add = {"encode": "", "decode": ",false", "decode_add": ",true"}[verb]
-        return f"ringreduce::{verb.removesuffix('_add')}_{kind}<ringreduce::wire::{arguments}{add}>"
     types = ("boolean" if each == "bool" else each for each in arguments.split(","))
     return f"ringreduce::{verb}<{','.join('ringreduce::' + each for each in types)}>"
 
 
 class Table:
-    """An array in device memory that kernels read, such as the addresses of what they work on.
+    """Addresses of arrays, in device memory, for kernels to read.
 
     Args:
         driver: where the memory is.
-        values: addresses, or rows of a C-contiguous array.
+        addresses: one at least.
         stream: may use it at once; others once ``stream`` has come this far.
     """
 
-    def __init__(self, driver: Driver, values: Sequence[int] | npt.NDArray[Any], stream: Stream) -> None:
-        rows = values if isinstance(values, np.ndarray) else np.array(values, np.uint64)
-        assert len(rows) > 0 and rows.flags.c_contiguous
+    def __init__(self, driver: Driver, addresses: Sequence[int], stream: Stream) -> None:
+        rows = np.array(addresses, np.uint64)
+        assert len(rows) > 0
         self._driver = driver
         self._rows = rows  # which the copy may still read when the driver has returned
         self.count = len(rows)
@@ -197,121 +172,6 @@ def combine(
         (np.uint64(count), np.uint32(size)),
         stream,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """A tensor and its place in a buffer.
-
-    Attributes:
-        tensor: its address.
-        place: the address in the buffer.
-        count: elements.
-    """
-
-    tensor: int
-    place: int
-    count: int
-
-
-class Packer:
-    """Copies many tensors into a buffer, and back, with one launch each.
-
-    Args:
-        driver: of the GPU that has them.
-        slots: where the tensors are and where they go. Nothing overlaps, except that a tensor may be its own place if
-            both types are equally wide.
-        tensor_dtype: of all tensors.
-        buffer_dtype: of the buffer; the same, or both are among float32, bfloat16 and float16.
-        stream: may use the packer at once; others once ``stream`` has come this far.
-    """
-
-    def __init__(
-        self, driver: Driver, slots: Sequence[Slot], tensor_dtype: DType, buffer_dtype: DType, stream: Stream
-    ) -> None:
-        self._driver = driver
-        self._dtypes = tensor_dtype, buffer_dtype
-        slots = [slot for slot in slots if slot.count > 0]
-        self._tables = []
-        self._nchunks = 0
-        if slots:
-            chunks = _chunks(slots, _CHUNK_NBYTES // max(tensor_dtype.itemsize, buffer_dtype.itemsize))
-            self._nchunks = len(chunks)
-            there = np.array([(slot.tensor, slot.place, slot.count) for slot in slots], np.uint64)
-            back = np.ascontiguousarray(there[:, [1, 0, 2]])
-            self._tables = [Table(driver, rows, stream) for rows in (there, back, chunks)]
-
-    def pack(self, stream: Stream, scale: float = 1.0) -> None:
-        """Write the tensors' elements, multiplied by ``scale``, into the buffer; only floats are scaled."""
-        self._copy(*self._dtypes, direction=0, scale=scale, stream=stream)
-
-    def unpack(self, stream: Stream, scale: float = 1.0) -> None:
-        """Write the buffer's elements, multiplied by ``scale``, into the tensors."""
-        here, there = self._dtypes
-        self._copy(there, here, direction=1, scale=scale, stream=stream)
-
-    def close(self) -> None:
-        """Free the tables, once no stream uses them any more."""
-        for table in self._tables:
-            table.close()
-        self._tables, self._nchunks = [], 0
-
-    def _copy(self, here: DType, there: DType, *, direction: int, scale: float, stream: Stream) -> None:
-        if self._nchunks == 0:
-            return
-        moved = here == there and scale == 1.0
-        name = f"move<{_MOVED[here.itemsize]}>" if moved else f"convert<{here.name},{there.name}>"
-        grid = min(self._nchunks, self._driver.device.multiprocessors * _BLOCKS_EACH)
-        tables = self._tables[direction].address, self._tables[2].address, np.uint32(self._nchunks)
-        _launch(self._driver, ("pack", name), grid, tables, () if moved else (np.float64(scale),), stream)
-
-
-def _chunks(slots: Sequence[Slot], length: int) -> npt.NDArray[Any]:
-    """Return the parts that blocks take: (piece, length, first), as ``struct Chunk`` in sources/pack.cu."""
-    counts = np.array([slot.count for slot in slots], np.int64)
-    parts = -(-counts // length)
-    pieces = np.repeat(np.arange(len(slots)), parts)
-    firsts = (np.arange(len(pieces)) - np.repeat(np.cumsum(parts) - parts, parts)) * length
-    chunks = np.empty(len(pieces), [("piece", np.uint32), ("length", np.uint32), ("first", np.uint64)])
-    chunks["piece"] = pieces
-    chunks["length"] = np.minimum(counts[pieces] - firsts, length)
-    chunks["first"] = firsts
-    return chunks
-
-
-def encode(driver: Driver, wire_format: str, source: int, target: int, count: int, stream: Stream) -> None:
-    """Write the encoding of ``count`` float32 values, byte for byte as the codec of that name does.
-
-    Args:
-        driver: of the GPU that does it.
-        wire_format: a key of ``WIRE_FORMATS``.
-        source: address of the values, a multiple of 4.
-        target: address of the codec's ``nbytes(count)`` bytes, a multiple of 2; they do not overlap the values.
-        count: of the values.
-        stream: on which the values are ready.
-    """
-    _wire(driver, f"encode<{wire_format}>", source, target, count, stream)
-
-
-def decode(
-    driver: Driver, wire_format: str, source: int, target: int, count: int, stream: Stream, *, add: bool = False
-) -> None:
-    """Overwrite ``count`` float32 values with what the bytes at ``source`` stand for, or add that to them.
-
-    Arguments are as for `encode`, with the values at ``target``. A NaN arrives as some NaN.
-    """
-    verb = "decode_add" if add else "decode"
-    _wire(driver, f"{verb}<{wire_format}>", source, target, count, stream)
-
-
-def _wire(driver: Driver, name: str, source: int, target: int, count: int, stream: Stream) -> None:
-    values, encoded = (source, target) if name.startswith("encode") else (target, source)
-    assert values % 4 == 0 and encoded % 2 == 0, (values, encoded)
-    if count == 0:
-        return
-    block = WIRE_FORMATS[name.removesuffix(">").split("<")[1]]
-    threads = _ceil(count, 8) if block == 1 else _ceil(count, block) * 32
-    _launch(driver, ("wire", name), _grid(driver, threads), (source, target), (np.uint64(count),), stream)
 
 
 @dataclass(frozen=True, slots=True)

@@ -299,25 +299,20 @@ __device__ inline void for_each(const Body& body, uint64 lead, uint64 begin, uin
 __device__ inline uint32 grid_thread() { return blockIdx.x * blockDim.x + threadIdx.x; }
 __device__ inline uint32 grid_threads() { return gridDim.x * blockDim.x; }
 
-// What bodies share that make each element of one array from that of another.
-template <class From, class To> struct Between {
-  typedef To Result;
-  const From* source;
-  To* target;
+// An array to another place.
+template <class T> struct Move {
+  typedef T Result;
+  static const int AHEAD = 4;
+  const T* source;
+  T* target;
 
   __device__ bool aligned(uint64 i) const {
     return ringreduce::aligned(source + i) && ringreduce::aligned(target + i);
   }
-  template <int N> __device__ void write(uint64 first, const Items<To, N>& items) const {
-    store<To, N>(target + first, items);
+  template <int N> __device__ Items<T, N> read(uint64 first) const { return load<T, N>(source + first); }
+  template <int N> __device__ void write(uint64 first, const Items<T, N>& items) const {
+    store<T, N>(target + first, items);
   }
-};
-
-// An array to another place.
-template <class T> struct Move : Between<T, T> {
-  static const int AHEAD = 4;
-
-  template <int N> __device__ Items<T, N> read(uint64 first) const { return load<T, N>(this->source + first); }
 };
 
 // The reduction of `nsources` arrays of T into `ntargets` arrays; what it writes of an element depends on no other one.
