@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ringreduce.communicator import Communicator
 from ringreduce.errors import TransportError
-from ringreduce.torch.compression import Reducer
+from ringreduce.training.compression import Reducer
 
 __all__ = ["ALIGNMENT_NBYTES", "LARGE_NBYTES", "Bucket", "Slot", "padded_nbytes"]
 

@@ -23,7 +23,6 @@ import threading
 import weakref
 import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import is_dataclass
 from time import perf_counter
 from typing import Any, cast
 
@@ -37,17 +36,19 @@ from ringreduce.engine.fusion import plan
 from ringreduce.errors import ConfigError, ShutdownError, TransportError, UnsupportedBufferError
 from ringreduce.reduce_ops import AVERAGE, MAX, SUM, ReduceOp
 from ringreduce.torch.bucket import Bucket, padded_nbytes
-from ringreduce.torch.compression import (
-    BucketCompression,
-    Compression,
-    Compressor,
-    NoneCompressor,
-    Reducer,
-    WireCompressor,
-)
+from ringreduce.torch.compression import Compression, Compressor, NoneCompressor
 from ringreduce.torch.early import EarlyReduction, settled
 from ringreduce.torch.hyperparameters import warn_of_differences
 from ringreduce.torch.streams import current_stream, on_host, working_on
+from ringreduce.training.compression import (
+    BucketCompression,
+    Reducer,
+    State,
+    has_reducers,
+    is_wire,
+    reduces,
+    signature_of,
+)
 
 __all__ = ["GradientBuckets"]
 
@@ -112,9 +113,8 @@ class GradientBuckets:
         self._name_of = name_of
         self._compression = compression
         # What has no reducer, because it is not float32, travels as it is.
-        built_in = isinstance(compression, BucketCompression) and not _overridden(compression)
-        self._compressor = NoneCompressor if built_in else cast("type[Compressor]", compression)
-        self._saved: dict[int, dict[str, torch.Tensor]] = {}
+        self._compressor = NoneCompressor if has_reducers(compression) else cast("type[Compressor]", compression)
+        self._saved: dict[int, State] = {}
         self._predivide_factor = predivide_factor
         self._groups = groups or {}
         self._skip_unused = skip_unused
@@ -139,7 +139,7 @@ class GradientBuckets:
         """
         return {
             "bucket_nbytes": self._bucket_nbytes,
-            "compression": _looks(self._compression),
+            "compression": signature_of(self._compression),
             "gradient_predivide_factor": self._predivide_factor,
             "groups": [self._groups.get(id(parameter)) for parameter in parameters] if self._groups else None,
             "overlap": self._early is not None,
@@ -252,7 +252,11 @@ class GradientBuckets:
                 for number, bucket in enumerate(self._buckets)
                 if bucket.reducer is not None
             }
-        return {number: state for number, state in (self._saved | kept).items() if state}
+        return {
+            number: {name: torch.from_numpy(array) for name, array in state.items()}
+            for number, state in (self._saved | kept).items()
+            if state
+        }
 
     def load_state_dict(self, state: Mapping[int, dict[str, torch.Tensor]]) -> None:
         """Go on from what `state_dict` has returned, with buckets that are there and those that will be made.
@@ -262,7 +266,9 @@ class GradientBuckets:
         Raises:
             ConfigError: it is of other buckets.
         """
-        self._saved = dict(state)
+        self._saved = {
+            number: {name: tensor.cpu().numpy() for name, tensor in saved.items()} for number, saved in state.items()
+        }
         with self._reducing:
             for number, bucket in enumerate(self._buckets):
                 if bucket.reducer is None:
@@ -289,7 +295,7 @@ class GradientBuckets:
         early = self._early_of(bucket)
         return early is not None and early.active is not None
 
-    def _state_of(self, bucket: Bucket, reducer: Reducer) -> dict[str, torch.Tensor]:
+    def _state_of(self, bucket: Bucket, reducer: Reducer) -> State:
         """Return what a bucket's reducer keeps, as it was before a reduction that may not be used."""
         early = self._early_of(bucket)
         return early.reducer_state if early is not None and early.active is not None else reducer.state_dict()
@@ -370,11 +376,11 @@ class GradientBuckets:
             flat.mul_(1.0 / self._predivide_factor)
         if bucket.reducer is not None:
             started = perf_counter()
-            if flat.is_cuda and not _is_wire(self._compression):
-                with on_host([flat]) as (lent,):
-                    bucket.reducer.reduce(self._communicator, lent, average=plain and averages)
+            if is_wire(self._compression):
+                bucket.reducer.reduce(self._communicator, cast(Any, flat), average=plain and averages)
             else:
-                bucket.reducer.reduce(self._communicator, flat, average=plain and averages)
+                with on_host([flat]) as (lent,):
+                    bucket.reducer.reduce(self._communicator, lent.numpy(), average=plain and averages)
             self.communication_s += perf_counter() - started
         else:
             self._allreduce_as(self._compressor, flat, self._op if plain else SUM)
@@ -497,7 +503,7 @@ class GradientBuckets:
             )
         for members in plan(items, self._bucket_nbytes):
             bucket = Bucket([unique[index] for index in members], self._communicator)
-            if _reduces(self._compression, bucket.flat.dtype):
+            if reduces(self._compression, bucket.flat.dtype):
                 bucket.reducer = self._new_reducer(len(self._buckets), bucket)
             self._buckets.append(bucket)
             self._placed.update(id(slot.parameter) for slot in bucket.slots)
@@ -529,37 +535,10 @@ def _all_alike(largest: npt.NDArray[np.uint8]) -> bool:
     return bool((said + complement == 255).all())
 
 
-def _overridden(compression: type[Compressor] | BucketCompression) -> bool:
-    """Whether a compression is a user's, made of one of ours by giving it other methods."""
-    if not isinstance(compression, type):
-        return False
-    makers = {next(each for each in compression.__mro__ if name in vars(each)) for name in ("compress", "decompress")}
-    return any(each.__module__ != Compressor.__module__ for each in makers)
-
-
-def _reduces(compression: type[Compressor] | BucketCompression, dtype: torch.dtype) -> bool:
-    """Whether a compression reduces buckets of a dtype itself."""
-    if not isinstance(compression, BucketCompression) or _overridden(compression):
-        return False
-    return dtype.is_floating_point if _is_wire(compression) else dtype is torch.float32
-
-
-def _is_wire(compression: type[Compressor] | BucketCompression) -> bool:
-    """Whether a compression leaves it to the communicator, which takes buckets from any device."""
-    return isinstance(compression, type) and issubclass(compression, WireCompressor)
-
-
-def _looks(compression: type[Compressor] | BucketCompression) -> str:
-    """Return what tells a compression from others, on all ranks alike: not where in memory it is."""
-    if isinstance(compression, type):
-        return compression.__qualname__
-    return repr(compression) if is_dataclass(type(compression)) else type(compression).__qualname__
-
-
-def _shape_in_memory(tensor: torch.Tensor) -> torch.Size:
+def _shape_in_memory(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the lengths of the dimensions of a dense tensor, from the one that goes farthest to the nearest."""
     strides = tensor.stride()
-    return torch.Size(tensor.shape[dim] for dim in sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
+    return tuple(tensor.shape[dim] for dim in sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
 
 
 def _sparse(indices: torch.Tensor, values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

@@ -33,6 +33,7 @@ from ringreduce.communicator import Communicator
 from ringreduce.engine import Operation
 from ringreduce.torch.bucket import Bucket
 from ringreduce.torch.streams import Handover, gpu_of
+from ringreduce.training.compression import State
 
 __all__ = ["EarlyReduction", "settled"]
 
@@ -81,7 +82,7 @@ class EarlyReduction:
         self.active: int | None = None
         self.wanted = False
         self.part: Operation | None = None
-        self.reducer_state: dict[str, torch.Tensor] = {}
+        self.reducer_state: State = {}
         self._faithful = False  # whether the copy was made of what this rank has
         self._sent_checksum: int | torch.Tensor = 0
         device = gpu_of([bucket.flat])
