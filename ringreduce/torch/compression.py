@@ -10,7 +10,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from ringreduce.training.compression import BucketCompression, PowerSGD, Reducer, TopK, WireFormat
+from ringreduce.training.compression import BucketCompression, Reducer, WireFormat
+from ringreduce.training.compression.powersgd import PowerSGD
+from ringreduce.training.compression.topk import TopK
 
 __all__ = [
     "BF16Compressor",

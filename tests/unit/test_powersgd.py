@@ -13,7 +13,8 @@ import pytest
 from ringreduce.communicator import Communicator
 from ringreduce.errors import ConfigError
 from ringreduce.testing import run_ranks
-from ringreduce.training.compression import PowerSGD, Reducer
+from ringreduce.training.compression import Reducer
+from ringreduce.training.compression.powersgd import PowerSGD
 
 SIZES = [1, 2, 3, 4]
 

@@ -12,15 +12,15 @@ from ringreduce.communicator import Communicator
 from ringreduce.testing import run_ranks
 from ringreduce.training.compression import (
     BucketCompression,
-    PowerSGD,
     Ranks,
-    TopK,
     WireFormat,
     has_reducers,
     is_wire,
     reduces,
     signature_of,
 )
+from ringreduce.training.compression.powersgd import PowerSGD
+from ringreduce.training.compression.topk import TopK
 
 
 class Int4(WireFormat):

@@ -13,8 +13,7 @@ import pytest
 from ringreduce.communicator import Communicator
 from ringreduce.errors import ConfigError
 from ringreduce.testing import run_ranks
-from ringreduce.training.compression import TopK
-from ringreduce.training.compression.topk import largest
+from ringreduce.training.compression.topk import TopK, largest
 
 SIZES = [1, 2, 3, 4]
 

@@ -21,19 +21,17 @@ what is to be compressed drowns in their rounding errors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ringreduce.arguments import whole_number
 from ringreduce.errors import ConfigError
 from ringreduce.reduce_ops import AVERAGE, SUM
-from ringreduce.training.compression.reducers import Ranks, State
+from ringreduce.training.compression import Ranks, State
 from ringreduce.training.compression.residual import Floats, Residual
 
 __all__ = ["PowerSGD", "PowerSGDReducer"]
@@ -143,7 +141,7 @@ class PowerSGDReducer:
         """
         return {"factors": self._guess.copy(), **self._residual.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Go on from what `state_dict` has returned.
 
         Raises:

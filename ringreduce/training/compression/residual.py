@@ -10,14 +10,13 @@ Sources:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from ringreduce.errors import ConfigError
-from ringreduce.training.compression.reducers import State
+from ringreduce.training.compression import State
 
 __all__ = ["Floats", "Residual"]
 
@@ -83,7 +82,7 @@ class Residual:
         """Return a copy of ``unsent`` as ``residual`` if it is carried."""
         return {"residual": self.unsent.copy()} if self._carried else {}
 
-    def load_state_dict(self, state: Mapping[str, npt.NDArray[Any]], **more: Floats) -> None:
+    def load_state_dict(self, state: State, **more: Floats) -> None:
         """Go on from what `state_dict` has returned.
 
         Args:

@@ -9,15 +9,14 @@ Sources:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ringreduce.errors import ConfigError
-from ringreduce.training.compression.reducers import Ranks, State
+from ringreduce.training.compression import Ranks, State
 from ringreduce.training.compression.residual import Floats, Residual
 
 __all__ = ["TopK", "TopKReducer", "largest"]
@@ -107,7 +106,7 @@ class TopKReducer:
         """Return copies of what the next `reduce` depends on: ``residual``, different on each rank, or nothing."""
         return self._residual.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Go on from what `state_dict` has returned.
 
         Raises:
