@@ -1,20 +1,18 @@
 """What travels in place of a tensor: nothing else, the same in fewer bits, or something smaller that stands for it.
 
-A `Compressor` is what Horovod has: it turns a tensor into another one, which is reduced, and back. A `Reducer` does all
-of it, for a bucket of gradients, in the way that suits it, and keeps what was lost to add it in the next step.
+A `Compressor` is what Horovod has: it turns a tensor into another one, which is reduced, and back. Those that reduce
+whole buckets of gradients, and keep what was lost for the next step, are in `ringreduce.training.compression`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 import torch
 
-from ringreduce.communicator import Communicator
-from ringreduce.placement import Feedback
-from ringreduce.torch.lowrank import PowerSGD
-from ringreduce.torch.topk import TopK
+from ringreduce.training.compression import BucketCompression, Reducer, WireFormat
+from ringreduce.training.compression.powersgd import PowerSGD
+from ringreduce.training.compression.topk import TopK
 
 __all__ = [
     "BF16Compressor",
@@ -29,41 +27,6 @@ __all__ = [
     "Reducer",
     "WireCompressor",
 ]
-
-
-class Reducer(Protocol):
-    """Reduces one bucket of gradients, step after step."""
-
-    @property
-    def wire(self) -> str | None:
-        """The format in which the bucket travels between nodes, with ``feedback``; None: `reduce` does it all."""
-        ...
-
-    @property
-    def error(self) -> float:
-        """The relative error that compressing made on this rank in the last call, in the Euclidean norm; 0.0 before."""
-        ...
-
-    def reduce(self, communicator: Communicator, flat: torch.Tensor, average: bool) -> None:
-        """Replace a bucket by its approximate sum or average over the ranks, of the same bits on all. Collective."""
-        ...
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return what has to survive a restart, as copies."""
-        ...
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Go on from what `state_dict` has returned."""
-        ...
-
-
-@runtime_checkable
-class BucketCompression(Protocol):
-    """What a `DistributedOptimizer` takes as its ``compression`` besides `Compressor` classes."""
-
-    def reducer(self, shapes: Sequence[torch.Size], places: Sequence[slice]) -> Reducer:
-        """Return what reduces the float32 bucket in which gradients of these shapes lie at these places."""
-        ...
 
 
 class Compressor:
@@ -92,20 +55,8 @@ class NoneCompressor(Compressor):
         return tensor
 
 
-class WireCompressor(NoneCompressor):
-    """Floats travel in a wire format between nodes, and are summed up in float32; all else travels as it is.
-
-    Attributes:
-        wire: a name in `ringreduce.wire.CODECS`.
-        error_feedback: whether an optimizer adds what rounding lost in the next step.
-    """
-
-    wire: ClassVar[str]
-    error_feedback: ClassVar[bool] = True
-
-    @classmethod
-    def reducer(cls, shapes: Sequence[torch.Size], places: Sequence[slice]) -> Reducer:
-        return _WireReducer(cls.wire, Feedback(keep=cls.error_feedback))
+class WireCompressor(WireFormat, NoneCompressor):
+    """Floats travel in a wire format between nodes, and are summed up in float32; all else travels as it is."""
 
 
 class Float8Compressor(WireCompressor):
@@ -169,26 +120,3 @@ class Compression:
     int4 = Int4Compressor
     powersgd = PowerSGD
     topk = TopK
-
-
-class _WireReducer:
-    """Says that a bucket travels in a wire format, and keeps what rounding to it loses."""
-
-    def __init__(self, wire: str, feedback: Feedback) -> None:
-        self.wire = wire
-        self.feedback = feedback
-
-    @property
-    def error(self) -> float:
-        return self.feedback.error
-
-    def reduce(self, communicator: Communicator, flat: torch.Tensor, average: bool) -> None:
-        raise AssertionError("buckets that travel in a wire format are reduced with others")
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        kept = {"sent": self.feedback.sent, "summed": self.feedback.summed} if self.feedback.keep else {}
-        return {name: torch.from_numpy(array.copy()) for name, array in kept.items() if array is not None}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        self.feedback.sent = state["sent"].numpy().copy() if "sent" in state else None
-        self.feedback.summed = state["summed"].numpy().copy() if "summed" in state else None

@@ -156,7 +156,7 @@ class TorchGradients:
     @contextmanager
     def on_host(self, flat: torch.Tensor) -> Iterator[npt.NDArray[Any]]:
         with on_host([flat]) as (lent,):
-            yield lent
+            yield lent.numpy()
 
     def rows(self, parameter: torch.Tensor, sparse_dims: int) -> tuple[torch.Tensor, torch.Tensor]:
         grad = parameter.grad

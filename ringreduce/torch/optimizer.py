@@ -9,7 +9,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import is_dataclass
 from functools import partial
 from time import perf_counter
 from types import FrameType, MethodType
@@ -26,13 +25,13 @@ from ringreduce.errors import ConfigError, UnsupportedBufferError
 from ringreduce.process_sets import ProcessSet, connect
 from ringreduce.reduce_ops import AVERAGE, MAX, SUM, ReduceOp
 from ringreduce.runtime import config, global_process_set
-from ringreduce.torch.compression import BucketCompression, Compression, Compressor, Reducer, WireCompressor
+from ringreduce.torch.compression import BucketCompression, Compression, Compressor
 from ringreduce.torch.gradients import TorchGradients
 from ringreduce.torch.hyperparameters import hyperparameters
 from ringreduce.torch.prepared import Adasum, ReproducibleSum, require_process_set, set_to_tell
 from ringreduce.torch.same_tensors import require_same_tensors
 from ringreduce.torch.streams import on_host
-from ringreduce.training.buckets import Bucket
+from ringreduce.training.compression import signature_of
 from ringreduce.training.gradients import Gradients
 from ringreduce.transport.memory import MemoryWorld
 
@@ -374,7 +373,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         saved on every rank.
         """
         state: dict[str, Any] = self._optimizer.state_dict()
-        kept = self._gradients.state_dict()
+        kept = {
+            number: {name: torch.from_numpy(array) for name, array in each.items()}
+            for number, each in self._gradients.state_dict().items()
+        }
         if kept:
             place = {"rank": self._communicator.rank, "size": self._communicator.size}
             state[_COMPRESSION] = {**place, "buckets": kept}
@@ -391,7 +393,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if kept is None:
             self._gradients.load_state_dict({})
         elif (kept["rank"], kept["size"]) == (self._communicator.rank, self._communicator.size):
-            self._gradients.load_state_dict(kept["buckets"])
+            self._gradients.load_state_dict(
+                {
+                    number: {name: tensor.cpu().numpy() for name, tensor in each.items()}
+                    for number, each in kept["buckets"].items()
+                }
+            )
 
     def __getattr__(self, name: str) -> Any:
         # Reached for what is not found here: the wrapped optimizer's hooks and whatever its class adds.
@@ -525,18 +532,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         overlap = on_gpu or not communicator.topology.single_node if self._overlap is None else self._overlap
         options = {**self._options}
         compression = options.pop("compression")
-        framework = TorchGradients(communicator)
         # Nothing of this refers to the wrapper, so that hooks end with it.
         self._gradients = Gradients(
-            framework,
+            TorchGradients(communicator),
             self._engine,
             partial(_parameters_of, optimizer),
             partial(_name_of, optimizer, self._names),
             type(optimizer).__name__,
             self._over,
             op=self._op,
-            new_reducer=partial(_new_reducer, compression, framework),
-            compressor=_compressor(compression),
+            compression=None if compression is Compression.none else compression,
             overlap=overlap and not self._adasum,
             in_backward=self._in_backward and not self._adasum,
             passes=self.backward_passes_per_step,
@@ -550,7 +555,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         groups = self._options["groups"]
         options |= {
             "bucket_nbytes": self._options["bucket_nbytes"],
-            "compression": _looks(self._options["compression"]),
+            "compression": signature_of(self._options["compression"]),
             "gradient_predivide_factor": self._options["predivide_factor"],
             "groups": [groups.get(id(parameter)) for parameter in self._parameters()] if groups else None,
             "overlap": self._overlap,
@@ -596,40 +601,6 @@ def _named_parameters(
 
 def _name_of(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], parameter: torch.Tensor) -> str:
     return next(name for name, each in _named_parameters(optimizer, names) if each is parameter)
-
-
-def _overridden(compression: type[Compressor] | BucketCompression) -> bool:
-    """Whether a compression is a user's, made of one of ours by giving it other methods."""
-    if not isinstance(compression, type):
-        return False
-    makers = {next(each for each in compression.__mro__ if name in vars(each)) for name in ("compress", "decompress")}
-    return any(each.__module__ != Compressor.__module__ for each in makers)
-
-
-def _compressor(compression: type[Compressor] | BucketCompression) -> type[Compressor] | None:
-    """Return what turns a bucket into something else that travels; None: nothing does."""
-    if isinstance(compression, BucketCompression) and not _overridden(compression):
-        return None
-    return None if compression is Compression.none else cast("type[Compressor]", compression)
-
-
-def _new_reducer(
-    compression: type[Compressor] | BucketCompression, framework: TorchGradients, bucket: Bucket
-) -> Reducer | None:
-    """Return what reduces a bucket from now on, if the compression has something for its dtype."""
-    if not isinstance(compression, BucketCompression) or _overridden(compression):
-        return None
-    wire, dtype = isinstance(compression, type) and issubclass(compression, WireCompressor), bucket.flat.dtype
-    if not (dtype.is_floating_point if wire else dtype is torch.float32):
-        return None
-    return compression.reducer([framework.shape_in_memory(slot.place) for slot in bucket.slots], bucket.places)
-
-
-def _looks(compression: type[Compressor] | BucketCompression) -> str:
-    """Return what tells a compression from others, on all ranks alike: not where in memory it is."""
-    if isinstance(compression, type):
-        return compression.__qualname__
-    return repr(compression) if is_dataclass(type(compression)) else type(compression).__qualname__
 
 
 class _StepWatch:

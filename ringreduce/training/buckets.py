@@ -11,12 +11,13 @@ tasks. While it does, that place is not written to: the bucket is reduced in oth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
 from ringreduce.communicator import Communicator
 from ringreduce.engine.fusion import plan
+from ringreduce.training.compression import Reducer, State, WireState, has_reducers, reduces
 from ringreduce.training.framework import Framework
 
 __all__ = ["ALIGNMENT_NBYTES", "LARGE_NBYTES", "Bucket", "Buckets"]
@@ -41,7 +42,7 @@ class Bucket:
         flat: all of it, one-dimensional.
         slots: the parameters, in order, and their places.
         places: where these are in ``flat``.
-        reducer: what reduces it, where that keeps something from step to step; else None.
+        reducer: what compresses it, with what that keeps from step to step; None: it travels as it is.
     """
 
     __slots__ = ("_communicator", "_framework", "_hooks", "flat", "places", "reducer", "slots")
@@ -53,7 +54,7 @@ class Bucket:
         self.flat, self.slots = framework.lay_out(communicator, parameters, starts)
         itemsize = starts[-1] // max(len(self.flat), 1) or 1
         self.places = [slice(start // itemsize, end // itemsize) for start, end in pairwise(starts)]
-        self.reducer: Any = None
+        self.reducer: Reducer | WireState | None = None
         self._hooks: list[Any] = []
 
     def collect_at_once(self) -> None:
@@ -179,7 +180,7 @@ class Buckets:
         communicator: makes the memory.
         nbytes: a bucket that holds so many bytes is closed; must agree on all ranks.
         groups: the number of its group for each parameter, by id, that travels in a bucket with its group.
-        compression: makes the reducers of buckets that have one.
+        compression: of the buckets that it reduces.
 
     Attributes:
         layout: says which parameter is where; equal on ranks whose buckets are.
@@ -191,13 +192,13 @@ class Buckets:
         communicator: Communicator,
         nbytes: int,
         groups: Mapping[int, int],
-        new_reducer: Callable[[Bucket], Any],
+        compression: object,
     ) -> None:
         self._framework, self._communicator = framework, communicator
-        self._nbytes, self._groups, self._new_reducer = nbytes, groups, new_reducer
+        self._nbytes, self._groups, self._compression = nbytes, groups, compression
         self._buckets: list[Bucket] = []
         self._placed: set[int] = set()
-        self._saved: dict[int, dict[str, Any]] = {}
+        self._saved: dict[int, State] = {}
         self.layout = ""
 
     def __iter__(self) -> Iterator[Bucket]:
@@ -233,7 +234,7 @@ class Buckets:
         self._placed.clear()
         self.layout = ""
 
-    def state_dict(self) -> dict[int, dict[str, Any]]:
+    def state_dict(self) -> dict[int, State]:
         """Return what compressing keeps on this rank, by the number of the bucket; empty where it keeps nothing."""
         kept = {
             number: bucket.reducer.state_dict()
@@ -242,7 +243,7 @@ class Buckets:
         }
         return {number: state for number, state in (self._saved | kept).items() if state}
 
-    def load_state_dict(self, state: Mapping[int, dict[str, Any]]) -> None:
+    def load_state_dict(self, state: Mapping[int, State]) -> None:
         """Go on from what `state_dict` has returned, with buckets that are there and those that will be made.
 
         A bucket of which it holds nothing begins anew.
@@ -252,14 +253,14 @@ class Buckets:
         """
         self._saved = dict(state)
         for number, bucket in enumerate(self._buckets):
-            if bucket.reducer is not None:
-                self._give_reducer(number, bucket)
+            self._give_reducer(number, bucket)
 
     def _give_reducer(self, number: int, bucket: Bucket) -> None:
-        bucket.reducer = self._new_reducer(bucket)
-        if bucket.reducer is not None and number in self._saved:
-            bucket.reducer.load_state_dict(self._saved[number])
-            del self._saved[number]
+        if has_reducers(self._compression) and reduces(self._compression, bucket.flat.dtype):
+            shapes = [self._framework.shape_in_memory(slot.place) for slot in bucket.slots]
+            bucket.reducer = self._compression.reducer(shapes, bucket.places)
+            if (saved := self._saved.pop(number, None)) is not None:
+                bucket.reducer.load_state_dict(saved)
 
     def _place(self, parameters: Sequence[Any]) -> None:
         """Make buckets for parameters, last registered first: in the order of the backward pass."""

@@ -165,6 +165,10 @@ class Framework(Protocol):
         """Return whether the gradient, which is there, may become the slot's place without loss."""
         ...
 
+    def shape_in_memory(self, place: Any) -> tuple[int, ...]:
+        """Return the lengths of the dimensions, from the one that goes farthest in memory to the nearest."""
+        ...
+
     def is_on_host(self, array: Any) -> bool:
         """Return whether a parameter or a bucket is in host memory."""
         ...

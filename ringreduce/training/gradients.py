@@ -19,6 +19,7 @@ from ringreduce.engine import Engine, Gather, InPlace, Operation
 from ringreduce.errors import ConfigError, UnsupportedBufferError
 from ringreduce.reduce_ops import AVERAGE, MAX, ReduceOp
 from ringreduce.training.buckets import Bucket, Buckets
+from ringreduce.training.compression import Reducer, State, WireState, has_reducers
 from ringreduce.training.framework import DENSE, NO_GRADIENT, SPARSE, UNSUPPORTED, Framework
 from ringreduce.training.overlap import Overlap, Watched
 from ringreduce.training.parameters import differences
@@ -84,8 +85,8 @@ class Gradients:
         over: its parameters, for errors; the same on all ranks.
         op: `AVERAGE` or `SUM`.
         bucket_nbytes: a bucket that holds so many bytes is closed; must agree on all ranks.
-        new_reducer: makes what reduces a bucket that is compressed; returns None for one that is not.
-        compressor: turns what travels into something else and back; None: it travels as it is.
+        compression: what travels in place of a bucket: a `BucketCompression`, or what has ``compress`` and
+            ``decompress`` for the framework's arrays; None: the bucket itself.
         predivide_factor: of an average, what gradients are divided by before they are summed; the rest comes after.
         groups: the number of its group for each parameter, by id, that travels in a bucket with its group.
         skip_unused: whether trainable parameters that no rank used keep None instead of zeros.
@@ -111,8 +112,7 @@ class Gradients:
         *,
         op: ReduceOp,
         bucket_nbytes: int,
-        new_reducer: Callable[[Bucket], Any] = lambda bucket: None,
-        compressor: Any = None,
+        compression: Any = None,
         predivide_factor: float = 1.0,
         groups: Mapping[int, int] | None = None,
         skip_unused: bool = True,
@@ -125,15 +125,16 @@ class Gradients:
         self._parameters, self._name_of = parameters, name_of
         self._described = described = f"{kind} over {over}"
         self._op = op
-        self._compressor, self._predivide_factor = compressor, predivide_factor
+        self._compressor = None if has_reducers(compression) else compression
+        self._predivide_factor = predivide_factor
         self._skip_unused, self._in_backward = skip_unused, in_backward
         self._settings = settings
         self._name = engine.new_name(f"DistributedOptimizer over {over},")
         self.number = next(_numbers)
         self.passes = passes
         self.ranks = Ranks(engine, self._name, f"the {'backward pass' if in_backward else 'step'} of {described}")
-        self._buckets = Buckets(framework, engine.communicator, bucket_nbytes, groups or {}, new_reducer)
-        overlap = overlap and engine.threaded and predivide_factor == 1.0 and compressor is None
+        self._buckets = Buckets(framework, engine.communicator, bucket_nbytes, groups or {}, compression)
+        overlap = overlap and engine.threaded and predivide_factor == 1.0 and self._compressor is None
         self._overlap = Overlap(framework, engine, self._name, described, op, wanted=overlap)
         self._hooks: list[Any] = []
         self._steps = 0  # so many calls of `reduce` on this rank, at least since the ranks have joined
@@ -225,12 +226,12 @@ class Gradients:
         """The largest relative error that compressing a bucket made on this rank in the last step."""
         return max((bucket.reducer.error for bucket in self._buckets if bucket.reducer is not None), default=0.0)
 
-    def state_dict(self) -> dict[int, dict[str, Any]]:
+    def state_dict(self) -> dict[int, State]:
         """See `Buckets.state_dict`; what is under way is ended first."""
         self._overlap.stop()
         return self._buckets.state_dict()
 
-    def load_state_dict(self, state: Mapping[int, dict[str, Any]]) -> None:
+    def load_state_dict(self, state: Mapping[int, State]) -> None:
         """See `Buckets.load_state_dict`."""
         self._overlap.stop()
         self._buckets.load_state_dict(state)
@@ -312,7 +313,7 @@ class Gradients:
                 target, placed = bucket.apart(), bucket.placed()
                 taken_back.append((bucket, target, placed))
             target.fill(used)
-            if bucket.reducer is not None and bucket.reducer.wire is None:
+            if bucket.reducer is not None and not isinstance(bucket.reducer, WireState):
                 self._compress(bucket.reducer, target.flat, agreed.active)
                 continue
             wire = None if bucket.reducer is None else bucket.reducer.wire
@@ -327,22 +328,21 @@ class Gradients:
         if self._predivide_factor != 1.0:
             for flat in flats:
                 framework.scale(flat, 1.0 / self._predivide_factor)
-        sent, contexts = flats, []
-        if self._compressor is not None:
-            sent, contexts = map(list, zip(*map(self._compressor.compress, flats), strict=True))
-        feedbacks = [] if wire is None else [bucket.reducer.feedback for bucket in buckets]
+        compressor = self._compressor or _AsTheyAre
+        sent, contexts = zip(*map(compressor.compress, flats), strict=True)
+        feedbacks = [bucket.reducer.feedback for bucket in buckets if isinstance(bucket.reducer, WireState)]
         name = f"{self._name}, buckets" + (f" in {wire}" if wire else "")
         within = framework.around(flats)
         text = f"{len(flats)} buckets of {self._name}"
         self.ranks.run(InPlace(name, text, self._op, sent, wire=wire, feedbacks=feedbacks, within=within))
-        for flat, each, context in zip(flats, sent, contexts, strict=bool(contexts)):
+        for flat, each, context in zip(flats, sent, contexts, strict=True):
             if each is not flat:
-                framework.copy([flat], [self._compressor.decompress(each, context)])
+                framework.copy([flat], [compressor.decompress(each, context)])
         if self._predivide_factor != 1.0:
             for flat in flats:
                 framework.scale(flat, self._predivide_factor)
 
-    def _compress(self, reducer: Any, flat: Any, active: int) -> None:
+    def _compress(self, reducer: Reducer, flat: Any, active: int) -> None:
         averages, divisor = self._op is AVERAGE, self._averaged_over(active)
         plain = self._predivide_factor == 1.0 and divisor == self.ranks.size
         if self._predivide_factor != 1.0:
@@ -381,6 +381,18 @@ class Gradients:
         everyone = self.ranks.allgather(np.frombuffer(said.encode(), np.uint8)[:, None])
         if self.ranks.rank == 0:
             _log.warning("%s", differences(dict(map(json.loads, everyone.tobytes().decode().splitlines()))))
+
+
+class _AsTheyAre:
+    """No compression."""
+
+    @staticmethod
+    def compress(flat: Any) -> tuple[Any, None]:
+        return flat, None
+
+    @staticmethod
+    def decompress(flat: Any, context: None) -> Any:
+        return flat
 
 
 class _Agreed(NamedTuple):

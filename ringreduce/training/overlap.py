@@ -32,6 +32,7 @@ from ringreduce.engine import Engine, InPlace
 from ringreduce.errors import ConfigError, ShutdownError, TransportError
 from ringreduce.reduce_ops import SUM, ReduceOp
 from ringreduce.training.buckets import Bucket, Buckets
+from ringreduce.training.compression import WireState
 from ringreduce.training.framework import Framework, Handover
 
 __all__ = ["Overlap"]
@@ -368,7 +369,7 @@ class Overlap:
                 self._framework.handover(bucket.flat),
             )
             for number, bucket in enumerate(buckets)
-            if (bucket.reducer is None or bucket.reducer.wire)
+            if (bucket.reducer is None or isinstance(bucket.reducer, WireState))
             and all(id(slot.parameter) in self._watched for slot in bucket.slots)
         ]
         self._travelling = {id(member.parameter): each for each in self._buckets for member in each.members}
@@ -415,14 +416,14 @@ class Overlap:
             record.was_empty = self._framework.gradient(record.parameter) is None
             self._note(record)
         again = f", {travelling.generation} times withdrawn" if travelling.generation else ""
-        reducer = bucket.reducer
+        wire = bucket.reducer if isinstance(bucket.reducer, WireState) else None
         part = InPlace(
             f"{self._name}, bucket {travelling.number}{again}",
             f"a bucket of {self._name}",
             self._op,
             [bucket.flat],
-            wire=None if reducer is None else reducer.wire,
-            feedbacks=() if reducer is None else [reducer.feedback],
+            wire=None if wire is None else wire.wire,
+            feedbacks=() if wire is None else [wire.feedback],
             speculative=True,
             within=None if travelling.handover is None else travelling.handover.working,
         )

@@ -34,6 +34,7 @@ ROWS = (
     ("runtime",),
     ("elastic",),
     ("__init__",),  # the façade, `import ringreduce`: shows what is below and is used by what is above
+    ("training",),
     ("torch",),
     ("cli", "horovod"),
     ("__main__", "testing"),
@@ -104,6 +105,8 @@ def test_imports_go_down(path: Path):
         ("buffers/x.py", "from ringreduce.topology import Topology", "buffers imports topology"),
         ("communicator.py", "import ringreduce", "communicator imports __init__"),
         ("torch/x.py", "from mpi4py import MPI", "torch imports mpi4py"),
+        ("training/x.py", "import torch", "training imports torch"),
+        ("training/x.py", "from ringreduce.torch import ops", "training imports torch"),
         ("selection.py", "from ringreduce import testing", "selection imports testing"),
     ],
 )

@@ -13,18 +13,14 @@ import pytest
 from ringreduce.communicator import Communicator
 from ringreduce.errors import ConfigError
 from ringreduce.testing import run_ranks
-
-torch = pytest.importorskip("torch")
-from ringreduce.torch.topk import TopK, largest  # noqa: E402
-
-pytestmark = pytest.mark.usefixtures("one_thread")
+from ringreduce.training.compression.topk import TopK, largest
 
 SIZES = [1, 2, 3, 4]
 
 #: Parameters of every number of dimensions, one without elements among them.
 SHAPES = [(7,), (), (5, 3), (0, 4), (3, 2, 2), (2, 3, 2, 1), (1,)]
 
-Layout = Callable[..., tuple[list[Any], list[slice], int]]
+Layout = Callable[..., tuple[list[tuple[int, ...]], list[slice], int]]
 
 
 def occupied(places: Sequence[slice], length: int) -> npt.NDArray[np.bool_]:
@@ -93,9 +89,9 @@ def test_topk_is_its_definition(layout: Layout, size: int, average: bool, error_
         reducer = TopK(0.2, error_feedback).reducer(shapes, places)
         results = []
         for step in range(4):
-            flat = torch.from_numpy(gradients(communicator.rank, step, length))
+            flat = gradients(communicator.rank, step, length)
             reducer.reduce(communicator, flat, average)
-            results.append(flat.numpy())
+            results.append(flat)
         return results
 
     ranks = run_ranks(size, run)
@@ -121,9 +117,9 @@ def test_all_entries_give_the_exact_sum(layout: Layout, size: int) -> None:
 
     def run(communicator: Communicator) -> tuple[bytes, float]:
         reducer = TopK(1.0).reducer(shapes, places)
-        flat = torch.from_numpy(gradients(communicator.rank, 0, length))
+        flat = gradients(communicator.rank, 0, length)
         reducer.reduce(communicator, flat, average=False)
-        return flat.numpy().tobytes(), reducer.error
+        return flat.tobytes(), reducer.error
 
     expected = np.zeros(length, np.float32)
     for rank in range(size):
@@ -142,12 +138,12 @@ def test_what_was_sent_and_the_residual_are_the_gradients(layout: Layout, error_
         reducer = TopK(0.05, error_feedback).reducer(shapes, places)
         applied = np.zeros(length)
         for step in range(steps):
-            flat = torch.from_numpy(gradients(communicator.rank, step, length))
+            flat = gradients(communicator.rank, step, length)
             reducer.reduce(communicator, flat, average=True)
-            applied += flat.numpy()
+            applied += flat
         left = np.zeros(length)
         if error_feedback:
-            residual = reducer.state_dict()["residual"].numpy()
+            residual = reducer.state_dict()["residual"]
             left[: residual.size] = residual
         return applied, left
 
@@ -168,7 +164,7 @@ def test_the_error_is_the_part_that_was_not_sent(layout: Layout) -> None:
         reducer = TopK(0.25).reducer(shapes, places)
         errors = [reducer.error]
         for values in ([0.0, 3.0, 4.0, 0.0], [0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]):
-            reducer.reduce(communicator, torch.tensor([*values, 0.0, 0.0, 0.0]), average=True)
+            reducer.reduce(communicator, np.array([*values, 0.0, 0.0, 0.0], np.float32), average=True)
             errors.append(reducer.error)
         return errors
 
@@ -182,18 +178,18 @@ def test_what_is_not_finite_arrives_and_does_not_stay(layout: Layout, bad: float
 
     def run(communicator: Communicator) -> tuple[list[int], float, bytes, bytes]:
         reducer, fresh = (TopK(0.1).reducer(shapes, places) for _ in range(2))
-        reducer.reduce(communicator, torch.from_numpy(gradients(communicator.rank, 0, length)), average=True)
-        flat = torch.from_numpy(gradients(communicator.rank, 1, length))
+        reducer.reduce(communicator, gradients(communicator.rank, 0, length), average=True)
+        flat = gradients(communicator.rank, 1, length)
         if communicator.rank == 1:
             flat[[0, 5, 8, 13, 22]] = bad
         reducer.reduce(communicator, flat, average=True)
-        spoilt = flat.isfinite().logical_not().nonzero().flatten().tolist()
+        spoilt = np.flatnonzero(~np.isfinite(flat)).tolist()
         error = reducer.error
         after = []
         for each in (reducer, fresh):
-            flat = torch.from_numpy(gradients(communicator.rank, 2, length))
+            flat = gradients(communicator.rank, 2, length)
             each.reduce(communicator, flat, average=True)
-            after.append(flat.numpy().tobytes())
+            after.append(flat.tobytes())
         return spoilt, error, after[0], after[1]
 
     for spoilt, error, after, expected in run_ranks(3, run):
@@ -209,16 +205,16 @@ def test_it_goes_on_from_a_saved_state(layout: Layout) -> None:
     def run(communicator: Communicator) -> list[bytes]:
         first, second = (TopK(0.1).reducer(shapes, places) for _ in range(2))
         for step in range(3):
-            first.reduce(communicator, torch.from_numpy(gradients(communicator.rank, step, length)), average=True)
+            first.reduce(communicator, gradients(communicator.rank, step, length), average=True)
         state = first.state_dict()
         results = []
         for each in (first, second):
             if each is second:
                 second.load_state_dict(state)
             for step in range(3, 6):
-                flat = torch.from_numpy(gradients(communicator.rank, step, length))
+                flat = gradients(communicator.rank, step, length)
                 each.reduce(communicator, flat, average=True)
-            results.append(flat.numpy().tobytes())
+            results.append(flat.tobytes())
         return results
 
     for first, second in run_ranks(3, run):
@@ -245,7 +241,7 @@ def test_an_empty_bucket_stays_empty(layout: Layout, shapes: list[tuple[int, ...
     def run(communicator: Communicator) -> float:
         sizes, places, length = layout(shapes, gap=0)
         reducer = TopK().reducer(sizes, places)
-        reducer.reduce(communicator, torch.empty(length), average=True)
+        reducer.reduce(communicator, np.empty(length, np.float32), average=True)
         reducer.load_state_dict(reducer.state_dict())
         return reducer.error
 
@@ -258,10 +254,10 @@ def test_what_lies_between_parameters_has_no_influence(layout: Layout) -> None:
     gaps = ~occupied(places, length)
 
     def run(communicator: Communicator) -> Any:
-        flat = torch.from_numpy(gradients(communicator.rank, 0, length))
-        flat[torch.from_numpy(gaps)] = math.nan
+        flat = gradients(communicator.rank, 0, length)
+        flat[gaps] = math.nan
         TopK(1.0).reducer(shapes, places).reduce(communicator, flat, average=True)
-        return flat.numpy()
+        return flat
 
     for flat in run_ranks(2, run):
         assert not flat[gaps].any()
@@ -279,14 +275,14 @@ def excess(error_feedback: bool, steps: int) -> float:
     targets = np.stack([each @ rng.standard_normal(16).astype(np.float32) for each in inputs])
 
     def run(communicator: Communicator) -> npt.NDArray[np.float32]:
-        features, wanted = (torch.from_numpy(each[communicator.rank]) for each in (inputs, targets))
-        reducer = TopK(1 / 8, error_feedback).reducer([torch.Size([16])], [slice(0, 16)])
-        weight = torch.zeros(16)
+        features, wanted = (each[communicator.rank] for each in (inputs, targets))
+        reducer = TopK(1 / 8, error_feedback).reducer([(16,)], [slice(0, 16)])
+        weight = np.zeros(16, np.float32)
         for _ in range(steps):
-            grad = features.t() @ (features @ weight - wanted) / len(wanted)
+            grad = features.T @ (features @ weight - wanted) / len(wanted)
             reducer.reduce(communicator, grad, average=True)
             weight -= 0.1 * grad
-        return weight.numpy()
+        return weight
 
     features, wanted = inputs.reshape(-1, 16), targets.reshape(-1)
     best = np.linalg.lstsq(features, wanted, rcond=None)[0]

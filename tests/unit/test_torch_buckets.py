@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
-from ringreduce.engine.fusion import plan
 from ringreduce.engine import Engine
+from ringreduce.engine.fusion import plan
 from ringreduce.testing import run_engines
 from ringreduce.training.buckets import LARGE_NBYTES, Bucket
 from ringreduce.training.gradients import Gradients
@@ -51,7 +51,9 @@ def make_bucket(*parameters: Any) -> Bucket:
 def make_gradients(engine: Engine, parameters: list[Any], op: rr.ReduceOp, bucket_nbytes: int = 4 << 20) -> Gradients:
     """The gradients of parameters, on one rank of several."""
     framework = TorchGradients(engine.communicator)
-    return Gradients(framework, engine, lambda: parameters, str, "SGD", "parameters", op=op, bucket_nbytes=bucket_nbytes)
+    return Gradients(
+        framework, engine, lambda: parameters, str, "SGD", "parameters", op=op, bucket_nbytes=bucket_nbytes
+    )
 
 
 def test_places_have_the_layout_of_their_parameters() -> None:

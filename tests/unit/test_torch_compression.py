@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -158,6 +159,36 @@ def test_training_goes_on_from_a_state_dict(compression: Any) -> None:
             assert set(second.state_dict()) == set(saved)
             train(other, second, process_set.rank(), 3)
             assert torch.equal(flat(other), flat(model))
+
+    on_nodes(2, check)
+
+
+@pytest.mark.parametrize(
+    ("compression", "kept"),
+    [
+        (hvd.Compression.int8, {"sent", "summed"}),
+        (hvd.Compression.powersgd, {"factors", "residual"}),
+        (hvd.Compression.topk, {"residual"}),
+    ],
+    ids=["int8", "powersgd", "topk"],
+)
+def test_a_state_dict_is_a_checkpoint_of_tensors(compression: Any, kept: set[str]) -> None:
+    """It holds tensors, which `torch.load` takes with ``weights_only``, and which no later step changes."""
+
+    def check(process_set: ProcessSet) -> None:
+        model, optimizer = trained(process_set, compression, steps=2)
+        state, file = optimizer.state_dict(), io.BytesIO()
+        torch.save(state, file)
+        train(model, optimizer, process_set.rank(), 2)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+        assert loaded["compression"]["buckets"].keys() == {0}
+        tensors = loaded["compression"]["buckets"][0]
+        assert tensors.keys() == kept
+        for name, tensor in tensors.items():
+            assert tensor.dtype == torch.float32
+            assert torch.equal(tensor, state["compression"]["buckets"][0][name])
+            assert not torch.equal(tensor, optimizer.state_dict()["compression"]["buckets"][0][name])
 
     on_nodes(2, check)
 

@@ -3,22 +3,21 @@
 Sources:
     A. F. Aji, K. Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017, arXiv 1704.05021: the
         largest entries by magnitude, and what is not sent is added to the next gradient.
-    Those of `ringreduce.torch.feedback`.
+    Those of `ringreduce.training.compression.residual`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from ringreduce.communicator import Communicator
 from ringreduce.errors import ConfigError
-from ringreduce.torch.feedback import ErrorFeedback
+from ringreduce.training.compression import Ranks, State
+from ringreduce.training.compression.residual import Floats, Residual
 
 __all__ = ["TopK", "TopKReducer", "largest"]
 
@@ -49,13 +48,8 @@ class TopK:
         if not 0.0 < self.fraction <= 1.0:
             raise ConfigError(f"the fraction of entries that top-k sends must be in (0, 1], got {self.fraction}")
 
-    def reducer(self, shapes: Sequence[torch.Size], places: Sequence[slice]) -> TopKReducer:
-        """Return what reduces one bucket on this rank.
-
-        Args:
-            shapes: of the bucket's parameters; must agree on all ranks.
-            places: where each begins and ends in the flat bucket; must agree.
-        """
+    def reducer(self, shapes: Sequence[tuple[int, ...]], places: Sequence[slice]) -> TopKReducer:
+        """Return what reduces one bucket on this rank; see `BucketCompression.reducer`."""
         return TopKReducer(shapes, places, self)
 
 
@@ -65,66 +59,63 @@ class TopKReducer:
     One allgather. Its rows are pairs of int32: the number of entries first, then position and bits of each.
 
     Attributes:
-        error: the part of this rank's contribution that the last `reduce` left unsent, |sent - meant| / |meant|.
+        error: the part of this rank's contribution that the last `reduce` left unsent, in the Euclidean norm.
     """
 
-    wire = None
+    __slots__ = ("_count", "_residual")
 
-    __slots__ = ("_count", "_feedback")
-
-    def __init__(self, shapes: Sequence[torch.Size], places: Sequence[slice], settings: TopK) -> None:
-        self._feedback = ErrorFeedback(shapes, places, settings.error_feedback)
-        assert self._feedback.meant.numel() <= np.iinfo(np.int32).max, "positions travel as int32"
-        size = sum(shape.numel() for shape in shapes)
+    def __init__(self, shapes: Sequence[tuple[int, ...]], places: Sequence[slice], settings: TopK) -> None:
+        self._residual = Residual(shapes, places, settings.error_feedback)
+        assert self._residual.unsent.size <= np.iinfo(np.int32).max, "positions travel as int32"
+        size = sum(map(math.prod, shapes))
         self._count = min(size, max(1, math.ceil(settings.fraction * size)))
 
     @property
     def error(self) -> float:
-        return self._feedback.error
+        return self._residual.error
 
-    @torch.no_grad()
-    def reduce(self, communicator: Communicator, flat: torch.Tensor, average: bool) -> None:
+    @np.errstate(all="ignore")  # what is not finite travels as any other number
+    def reduce(self, ranks: Ranks, flat: Floats, average: bool) -> None:
         """Replace a bucket by the sum or average of the ranks' largest entries. Collective.
 
         An entry that is not finite on some rank is so in the result, however many there are.
 
         Args:
-            communicator: the ranks; the same as in earlier calls.
+            ranks: the same in every call.
             flat: 1-D float32, contiguous; all of it is written, zeros where no parameter is. Same bits on all ranks
                 afterwards: the ranks' entries are added in rank order.
             average: whether to divide the sum by the number of ranks; must agree.
         """
         if not self._count:
             return
-        self._feedback.add(flat)
-        meant = self._feedback.meant
-        chosen = torch.from_numpy(largest(meant.numpy(), self._count))
-        gathered = communicator.allgather(_packed(chosen, meant[chosen]))
-        meant[chosen] = 0.0
-        flat.zero_()
+        self._residual.add(flat)
+        unsent = self._residual.unsent
+        chosen = largest(unsent, self._count)
+        gathered = ranks.allgather(_packed(chosen, unsent[chosen]))
+        unsent[chosen] = 0.0
+        flat.fill(0.0)
         finite = True
         for positions, values in _unpacked(gathered):
-            # No position comes twice from one rank, so that the order within one call does not matter.
-            flat.index_add_(0, positions, values)
-            finite = finite and bool(values.isfinite().all())
+            flat[positions] += values  # no position comes twice from one rank
+            finite = finite and bool(np.isfinite(values).all())
         if average:
-            flat.div_(communicator.size)
-        self._feedback.settle(finite)
+            np.divide(flat, ranks.size, out=flat)
+        self._residual.settle(finite)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return clones of what the next `reduce` depends on: ``residual``, different on each rank, or nothing."""
-        return self._feedback.state_dict()
+    def state_dict(self) -> State:
+        """Return copies of what the next `reduce` depends on: ``residual``, different on each rank, or nothing."""
+        return self._residual.state_dict()
 
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Go on from what `state_dict` has returned.
 
         Raises:
             ConfigError: it is of another bucket, or of one with another error feedback.
         """
-        self._feedback.load_state_dict(state)
+        self._residual.load_state_dict(state)
 
 
-def largest(values: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.int64]:
+def largest(values: Floats, count: int) -> npt.NDArray[np.int64]:
     """Return the positions of the largest entries by magnitude, ascending.
 
     Of equal ones the first are taken. Zeros are left out. All entries that are not finite are in, even if they are
@@ -147,19 +138,18 @@ def largest(values: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.int64
     return found
 
 
-def _packed(positions: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    rows = torch.empty(len(positions) + 1, 2, dtype=torch.int32, device="cpu")
-    rows[0] = len(positions)
+def _packed(positions: npt.NDArray[np.int64], values: Floats) -> npt.NDArray[np.int32]:
+    rows = np.empty((positions.size + 1, 2), np.int32)
+    rows[0] = positions.size
     rows[1:, 0] = positions
-    rows[1:, 1] = values.view(torch.int32)
+    rows[1:, 1] = values.view(np.int32)
     return rows
 
 
-def _unpacked(rows: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return each rank's positions and values, in rank order."""
-    found, start = [], 0
+def _unpacked(rows: npt.NDArray[np.int32]) -> Iterator[tuple[npt.NDArray[np.int32], Floats]]:
+    """Yield each rank's positions and values, in rank order."""
+    start = 0
     while start < len(rows):
         end = start + 1 + int(rows[start, 0])
-        found.append((rows[start + 1 : end, 0], rows[start + 1 : end, 1].contiguous().view(torch.float32)))
+        yield rows[start + 1 : end, 0], np.ascontiguousarray(rows[start + 1 : end, 1]).view(np.float32)
         start = end
-    return found

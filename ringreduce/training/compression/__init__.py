@@ -1,0 +1,180 @@
+"""Compressions that reduce whole buckets of gradients, on flat NumPy views of them: what they offer, and who is asked.
+
+A `BucketCompression` makes one `Reducer` for each bucket, which reduces it step after step and keeps what was lost, to
+send it in a later step. There are wire formats (here), `powersgd` and `topk`; what these two have not sent yet is in
+`residual`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import is_dataclass
+from typing import Any, ClassVar, Protocol, TypeGuard, runtime_checkable
+
+import numpy.typing as npt
+
+from ringreduce.buffers.dtypes import DType
+from ringreduce.placement import Feedback
+from ringreduce.reduce_ops import ReduceOp
+
+__all__ = [
+    "BucketCompression",
+    "Ranks",
+    "Reducer",
+    "State",
+    "WireFormat",
+    "WireState",
+    "has_reducers",
+    "is_wire",
+    "reduces",
+    "signature_of",
+]
+
+#: What a reducer keeps, by name.
+State = dict[str, npt.NDArray[Any]]
+
+
+class Ranks(Protocol):
+    """The ranks that reduce a bucket together, and all that a reducer asks of them; a `Communicator` is one."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def empty(self, shape: int) -> npt.NDArray[Any]:
+        """Return a float32 array that these ranks reduce without copying it first."""
+        ...
+
+    def allreduce(self, array: Any, op: ReduceOp, *, out: Any) -> Any:
+        """Reduce an array as `Communicator.allreduce` does."""
+        ...
+
+    def allgather(self, array: Any) -> Any:
+        """Concatenate the ranks' arrays as `Communicator.allgather` does."""
+        ...
+
+
+class Reducer(Protocol):
+    """Reduces one bucket of gradients, step after step."""
+
+    @property
+    def error(self) -> float:
+        """The relative error that compressing made on this rank in the last call, in the Euclidean norm; 0.0 before."""
+        ...
+
+    def reduce(self, ranks: Ranks, flat: npt.NDArray[Any], average: bool) -> None:
+        """Replace a bucket by its approximate sum or average over the ranks, of the same bits on all. Collective.
+
+        Args:
+            ranks: the same in every call.
+            flat: 1-D float32, contiguous.
+            average: whether the sum is divided by the number of ranks; must agree.
+        """
+        ...
+
+    def state_dict(self) -> State:
+        """Return copies of what the next `reduce` depends on."""
+        ...
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on from what `state_dict` has returned, which is copied."""
+        ...
+
+
+@runtime_checkable
+class BucketCompression(Protocol):
+    """A compression that reduces whole buckets itself."""
+
+    def reducer(self, shapes: Sequence[tuple[int, ...]], places: Sequence[slice]) -> Reducer | WireState:
+        """Return what reduces one bucket on this rank, or the format in which it travels.
+
+        Args:
+            shapes: of the bucket's parameters, their dimensions in the order that they have in memory; must agree on
+                all ranks.
+            places: where each parameter begins and ends in the flat bucket; must agree.
+        """
+        ...
+
+
+class WireFormat:
+    """Base of compressions that send floats between nodes in a wire format, and sum them up in float32.
+
+    Attributes:
+        wire: a name in `ringreduce.wire.CODECS`.
+        error_feedback: whether what rounding lost is added in the next step.
+    """
+
+    wire: ClassVar[str]
+    error_feedback: ClassVar[bool] = True
+
+    @classmethod
+    def reducer(cls, shapes: Sequence[tuple[int, ...]], places: Sequence[slice]) -> WireState:
+        """Return the format of one bucket, in memory of any framework and on any device."""
+        return WireState(cls.wire, cls.error_feedback)
+
+
+class WireState:
+    """The wire format in which a bucket travels, and what rounding to it has lost.
+
+    Attributes:
+        wire: a name in `ringreduce.wire.CODECS`.
+        feedback: what was lost; for `Communicator.allreduce`.
+    """
+
+    def __init__(self, wire: str, keep: bool) -> None:
+        self.wire = wire
+        self.feedback = Feedback(keep=keep)
+
+    @property
+    def error(self) -> float:
+        """As of a `Reducer`."""
+        return self.feedback.error
+
+    def state_dict(self) -> State:
+        """Return copies of what was lost, if it is kept."""
+        kept = {"sent": self.feedback.sent, "summed": self.feedback.summed} if self.feedback.keep else {}
+        return {name: array.copy() for name, array in kept.items() if array is not None}
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on from what `state_dict` has returned, which is copied."""
+        self.feedback.sent = state["sent"].copy() if "sent" in state else None
+        self.feedback.summed = state["summed"].copy() if "summed" in state else None
+
+
+def has_reducers(compression: object) -> TypeGuard[BucketCompression]:
+    """Return whether a compression reduces buckets itself, those of some dtypes at least.
+
+    A class that a user has made of one of ours does not if it has a ``compress`` or ``decompress`` of its own: these
+    are called.
+    """
+    return isinstance(compression, BucketCompression) and not (
+        isinstance(compression, type) and any(_is_users(compression, name) for name in ("compress", "decompress"))
+    )
+
+
+def is_wire(compression: object) -> bool:
+    """Return whether a compression's reducers take buckets of any framework, on any device."""
+    return isinstance(compression, type) and issubclass(compression, WireFormat)
+
+
+def reduces(compression: object, dtype: Any) -> bool:
+    """Return whether a compression reduces buckets of this dtype, NumPy's or a framework's, itself."""
+    if not has_reducers(compression):
+        return False
+    row = DType.of(dtype)
+    return row.kind == "float" if is_wire(compression) else row.name == "float32"
+
+
+def signature_of(compression: object) -> str:
+    """Return what tells a compression from others, on all ranks alike: not where in memory it is."""
+    if isinstance(compression, type):
+        return compression.__qualname__
+    return repr(compression) if is_dataclass(compression) else type(compression).__qualname__
+
+
+def _is_users(compression: type, name: str) -> bool:
+    """Return whether the method of this name, if there is one, was defined outside of this package."""
+    makers = (each.__module__ for each in compression.__mro__ if name in vars(each))
+    return next(makers, __name__).partition(".")[0] != __name__.partition(".")[0]
