@@ -60,6 +60,7 @@ from ringreduce.runtime import (
 )
 from ringreduce.selection import Choice
 from ringreduce.topology import Topology
+from ringreduce.training.objects import allgather_object, broadcast_object
 
 __version__ = VERSION
 
@@ -91,10 +92,12 @@ __all__ = [
     "UnsupportedBufferError",
     "add_process_set",
     "allgather",
+    "allgather_object",
     "allreduce",
     "alltoall",
     "barrier",
     "broadcast",
+    "broadcast_object",
     "config",
     "cross_rank",
     "cross_size",

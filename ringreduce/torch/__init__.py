@@ -28,15 +28,14 @@ from ringreduce.algorithms import Collective
 from ringreduce.communicator import Communicator
 from ringreduce.runtime import set_conventions
 from ringreduce.torch import (
+    arrays,
     bucket,
     buckets,
     compression,
-    differentiable,
     early,
     elastic,
     functions,
     mpi_ops,
-    objects,
     ops,
     optimizer,
     sync_batch_norm,
@@ -52,6 +51,7 @@ from ringreduce.torch.ops import *  # noqa: F403  # for type checkers, which see
 from ringreduce.torch.optimizer import DistributedOptimizer
 from ringreduce.torch.sync_batch_norm import SyncBatchNorm
 from ringreduce.torch.uncompiled import leave_uncompiled
+from ringreduce.training import differentiable, objects, parameters, requests
 
 __all__ = [
     "DistributedOptimizer",
@@ -71,7 +71,8 @@ __all__ = [
 __all__ += mpi_ops.__all__
 __all__.sort()
 
-leave_uncompiled(bucket, buckets, differentiable, early, functions, objects, ops, optimizer, sync_batch_norm)
+leave_uncompiled(arrays, bucket, buckets, early, functions, ops, optimizer, sync_batch_norm)
+leave_uncompiled(differentiable, objects, parameters, requests)
 # What the wrapped optimizer and closures do can be compiled.
 leave_uncompiled(
     *(getattr(DistributedOptimizer, name) for name in ("step", "_step_wrapped", "_evaluate")), callees=False

@@ -46,8 +46,8 @@ from ringreduce.torch.compression import (
     WireCompressor,
 )
 from ringreduce.torch.early import EarlyReduction, settled
-from ringreduce.torch.hyperparameters import warn_of_differences
 from ringreduce.torch.streams import current_stream, on_host, working_on
+from ringreduce.training.parameters import warn_of_differences
 
 __all__ = ["GradientBuckets"]
 
@@ -81,7 +81,7 @@ class GradientBuckets:
         skip_unused: whether trainable parameters that no rank used keep None instead of zeros.
         early: whether buckets are reduced during the backward pass; the same on all ranks.
         settings: returns what the ranks step with, which is compared with the others' in the first step and then ever
-            more rarely, as that takes a while; see `ringreduce.torch.hyperparameters`. On all ranks or none.
+            more rarely, as that takes a while; see `ringreduce.training.parameters`. On all ranks or none.
 
     Attributes:
         start: lets all ranks call `reduce_early` with a part, once all have called this with it; returns at once. To be

@@ -25,12 +25,12 @@ from ringreduce.errors import ConfigError, UnsupportedBufferError
 from ringreduce.process_sets import ProcessSet, connect
 from ringreduce.reduce_ops import AVERAGE, MAX, SUM, ReduceOp
 from ringreduce.runtime import config, global_process_set
+from ringreduce.torch.arrays import TENSORS
 from ringreduce.torch.buckets import GradientBuckets
 from ringreduce.torch.compression import BucketCompression, Compression, Compressor
-from ringreduce.torch.hyperparameters import hyperparameters
-from ringreduce.torch.prepared import Adasum, ReproducibleSum, require_process_set, set_to_tell
-from ringreduce.torch.same_tensors import require_same_tensors
 from ringreduce.torch.streams import gpu_of, on_host
+from ringreduce.training.parameters import hyperparameters, require_same_arrays
+from ringreduce.training.requests import Adasum, ReproducibleSum, require_process_set, set_to_tell
 from ringreduce.transport.memory import MemoryWorld
 
 __all__ = ["DistributedOptimizer"]
@@ -524,7 +524,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         options = {"op": op, "backward_passes_per_step": self.backward_passes_per_step}
         options |= self._buckets.options(self._parameters())
         named = self._named_parameters()
-        require_same_tensors(self._communicator, _KIND, named, devices=True, options=options)
+        require_same_arrays(TENSORS, self._communicator, _KIND, named, devices=True, options=options)
         what = f"{len(named)} parameters, {named[0][0]} to {named[-1][0]}" if named else "no parameters"
         self._described = f"{type(self._optimizer).__name__} over {what}"
         self._step_title = f"the step of {self._described}"

@@ -33,6 +33,7 @@ ROWS = (
     ("worlds",),
     ("runtime",),
     ("elastic",),
+    ("training",),
     ("__init__",),  # the façade, `import ringreduce`: shows what is below and is used by what is above
     ("torch",),
     ("cli", "horovod"),
