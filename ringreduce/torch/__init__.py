@@ -40,13 +40,8 @@ from ringreduce.torch import (
     optimizer,
     sync_batch_norm,
 )
-from ringreduce.torch.functions import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
-from ringreduce.torch.mpi_ops import *  # noqa: F403  # what these two export is written down there, and not once more
+from ringreduce.torch.functions import *  # noqa: F403  # what these export is written down there, and not once more
+from ringreduce.torch.mpi_ops import *  # noqa: F403
 from ringreduce.torch.ops import *  # noqa: F403  # for type checkers, which see no further than one star
 from ringreduce.torch.optimizer import DistributedOptimizer
 from ringreduce.torch.sync_batch_norm import SyncBatchNorm
@@ -56,10 +51,6 @@ from ringreduce.training import differentiable, objects, parameters, requests
 __all__ = [
     "DistributedOptimizer",
     "SyncBatchNorm",
-    "allgather_object",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
     "compression",
     "elastic",
     "functions",
@@ -68,6 +59,7 @@ __all__ = [
     "set_conventions",
     "sync_batch_norm",
 ]
+__all__ += functions.__all__
 __all__ += mpi_ops.__all__
 __all__.sort()
 

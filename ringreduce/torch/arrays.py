@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -29,21 +28,15 @@ class Tensors:
 
     expected = "a torch tensor"
     conversion = "torch.as_tensor(...)"
+    require_usable = staticmethod(require_usable)
+    empty_like, zeros_like = staticmethod(torch.empty_like), staticmethod(torch.zeros_like)
+    device_of, on_host, on_callers_stream = staticmethod(gpu_of), staticmethod(on_host), staticmethod(on_this_stream)
 
     def is_array(self, value: object) -> bool:
         return isinstance(value, torch.Tensor)
 
-    def require_usable(self, communicator: Communicator, array: torch.Tensor, *, writable: bool = False) -> None:
-        require_usable(communicator, array, writable=writable)
-
     def without_graph(self, array: torch.Tensor) -> torch.Tensor:
         return array.detach() if array.requires_grad else array  # calls that are repeated with one object are fastest
-
-    def empty_like(self, array: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(array)
-
-    def zeros_like(self, array: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(array)
 
     def scale(self, source: torch.Tensor, factor: float, target: torch.Tensor) -> None:
         if factor == 1.0:
@@ -77,14 +70,8 @@ class Tensors:
             return result
         return run([self.without_graph(each) for each in arrays])  # half as long
 
-    def device_of(self, arrays: Sequence[torch.Tensor]) -> torch.device | None:
-        return gpu_of(arrays)
-
     def place(self, array: torch.Tensor) -> str:
         return array.device.type
-
-    def on_host(self, arrays: Sequence[torch.Tensor]) -> AbstractContextManager[Sequence[torch.Tensor]]:
-        return on_host(arrays)
 
     def reduce_on_device(
         self, communicator: Communicator, op: ReduceOp, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
@@ -104,11 +91,6 @@ class Tensors:
             for (_, target), part in zip(pairs, parts, strict=True):
                 with torch.inference_mode(target.is_inference()), torch.no_grad():
                     target.copy_(part.view(target.shape))
-
-    def on_callers_stream(
-        self, run: Callable[[Communicator], _Result], device: torch.device
-    ) -> Callable[[Communicator], _Result]:
-        return on_this_stream(run, device)
 
     def beside_callers_stream(
         self, run: Callable[[Communicator], _Result], arrays: Sequence[torch.Tensor]

@@ -136,10 +136,8 @@ def allreduce(
             are taken exactly, and truncated toward zero after each factor.
         process_set: the ranks that take part.
     """
-    (reduced,) = _grouped_allreduce(
-        [tensor], average, name, compression, op, prescale_factor, postscale_factor, process_set
-    )
-    return reduced
+    how = average, name, compression, op, prescale_factor, postscale_factor, process_set
+    return grouped_allreduce([tensor], *how)[0]
 
 
 def allreduce_async(
@@ -202,7 +200,13 @@ def grouped_allreduce(
 
     The other arguments are those of `allreduce`.
     """
-    return _grouped_allreduce(tensors, average, name, compression, op, prescale_factor, postscale_factor, process_set)
+    with preparing("allreduce", name, process_set) as prepare:
+        how = chosen_op(op, average), prescale_factor, postscale_factor, _wire(compression)
+        tensors = listed(tensors)
+        prepare.require(*tensors)
+        sent, contexts = zip(*map(compression.compress, tensors), strict=True) if tensors else ((), ())
+    reduced = _differentiable(name, process_set).allreduce(sent, *how)
+    return [compression.decompress(each, context) for each, context in zip(reduced, contexts, strict=True)]
 
 
 def grouped_allreduce_async(
@@ -249,25 +253,6 @@ def grouped_allreduce_async_(
     ).submit()
 
 
-def _grouped_allreduce(
-    tensors: _Tensors,
-    average: bool | None,
-    name: str | None,
-    compression: type[Compressor],
-    op: Op | None,
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSet,
-) -> list[torch.Tensor]:
-    with preparing("allreduce", name, process_set) as prepare:
-        how = chosen_op(op, average, stacklevel=3), prescale, postscale, _wire(compression)
-        tensors = listed(tensors)
-        prepare.require(*tensors)
-        sent, contexts = zip(*map(compression.compress, tensors), strict=True) if tensors else ((), ())
-    reduced = _differentiable(name, process_set).allreduce(sent, *how)
-    return [compression.decompress(each, context) for each, context in zip(reduced, contexts, strict=True)]
-
-
 def _allreduce(
     tensors: _Tensors,
     average: bool | None,
@@ -283,18 +268,18 @@ def _allreduce(
     """Return a request to reduce tensors out of autograd's sight; with ``first`` its result is not a list."""
     with preparing("allreduce", name, process_set) as prepare:
         tensors = listed(tensors)
-        prepare.require(*tensors)
-        sources = [TENSORS.without_graph(each) for each in tensors]
+        sources = prepare.group(tensors)
         targets = sources if in_place else [torch.empty_like(each) for each in sources]
-        results = tensors if in_place else targets
-        return prepare.allreduce(
-            sources,
-            targets,
-            chosen_op(op, average, stacklevel=3),
-            prescale,
-            postscale,
-            partial(_results, results, first=first, changed=in_place),
-        )
+        result = partial(_results, tensors if in_place else targets, first=first, changed=in_place)
+        return prepare.allreduce(sources, targets, chosen_op(op, average), prescale, postscale, result)
+
+
+def _results(tensors: _Tensors, *, first: bool, changed: bool) -> Any:
+    """Return what was reduced, one tensor or several."""
+    if changed:
+        for each in tensors:
+            TENSORS.changed(each)
+    return tensors[0] if first else list(tensors)
 
 
 def sparse_allreduce_async(
@@ -360,7 +345,9 @@ def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start what `allgather` does."""
-    return _allgather([tensor], name, process_set, itemgetter(0)).submit()
+    with preparing("allgather", name, process_set) as prepare:
+        request = prepare.allgather(prepare.group([tensor]), itemgetter(0))
+    return request.submit()
 
 
 def grouped_allgather(
@@ -377,16 +364,9 @@ def grouped_allgather_async(
     tensors: _Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start what `grouped_allgather` does."""
-    return _allgather(tensors, name, process_set, list).submit()
-
-
-def _allgather(
-    tensors: _Tensors, name: str | None, process_set: ProcessSet, result: Callable[[list[torch.Tensor]], Any]
-) -> Request | DeviceRequest:
     with preparing("allgather", name, process_set) as prepare:
-        tensors = listed(tensors)
-        prepare.require(*tensors)
-        return prepare.allgather([TENSORS.without_graph(each) for each in tensors], result)
+        request = prepare.allgather(prepare.group(tensors), list)
+    return request.submit()
 
 
 # ---- broadcast ----
@@ -435,8 +415,7 @@ def _broadcast(
 ) -> Request | DeviceRequest:
     with preparing("broadcast", name, process_set) as prepare:
         root = process_set.rank_of(root_rank)
-        prepare.require(tensor)
-        return prepare.broadcast(TENSORS.without_graph(tensor), root, tensor if in_place else None)
+        return prepare.broadcast(prepare.group([tensor])[0], root, tensor if in_place else None)
 
 
 # ---- alltoall ----
@@ -473,7 +452,7 @@ def alltoall_async(
     """Start what `alltoall` does."""
     with preparing("alltoall", name, process_set) as prepare:
         rows = prepare.row_counts(tensor, splits)
-        request = prepare.alltoall(TENSORS.without_graph(tensor), rows, partial(_alltoall_result, splits))
+        request = prepare.alltoall(prepare.group([tensor])[0], rows, partial(_alltoall_result, splits))
     return request.submit()
 
 
@@ -515,7 +494,10 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Start what `reducescatter` does."""
-    return _reducescatter([tensor], name, op, prescale_factor, postscale_factor, process_set, itemgetter(0)).submit()
+    with preparing("reducescatter", name, process_set) as prepare:
+        how = op, prescale_factor, postscale_factor
+        request = prepare.reducescatter(prepare.group([tensor]), *how, itemgetter(0))
+    return request.submit()
 
 
 def grouped_reducescatter(
@@ -547,34 +529,12 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Start what `grouped_reducescatter` does."""
-    return _reducescatter(tensors, name, op, prescale_factor, postscale_factor, process_set, list).submit()
-
-
-def _reducescatter(
-    tensors: _Tensors,
-    name: str | None,
-    op: Op,
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSet,
-    result: Callable[[list[torch.Tensor]], Any],
-) -> Request | DeviceRequest:
     with preparing("reducescatter", name, process_set) as prepare:
-        tensors = listed(tensors)
-        prepare.require(*tensors)
-        sources = [TENSORS.without_graph(each) for each in tensors]
-        return prepare.reducescatter(sources, op, prescale, postscale, result)
+        request = prepare.reducescatter(prepare.group(tensors), op, prescale_factor, postscale_factor, list)
+    return request.submit()
 
 
 # ---- arguments ----
-
-
-def _results(tensors: _Tensors, *, first: bool, changed: bool) -> Any:
-    """Return what was reduced, one tensor or several."""
-    if changed:
-        for each in tensors:
-            TENSORS.changed(each)
-    return tensors[0] if first else list(tensors)
 
 
 def _wire(compression: type[Compressor]) -> str | None:

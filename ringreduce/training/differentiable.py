@@ -29,7 +29,7 @@ from ringreduce.errors import ConfigError
 from ringreduce.process_sets import ProcessSet
 from ringreduce.reduce_ops import AVERAGE, SUM, ReduceOp
 from ringreduce.training.framework import Arrays
-from ringreduce.training.requests import Op, Preparing, PreparingArrays, ReproducibleSum
+from ringreduce.training.requests import DeviceRequest, Op, Preparing, PreparingArrays, ReproducibleSum, Request
 
 __all__ = ["Differentiable"]
 
@@ -59,71 +59,61 @@ class Differentiable:
     ) -> _Values:
         """Reduce arrays into new ones; see `PreparingArrays.allreduce`."""
 
-        def run(sources: _Values) -> _Values:
-            with self._preparing("allreduce") as prepare:
-                targets = [self._arrays.empty_like(each) for each in sources]
-                request = prepare.allreduce(sources, targets, op, prescale, postscale, wire=wire)
-            return list(request.carry_out())
+        def prepared(prepare: PreparingArrays, sources: _Values) -> Request | DeviceRequest:
+            targets = [self._arrays.empty_like(each) for each in sources]
+            return prepare.allreduce(sources, targets, op, prescale, postscale, wire=wire)
 
         def adjoint(back: Differentiable, grads: _Values) -> _Values:
             _require_linear(op, "allreduce")
             return back.allreduce(grads, op, prescale, postscale, wire)
 
-        return self._flow(run, adjoint, values)
+        return self._flow("allreduce", prepared, adjoint, values)
 
     def allgather(self, values: _Values) -> _Values:
         """Concatenate arrays along their first dimension."""
         rows = [each.shape[0] if len(each.shape) else 0 for each in values]
-
-        def run(sources: _Values) -> _Values:
-            with self._preparing("allgather") as prepare:
-                request = prepare.allgather(sources, list)
-            return list(request.carry_out())
 
         def adjoint(back: Differentiable, grads: _Values) -> _Values:
             starts = back._first_rows(rows)
             totals = back.allreduce(grads, self._conventions.gradient_op)
             return [total[start : start + own] for total, start, own in zip(totals, starts, rows, strict=True)]
 
-        return self._flow(run, adjoint, values)
+        return self._flow("allgather", lambda prepare, sources: prepare.allgather(sources, list), adjoint, values)
 
     def broadcast(self, value: Any, root: int) -> Any:
         """Return the array of a rank of the set."""
-
-        def run(sources: _Values) -> _Values:
-            with self._preparing("broadcast") as prepare:
-                request = prepare.broadcast(sources[0], root)
-            return [request.carry_out()]
 
         def adjoint(back: Differentiable, grads: _Values) -> _Values:
             totals = back.allreduce(grads, self._conventions.gradient_op)
             is_root = self._process_set.rank() == root
             return totals if is_root else [self._arrays.zeros_like(each) for each in totals]
 
-        return self._flow(run, adjoint, [value])[0]
+        (result,) = self._flow(
+            "broadcast", lambda prepare, sources: prepare.broadcast(sources[0], root), adjoint, [value]
+        )
+        return result
 
     def alltoall(self, value: Any, rows: list[int]) -> tuple[Any, list[int]]:
         """Send so many rows to each rank; return what came, and how many rows came from each."""
         received: list[int] = []
 
-        def run(sources: _Values) -> _Values:
-            with self._preparing("alltoall") as prepare:
-                request = prepare.alltoall(sources[0], rows, lambda *found: found)
-            result, received[:] = request.carry_out()
-            return [result]
+        def prepared(prepare: PreparingArrays, sources: _Values) -> Request | DeviceRequest:
+            return prepare.alltoall(sources[0], rows, came)
+
+        def came(result: Any, counts: list[int]) -> Any:
+            received[:] = counts
+            return result
 
         def adjoint(back: Differentiable, grads: _Values) -> _Values:
             return [back.alltoall(grads[0], received)[0]]
 
-        return self._flow(run, adjoint, [value])[0], received
+        return self._flow("alltoall", prepared, adjoint, [value])[0], received
 
     def reducescatter(self, values: _Values, op: Op, prescale: float, postscale: float) -> _Values:
         """Reduce arrays into this rank's parts."""
 
-        def run(sources: _Values) -> _Values:
-            with self._preparing("reducescatter") as prepare:
-                request = prepare.reducescatter(sources, op, prescale, postscale, list)
-            return list(request.carry_out())
+        def prepared(prepare: PreparingArrays, sources: _Values) -> Request | DeviceRequest:
+            return prepare.reducescatter(sources, op, prescale, postscale, list)
 
         def adjoint(back: Differentiable, grads: _Values) -> _Values:
             _require_linear(op, "reducescatter")
@@ -133,17 +123,23 @@ class Differentiable:
             wholes = back.allgather(grads)
             return wholes if factor == 1.0 else [whole * factor for whole in wholes]
 
-        return self._flow(run, adjoint, values)
-
-    def _preparing(self, kind: str) -> PreparingArrays:
-        return PreparingArrays(self._arrays, kind, self._name, self._process_set)
+        return self._flow("reducescatter", prepared, adjoint, values)
 
     def _flow(
         self,
-        run: Callable[[_Values], _Values],
+        kind: str,
+        prepared: Callable[[PreparingArrays, _Values], Request | DeviceRequest],
         adjoint: Callable[[Differentiable, _Values], _Values],
         values: _Values,
     ) -> _Values:
+        """Carry out a request for arrays, so that gradients flow through it by its adjoint."""
+
+        def run(sources: _Values) -> _Values:
+            with PreparingArrays(self._arrays, kind, self._name, self._process_set) as prepare:
+                request = prepared(prepare, sources)
+            result = request.carry_out()
+            return result if isinstance(result, list) else [result]
+
         return self._arrays.differentiable(run, lambda: partial(adjoint, self._back()), values)
 
     def _back(self) -> Differentiable:

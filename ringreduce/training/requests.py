@@ -296,17 +296,23 @@ class PreparingArrays(Preparing):
         if not on_host:
             text = f"{text} on {', '.join(map(arrays.place, sources))}"
         before = None if prescale == 1.0 else partial(_scale, arrays, sources, prescale, targets)
-        after = result if postscale == 1.0 else partial(_scaled_result, arrays, targets, postscale, result)
+        after = result if postscale == 1.0 else partial(_scale, arrays, targets, postscale, targets, result)
         given = sources if before is None else targets
         reduce = _reduction_by_hand(arrays, op, wire)
-        if reduce is None and on_host:
-            return self._request(
-                Reduction(self._key, text, ReduceOp.parse(op), given, targets, before=before, after=after)
-            )
         if reduce is None:
-            reduce = partial(arrays.reduce_on_device, op=ReduceOp.parse(op))
+            kind = ReduceOp.parse(op)
+            if on_host:
+                return self._request(Reduction(self._key, text, kind, given, targets, before=before, after=after))
+            reduce = partial(arrays.reduce_on_device, op=kind)
         self.require_usable(sources, targets)
-        return self.call_on(text, partial(_reduce_by_hand, before, reduce, given, targets, after), sources, targets)
+
+        def run(communicator: Communicator) -> Any:
+            if before is not None:
+                before()
+            reduce(communicator, sources=given, targets=targets)
+            return targets if after is None else after()
+
+        return self.call_on(text, run, sources, targets)
 
     def allgather(self, sources: Sequence[Any], result: Callable[[list[Any]], Any]) -> Request | DeviceRequest:
         """Return a request to concatenate arrays along their first dimension; ``result`` is given the list."""
@@ -386,6 +392,12 @@ class PreparingArrays(Preparing):
         given = splits.tolist() if hasattr(splits, "tolist") else splits
         return row_counts(given, array.shape[0], self._process_set.size())
 
+    def group(self, values: Any) -> list[Any]:
+        """Return the arrays of a group as a list, each as it is `without_graph`."""
+        values = listed(values)
+        self.require(*values)
+        return [self._arrays.without_graph(each) for each in values]
+
     def require(self, *values: object) -> None:
         """Raise `UnsupportedBufferError` unless all are arrays of the framework."""
         for each in values:
@@ -413,64 +425,38 @@ class PreparingArrays(Preparing):
 # ---- how allreduces are carried out ----
 
 
-def _scale(arrays: Arrays, sources: Sequence[Any], factor: float, targets: Sequence[Any]) -> None:
+def _scale(
+    arrays: Arrays,
+    sources: Sequence[Any],
+    factor: float,
+    targets: Sequence[Any],
+    result: Callable[[], Any] | None = None,
+) -> Any:
     for source, target in zip(sources, targets, strict=True):
         arrays.scale(source, factor, target)
-
-
-def _scaled_result(arrays: Arrays, targets: Sequence[Any], factor: float, result: Callable[[], Any] | None) -> Any:
-    _scale(arrays, targets, factor, targets)
     return targets if result is None else result()
 
 
-def _reduce_by_hand(
-    before: Callable[[], object] | None,
-    reduce: Callable[..., object],
-    sources: Sequence[Any],
-    targets: Sequence[Any],
-    after: Callable[[], Any] | None,
-    communicator: Communicator,
-) -> Any:
-    """Carry out an allreduce that is more than a `Reduction`, which may travel with others."""
-    if before is not None:
-        before()
-    reduce(communicator, sources=sources, targets=targets)
-    return targets if after is None else after()
-
-
 def _reduction_by_hand(arrays: Arrays, op: Op, wire: str | None) -> Callable[..., object] | None:
-    """Return what takes more than a `Reduction`; None: nothing does."""
-    if op == Adasum:
-        return partial(_combine_on_host, arrays, adasum)
-    if op == ReproducibleSum:
-        return partial(_combine_on_host, arrays, _sum_exactly)
-    return None if wire is None else partial(_reduce_encoded, arrays, op, wire)
+    """Return what reduces arrays where that is more than a `Reduction`, which may travel with others."""
+    if wire is None and op not in (Adasum, ReproducibleSum):
+        return None
 
+    def reduce(communicator: Communicator, sources: Sequence[Any], targets: Sequence[Any]) -> None:
+        _scale(arrays, sources, 1.0, targets)
+        if op == Adasum:
+            with arrays.on_host(targets) as lent:
+                adasum(communicator, lent)
+        elif op == ReproducibleSum:
+            with arrays.on_host(targets) as lent:
+                for each in lent:
+                    reproducible_allreduce(communicator, each, out=each)
+        else:
+            for each in targets:
+                floating = DTYPES[dtype_name(each.dtype)].kind == "float"
+                communicator.allreduce(each, op, out=each, wire=wire if floating else None)
 
-def _combine_on_host(
-    arrays: Arrays,
-    combine: Callable[[Communicator, Sequence[Any]], object],
-    communicator: Communicator,
-    sources: Sequence[Any],
-    targets: Sequence[Any],
-) -> None:
-    _scale(arrays, sources, 1.0, targets)
-    with arrays.on_host(targets) as lent:
-        combine(communicator, lent)
-
-
-def _sum_exactly(communicator: Communicator, targets: Sequence[Any]) -> None:
-    for each in targets:
-        reproducible_allreduce(communicator, each, out=each)
-
-
-def _reduce_encoded(
-    arrays: Arrays, op: Op, wire: str, communicator: Communicator, sources: Sequence[Any], targets: Sequence[Any]
-) -> None:
-    _scale(arrays, sources, 1.0, targets)
-    for each in targets:
-        floating = DTYPES[dtype_name(each.dtype)].kind == "float"
-        communicator.allreduce(each, op, out=each, wire=wire if floating else None)
+    return reduce
 
 
 # ---- arguments ----
@@ -496,18 +482,12 @@ def _require_some(group: Sequence[Any]) -> None:
         raise ConfigError("a group must have at least one tensor")
 
 
-def chosen_op(op: Op | None, average: bool | None, stacklevel: int) -> Op:
-    """Return the reduce op from it and from the argument by which it was said before there were several.
-
-    Args:
-        op: None: an average.
-        average: deprecated, and told so to the caller so many calls above this.
-        stacklevel: 1 is the caller of this.
-    """
+def chosen_op(op: Op | None, average: bool | None) -> Op:
+    """Return the reduce op from it and from the argument by which it was said before there were several."""
     if average is not None:
         if op is not None:
             raise ConfigError("give op or average, not both")
-        warnings.warn("average= is deprecated; say op=Average or op=Sum", DeprecationWarning, stacklevel=stacklevel + 1)
+        warnings.warn("average= is deprecated; say op=Average or op=Sum", DeprecationWarning, stacklevel=4)
         return AVERAGE if average else SUM
     if op is None:
         return AVERAGE
