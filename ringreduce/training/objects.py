@@ -77,13 +77,15 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
         ConfigError: some rank's object does not pickle. Raised on all ranks.
     """
     with Preparing("allgather_object", _named("allgather_object", name), process_set) as prepare:
-        request = prepare.call("allgather_object", lambda communicator: _gather(communicator, obj))
+        mine = _packed(lambda: pickle.dumps(obj, pickle.HIGHEST_PROTOCOL))
+        request = prepare.call("allgather_object", lambda communicator: _gather(communicator, *mine))
     return [pickle.loads(part) for part in request.carry_out()]
 
 
 def gather(communicator: Communicator, obj: Any) -> list[Any]:
     """Do what `allgather_object` says, on any communicator."""
-    return [pickle.loads(part) for part in _gather(communicator, obj)]
+    mine = _packed(lambda: pickle.dumps(obj, pickle.HIGHEST_PROTOCOL))
+    return [pickle.loads(part) for part in _gather(communicator, *mine)]
 
 
 def _named(kind: str, name: str | None) -> str | None:
@@ -140,9 +142,8 @@ def _broadcast(
     return skeleton, received
 
 
-def _gather(communicator: Communicator, obj: Any) -> list[memoryview]:
-    """Return the pickles of the objects of all ranks."""
-    data, failure = _packed(lambda: pickle.dumps(obj, pickle.HIGHEST_PROTOCOL))
+def _gather(communicator: Communicator, data: bytes, failure: Exception | None) -> list[memoryview]:
+    """Return the pickles of all ranks."""
     headers = communicator.allgather(np.array([[len(data), failure is not None]], np.int64))
     everyone = communicator.allgather(np.frombuffer(data, np.uint8))
     parts = [part.data for part in np.split(everyone, np.cumsum(headers[:-1, 0]))]

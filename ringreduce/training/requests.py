@@ -318,7 +318,10 @@ class PreparingArrays(Preparing):
         """Return a request to concatenate arrays along their first dimension; ``result`` is given the list."""
         self._require_rows(sources)
         self.require_usable(sources)
-        run = lambda communicator: result([communicator.allgather(each) for each in sources])  # noqa: E731
+
+        def run(communicator: Communicator) -> Any:
+            return result([communicator.allgather(each) for each in sources])
+
         return self.call_on(f"allgather({in_words(*sources, any_rows=True)})", run, sources)
 
     def broadcast(self, values: Any, root: int, in_place: Any = None) -> Request | DeviceRequest:
@@ -344,7 +347,10 @@ class PreparingArrays(Preparing):
     ) -> Request | DeviceRequest:
         """Return a request to send so many rows to each rank; ``result`` is given what came, and rows from each."""
         self.require_usable([values])
-        run = lambda communicator: result(*communicator.alltoall(values, rows))  # noqa: E731
+
+        def run(communicator: Communicator) -> Any:
+            return result(*communicator.alltoall(values, rows))
+
         return self.call_on(f"alltoall({in_words(values, any_rows=True)})", run, [values])
 
     def reducescatter(
