@@ -10,9 +10,12 @@ model of one that is complete. With it, a collective of the binding is a few lin
             request = prepare.allreduce([array], [ARRAYS.empty_like(array)], op, 1.0, 1.0)
         return request.submit()  # a Handle, for poll() and synchronize(); carry_out() waits
 
-What is wrong with the arguments is raised inside the ``with``, and the other ranks hear of it. Names, negotiation,
-fusion, errors and `join` come from below. So do handles, `barrier`, objects, parameters that are broadcast and
-compared, and elastic training: see the other modules of this package.
+What is wrong with the arguments is raised inside the ``with``, and the other ranks hear of it. A binding is a part of
+this package, so that the lines which errors name, and ranks compare, are the program's and not the binding's.
+
+Names, negotiation, fusion, errors and `join` come from below. So do, in the other modules of this package, handles,
+`barrier`, gradients through collectives, parameters that are broadcast and compared, elastic training, and objects,
+for which a binding enters its arrays in `ringreduce.training.objects.REDUCERS`.
 
 Arrays have a ``shape`` (a tuple of whole numbers) and a ``dtype`` (that prints as NumPy's or torch's do); both can be
 hashed. Memory is read and written by `ringreduce.buffers`, which takes NumPy arrays, torch tensors, CuPy arrays and
