@@ -10,6 +10,7 @@
 PyTorch users start at `ringreduce.torch`. Importing this package starts nothing and reads no settings; `init` does.
 """
 
+from ringreduce import runtime
 from ringreduce.communicator import Communicator
 from ringreduce.config import VERSION, Config
 from ringreduce.conventions import Conventions
@@ -30,36 +31,10 @@ from ringreduce.placement import Feedback
 from ringreduce.process_sets import ProcessSet
 from ringreduce.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
 from ringreduce.reproducible import ReproducibleAccumulator, reproducible_allreduce
-from ringreduce.runtime import (
-    add_process_set,
-    allgather,
-    allreduce,
-    alltoall,
-    barrier,
-    broadcast,
-    config,
-    cross_rank,
-    cross_size,
-    empty,
-    explain,
-    global_process_set,
-    init,
-    is_initialized,
-    local_rank,
-    local_size,
-    metrics,
-    rank,
-    reduce_scatter,
-    remove_process_set,
-    set_conventions,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-    world,
-)
+from ringreduce.runtime import *  # noqa: F403  # what it exports is written down there, and not once more
 from ringreduce.selection import Choice
 from ringreduce.topology import Topology
+from ringreduce.training.objects import allgather_object, broadcast_object
 
 __version__ = VERSION
 
@@ -89,31 +64,9 @@ __all__ = [
     "Topology",
     "TransportError",
     "UnsupportedBufferError",
-    "add_process_set",
-    "allgather",
-    "allreduce",
-    "alltoall",
-    "barrier",
-    "broadcast",
-    "config",
-    "cross_rank",
-    "cross_size",
-    "empty",
-    "explain",
-    "global_process_set",
-    "init",
-    "is_initialized",
-    "local_rank",
-    "local_size",
-    "metrics",
-    "rank",
-    "reduce_scatter",
-    "remove_process_set",
+    "allgather_object",
+    "broadcast_object",
     "reproducible_allreduce",
-    "set_conventions",
-    "shutdown",
-    "size",
-    "start_timeline",
-    "stop_timeline",
-    "world",
 ]
+__all__ += runtime.__all__
+__all__.sort(key=lambda name: (not name.isupper(), name))

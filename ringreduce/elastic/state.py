@@ -89,7 +89,7 @@ class State:
             raise HostsUpdatedInterrupt(skip_sync=changes == _REMOVED)
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Take note that hosts were removed (1), added (2) or both (3); from any thread.
+        """Record that hosts were removed (1), added (2) or both (3); from any thread.
 
         Nothing in ringreduce calls this yet: it is for who watches the hosts of a job.
         """

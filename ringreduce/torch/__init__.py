@@ -28,38 +28,27 @@ from ringreduce.algorithms import Collective
 from ringreduce.communicator import Communicator
 from ringreduce.runtime import set_conventions
 from ringreduce.torch import (
+    arrays,
     compression,
-    differentiable,
     elastic,
     functions,
-    gradients,
     mpi_ops,
-    objects,
     ops,
     optimizer,
     sync_batch_norm,
 )
-from ringreduce.torch.functions import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
-from ringreduce.torch.mpi_ops import *  # noqa: F403  # what these two export is written down there, and not once more
+from ringreduce.torch import gradients as torch_gradients
+from ringreduce.torch.functions import *  # noqa: F403  # what these export is written down there, and not once more
+from ringreduce.torch.mpi_ops import *  # noqa: F403
 from ringreduce.torch.ops import *  # noqa: F403  # for type checkers, which see no further than one star
 from ringreduce.torch.optimizer import DistributedOptimizer
 from ringreduce.torch.sync_batch_norm import SyncBatchNorm
 from ringreduce.torch.uncompiled import leave_uncompiled
-from ringreduce.training import buckets, overlap
-from ringreduce.training import gradients as reduction
+from ringreduce.training import buckets, differentiable, gradients, objects, overlap, parameters, requests
 
 __all__ = [
     "DistributedOptimizer",
     "SyncBatchNorm",
-    "allgather_object",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
     "compression",
     "elastic",
     "functions",
@@ -68,12 +57,12 @@ __all__ = [
     "set_conventions",
     "sync_batch_norm",
 ]
+__all__ += functions.__all__
 __all__ += mpi_ops.__all__
 __all__.sort()
 
-leave_uncompiled(
-    differentiable, functions, gradients, objects, ops, optimizer, sync_batch_norm, buckets, overlap, reduction
-)
+leave_uncompiled(arrays, functions, ops, optimizer, sync_batch_norm, torch_gradients)
+leave_uncompiled(buckets, differentiable, gradients, objects, overlap, parameters, requests)
 # What the wrapped optimizer and closures do can be compiled.
 leave_uncompiled(
     *(getattr(DistributedOptimizer, name) for name in ("step", "_step_wrapped", "_evaluate")), callees=False

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 
-from ringreduce.communicator import Communicator
 from ringreduce.errors import ConfigError
 from ringreduce.process_sets import ProcessSet
 from ringreduce.runtime import global_process_set
-from ringreduce.torch.objects import allgather_object, broadcast_object, carry_out
-from ringreduce.torch.prepared import changed, checking_submission
-from ringreduce.torch.same_tensors import require_same_tensors
-from ringreduce.torch.streams import gpu_of, require_usable
+from ringreduce.torch.arrays import TENSORS
+from ringreduce.training import parameters
+from ringreduce.training.objects import allgather_object, broadcast_object
+from ringreduce.training.requests import Preparing
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 
@@ -36,26 +34,9 @@ def broadcast_parameters(params: _Parameters, root_rank: int = 0, process_set: P
         ConfigError: something in ``params`` is neither a tensor nor a pair, or the names cannot be ordered.
         MismatchError: the tensors differ between ranks in more than their values; nothing was overwritten then.
     """
-    with checking_submission("broadcast_parameters", None, process_set):
-        tensors = _named(params)
-        root = process_set.rank_of(root_rank)
-    if not process_set.included():
-        return
-
-    def run(communicator: Communicator) -> None:
-        require_same_tensors(communicator, "broadcast_parameters", tensors)
-        for _, tensor in tensors:
-            values = tensor.detach()
-            communicator.broadcast(values, root, out=values)
-
-    values = [tensor for _, tensor in tensors]
-    device = gpu_of(values)
-    with checking_submission("broadcast_parameters", None, process_set):
-        for value in values:
-            require_usable(process_set.engine.communicator, value.detach(), writable=True)
-    carry_out("broadcast_parameters", None, run, process_set, f"broadcast_parameters(root {root})", device)
-    for _, tensor in tensors:
-        changed(tensor)
+    with Preparing("broadcast_parameters", None, process_set):
+        given = params.state_dict() if isinstance(params, torch.nn.Module) else params
+    parameters.broadcast_parameters(TENSORS, given, root_rank, process_set)
 
 
 def broadcast_optimizer_state(
@@ -80,7 +61,7 @@ def broadcast_optimizer_state(
         ConfigError: this is no optimizer.
         ValueError: the parameter groups of this rank differ from the root's in number or length.
     """
-    with checking_submission("broadcast_object", None, process_set):
+    with Preparing("broadcast_object", None, process_set):
         if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "load_state_dict")):
             raise ConfigError(
                 f"broadcast_optimizer_state takes an optimizer, got one of type {type(optimizer).__name__}; "
@@ -101,37 +82,3 @@ def broadcast_optimizer_state(
             for parameter in group["params"]:
                 if parameter.requires_grad:
                     parameter.grad = torch.zeros_like(parameter)
-
-
-def _named(params: _Parameters) -> list[tuple[str, torch.Tensor]]:
-    if isinstance(params, torch.nn.Module):
-        params = params.state_dict()
-    elif isinstance(params, torch.Tensor) or not isinstance(params, Iterable):
-        params = [params]
-    entries: Iterable[Any] = _in_order(params) if isinstance(params, Mapping) else params
-    named = []
-    for index, entry in enumerate(entries):
-        if isinstance(entry, tuple) and len(entry) != 2:
-            raise ConfigError(
-                f"broadcast_parameters takes tensors or (name, tensor) pairs, but number {index} is a tuple of "
-                f"length {len(entry)}"
-            )
-        name, tensor = entry if isinstance(entry, tuple) else (str(index), entry)
-        if tensor is None:
-            continue
-        if not isinstance(tensor, torch.Tensor):
-            raise ConfigError(
-                f"broadcast_parameters takes tensors, but {name!r} is of type {type(tensor).__name__}; "
-                "use broadcast_object for other things and broadcast_optimizer_state for optimizers"
-            )
-        named.append((name, tensor))
-    return named
-
-
-def _in_order(params: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    """Return the entries by name: ranks may have put them in in different orders."""
-    try:
-        return sorted(params.items(), key=lambda entry: entry[0])
-    except TypeError as error:
-        kinds = ", ".join(sorted({type(name).__name__ for name in params}))
-        raise ConfigError(f"the names of parameters must be str, got names of the types {kinds}") from error

@@ -21,7 +21,7 @@ from ringreduce.errors import TransportError, UnsupportedBufferError
 from ringreduce.torch.streams import Handover, current_stream, gpu_of, on_host, working_on
 from ringreduce.training.framework import DENSE, NO_GRADIENT, SPARSE, UNSUPPORTED, Watcher
 
-__all__ = ["Slot", "TorchGradients"]
+__all__ = ["Slot", "TorchParameters"]
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class Slot:
         return sys.getrefcount(self.place) + _storage_uses(storage._cdata)
 
 
-class TorchGradients:
+class TorchParameters:
     """The gradients of torch's parameters, for one optimizer.
 
     Args:

@@ -33,41 +33,35 @@ All functions raise, besides what they list:
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any, cast
 
 import torch
 
-from ringreduce.arguments import row_counts
 from ringreduce.communicator import Communicator
 from ringreduce.errors import ConfigError, UnsupportedBufferError
 from ringreduce.process_sets import ProcessSet
 from ringreduce.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
 from ringreduce.runtime import global_process_set
-from ringreduce.torch import differentiable
+from ringreduce.torch.arrays import TENSORS, averaged, preparing
 from ringreduce.torch.compression import Compression, Compressor, WireCompressor
-from ringreduce.torch.prepared import (
+from ringreduce.training.differentiable import Differentiable
+from ringreduce.training.requests import (
     Adasum,
+    DeviceRequest,
     Handle,
     Op,
     ReproducibleSum,
-    Tensors,
-    averaged,
-    changed,
-    checking_submission,
+    Request,
+    barrier,
+    chosen_op,
+    in_words,
+    join,
     listed,
-    looks,
-    prepare_allgather,
-    prepare_allreduce,
-    prepare_alltoall,
-    prepare_broadcast,
-    prepare_call,
-    prepare_reducescatter,
-    require_rows,
-    require_tensors,
-    without_graph,
+    poll,
+    synchronize,
 )
 
 __all__ = [
@@ -110,55 +104,9 @@ __all__ = [
 
 Average, Sum, Min, Max, Product = AVERAGE, SUM, MIN, MAX, PRODUCT
 
-# ---- handles ----
+_Tensors = Sequence[torch.Tensor]
 
-
-def poll(handle: Handle | Callable[[], Any]) -> bool:
-    """Return whether an operation is done, so that `synchronize` will not wait."""
-    if callable(handle):
-        return all(poll(each) for each in getattr(handle, "handles", ()))
-    return _checked(handle).engine.poll(handle.operation)
-
-
-def synchronize(handle: Handle | Callable[[], Any]) -> Any:
-    """Wait for an operation; return its result. It may be called again, and returns the same.
-
-    Raises:
-        MismatchError, CollectiveTimeoutError, PeerLostError, ShutdownError: the operation failed.
-        ConfigError: this is no handle.
-    """
-    if callable(handle):
-        return handle()
-    result = _checked(handle).engine.wait(handle.operation)
-    if handle.crossing is not None:
-        handle.crossing.finish(result)
-    return result
-
-
-def join(device: int = -1) -> int:
-    """Say that this rank has no more data, and wait until all ranks have. Collective over all ranks.
-
-    Allreduces of the others go on without this rank: it counts for nothing in sums, products, minima and maxima, and
-    averages are over the ranks that are left (by Horovod's conventions over all, see `ringreduce.conventions`). Other
-    operations raise a `MismatchError` on the ranks that submit them. An optimizer's steps of the others leave this
-    rank's weights as they are: afterwards, broadcast those of the rank that joined last.
-
-    Args:
-        device: without meaning here, taken for Horovod's sake.
-
-    Returns:
-        The rank that joined last: it has seen all steps.
-    """
-    engine = global_process_set.engine
-    return cast(int, engine.wait(engine.join()))
-
-
-def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return when all ranks of the set have called it. Collective."""
-    with checking_submission("barrier", None, process_set):
-        prepared = prepare_call("barrier", None, "barrier", lambda communicator: None, process_set)
-    prepared.carry_out()
-
+_differentiable = partial(Differentiable, TENSORS)
 
 # ---- allreduce ----
 
@@ -188,10 +136,8 @@ def allreduce(
             are taken exactly, and truncated toward zero after each factor.
         process_set: the ranks that take part.
     """
-    (reduced,) = grouped_allreduce(
-        [tensor], average, name, compression, op, prescale_factor, postscale_factor, process_set
-    )
-    return reduced
+    how = average, name, compression, op, prescale_factor, postscale_factor, process_set
+    return grouped_allreduce([tensor], *how)[0]
 
 
 def allreduce_async(
@@ -204,12 +150,8 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start what `allreduce` does; its result is a new tensor."""
-    with checking_submission("allreduce", name, process_set):
-        source = without_graph(tensor)
-        outputs = [torch.empty_like(source)]
-        how = _op(op, average), prescale_factor, postscale_factor
-        prepared = prepare_allreduce([source], outputs, name, *how, process_set, lambda: outputs[0])
-    return prepared.submit()
+    how = average, name, op, prescale_factor, postscale_factor, process_set
+    return _allreduce([tensor], *how, first=True).submit()
 
 
 def allreduce_(
@@ -222,11 +164,9 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Reduce like `allreduce`, but in place; returns ``tensor``. Collective."""
-    with checking_submission("allreduce", name, process_set):
-        values = [without_graph(tensor)]
-        how = _op(op, average), prescale_factor, postscale_factor
-        prepared = prepare_allreduce(values, values, name, *how, process_set, lambda: changed(tensor))
-    return cast(torch.Tensor, prepared.carry_out())
+    how = average, name, op, prescale_factor, postscale_factor, process_set
+    request = _allreduce([tensor], *how, first=True, in_place=True)
+    return cast(torch.Tensor, request.carry_out())
 
 
 def allreduce_async_(
@@ -239,15 +179,12 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start what `allreduce_` does."""
-    with checking_submission("allreduce", name, process_set):
-        values = [without_graph(tensor)]
-        how = _op(op, average), prescale_factor, postscale_factor
-        prepared = prepare_allreduce(values, values, name, *how, process_set, lambda: changed(tensor))
-    return prepared.submit()
+    how = average, name, op, prescale_factor, postscale_factor, process_set
+    return _allreduce([tensor], *how, first=True, in_place=True).submit()
 
 
 def grouped_allreduce(
-    tensors: Tensors,
+    tensors: _Tensors,
     average: bool | None = None,
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
@@ -263,17 +200,17 @@ def grouped_allreduce(
 
     The other arguments are those of `allreduce`.
     """
-    with checking_submission("allreduce", name, process_set):
-        how = _op(op, average), prescale_factor, postscale_factor, _wire(compression)
+    with preparing("allreduce", name, process_set) as prepare:
+        how = chosen_op(op, average), prescale_factor, postscale_factor, _wire(compression)
         tensors = listed(tensors)
-        require_tensors(*tensors)
+        prepare.require(*tensors)
         sent, contexts = zip(*map(compression.compress, tensors), strict=True) if tensors else ((), ())
-    reduced = differentiable.allreduce(sent, name, *how, process_set)
+    reduced = _differentiable(name, process_set).allreduce(sent, *how)
     return [compression.decompress(each, context) for each, context in zip(reduced, contexts, strict=True)]
 
 
 def grouped_allreduce_async(
-    tensors: Tensors,
+    tensors: _Tensors,
     average: bool | None = None,
     name: str | None = None,
     op: Op | None = None,
@@ -282,17 +219,12 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start what `grouped_allreduce` does; its result is a list of new tensors."""
-    with checking_submission("allreduce", name, process_set):
-        tensors = listed(tensors)
-        sources = [without_graph(each) for each in tensors]
-        outputs = [torch.empty_like(each) for each in sources]
-        how = _op(op, average), prescale_factor, postscale_factor
-        prepared = prepare_allreduce(sources, outputs, name, *how, process_set, lambda: outputs)
-    return prepared.submit()
+    how = average, name, op, prescale_factor, postscale_factor, process_set
+    return _allreduce(tensors, *how).submit()
 
 
 def grouped_allreduce_(
-    tensors: Tensors,
+    tensors: _Tensors,
     average: bool | None = None,
     name: str | None = None,
     op: Op | None = None,
@@ -301,17 +233,13 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Reduce like `grouped_allreduce`, but in place; returns ``tensors``. Collective."""
-    with checking_submission("allreduce", name, process_set):
-        tensors = listed(tensors)
-        values = [without_graph(each) for each in tensors]
-        how = _op(op, average), prescale_factor, postscale_factor
-        result = partial(_all_changed, tensors)
-        prepared = prepare_allreduce(values, values, name, *how, process_set, result)
-    return cast("list[torch.Tensor]", prepared.carry_out())
+    how = average, name, op, prescale_factor, postscale_factor, process_set
+    request = _allreduce(tensors, *how, in_place=True)
+    return cast("list[torch.Tensor]", request.carry_out())
 
 
 def grouped_allreduce_async_(
-    tensors: Tensors,
+    tensors: _Tensors,
     average: bool | None = None,
     name: str | None = None,
     op: Op | None = None,
@@ -320,13 +248,38 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start what `grouped_allreduce_` does."""
-    with checking_submission("allreduce", name, process_set):
+    return _allreduce(
+        tensors, average, name, op, prescale_factor, postscale_factor, process_set, in_place=True
+    ).submit()
+
+
+def _allreduce(
+    tensors: _Tensors,
+    average: bool | None,
+    name: str | None,
+    op: Op | None,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+    *,
+    first: bool = False,
+    in_place: bool = False,
+) -> Request | DeviceRequest:
+    """Return a request to reduce tensors out of autograd's sight; with ``first`` its result is not a list."""
+    with preparing("allreduce", name, process_set) as prepare:
         tensors = listed(tensors)
-        values = [without_graph(each) for each in tensors]
-        how = _op(op, average), prescale_factor, postscale_factor
-        result = partial(_all_changed, tensors)
-        prepared = prepare_allreduce(values, values, name, *how, process_set, result)
-    return prepared.submit()
+        sources = prepare.group(tensors)
+        targets = sources if in_place else [torch.empty_like(each) for each in sources]
+        result = partial(_results, tensors if in_place else targets, first=first, changed=in_place)
+        return prepare.allreduce(sources, targets, chosen_op(op, average), prescale, postscale, result)
+
+
+def _results(tensors: _Tensors, *, first: bool, changed: bool) -> Any:
+    """Return what was reduced, one tensor or several."""
+    if changed:
+        for each in tensors:
+            TENSORS.changed(each)
+    return tensors[0] if first else list(tensors)
 
 
 def sparse_allreduce_async(
@@ -343,8 +296,8 @@ def sparse_allreduce_async(
     Returns:
         A function that waits and returns the coalesced tensor, which `synchronize` takes as well.
     """
-    with checking_submission("sparse_allreduce", name, process_set):
-        require_tensors(tensor)
+    with preparing("sparse_allreduce", name, process_set) as prepare:
+        prepare.require(tensor)
         if not tensor.is_sparse:
             raise UnsupportedBufferError(
                 "sparse_allreduce_async takes sparse COO tensors; use allreduce for dense ones"
@@ -355,13 +308,13 @@ def sparse_allreduce_async(
         mine = tensor.detach().coalesce()
         indices, values, shape = mine.indices().t().contiguous(), mine.values().contiguous(), tensor.shape
 
-    def run(communicator: Communicator) -> torch.Tensor:
-        places, numbers = communicator.allgather(indices), communicator.allgather(values)
-        total = torch.sparse_coo_tensor(places.t(), numbers, shape, check_invariants=False).coalesce()
-        return averaged(total, communicator.size) if op is AVERAGE else total
+        def run(communicator: Communicator) -> torch.Tensor:
+            places, numbers = communicator.allgather(indices), communicator.allgather(values)
+            total = torch.sparse_coo_tensor(places.t(), numbers, shape, check_invariants=False).coalesce()
+            return averaged(total, communicator.size) if op is AVERAGE else total
 
-    text = f"sparse_allreduce({op.value}, {looks(tensor)})"
-    handle = prepare_call("sparse_allreduce", name, text, run, process_set, [indices, values]).submit()
+        request = prepare.call_on(f"sparse_allreduce({op.value}, {in_words(tensor)})", run, [indices, values])
+    handle = request.submit()
 
     def wait() -> torch.Tensor:
         return cast(torch.Tensor, synchronize(handle))
@@ -392,29 +345,28 @@ def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start what `allgather` does."""
-    with checking_submission("allgather", name, process_set):
-        prepared = prepare_allgather([without_graph(tensor)], name, process_set, lambda gathered: gathered[0])
-    return prepared.submit()
+    with preparing("allgather", name, process_set) as prepare:
+        request = prepare.allgather(prepare.group([tensor]), itemgetter(0))
+    return request.submit()
 
 
 def grouped_allgather(
-    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensors: _Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
     """Gather several tensors as one operation; see `allgather`. Collective."""
-    with checking_submission("allgather", name, process_set):
+    with preparing("allgather", name, process_set) as prepare:
         tensors = listed(tensors)
-    return differentiable.allgather(tensors, name, process_set)
+        prepare.require(*tensors)
+    return list(_differentiable(name, process_set).allgather(tensors))
 
 
 def grouped_allgather_async(
-    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensors: _Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start what `grouped_allgather` does."""
-    with checking_submission("allgather", name, process_set):
-        tensors = listed(tensors)
-        sources = [without_graph(each) for each in tensors]
-        prepared = prepare_allgather(sources, name, process_set, lambda gathered: gathered)
-    return prepared.submit()
+    with preparing("allgather", name, process_set) as prepare:
+        request = prepare.allgather(prepare.group(tensors), list)
+    return request.submit()
 
 
 # ---- broadcast ----
@@ -431,39 +383,39 @@ def broadcast(
         name: see the module; must agree.
         process_set: the ranks that take part.
     """
-    with checking_submission("broadcast", name, process_set):
+    with preparing("broadcast", name, process_set) as prepare:
         root = process_set.rank_of(root_rank)
-    return differentiable.broadcast(tensor, root, name, process_set)
+        prepare.require(tensor)
+    return cast(torch.Tensor, _differentiable(name, process_set).broadcast(tensor, root))
 
 
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start what `broadcast` does."""
-    with checking_submission("broadcast", name, process_set):
-        root = process_set.rank_of(root_rank)
-        prepared = prepare_broadcast(without_graph(tensor), None, root, name, process_set)
-    return prepared.submit()
+    return _broadcast(tensor, root_rank, name, process_set).submit()
 
 
 def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
     """Overwrite a tensor with the root's; returns ``tensor``. Collective."""
-    with checking_submission("broadcast", name, process_set):
-        root = process_set.rank_of(root_rank)
-        prepared = prepare_broadcast(without_graph(tensor), tensor, root, name, process_set)
-    return cast(torch.Tensor, prepared.carry_out())
+    return cast(torch.Tensor, _broadcast(tensor, root_rank, name, process_set, in_place=True).carry_out())
 
 
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start what `broadcast_` does."""
-    with checking_submission("broadcast", name, process_set):
+    return _broadcast(tensor, root_rank, name, process_set, in_place=True).submit()
+
+
+def _broadcast(
+    tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet, *, in_place: bool = False
+) -> Request | DeviceRequest:
+    with preparing("broadcast", name, process_set) as prepare:
         root = process_set.rank_of(root_rank)
-        prepared = prepare_broadcast(without_graph(tensor), tensor, root, name, process_set)
-    return prepared.submit()
+        return prepare.broadcast(prepare.group([tensor])[0], root, tensor if in_place else None)
 
 
 # ---- alltoall ----
@@ -486,10 +438,9 @@ def alltoall(
     Returns:
         What the ranks sent here, in rank order; with ``splits`` also how many rows came from each (int32).
     """
-    with checking_submission("alltoall", name, process_set):
-        rows = _splits(tensor, splits, process_set)
-    result, received = differentiable.alltoall(tensor, rows, name, process_set)
-    return result if splits is None else (result, received)
+    with preparing("alltoall", name, process_set) as prepare:
+        rows = prepare.row_counts(tensor, splits)
+    return _alltoall_result(splits, *_differentiable(name, process_set).alltoall(tensor, rows))
 
 
 def alltoall_async(
@@ -499,10 +450,16 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start what `alltoall` does."""
-    with checking_submission("alltoall", name, process_set):
-        rows = _splits(tensor, splits, process_set)
-        prepared = prepare_alltoall(without_graph(tensor), rows, name, process_set, alone=splits is None)
-    return prepared.submit()
+    with preparing("alltoall", name, process_set) as prepare:
+        rows = prepare.row_counts(tensor, splits)
+        request = prepare.alltoall(prepare.group([tensor])[0], rows, partial(_alltoall_result, splits))
+    return request.submit()
+
+
+def _alltoall_result(
+    splits: object, result: torch.Tensor, received: list[int]
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    return result if splits is None else (result, torch.tensor(received, dtype=torch.int32, device="cpu"))
 
 
 # ---- reducescatter ----
@@ -537,14 +494,14 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Start what `reducescatter` does."""
-    with checking_submission("reducescatter", name, process_set):
+    with preparing("reducescatter", name, process_set) as prepare:
         how = op, prescale_factor, postscale_factor
-        prepared = prepare_reducescatter([without_graph(tensor)], name, *how, process_set, lambda parts: parts[0])
-    return prepared.submit()
+        request = prepare.reducescatter(prepare.group([tensor]), *how, itemgetter(0))
+    return request.submit()
 
 
 def grouped_reducescatter(
-    tensors: Tensors,
+    tensors: _Tensors,
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
     op: Op = Average,
@@ -553,19 +510,18 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """Reduce and scatter several tensors as one operation; see `reducescatter`. Collective."""
-    with checking_submission("reducescatter", name, process_set):
+    with preparing("reducescatter", name, process_set) as prepare:
         if (wire := _wire(compression)) is not None:
             raise ConfigError(f"reducescatter does not travel in {wire}; use Compression.none, fp16 or bf16")
         tensors = listed(tensors)
-        require_tensors(*tensors)
+        prepare.require(*tensors)
         sent, contexts = zip(*map(compression.compress, tensors), strict=True) if tensors else ((), ())
-    how = op, prescale_factor, postscale_factor
-    parts = differentiable.reducescatter(sent, name, *how, process_set)
+    parts = _differentiable(name, process_set).reducescatter(sent, op, prescale_factor, postscale_factor)
     return [compression.decompress(each, context) for each, context in zip(parts, contexts, strict=True)]
 
 
 def grouped_reducescatter_async(
-    tensors: Tensors,
+    tensors: _Tensors,
     name: str | None = None,
     op: Op = Average,
     process_set: ProcessSet = global_process_set,
@@ -573,37 +529,12 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Start what `grouped_reducescatter` does."""
-    with checking_submission("reducescatter", name, process_set):
-        tensors = listed(tensors)
-        sources = [without_graph(each) for each in tensors]
-        how = op, prescale_factor, postscale_factor
-        prepared = prepare_reducescatter(sources, name, *how, process_set, lambda parts: parts)
-    return prepared.submit()
+    with preparing("reducescatter", name, process_set) as prepare:
+        request = prepare.reducescatter(prepare.group(tensors), op, prescale_factor, postscale_factor, list)
+    return request.submit()
 
 
 # ---- arguments ----
-
-
-def _all_changed(tensors: Tensors) -> list[torch.Tensor]:
-    return [changed(each) for each in tensors]
-
-
-def _checked(handle: Handle) -> Handle:
-    if not isinstance(handle, Handle):
-        raise ConfigError(f"expected a handle, as the *_async functions return it; got {handle!r}")
-    return handle
-
-
-def _op(op: Op | None, average: bool | None) -> Op:
-    """Return the reduce op from it and from the argument by which it was said before there were several."""
-    if average is not None:
-        if op is not None:
-            raise ConfigError("give op or average, not both")
-        warnings.warn("average= is deprecated; say op=Average or op=Sum", DeprecationWarning, stacklevel=3)
-        return Average if average else Sum
-    if op is None:
-        return Average
-    return op if op in (Adasum, ReproducibleSum) else ReduceOp.parse(op)
 
 
 def _wire(compression: type[Compressor]) -> str | None:
@@ -617,9 +548,3 @@ def _wire(compression: type[Compressor]) -> str | None:
             f"compression={compression!r} is not for single tensors; give one of hvd.Compression but powersgd and topk"
         )
     return None if compression.compress is not WireCompressor.compress else getattr(compression, "wire", None)
-
-
-def _splits(tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None, process_set: ProcessSet) -> list[int]:
-    require_rows([tensor], "alltoall")
-    given = splits.tolist() if isinstance(splits, torch.Tensor) else splits
-    return row_counts(given, tensor.shape[0], process_set.size())

@@ -25,14 +25,14 @@ from ringreduce.errors import ConfigError, UnsupportedBufferError
 from ringreduce.process_sets import ProcessSet, connect
 from ringreduce.reduce_ops import AVERAGE, MAX, SUM, ReduceOp
 from ringreduce.runtime import config, global_process_set
+from ringreduce.torch.arrays import TENSORS
 from ringreduce.torch.compression import BucketCompression, Compression, Compressor
-from ringreduce.torch.gradients import TorchGradients
-from ringreduce.torch.hyperparameters import hyperparameters
-from ringreduce.torch.prepared import Adasum, ReproducibleSum, require_process_set, set_to_tell
-from ringreduce.torch.same_tensors import require_same_tensors
+from ringreduce.torch.gradients import TorchParameters
 from ringreduce.torch.streams import on_host
 from ringreduce.training.compression import signature_of
 from ringreduce.training.gradients import Gradients
+from ringreduce.training.parameters import hyperparameters, require_same_arrays
+from ringreduce.training.requests import Adasum, ReproducibleSum, require_process_set, set_to_tell
 from ringreduce.transport.memory import MemoryWorld
 
 __all__ = ["DistributedOptimizer"]
@@ -534,7 +534,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         compression = options.pop("compression")
         # Nothing of this refers to the wrapper, so that hooks end with it.
         self._gradients = Gradients(
-            TorchGradients(communicator),
+            TorchParameters(communicator),
             self._engine,
             partial(_parameters_of, optimizer),
             partial(_name_of, optimizer, self._names),
@@ -562,7 +562,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             "reduce_in": "backward" if self._in_backward else "step",
         }
         named = self._named_parameters()
-        require_same_tensors(self._communicator, _KIND, named, devices=True, options=options)
+        require_same_arrays(TENSORS, self._communicator, _KIND, named, devices=True, options=options)
         what = f"{len(named)} parameters, {named[0][0]} to {named[-1][0]}" if named else "no parameters"
         self._over = what
         self._described = f"{type(self._optimizer).__name__} over {what}"

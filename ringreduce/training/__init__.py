@@ -1,1 +1,1 @@
-"""What data-parallel training is, whatever the framework: NumPy alone, on flat views of what frameworks hold."""
+"""Data-parallel training whatever the framework; `ringreduce.training.framework` says how one is bound."""

@@ -18,7 +18,7 @@ from typing import Any
 from ringreduce.communicator import Communicator
 from ringreduce.engine.fusion import plan
 from ringreduce.training.compression import Reducer, State, WireState, has_reducers, reduces
-from ringreduce.training.framework import Framework
+from ringreduce.training.framework import Parameters
 
 __all__ = ["ALIGNMENT_NBYTES", "LARGE_NBYTES", "Bucket", "Buckets"]
 
@@ -47,7 +47,7 @@ class Bucket:
 
     __slots__ = ("_communicator", "_framework", "_hooks", "flat", "places", "reducer", "slots")
 
-    def __init__(self, framework: Framework, parameters: Sequence[Any], communicator: Communicator) -> None:
+    def __init__(self, framework: Parameters, parameters: Sequence[Any], communicator: Communicator) -> None:
         self._framework, self._communicator = framework, communicator
         kinds = [framework.kind(parameter) for parameter in parameters]
         starts = list(accumulate(map(padded, (nbytes for _, nbytes in kinds)), initial=0))
@@ -188,7 +188,7 @@ class Buckets:
 
     def __init__(
         self,
-        framework: Framework,
+        framework: Parameters,
         communicator: Communicator,
         nbytes: int,
         groups: Mapping[int, int],

@@ -20,7 +20,7 @@ from ringreduce.errors import ConfigError, UnsupportedBufferError
 from ringreduce.reduce_ops import AVERAGE, MAX, ReduceOp
 from ringreduce.training.buckets import Bucket, Buckets
 from ringreduce.training.compression import Reducer, State, WireState, has_reducers
-from ringreduce.training.framework import DENSE, NO_GRADIENT, SPARSE, UNSUPPORTED, Framework
+from ringreduce.training.framework import DENSE, NO_GRADIENT, SPARSE, UNSUPPORTED, Parameters
 from ringreduce.training.overlap import Overlap, Watched
 from ringreduce.training.parameters import differences
 
@@ -103,7 +103,7 @@ class Gradients:
 
     def __init__(
         self,
-        framework: Framework,
+        framework: Parameters,
         engine: Engine,
         parameters: Callable[[], Sequence[Any]],
         name_of: Callable[[Any], str],

@@ -33,7 +33,7 @@ from ringreduce.errors import ConfigError, ShutdownError, TransportError
 from ringreduce.reduce_ops import SUM, ReduceOp
 from ringreduce.training.buckets import Bucket, Buckets
 from ringreduce.training.compression import WireState
-from ringreduce.training.framework import Framework, Handover
+from ringreduce.training.framework import Handover, Parameters
 
 __all__ = ["Overlap"]
 
@@ -90,7 +90,7 @@ class _Travelling:
 
     Attributes:
         bucket: it.
-        handover: see `Framework.handover`.
+        handover: see `Parameters.handover`.
         members: its parameters.
         missing: how many of them were not added to as often as expected.
         part: its reduction, once it was submitted, until the step.
@@ -130,7 +130,7 @@ class Overlap:
     """
 
     def __init__(
-        self, framework: Framework, engine: Engine, name: str, described: str, op: ReduceOp, *, wanted: bool
+        self, framework: Parameters, engine: Engine, name: str, described: str, op: ReduceOp, *, wanted: bool
     ) -> None:
         self._framework, self._engine = framework, engine
         self._name, self._described, self._op = name, described, op

@@ -1,14 +1,156 @@
-"""What must agree between the ranks before they train."""
+"""What must agree between ranks before they train: which parameters there are, their values, what optimizers step with.
+
+Equal gradients and different rates make different weights, and so do equal gradients of different weights.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import zip_longest
+from typing import Any
 
-from ringreduce.errors import name_ranks
+import numpy as np
 
-__all__ = ["differences"]
+from ringreduce.communicator import Communicator
+from ringreduce.errors import ConfigError, MismatchError, name_ranks
+from ringreduce.process_sets import ProcessSet
+from ringreduce.training.framework import Arrays
+from ringreduce.training.objects import gather
+from ringreduce.training.requests import PreparingArrays, dtype_name
+
+__all__ = ["broadcast_parameters", "differences", "hyperparameters", "require_same_arrays"]
 
 _SHOWN = 3
+
+Named = Sequence[tuple[str, Any]]
+
+
+def require_same_arrays(
+    arrays: Arrays,
+    communicator: Communicator,
+    caller: str,
+    named: Iterable[tuple[str, Any]],
+    *,
+    devices: bool = False,
+    options: Mapping[str, object] | None = None,
+) -> None:
+    """Return if the named arrays have equal names, shapes and dtypes, in equal order, on all ranks. Collective.
+
+    Args:
+        arrays: the framework's.
+        communicator: the ranks to compare.
+        caller: what the error says it comes from.
+        named: name and array; their values are not compared.
+        devices: whether each must be on the CPU or on a GPU on all ranks alike.
+        options: what else must be equal, by name; compared as it is printed.
+
+    Raises:
+        MismatchError: something differs. Raised on all ranks, with the first difference.
+    """
+    mine = [f"{name}={value}" for name, value in (options or {}).items()]
+    for index, (name, array) in enumerate(named):
+        place = f", on {arrays.place(array)}" if devices else ""
+        mine.append(f"tensor {index} is {name}, shape {tuple(array.shape)}, {dtype_name(array.dtype)}{place}")
+    digest = np.frombuffer(hashlib.sha256("\n".join(mine).encode()).digest(), np.uint8)
+    digests = communicator.allgather(digest[None])
+    if (digests == digests[0]).all():
+        return
+    everyone = list(zip_longest(*gather(communicator, mine), fillvalue="a tensor is missing"))
+    different = next(lines for lines in everyone if len(set(lines)) > 1)
+    raise MismatchError({rank: f"{caller}: {line}" for rank, line in enumerate(different)})
+
+
+def broadcast_parameters(arrays: Arrays, params: Any, root_rank: int, process_set: ProcessSet) -> None:
+    """Overwrite arrays with the root's. Collective.
+
+    Args:
+        arrays: the framework's.
+        params: an array, or arrays, or (name, array) pairs, or a dict of arrays by name; the same names, shapes and
+            dtypes on all ranks, in the same order. Entries that are None are skipped.
+        root_rank: whose values count, as a rank of the world; must agree.
+        process_set: the ranks that take part. Nothing is done on the others, so that a script may call this on all.
+
+    Raises:
+        ConfigError: something in ``params`` is neither an array nor a pair, or the names cannot be ordered.
+        MismatchError: the arrays differ between ranks in more than their values; nothing was overwritten then.
+    """
+
+    def run(communicator: Communicator) -> None:
+        require_same_arrays(arrays, communicator, "broadcast_parameters", named)
+        for _, array in named:
+            communicator.broadcast(array, root, out=array)
+
+    with PreparingArrays(arrays, "broadcast_parameters", None, process_set) as prepare:
+        named = _named(arrays, params)
+        root = process_set.rank_of(root_rank)
+        if not process_set.included():
+            return
+        values = [array for _, array in named]
+        prepare.require_usable([], values)
+        request = prepare.call_on(f"broadcast_parameters(root {root})", run, values)
+    request.carry_out()
+    for value in values:
+        arrays.changed(value)
+
+
+def _named(arrays: Arrays, params: Any) -> Named:
+    if arrays.is_array(params) or not isinstance(params, Iterable):
+        params = [params]
+    named = []
+    for index, entry in enumerate(_in_order(params) if isinstance(params, Mapping) else params):
+        if isinstance(entry, tuple) and len(entry) != 2:
+            raise ConfigError(
+                f"broadcast_parameters takes tensors or (name, tensor) pairs, but number {index} is a tuple of "
+                f"length {len(entry)}"
+            )
+        name, array = entry if isinstance(entry, tuple) else (str(index), entry)
+        if array is None:
+            continue
+        if not arrays.is_array(array):
+            raise ConfigError(
+                f"broadcast_parameters takes tensors, but {name!r} is of type {type(array).__name__}; "
+                "use broadcast_object for other things and broadcast_optimizer_state for optimizers"
+            )
+        named.append((name, arrays.without_graph(array)))
+    return named
+
+
+def _in_order(params: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return the entries by name: ranks may have put them in in different orders."""
+    try:
+        return sorted(params.items(), key=lambda entry: entry[0])
+    except TypeError as error:
+        kinds = ", ".join(sorted({type(name).__name__ for name in params}))
+        raise ConfigError(f"the names of parameters must be str, got names of the types {kinds}") from error
+
+
+def hyperparameters(optimizer: Any) -> dict[str, str]:
+    """Return an optimizer's class and the hyper-parameters of its groups, as text, by name.
+
+    Numbers, switches, words, tuples of these and arrays of one element count; objects differ from rank to rank anyway.
+
+    Args:
+        optimizer: has ``param_groups``, dicts, whose keys that are hyper-parameters are those of its ``defaults``.
+    """
+    said = {"the optimizer": type(optimizer).__name__}
+    for number, group in enumerate(optimizer.param_groups):
+        for name in getattr(optimizer, "defaults", ()):
+            words = _in_words(group.get(name))
+            if words is not None:
+                said[f"{name} of group {number}"] = words
+    return said
+
+
+def _in_words(value: Any) -> str | None:
+    if hasattr(value, "item"):
+        with suppress(Exception):  # an array of more than one element, in whatever way its framework says so
+            value = value.item()
+    if isinstance(value, (tuple, list)):
+        parts = [_in_words(each) for each in value]
+        return None if None in parts else f"({', '.join(map(str, parts))})"
+    return str(value) if value is None or isinstance(value, (bool, int, float, complex, str)) else None
 
 
 def differences(said: Mapping[int, Mapping[str, str]]) -> str:

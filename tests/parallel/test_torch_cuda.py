@@ -15,7 +15,8 @@ from ringreduce.testing.torch_streams import TorchStreams
 
 torch = pytest.importorskip("torch")
 import ringreduce.torch as hvd  # noqa: E402
-from ringreduce.torch import functions, gradients, prepared, streams  # noqa: E402
+from ringreduce.torch import gradients, streams  # noqa: E402
+from ringreduce.torch.arrays import TENSORS  # noqa: E402
 from ringreduce.torch.compression import Compression  # noqa: E402
 
 
@@ -43,8 +44,8 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> An
         return own_gpu()
     if request.param == "seeming":
         monkeypatch.setattr(streams, "cuda", TorchStreams())
-        for module in (streams, prepared, functions, gradients):
-            monkeypatch.setattr(module, "gpu_of", lambda tensors: torch.device("cuda", 0))
+        for module, name in ((streams, "gpu_of"), (gradients, "gpu_of"), (TENSORS, "device_of")):
+            monkeypatch.setattr(module, name, lambda tensors: torch.device("cuda", 0))
     return torch.device("cpu")
 
 

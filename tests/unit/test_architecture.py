@@ -33,6 +33,7 @@ ROWS = (
     ("worlds",),
     ("runtime",),
     ("elastic",),
+    ("training",),
     ("__init__",),  # the façade, `import ringreduce`: shows what is below and is used by what is above
     ("training",),
     ("torch",),
@@ -186,9 +187,9 @@ def test_without_torch_the_torch_layer_says_what_to_install(module: str):
         "except ImportError as error:\n"
         "    print(error, error.__cause__, error.__suppress_context__)\n"
         "ringreduce.init()\n"
-        "print(ringreduce.allreduce(1))\n"
+        "print(ringreduce.allreduce(1), ringreduce.broadcast_object([1]), ringreduce.allgather_object('a'))\n"
     )
     error, total = printed.splitlines()
     assert error.startswith("ringreduce.torch needs PyTorch, which is not installed: pip install torch")
     assert error.endswith("None True")
-    assert total == "1"
+    assert total == "1 [1] ['a']"

@@ -17,7 +17,7 @@ from ringreduce.training.buckets import LARGE_NBYTES, Bucket
 from ringreduce.training.gradients import Gradients
 
 torch = pytest.importorskip("torch")
-from ringreduce.torch.gradients import TorchGradients  # noqa: E402
+from ringreduce.torch.gradients import TorchParameters  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -45,12 +45,12 @@ def make_bucket(*parameters: Any) -> Bucket:
             return np.full(shape, 255, dtype)
 
     memory: Any = Memory()
-    return Bucket(TorchGradients(memory), parameters, memory)
+    return Bucket(TorchParameters(memory), parameters, memory)
 
 
 def make_gradients(engine: Engine, parameters: list[Any], op: rr.ReduceOp, bucket_nbytes: int = 4 << 20) -> Gradients:
     """The gradients of parameters, on one rank of several."""
-    framework = TorchGradients(engine.communicator)
+    framework = TorchParameters(engine.communicator)
     return Gradients(
         framework, engine, lambda: parameters, str, "SGD", "parameters", op=op, bucket_nbytes=bucket_nbytes
     )

@@ -1,0 +1,147 @@
+"""Torch's tensors as `ringreduce.training` sees the arrays of a framework."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ringreduce.buffers import DTYPES
+from ringreduce.communicator import Communicator
+from ringreduce.reduce_ops import ReduceOp
+from ringreduce.torch.streams import Crossing, gpu_of, on_host, on_this_stream, require_usable
+from ringreduce.training.objects import REDUCERS
+from ringreduce.training.requests import PreparingArrays, dtype_name
+
+__all__ = ["TENSORS", "Tensors", "averaged", "preparing"]
+
+_Result = TypeVar("_Result")
+
+
+class Tensors:
+    """An `Arrays` of `ringreduce.training.framework`."""
+
+    expected = "a torch tensor"
+    conversion = "torch.as_tensor(...)"
+    require_usable = staticmethod(require_usable)
+    empty_like, zeros_like = staticmethod(torch.empty_like), staticmethod(torch.zeros_like)
+    device_of, on_host, on_callers_stream = staticmethod(gpu_of), staticmethod(on_host), staticmethod(on_this_stream)
+
+    def is_array(self, value: object) -> bool:
+        return isinstance(value, torch.Tensor)
+
+    def without_graph(self, array: torch.Tensor) -> torch.Tensor:
+        return array.detach() if array.requires_grad else array  # calls that are repeated with one object are fastest
+
+    def scale(self, source: torch.Tensor, factor: float, target: torch.Tensor) -> None:
+        if factor == 1.0:
+            if target is not source:
+                target.copy_(source)
+            return
+        # On whatever thread this is, tensors that were made in inference mode may be changed in it alone.
+        with torch.inference_mode(target.is_inference()), torch.no_grad():
+            if source.is_floating_point() or source.is_complex():
+                torch.mul(source, factor, out=target)
+            else:
+                target.copy_(source.to(torch.float64) * factor)  # which truncates
+
+    def changed(self, array: torch.Tensor) -> torch.Tensor:
+        """Tell autograd that a collective wrote into a tensor, so that it refuses to use a saved value that is gone."""
+        try:
+            torch.autograd.graph.increment_version(array)
+        except RuntimeError:
+            if not array.is_inference():  # those have no version, and asking for it first takes a microsecond
+                raise
+        return array
+
+    def differentiable(
+        self,
+        run: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+        rule: Callable[[], Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]],
+        arrays: Sequence[torch.Tensor],
+    ) -> Sequence[torch.Tensor]:
+        if torch.is_grad_enabled() and any(each.requires_grad for each in arrays):
+            result: Sequence[torch.Tensor] = _Differentiable.apply(run, rule(), *arrays)  # type: ignore[no-untyped-call]
+            return result
+        return run([self.without_graph(each) for each in arrays])  # half as long
+
+    def place(self, array: torch.Tensor) -> str:
+        return array.device.type
+
+    def reduce_on_device(
+        self, communicator: Communicator, op: ReduceOp, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
+    ) -> None:
+        """Reduce tensors of which some are on a GPU; those of one dtype that are there travel together."""
+        groups: dict[object, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for number, pair in enumerate(zip(sources, targets, strict=True)):
+            groups.setdefault(pair[0].dtype if pair[0].is_cuda else number, []).append(pair)
+        for pairs in groups.values():
+            if len(pairs) == 1:
+                ((source, target),) = pairs
+                communicator.allreduce(source, op, out=target)
+                continue
+            flat = torch.cat([source.reshape(-1) for source, _ in pairs])
+            communicator.allreduce(flat, op, out=flat)
+            parts = flat.split_with_sizes([target.numel() for _, target in pairs])
+            for (_, target), part in zip(pairs, parts, strict=True):
+                with torch.inference_mode(target.is_inference()), torch.no_grad():
+                    target.copy_(part.view(target.shape))
+
+    def beside_callers_stream(
+        self, run: Callable[[Communicator], _Result], arrays: Sequence[torch.Tensor]
+    ) -> tuple[Callable[[Communicator], _Result], Callable[[object], object]]:
+        crossing = Crossing(arrays)
+        return crossing.around(run), crossing.finish
+
+
+#: The only one.
+TENSORS = Tensors()
+
+#: A context in which tensors become a request: ``preparing("allreduce", name, process_set)``.
+preparing = partial(PreparingArrays, TENSORS)
+
+
+class _Differentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Any, adjoint: Any, *tensors: torch.Tensor) -> Any:
+        ctx.adjoint = adjoint
+        return tuple(run([each.detach() for each in tensors]))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return None, None, *ctx.adjoint(grads)
+
+
+def averaged(total: torch.Tensor, size: int) -> torch.Tensor:
+    """Divide by a number of ranks; integers toward zero."""
+    whole = not (total.is_floating_point() or total.is_complex())
+    return torch.div(total, size, rounding_mode="trunc" if whole else None)
+
+
+def _reduced(tensor: torch.Tensor) -> Any:
+    """Return what pickles a tensor: dense ones that need no gradient as bytes, the others as torch does it."""
+    dense = tensor.layout is torch.strided and dtype_name(tensor.dtype) in DTYPES
+    if tensor.requires_grad or not dense:
+        return cast(Any, tensor).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    # The strides of a dense tensor are kept (channels_last), those of a view of something larger are not.
+    plain = tensor.cpu().resolve_conj().resolve_neg()
+    stride = torch.empty_like(plain, device="meta").stride()
+    if plain.stride() != stride:
+        plain = plain.clone()
+    memory = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
+    return _rebuilt, (memory, tuple(plain.shape), stride, plain.dtype)
+
+
+def _rebuilt(
+    memory: npt.NDArray[np.uint8], shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    storage = torch.from_numpy(memory).untyped_storage()
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, stride)
+
+
+REDUCERS[torch.Tensor] = _reduced

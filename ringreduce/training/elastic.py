@@ -1,0 +1,246 @@
+"""What elastic training keeps besides values: objects with a state dict, and how far an epoch is.
+
+See `ringreduce.elastic` for the states and the loop that they serve.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any
+
+from ringreduce.arguments import whole_number
+from ringreduce.elastic import HostsUpdatedInterrupt, ObjectState
+from ringreduce.errors import ConfigError
+from ringreduce.runtime import is_initialized, rank, size
+from ringreduce.training.objects import allgather_object, broadcast_object
+
+__all__ = ["EpochDivision", "HandlingState", "SamplerStateHandler", "StateHandler"]
+
+
+class StateHandler:
+    """Keeps one object by its state dict: a learning-rate scheduler, a GradScaler.
+
+    Subclasses keep objects of other kinds, in whatever way. It saves as soon as a state is given the object.
+
+    Args:
+        value: the object.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def save(self) -> None:
+        """Take a copy."""
+        self._saved = copy.deepcopy(self.value.state_dict())
+
+    def restore(self) -> None:
+        """Go back to the copy that was taken last."""
+        self.value.load_state_dict(copy.deepcopy(self._saved))  # which may keep the arrays that it is given
+
+    def sync(self) -> None:
+        """Make it equal to rank 0's. Collective."""
+        state = broadcast_object(self.value.state_dict())
+        if rank() != 0:
+            self.value.load_state_dict(state)
+
+    def reset(self) -> None:
+        """Prepare for other ranks. Collective."""
+
+
+class SamplerStateHandler(StateHandler):
+    """Keeps an `EpochDivision`."""
+
+    def sync(self) -> None:
+        """Put together what the ranks have processed of rank 0's epoch. Collective."""
+        everyone = allgather_object(self.value.state_dict())
+        epoch = everyone[0]["epoch"]
+        processed = set().union(*(each["processed_indices"] for each in everyone if each["epoch"] == epoch))
+        self.value.load_state_dict({"epoch": epoch, "processed_indices": processed})
+
+    def reset(self) -> None:
+        self.value.reset()
+
+
+class HandlingState(ObjectState):
+    """Attributes of which some are kept by a `StateHandler`, as the objects that they are; the others by value.
+
+    An attribute that is given another object later keeps that one.
+
+    Args:
+        **kwargs: the attributes; those that are None are left out.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        self._handlers: dict[str, StateHandler] = {}
+        super().__init__(broadcast_object, rank, **{name: value for name, value in kwargs.items() if value is not None})
+
+    def _find_handler(self, value: Any) -> StateHandler | None:
+        """Return what keeps an object as the object that it is; None: it is kept by value."""
+        return StateHandler(value) if hasattr(value, "state_dict") and hasattr(value, "load_state_dict") else None
+
+    def save(self) -> None:
+        for handler in self._handlers.values():
+            handler.save()
+        super().save()
+
+    def restore(self) -> None:
+        for handler in self._handlers.values():
+            handler.restore()
+        super().restore()
+
+    def sync(self) -> None:
+        for handler in self._handlers.values():
+            handler.sync()
+            handler.save()
+        super().sync()
+
+    def check_host_updates(self) -> None:
+        try:
+            super().check_host_updates()
+        except HostsUpdatedInterrupt:
+            # Now, while those that go can still say what they have processed, and because a sync may be skipped.
+            for handler in self._handlers.values():
+                if isinstance(handler, SamplerStateHandler):
+                    handler.sync()
+            raise
+
+    def reset(self) -> None:
+        """Divide what is left of the epoch among the ranks there are now, and let optimizers work with them."""
+        for handler in self._handlers.values():
+            handler.reset()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        known = None if name.startswith("_") else self._handlers.get(name)
+        if name.startswith("_") or (known is not None and known.value is value):
+            return
+        handler = self._find_handler(value)
+        if handler is not None:
+            self._handlers[name] = handler
+            handler.save()
+            if name in self._names:
+                self._names.remove(name)
+        elif self._handlers.pop(name, None) is not None:
+            self._names.append(name)
+
+
+class EpochDivision:
+    """Divides what is left of an epoch among the ranks there are.
+
+    Every rank gets the same number of indices: the last few may be given out twice. The program says which it has
+    processed, with `record_batch`; a `HandlingState` puts these together over the ranks. Without a world there is one
+    rank. Subclasses say how an epoch is shuffled.
+
+    Args:
+        dataset: has a length; the same on all ranks.
+        shuffle: whether each epoch has an order of its own; the same on all ranks.
+        seed: of these orders; the same on all ranks.
+
+    Raises:
+        ConfigError: the dataset has no length, or an argument, here or of a method, makes no sense.
+
+    Attributes:
+        epoch: which one.
+        processed_indices: of this epoch, by any rank as far as is known here.
+        remaining_indices: what was left when the epoch was divided last, in its order, the same on all ranks.
+        rank, num_replicas: among how many ranks it was divided, and which of them this is.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        if not hasattr(dataset, "__len__"):
+            raise ConfigError(f"a sampler divides what has a length, not a {type(dataset).__name__}")
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.seed = whole_number("seed", seed)
+        self.epoch = 0
+        self.processed_indices: set[int] = set()
+        self.remaining_indices: list[int] = []
+        self.num_replicas = 1
+        self.rank = 0
+        self._mine: list[int] = []
+        self._known = 0  # how many were processed when the epoch was divided last
+        self.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch, with all indices: after the last one has ended, not when training goes on within one."""
+        self.epoch = whole_number("epoch", epoch)
+        self.processed_indices = set()
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """Record that a batch of this rank's was processed.
+
+        Args:
+            batch_idx: how many batches of the current division came before it.
+            batch_size: how many indices a batch has; the last may have fewer.
+        """
+        batch_idx, batch_size = whole_number("batch_idx", batch_idx, 0), whole_number("batch_size", batch_size, 1)
+        self.record_indices(self._mine[batch_idx * batch_size : (batch_idx + 1) * batch_size])
+
+    def record_indices(self, indices: Iterable[int]) -> None:
+        """Record that indices were processed; a tensor or an array of them will do."""
+        self.processed_indices |= self._checked(indices)
+
+    def reset(self) -> None:
+        """Divide what is left among the ranks there are now."""
+        self.num_replicas, self.rank = (size(), rank()) if is_initialized() else (1, 0)
+        self._known = len(self.processed_indices)
+        left = [place for place in self._order(self.epoch) if place not in self.processed_indices]
+        self.remaining_indices = left
+        share = -(-len(left) // self.num_replicas)
+        # A few ranks get indices a second time, from the start, so that all make the same number of steps.
+        padded = [left[place % len(left)] for place in range(share * self.num_replicas)]
+        self._mine = padded[self.rank :: self.num_replicas]
+
+    @property
+    def processed_num(self) -> int:
+        """How many indices of this epoch all ranks have processed, if they are as far as this one."""
+        since = len(self.processed_indices) - self._known
+        return min(self._known + since * self.num_replicas, len(self.dataset))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the epoch, and what and how much of it was processed."""
+        processed = set(self.processed_indices)
+        return {"epoch": self.epoch, "processed_indices": processed, "processed_num": self.processed_num}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from there, divided among the ranks there are now.
+
+        Args:
+            state_dict: what `state_dict` has returned, or Horovod's, which knows a number alone: so many indices count
+                as processed, the first in the order of the epoch here. (Horovod's order is another.)
+        """
+        by_number = "processed_num" in state_dict and "processed_indices" not in state_dict
+        form = "processed_num" if by_number else "processed_indices"
+        missing = {"epoch", form} - set(state_dict)
+        if missing:
+            raise ConfigError(f"this is no state of an ElasticSampler; it lacks {', '.join(sorted(missing))}")
+        epoch = whole_number("epoch", state_dict["epoch"])
+        if by_number:
+            processed = set(self._order(epoch)[: whole_number(form, state_dict[form], 0)])
+        else:
+            processed = self._checked(state_dict[form])
+        self.epoch, self.processed_indices = epoch, processed
+        self.reset()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._mine)
+
+    def __len__(self) -> int:
+        return len(self._mine)
+
+    def shuffled(self, seed: int) -> list[int]:
+        """Return all indices in the random order of a seed, the same on all ranks."""
+        raise NotImplementedError  # subclasses know how
+
+    def _order(self, epoch: int) -> list[int]:
+        return self.shuffled(self.seed + epoch) if self.shuffle else list(range(len(self.dataset)))
+
+    def _checked(self, indices: Iterable[int]) -> set[int]:
+        # As plain numbers: tensors are equal to nothing but themselves in a set.
+        found = {whole_number("an index", each) for each in indices}
+        outside = sorted(each for each in found if not 0 <= each < len(self.dataset))
+        if outside:
+            raise ConfigError(f"there is no index {outside[0]} in a dataset of length {len(self.dataset)}")
+        return found

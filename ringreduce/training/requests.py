@@ -1,0 +1,539 @@
+"""Requests: operations whose arguments are checked, and that only have to be started; handles of those that are.
+
+A binding turns the arguments of a call into a request within a context, `Preparing` or `PreparingArrays`. What it then
+returns to the program is the `Handle` of `Request.submit` or the result of `Request.carry_out`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, TypeVar, cast
+
+from ringreduce.adasum import adasum
+from ringreduce.arguments import real_number, row_counts, shown
+from ringreduce.buffers import DTYPES
+from ringreduce.communicator import Communicator
+from ringreduce.engine import Call, Engine, Operation, Reduction, Refusal, unnamed
+from ringreduce.errors import ConfigError, UnsupportedBufferError
+from ringreduce.process_sets import ProcessSet
+from ringreduce.reduce_ops import AVERAGE, SUM, ReduceOp
+from ringreduce.reproducible import reproducible_allreduce
+from ringreduce.runtime import global_process_set
+from ringreduce.training.framework import Arrays
+
+__all__ = [
+    "Adasum",
+    "DeviceRequest",
+    "Handle",
+    "Op",
+    "Preparing",
+    "PreparingArrays",
+    "ReproducibleSum",
+    "Request",
+    "barrier",
+    "chosen_op",
+    "dtype_name",
+    "in_words",
+    "join",
+    "listed",
+    "poll",
+    "require_process_set",
+    "set_to_tell",
+    "synchronize",
+]
+
+#: Adaptive summation, see `ringreduce.adasum`.
+Adasum = "adasum"
+
+#: The exact sum, rounded once, whatever the number of ranks; see `ringreduce.reproducible`.
+ReproducibleSum = "reproducible sum"
+
+Op = ReduceOp | str
+
+_Context = TypeVar("_Context", bound="Preparing")
+
+_numbers = itertools.count(1)
+
+
+# ---- handles ----
+
+
+class Handle:
+    """An operation on its way, to be given to `poll` and `synchronize`; ``int(handle)`` is its number, as in Horovod.
+
+    It is no number itself: `torch.compile` would take it for a constant, and compile again for every operation.
+    """
+
+    __slots__ = ("_number", "engine", "finish", "operation")
+
+    def __init__(self, operation: Operation, engine: Engine, finish: Callable[[object], object] | None = None) -> None:
+        self._number = next(_numbers)
+        self.operation, self.engine, self.finish = operation, engine, finish
+
+    def __index__(self) -> int:
+        return self._number
+
+
+def poll(handle: Handle | Callable[[], Any]) -> bool:
+    """Return whether an operation is done, so that `synchronize` will not wait."""
+    if callable(handle):
+        return all(poll(each) for each in getattr(handle, "handles", ()))
+    return _checked(handle).engine.poll(handle.operation)
+
+
+def synchronize(handle: Handle | Callable[[], Any]) -> Any:
+    """Wait for an operation; return its result. It may be called again, and returns the same.
+
+    Raises:
+        MismatchError, CollectiveTimeoutError, PeerLostError, ShutdownError: the operation failed.
+        ConfigError: this is no handle.
+    """
+    if callable(handle):
+        return handle()
+    result = _checked(handle).engine.wait(handle.operation)
+    if handle.finish is not None:
+        handle.finish(result)
+    return result
+
+
+def _checked(handle: Handle) -> Handle:
+    if not isinstance(handle, Handle):
+        raise ConfigError(f"expected a handle, as the *_async functions return it; got {handle!r}")
+    return handle
+
+
+def join(device: int = -1) -> int:
+    """Say that this rank has no more data, and wait until all ranks have. Collective over all ranks.
+
+    Allreduces of the others go on without this rank: it counts for nothing in sums, products, minima and maxima, and
+    averages are over the ranks that are left (by Horovod's conventions over all, see `ringreduce.conventions`). Other
+    operations raise a `MismatchError` on the ranks that submit them. An optimizer's steps of the others leave this
+    rank's weights as they are: afterwards, broadcast those of the rank that joined last.
+
+    Args:
+        device: without meaning here, taken for Horovod's sake.
+
+    Returns:
+        The rank that joined last: it has seen all steps.
+    """
+    engine = global_process_set.engine
+    return cast(int, engine.wait(engine.join()))
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Return when all ranks of the set have called it. Collective."""
+    with Preparing("barrier", None, process_set) as prepare:
+        request = prepare.call("barrier", lambda communicator: None)
+    request.carry_out()
+
+
+# ---- requests ----
+
+
+class Request(NamedTuple):
+    """An operation that only has to be started.
+
+    Attributes:
+        operation: what is done.
+        process_set: the ranks that take part.
+        unique: whether its name must not be under way already.
+        finish: what `synchronize` calls with the result.
+    """
+
+    operation: Operation
+    process_set: ProcessSet
+    unique: bool
+    finish: Callable[[object], object] | None = None
+
+    def submit(self) -> Handle:
+        """Start it."""
+        engine = self.process_set.engine
+        engine.submit(self.operation, unique=self.unique)
+        return Handle(self.operation, engine, self.finish)
+
+    def carry_out(self) -> Any:
+        """Start it and wait for its result, on this thread: quicker than `submit` and `synchronize`."""
+        return self.process_set.engine.run(self.operation, unique=self.unique)
+
+
+class DeviceRequest(NamedTuple):
+    """A request for a function that works on a device, in the order that its caller's stream has.
+
+    Attributes:
+        key: the operation's name.
+        text: all that must agree, in words.
+        run: the function.
+        process_set: the ranks that take part.
+        unique: as for `Request`.
+        touched: the arrays that it reads and writes.
+        arrays: the framework's.
+    """
+
+    key: str
+    text: str
+    run: Callable[[Communicator], Any]
+    process_set: ProcessSet
+    unique: bool
+    touched: Sequence[Any]
+    arrays: Arrays
+
+    def submit(self) -> Handle:
+        """Start it, on another stream than the caller's."""
+        return self._request(*self.arrays.beside_callers_stream(self.run, self.touched)).submit()
+
+    def carry_out(self) -> Any:
+        """Start it on the caller's stream, and wait until it is enqueued there."""
+        return self._request(self.arrays.on_callers_stream(self.run, self.arrays.device_of(self.touched))).carry_out()
+
+    def _request(self, run: Callable[[Communicator], Any], finish: Callable[[object], object] | None = None) -> Request:
+        return Request(Call(self.key, self.text, run), self.process_set, self.unique, finish)
+
+
+class Preparing:
+    """A context in which the arguments of an operation become a request.
+
+    If that fails on this rank, the others hear of it when they come to the operation: it ends for them, too, and the
+    next ones belong together again.
+
+    Args:
+        kind: of collective; operations without a name are counted by it.
+        name: that the program gave the operation; None: it meets those of the other ranks in the order of their
+            submission.
+        process_set: the ranks that take part.
+
+    Raises:
+        ConfigError: the name is neither text nor None, and the others hear of it where they gave none; or the process
+            set is none, or is not registered, and all ranks hear of it.
+    """
+
+    __slots__ = ("_kind", "_name", "_process_set")
+
+    def __init__(self, kind: str, name: Any, process_set: Any) -> None:
+        self._kind, self._name, self._process_set = kind, name, process_set
+        named = name is None or isinstance(name, str)
+        if not (named and isinstance(process_set, ProcessSet) and process_set.process_set_id is not None):
+            with self:
+                require_process_set(process_set).included()  # raises unless it is registered
+                if not named:
+                    raise ConfigError(f"the name of an operation must be a str or None, got {shown(name)}")
+
+    def __enter__(self: _Context) -> _Context:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, Exception):
+            with suppress(ConfigError):  # no member, or no world: there is nobody to tell
+                key = self._key if isinstance(self._name, str) else unnamed(self._kind)
+                set_to_tell(self._process_set).engine.refuse(Refusal(key, self._kind, error))
+
+    def call(self, text: str, run: Callable[[Communicator], Any]) -> Request:
+        """Return a request for what a function of blocking collectives does; it is seen by the stall watch.
+
+        Args:
+            text: what this rank wants; must agree on all ranks.
+            run: takes the communicator; returns the result.
+        """
+        return self._request(Call(self._key, text, run))
+
+    def _request(self, operation: Operation) -> Request:
+        return Request(operation, self._process_set, self._name is not None)
+
+    @property
+    def _key(self) -> str:
+        return unnamed(self._kind) if self._name is None else cast(str, self._name)
+
+
+class PreparingArrays(Preparing):
+    """A context in which arrays become the request for a collective.
+
+    Every method raises `ConfigError` or `UnsupportedBufferError` at once for what could not be carried out later.
+
+    Args:
+        arrays: the framework's.
+        kind: as for `Preparing`.
+        name: as for `Preparing`.
+        process_set: as for `Preparing`.
+    """
+
+    __slots__ = ("_arrays",)
+
+    def __init__(self, arrays: Arrays, kind: str, name: str | None, process_set: ProcessSet) -> None:
+        self._arrays = arrays
+        super().__init__(kind, name, process_set)
+
+    def allreduce(
+        self,
+        sources: Sequence[Any],
+        targets: Sequence[Any],
+        op: Op,
+        prescale: float,
+        postscale: float,
+        result: Callable[[], Any] | None = None,
+        wire: str | None = None,
+    ) -> Request | DeviceRequest:
+        """Return a request to reduce one array, or several as one operation.
+
+        Args:
+            sources: this rank's.
+            targets: where results go; the same list, or others of the same shapes and dtypes.
+            op: `Adasum` and `ReproducibleSum` as well.
+            prescale: multiplies what goes in.
+            postscale: multiplies what comes out.
+            result: makes the operation's result when it is done; None: that is ``targets``.
+            wire: the format in which floating point numbers travel; None: as they are.
+        """
+        _require_some(sources)
+        arrays = self._arrays
+        prescale, postscale = real_number("prescale_factor", prescale), real_number("postscale_factor", postscale)
+        text = _allreduce_in_words(op, prescale, postscale, tuple([(each.shape, each.dtype) for each in sources]))
+        if wire is not None:
+            text = f"{text} as {wire}"
+        on_host = arrays.device_of(sources) is None and (targets is sources or arrays.device_of(targets) is None)
+        if not on_host:
+            text = f"{text} on {', '.join(map(arrays.place, sources))}"
+        before = None if prescale == 1.0 else partial(_scale, arrays, sources, prescale, targets)
+        after = result if postscale == 1.0 else partial(_scale, arrays, targets, postscale, targets, result)
+        given = sources if before is None else targets
+        reduce = _reduction_by_hand(arrays, op, wire)
+        if reduce is None:
+            kind = ReduceOp.parse(op)
+            if on_host:
+                return self._request(Reduction(self._key, text, kind, given, targets, before=before, after=after))
+            reduce = partial(arrays.reduce_on_device, op=kind)
+        self.require_usable(sources, targets)
+
+        def run(communicator: Communicator) -> Any:
+            if before is not None:
+                before()
+            reduce(communicator, sources=given, targets=targets)
+            return targets if after is None else after()
+
+        return self.call_on(text, run, sources, targets)
+
+    def allgather(self, sources: Sequence[Any], result: Callable[[list[Any]], Any]) -> Request | DeviceRequest:
+        """Return a request to concatenate arrays along their first dimension; ``result`` is given the list."""
+        self._require_rows(sources)
+        self.require_usable(sources)
+
+        def run(communicator: Communicator) -> Any:
+            return result([communicator.allgather(each) for each in sources])
+
+        return self.call_on(f"allgather({in_words(*sources, any_rows=True)})", run, sources)
+
+    def broadcast(self, values: Any, root: int, in_place: Any = None) -> Request | DeviceRequest:
+        """Return a request to broadcast from a rank of the set.
+
+        Args:
+            values: the root's are sent.
+            root: in the set.
+            in_place: what the user calls ``values``, if they are to be overwritten; None: they are not.
+        """
+        self.require_usable([values], [] if in_place is None else [values])
+
+        def run(communicator: Communicator) -> Any:
+            if in_place is None:
+                return communicator.broadcast(values, root)
+            communicator.broadcast(values, root, out=values)
+            return self._arrays.changed(in_place)
+
+        return self.call_on(f"broadcast(root {root}, {in_words(values)})", run, [values])
+
+    def alltoall(
+        self, values: Any, rows: list[int], result: Callable[[Any, list[int]], Any]
+    ) -> Request | DeviceRequest:
+        """Return a request to send so many rows to each rank; ``result`` is given what came, and rows from each."""
+        self.require_usable([values])
+
+        def run(communicator: Communicator) -> Any:
+            return result(*communicator.alltoall(values, rows))
+
+        return self.call_on(f"alltoall({in_words(values, any_rows=True)})", run, [values])
+
+    def reducescatter(
+        self,
+        sources: Sequence[Any],
+        op: Op,
+        prescale: float,
+        postscale: float,
+        result: Callable[[list[Any]], Any],
+    ) -> Request | DeviceRequest:
+        """Return a request to reduce arrays and scatter the results; ``result`` is given this rank's parts."""
+        if op == Adasum:
+            raise ConfigError("there is no reducescatter with Adasum, which looks at whole tensors; use allreduce")
+        kind = ReduceOp.parse(op)
+        prescale, postscale = real_number("prescale_factor", prescale), real_number("postscale_factor", postscale)
+        self._require_rows(sources)
+        self.require_usable(sources)
+
+        def run(communicator: Communicator) -> Any:
+            given = sources
+            if prescale != 1.0:
+                given = [self._arrays.empty_like(each) for each in sources]
+                _scale(self._arrays, sources, prescale, given)
+            parts = [communicator.reduce_scatter(each, kind) for each in given]
+            if postscale != 1.0:
+                _scale(self._arrays, parts, postscale, parts)
+            return result(parts)
+
+        text = f"reducescatter({kind.value}, {in_words(*sources)}, scaled by {prescale} and {postscale})"
+        return self.call_on(text, run, sources)
+
+    def call_on(
+        self, text: str, run: Callable[[Communicator], Any], sources: Sequence[Any], targets: Sequence[Any] = ()
+    ) -> Request | DeviceRequest:
+        """Return a request as `call` does, for a function that reads and writes arrays."""
+        touched = [*sources, *targets]
+        if self._arrays.device_of(touched) is None:
+            return self.call(text, run)
+        named = self._name is not None
+        return DeviceRequest(self._key, text, run, self._process_set, named, touched, self._arrays)
+
+    def row_counts(self, array: Any, splits: Any) -> list[int]:
+        """Return how many rows of an array go to each rank of the set in an alltoall; None: equal parts."""
+        self._require_rows([array])
+        given = splits.tolist() if hasattr(splits, "tolist") else splits
+        return row_counts(given, array.shape[0], self._process_set.size())
+
+    def group(self, values: Any) -> list[Any]:
+        """Return the arrays of a group as a list, each as it is `without_graph`."""
+        values = listed(values)
+        self.require(*values)
+        return [self._arrays.without_graph(each) for each in values]
+
+    def require(self, *values: object) -> None:
+        """Raise `UnsupportedBufferError` unless all are arrays of the framework."""
+        for each in values:
+            if not self._arrays.is_array(each):
+                raise UnsupportedBufferError(
+                    f"expected {self._arrays.expected}, got {type(each).__name__}; pass {self._arrays.conversion}, or "
+                    "call the function of ringreduce itself, which takes NumPy arrays, too"
+                )
+
+    def require_usable(self, sources: Sequence[Any], targets: Sequence[Any] = ()) -> None:
+        """Check that this rank can read the sources, and store results in the targets."""
+        communicator = self._process_set.engine.communicator
+        for source in sources:
+            self._arrays.require_usable(communicator, source)
+        for target in targets:
+            self._arrays.require_usable(communicator, target, writable=True)
+
+    def _require_rows(self, values: Sequence[Any]) -> None:
+        _require_some(values)
+        self.require(*values)
+        if any(len(each.shape) == 0 for each in values):
+            raise UnsupportedBufferError(f"{self._kind} needs tensors with at least one dimension, got a scalar")
+
+
+# ---- how allreduces are carried out ----
+
+
+def _scale(
+    arrays: Arrays,
+    sources: Sequence[Any],
+    factor: float,
+    targets: Sequence[Any],
+    result: Callable[[], Any] | None = None,
+) -> Any:
+    for source, target in zip(sources, targets, strict=True):
+        arrays.scale(source, factor, target)
+    return targets if result is None else result()
+
+
+def _reduction_by_hand(arrays: Arrays, op: Op, wire: str | None) -> Callable[..., object] | None:
+    """Return what reduces arrays where that is more than a `Reduction`, which may travel with others."""
+    if wire is None and op not in (Adasum, ReproducibleSum):
+        return None
+
+    def reduce(communicator: Communicator, sources: Sequence[Any], targets: Sequence[Any]) -> None:
+        _scale(arrays, sources, 1.0, targets)
+        if op == Adasum:
+            with arrays.on_host(targets) as lent:
+                adasum(communicator, lent)
+        elif op == ReproducibleSum:
+            with arrays.on_host(targets) as lent:
+                for each in lent:
+                    reproducible_allreduce(communicator, each, out=each)
+        else:
+            for each in targets:
+                floating = DTYPES[dtype_name(each.dtype)].kind == "float"
+                communicator.allreduce(each, op, out=each, wire=wire if floating else None)
+
+    return reduce
+
+
+# ---- arguments ----
+
+
+def set_to_tell(process_set: object) -> ProcessSet:
+    """Return who hears of wrong arguments: the ranks of the process set, all if it is none or is not registered."""
+    registered = isinstance(process_set, ProcessSet) and process_set.process_set_id is not None
+    return cast(ProcessSet, process_set) if registered else global_process_set
+
+
+def require_process_set(process_set: object) -> ProcessSet:
+    """Return it; raise `ConfigError` unless it is a process set."""
+    if not isinstance(process_set, ProcessSet):
+        raise ConfigError(
+            f"process_set must be a ProcessSet, as add_process_set([0, 1]) returns it, got {process_set!r}"
+        )
+    return process_set
+
+
+def _require_some(group: Sequence[Any]) -> None:
+    if not group:
+        raise ConfigError("a group must have at least one tensor")
+
+
+def chosen_op(op: Op | None, average: bool | None) -> Op:
+    """Return the reduce op from it and from the argument by which it was said before there were several."""
+    if average is not None:
+        if op is not None:
+            raise ConfigError("give op or average, not both")
+        warnings.warn("average= is deprecated; say op=Average or op=Sum", DeprecationWarning, stacklevel=4)
+        return AVERAGE if average else SUM
+    if op is None:
+        return AVERAGE
+    return op if op in (Adasum, ReproducibleSum) else ReduceOp.parse(op)
+
+
+def listed(arrays: Any) -> Sequence[Any]:
+    """Return the arrays of a group, which may come from a generator, as a sequence.
+
+    Raises:
+        ConfigError: it is no group.
+    """
+    if type(arrays) is list or type(arrays) is tuple:
+        return arrays
+    if hasattr(arrays, "shape") or not isinstance(arrays, Iterable):
+        raise ConfigError(f"a group is a list of tensors, got one of type {type(arrays).__name__}; pass [tensor]")
+    return list(arrays)
+
+
+# ---- arrays in words ----
+
+
+@lru_cache(maxsize=4096)
+def _allreduce_in_words(op: Op, prescale: float, postscale: float, arrays: tuple[tuple[Any, Any], ...]) -> str:
+    kind = "allreduce" if len(arrays) == 1 else "grouped allreduce"
+    word = op if isinstance(op, str) else op.value
+    words = ", ".join(_in_words(shape, dtype) for shape, dtype in arrays)
+    scales = f", scaled by {prescale} and {postscale}" if (prescale, postscale) != (1.0, 1.0) else ""
+    return f"{kind}({word}, {words}{scales})"
+
+
+def in_words(*arrays: Any, any_rows: bool = False) -> str:
+    """Return the shapes and dtypes of arrays; with a star for rows that may differ between ranks."""
+    return ", ".join(_in_words(["*", *each.shape[1:]] if any_rows else each.shape, each.dtype) for each in arrays)
+
+
+def _in_words(dims: Sequence[int | str], dtype: object) -> str:
+    return f"{'x'.join(map(str, dims)) if dims else 'scalar'} {dtype_name(dtype)}"
+
+
+def dtype_name(dtype: Any) -> str:
+    """Return NumPy's name for a dtype of any library: ``"float32"``."""
+    return getattr(dtype, "name", None) or str(dtype).rpartition(".")[2]

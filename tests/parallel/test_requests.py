@@ -1,0 +1,179 @@
+"""What a binding is made of, on a framework that is described in these lines: NumPy, on a device that is pretended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ringreduce as rr
+from ringreduce.training.differentiable import Differentiable
+from ringreduce.training.parameters import broadcast_parameters, require_same_arrays
+from ringreduce.training.requests import Adasum, PreparingArrays, ReproducibleSum, poll, synchronize
+
+Run = Callable[[Any], Any]
+
+
+class NumpyArrays:
+    """An `Arrays`; with a device, everything seems to be on it.
+
+    Attributes:
+        log: what was asked of the device.
+        tape: the adjoints of what was differentiated, last first.
+    """
+
+    expected = "a NumPy array"
+    conversion = "np.asarray(...)"
+    empty_like = staticmethod(np.empty_like)
+    zeros_like = staticmethod(np.zeros_like)
+
+    def __init__(self, device: str | None = None) -> None:
+        self.device = device
+        self.log: list[str] = []
+        self.tape: list[Callable[[Sequence[Any]], Sequence[Any]]] = []
+
+    def is_array(self, value: object) -> bool:
+        return isinstance(value, np.ndarray)
+
+    def require_usable(self, communicator: rr.Communicator, array: Any, *, writable: bool = False) -> None:
+        if writable and not array.flags.writeable:
+            raise rr.UnsupportedBufferError("the array is read-only")
+
+    def without_graph(self, array: Any) -> Any:
+        return array
+
+    def scale(self, source: Any, factor: float, target: Any) -> None:
+        target[...] = source * factor
+
+    def changed(self, array: Any) -> Any:
+        return array
+
+    def differentiable(self, run: Run, rule: Callable[[], Any], arrays: Sequence[Any]) -> Sequence[Any]:
+        self.tape.insert(0, rule())
+        results: Sequence[Any] = run(arrays)
+        return results
+
+    def device_of(self, arrays: Sequence[Any]) -> str | None:
+        return self.device if arrays else None
+
+    def place(self, array: Any) -> str:
+        return self.device or "cpu"
+
+    def on_host(self, arrays: Sequence[Any]) -> Any:
+        return nullcontext(arrays)
+
+    def reduce_on_device(self, communicator: rr.Communicator, op: Any, sources: Any, targets: Any) -> None:
+        self.log.append("reduce")
+        for source, target in zip(sources, targets, strict=True):
+            communicator.allreduce(source, op, out=target)
+
+    def on_callers_stream(self, run: Run, device: Any) -> Run:
+        self.log.append(f"on the stream of {device}")
+        return run
+
+    def beside_callers_stream(self, run: Run, arrays: Sequence[Any]) -> tuple[Run, Callable[[object], object]]:
+        self.log.append("beside it")
+        return run, lambda result: self.log.append("joined")
+
+
+@pytest.fixture(params=[None, "gpu"])
+def arrays(request: pytest.FixtureRequest) -> NumpyArrays:
+    """Arrays in host memory, and such that seem to be elsewhere."""
+    return NumpyArrays(request.param)
+
+
+def preparing(arrays: Any, kind: str, name: str | None = None) -> PreparingArrays:
+    return PreparingArrays(arrays, kind, name, rr.global_process_set)
+
+
+def test_allreduces(arrays: Any, world: rr.Communicator) -> None:
+    """New and in place, scaled before and after, one and a group, waited for and not."""
+    mine, more = np.full(5, world.rank + 1.0), np.arange(3.0)
+    new = [np.empty_like(mine), np.empty_like(more)]
+    with preparing(arrays, "allreduce", "a name") as prepare:
+        request = prepare.allreduce([mine, more], new, rr.SUM, 0.5, 4.0)
+    handle = request.submit()
+    result = synchronize(handle)
+    total = world.size * (world.size + 1) / 2
+    assert poll(handle)
+    assert [each is other for each, other in zip(result, new, strict=True)] == [True, True]
+    assert new[0].tolist() == [2 * total] * 5
+    assert new[1].tolist() == [0.0, 2.0 * world.size, 4.0 * world.size]
+    with preparing(arrays, "allreduce") as prepare:
+        request = prepare.allreduce([mine], [mine], rr.SUM, 1.0, 1.0, lambda: "done")
+    assert request.carry_out() == "done"
+    assert mine.tolist() == [total] * 5
+    if arrays.device is not None:
+        assert arrays.log == ["beside it", "reduce", "joined", "on the stream of gpu", "reduce"]
+
+
+@pytest.mark.parametrize(("op", "wire"), [(Adasum, None), (ReproducibleSum, None), (rr.SUM, "bf16")])
+def test_reductions_by_hand(arrays: Any, world: rr.Communicator, op: Any, wire: str | None) -> None:
+    """Equal arrays combine to themselves, or to their sum; what is given stays as it is."""
+    mine, new = np.arange(4, dtype=np.float32), np.empty(4, np.float32)
+    with preparing(arrays, "allreduce") as prepare:
+        request = prepare.allreduce([mine], [new], op, 2.0, 1.0, wire=wire)
+    request.carry_out()
+    assert mine.tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert np.allclose(new, 2 * mine * (1 if op == Adasum else world.size))
+
+
+def test_the_other_collectives(arrays: Any, world: rr.Communicator) -> None:
+    """Their results are those of the blocking collectives."""
+    size, rank = world.size, world.rank
+    mine = np.arange(size * 2.0).reshape(size * 2, 1) + rank
+    with preparing(arrays, "allgather") as prepare:
+        request = prepare.allgather([mine[: rank + 1]], list)
+    (gathered,) = request.carry_out()
+    assert len(gathered) == size * (size + 1) // 2
+    with preparing(arrays, "broadcast") as prepare:
+        request = prepare.broadcast(mine, size - 1)
+    assert request.carry_out()[0, 0] == size - 1
+    assert mine[0, 0] == rank
+    with preparing(arrays, "alltoall") as prepare:
+        request = prepare.alltoall(mine, prepare.row_counts(mine, None), lambda result, rows: (result, list(rows)))
+    result, rows = request.carry_out()
+    assert (len(result), rows) == (2 * size, [2] * size)
+    with preparing(arrays, "reducescatter") as prepare:
+        request = prepare.reducescatter([mine], rr.SUM, 0.5, 2.0, list)
+    (part,) = request.carry_out()
+    assert np.array_equal(part, world.reduce_scatter(mine))
+
+
+def test_gradients_follow_the_rules(arrays: Any, world: rr.Communicator) -> None:
+    """The inner product of what comes out and its gradient is that of what goes in and its own, summed over ranks."""
+    size, rank = world.size, world.rank
+    rng = np.random.default_rng(rank)
+    mine = rng.standard_normal((size, 2))
+    collectives: dict[str, Callable[[Differentiable], Any]] = {
+        "allreduce": lambda on: on.allreduce([mine], rr.SUM, 0.5, 3.0)[0],
+        "allgather": lambda on: on.allgather([mine[:1]])[0],
+        "broadcast": lambda on: on.broadcast(mine, size - 1),
+        "alltoall": lambda on: on.alltoall(mine, [1] * size)[0],
+        "reducescatter": lambda on: on.reducescatter([mine], rr.SUM, 2.0, 1.0)[0],
+    }
+    for kind, collective in collectives.items():
+        result = collective(Differentiable(arrays, None, rr.global_process_set))
+        gradient = rng.standard_normal(result.shape)
+        (backwards,) = arrays.tape[0]([gradient])
+        given = mine[:1] if kind == "allgather" else mine
+        products = np.array([(result * gradient).sum(), (given * backwards).sum()])
+        forward, backward = world.allreduce(products)
+        assert forward == pytest.approx(backward), kind
+
+
+def test_parameters_are_compared_and_broadcast(arrays: Any, world: rr.Communicator) -> None:
+    """By name, whatever the order of a dict; shapes that differ are named by all ranks."""
+    names = ["a", "b"] if world.rank else ["b", "a"]
+    mine = {name: np.full(2, world.rank + ord(name)) for name in names}
+    broadcast_parameters(arrays, mine, world.size - 1, rr.global_process_set)
+    assert {name: each.tolist() for name, each in mine.items()} == {
+        name: [world.size - 1 + ord(name)] * 2 for name in names
+    }
+    if world.size > 1:
+        different = [("w", np.ones(1 + (world.rank == 0)))]
+        with pytest.raises(rr.MismatchError, match=r"test: tensor 0 is w, shape \(2,\), float64, on "):
+            require_same_arrays(arrays, world, "test", different, devices=True)
