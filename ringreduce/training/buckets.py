@@ -50,7 +50,7 @@ class Bucket:
     def __init__(self, framework: Parameters, parameters: Sequence[Any], communicator: Communicator) -> None:
         self._framework, self._communicator = framework, communicator
         kinds = [framework.kind(parameter) for parameter in parameters]
-        starts = list(accumulate(map(padded, (nbytes for _, nbytes in kinds)), initial=0))
+        starts = list(accumulate(map(_padded, (nbytes for _, nbytes in kinds)), initial=0))
         self.flat, self.slots = framework.lay_out(communicator, parameters, starts)
         itemsize = starts[-1] // max(len(self.flat), 1) or 1
         self.places = [slice(start // itemsize, end // itemsize) for start, end in pairwise(starts)]
@@ -269,7 +269,7 @@ class Buckets:
         for parameter in unique:
             kind, nbytes = self._framework.kind(parameter)
             group = self._groups.get(id(parameter))
-            items.append(((kind, group), padded(nbytes) if group is None else 0))  # a group's bucket is never full
+            items.append(((kind, group), _padded(nbytes) if group is None else 0))  # a group's bucket is never full
         for members in plan(items, self._nbytes):
             bucket = Bucket(self._framework, [unique[index] for index in members], self._communicator)
             self._give_reducer(len(self._buckets), bucket)
@@ -278,6 +278,6 @@ class Buckets:
             bucket.collect_at_once()
 
 
-def padded(nbytes: int) -> int:
+def _padded(nbytes: int) -> int:
     """Return how many bytes of a bucket a gradient of so many bytes takes."""
     return -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES

@@ -35,7 +35,6 @@ ROWS = (
     ("elastic",),
     ("training",),
     ("__init__",),  # the façade, `import ringreduce`: shows what is below and is used by what is above
-    ("training",),
     ("torch",),
     ("cli", "horovod"),
     ("__main__", "testing"),
