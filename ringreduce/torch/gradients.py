@@ -88,6 +88,10 @@ class TorchParameters:
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
 
+    def require_usable(self, parameters: Sequence[torch.Tensor]) -> None:
+        for number in {parameter.device.index for parameter in parameters if parameter.is_cuda}:
+            self._communicator.gpu.staging(number)
+
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         return parameter.grad
 

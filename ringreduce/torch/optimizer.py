@@ -6,34 +6,26 @@ import math
 import sys
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
-from time import perf_counter
 from types import FrameType, MethodType
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from ringreduce.adasum import adasum
-from ringreduce.arguments import CheckingArguments, real_number, whole_number
-from ringreduce.communicator import Communicator
-from ringreduce.engine import Call, Operation, Reduction
+from ringreduce.arguments import whole_number
 from ringreduce.errors import ConfigError, UnsupportedBufferError
-from ringreduce.process_sets import ProcessSet, connect
-from ringreduce.reduce_ops import AVERAGE, MAX, SUM, ReduceOp
-from ringreduce.runtime import config, global_process_set
+from ringreduce.process_sets import ProcessSet
+from ringreduce.reduce_ops import AVERAGE, SUM, ReduceOp
+from ringreduce.runtime import global_process_set
 from ringreduce.torch.arrays import TENSORS
 from ringreduce.torch.compression import BucketCompression, Compression, Compressor
 from ringreduce.torch.gradients import TorchParameters
-from ringreduce.torch.streams import on_host
-from ringreduce.training.compression import signature_of
-from ringreduce.training.gradients import Gradients
-from ringreduce.training.parameters import hyperparameters, require_same_arrays
-from ringreduce.training.requests import Adasum, ReproducibleSum, require_process_set, set_to_tell
-from ringreduce.transport.memory import MemoryWorld
+from ringreduce.training.optimizer import Named, Options, Training, checked_names
+from ringreduce.training.parameters import hyperparameters
+from ringreduce.training.requests import Adasum, require_process_set
 
 __all__ = ["DistributedOptimizer"]
 
@@ -146,43 +138,36 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # Optimizer.__init__ is not called: it would make parameter groups, state and hooks of its own. Whatever it
         # would have set is the wrapped optimizer's, by the properties and __getattr__ below.
         self._optimizer = optimizer
-        self._process_set = set_to_tell(process_set)
-        self._take_place()
-        with _checking_meeting(self._communicator, _KIND):
+        self._training = training = Training(_KIND, process_set, TENSORS, TorchParameters)
+        with training.checking(_KIND):
             require_process_set(process_set).included()  # raises unless it is registered
             _require_optimizer(optimizer, sparse_as_dense=sparse_as_dense)
-            self._adasum = op == Adasum
-            self._op = _checked_op(op)
-            gradient_predivide_factor = real_number("gradient_predivide_factor", gradient_predivide_factor)
-            if not 0.0 < gradient_predivide_factor < math.inf:
-                raise ConfigError(
-                    f"gradient_predivide_factor must be a positive number, got {gradient_predivide_factor}"
-                )
-            if gradient_predivide_factor != 1.0 and (self._op is not AVERAGE or self._adasum):
-                raise ConfigError("gradient_predivide_factor is a part of averaging; use it with op=Average")
-            self._names = _checked_names(optimizer, named_parameters)
-            if bucket_nbytes is None:
-                bucket_nbytes = self._communicator.config.bucket_nbytes
-            self._sparse_as_dense = sparse_as_dense
-            self._overlap = overlap
-            if reduce_in not in ("step", "backward"):
-                raise ConfigError(f'reduce_in is "step" or "backward", got {reduce_in!r}')
-            self._in_backward = reduce_in == "backward"
-            self._options: dict[str, Any] = {
-                "bucket_nbytes": whole_number("bucket_nbytes", bucket_nbytes, 1),
-                "compression": _checked_compression(compression),
-                "predivide_factor": gradient_predivide_factor,
-                "groups": _checked_groups(self._parameters(), num_groups if groups is None else groups),
-                "skip_unused": skip_unused or isinstance(optimizer, torch.optim.SparseAdam),
-            }
-            self._synchronized = False
-            # A GradScaler that has made it reduce a step's gradients, and what that notes about the step.
-            self._scaler: tuple[weakref.ref[Any], dict[str, Any]] | None = None
-            self._skipping = False
-            self._waited_s = 0.0
-            self.backward_passes_per_step = whole_number("backward_passes_per_step", backward_passes_per_step, 1)
-            self._use_gpus()
-        self._register()
+            options = Options.checked(
+                training.communicator.config,
+                self._parameters(),
+                op=op,
+                passes=backward_passes_per_step,
+                compression=None if compression is Compression.none else compression,
+                predivide_factor=gradient_predivide_factor,
+                groups=num_groups if groups is None else groups,
+                bucket_nbytes=bucket_nbytes,
+                skip_unused=skip_unused or isinstance(optimizer, torch.optim.SparseAdam),
+                overlap=overlap,
+                reduce_in=reduce_in,
+            )
+            if isinstance(named_parameters, torch.nn.Module):
+                named_parameters = named_parameters.named_parameters()
+            # Neither of these refers to the wrapper, so that hooks end with it.
+            self._named = partial(_named_parameters, optimizer, checked_names(self._parameters(), named_parameters))
+            settings = partial(hyperparameters, optimizer)
+            TorchParameters(training.communicator).require_usable(self._parameters())
+        self._op, self._adasum = options.op, options.adasum
+        self._sparse_as_dense = sparse_as_dense
+        self._synchronized = False
+        # A GradScaler that has made it reduce a step's gradients, and what that notes about the step.
+        self._scaler: tuple[weakref.ref[Any], dict[str, Any]] | None = None
+        self._skipping = False
+        training.begin(type(optimizer).__name__, self._named, options, settings)
         self._unwatch = _watch(optimizer, self)
 
     # ---- training ----
@@ -200,14 +185,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             What the wrapped optimizer returns: with a closure, the loss, reduced over the ranks like the gradients.
         """
         self.rejoin()
-        if self._adasum and self._communicator.size > 1:
+        if self._adasum and not self._training.alone:
             return self._adasum_step(closure)
         if closure is not None:
             result = self._step_wrapped(partial(self._evaluate, closure))
             self._synchronized, self._scaler = False, None
             return result
-        if not (self._skipping or self._reduced_for_scaler()) and self._gradients.pending:
-            if self._synchronized and self._communicator.size > 1:
+        if not (self._skipping or self._reduced_for_scaler()) and self._training.gradients.pending:
+            if self._synchronized and not self._training.alone:
                 again = "adds them up" if self._op is SUM else "averages them"
                 warnings.warn(
                     f"step() after synchronize() {again} a second time; call it within skip_synchronize()", stacklevel=2
@@ -219,7 +204,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients. None costs less memory traffic than zeros, here as well."""
         self._synchronized, self._scaler = False, None
-        with self._gradients.clearing():
+        with self._training.gradients.clearing():
             self._optimizer.zero_grad(set_to_none)
 
     def synchronize(self) -> None:
@@ -238,8 +223,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for parameter in self._parameters():
                 if parameter.grad is not None and parameter.grad.is_sparse:
                     parameter.grad = parameter.grad.to_dense()
-        if self._communicator.size > 1 and not self._adasum and self._gradients.pending:
-            self._gradients.reduce()
+        if not (self._training.alone or self._adasum) and self._training.gradients.pending:
+            self._training.gradients.reduce()
         self._synchronized = True
 
     @contextmanager
@@ -263,8 +248,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: it is not a positive whole number.
         """
-        self.backward_passes_per_step = whole_number("backward_passes_per_step", passes, 1)
-        self._gradients.passes = self.backward_passes_per_step
+        self._training.gradients.passes = whole_number("backward_passes_per_step", passes, 1)
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """How many backward passes come before each step."""
+        return self._training.gradients.passes
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backward passes only add up gradients, on this rank, as in torch's DDP.
@@ -272,7 +261,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         They are none of the ``backward_passes_per_step``. To be used for all passes of a step but the last, or for one
         whose gradients are not for the next step.
         """
-        return self._gradients.no_sync()
+        return self._training.gradients.no_sync()
 
     def rejoin(self) -> None:
         """Go on in the world there is now, if ``shutdown()`` and ``init()`` came since the last time. Collective.
@@ -284,26 +273,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             MismatchError: the ranks have different parameters.
         """
-        process_set = self._process_set
-        if process_set.process_set_id is None:
-            return
-        if process_set.engine is self._engine if process_set.included() else self._alone:
-            return
-        self._take_place()
-        with _checking_meeting(self._communicator, _KIND):
-            self._use_gpus()
-        self._waited_s = self.communication_s  # the new ones count from zero
-        self._register()
+        self._training.rejoin()
 
     @property
     def communication_s(self) -> float:
         """Seconds that this rank has spent in collectives of this optimizer, waiting for others included."""
-        return self._waited_s + self._gradients.ranks.seconds
+        return self._training.seconds
 
     @property
     def _parameter_names(self) -> dict[torch.Tensor, str]:
         """What errors call the parameters, by parameter; by Horovod's name, under which libraries look for it."""
-        return {parameter: name for name, parameter in self._named_parameters()}
+        return {parameter: name for name, parameter in self._named()}
 
     # ---- the wrapped optimizer ----
 
@@ -352,11 +332,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         groups = self._optimizer.param_groups
         before = len(groups)
         try:
-            with _checking_meeting(self._communicator, f"{_KIND}.add_param_group"):
+            with self._training.checking(f"{_KIND}.add_param_group"):
                 self._optimizer.add_param_group(param_group)
                 _require_parameters(self._parameters())
-                self._use_gpus()
-            self._require_agreement()
+                TorchParameters(self._training.communicator).require_usable(self._parameters())
+            self._training.require_agreement()
         except Exception:
             del groups[before:]
             raise
@@ -364,7 +344,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def compression_error(self) -> float:
         """The largest relative error that compressing a bucket of gradients made on this rank in the last step."""
-        return self._gradients.compression_error
+        return self._training.gradients.compression_error
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state, as it would save it itself, and what compression keeps on this rank.
@@ -373,13 +353,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         saved on every rank.
         """
         state: dict[str, Any] = self._optimizer.state_dict()
-        kept = {
-            number: {name: torch.from_numpy(array) for name, array in each.items()}
-            for number, each in self._gradients.state_dict().items()
-        }
-        if kept:
-            place = {"rank": self._communicator.rank, "size": self._communicator.size}
-            state[_COMPRESSION] = {**place, "buckets": kept}
+        if kept := self._training.state_dict():
+            buckets = kept["buckets"].items()
+            tensors = {
+                number: {name: torch.from_numpy(array) for name, array in each.items()} for number, each in buckets
+            }
+            state[_COMPRESSION] = {**kept, "buckets": tensors}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -391,14 +370,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         kept = state_dict.get(_COMPRESSION)
         self._optimizer.load_state_dict({name: value for name, value in state_dict.items() if name != _COMPRESSION})
         if kept is None:
-            self._gradients.load_state_dict({})
-        elif (kept["rank"], kept["size"]) == (self._communicator.rank, self._communicator.size):
-            self._gradients.load_state_dict(
-                {
-                    number: {name: tensor.cpu().numpy() for name, tensor in each.items()}
-                    for number, each in kept["buckets"].items()
-                }
-            )
+            self._training.gradients.load_state_dict({})
+            return
+        buckets = kept["buckets"].items()
+        arrays = {number: {name: each.cpu().numpy() for name, each in tensors.items()} for number, tensors in buckets}
+        self._training.load_state_dict(kept["rank"], kept["size"], arrays)
 
     def __getattr__(self, name: str) -> Any:
         # Reached for what is not found here: the wrapped optimizer's hooks and whatever its class adds.
@@ -411,7 +387,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         how = Adasum if self._adasum else self._op.value
-        return f"DistributedOptimizer({how} over {self._communicator.size} ranks of {self._optimizer!r})"
+        return f"DistributedOptimizer({how} over {self._training.communicator.size} ranks of {self._optimizer!r})"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -435,7 +411,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._adasum:
             self._share_overflows()
             return
-        if not self._gradients.pending:
+        if not self._training.gradients.pending:
             return
         noted = scaler._per_optimizer_states[id(self)]
         # A method of a class made of it may look, and then call the one of GradScaler, which looks again.
@@ -453,14 +429,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _share_overflows(self) -> None:
         """Make this rank's gradients overflow if those of any rank do; what Adasum reduces comes after the step."""
-        if self._communicator.size == 1:
+        if self._training.alone:
             return
         grads = [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
         values = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
-        found = torch.tensor([not all(bool(value.isfinite().all()) for value in values)], device="cpu")
-        overflow = Reduction(f"{self._name}: overflow", "overflow of gradients", MAX, [found], [found])
-        self._run(overflow, f"the overflows of {self._described}")
-        if found and grads:
+        if self._training.any_rank(not all(bool(value.isfinite().all()) for value in values)) and grads:
             grads[0].mul_(math.inf)
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
@@ -468,18 +441,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         loss = closure()
         if not self._skipping:
             self.synchronize()
-        if self._communicator.size == 1 or not isinstance(loss, (torch.Tensor, int, float)):
+        if self._training.alone or not isinstance(loss, (torch.Tensor, int, float)):
             return loss
-        common = torch.as_tensor(loss).detach().to("cpu", torch.float64, copy=True)
-        mean = Reduction(f"{self._name}: loss", "loss of a closure", self._op, [common], [common])
-        self._run(mean, f"the loss of a closure of {self._described}")
-        return common.to(loss.device, loss.dtype) if isinstance(loss, torch.Tensor) else common.item()
-
-    def _run(self, operation: Operation, title: str) -> None:
-        operation.title = title
-        started = perf_counter()
-        self._process_set.engine.run(operation)
-        self._waited_s += perf_counter() - started
+        common = self._training.reduce_loss(float(loss))
+        return torch.full_like(loss, common, requires_grad=False) if isinstance(loss, torch.Tensor) else common
 
     def _step_wrapped(self, *closure: Callable[[], Any]) -> Any:
         """Let the wrapped optimizer step, which is no mistake then."""
@@ -497,9 +462,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         result = self._step_wrapped() if closure is None else self._step_wrapped(closure)
         with torch.no_grad():
             changes = [parameter - start for parameter, start in zip(parameters, before, strict=True)]
-            with on_host(changes) as lent:
-                combine = Call(f"{self._name}: step", "step with Adasum", lambda ranks: adasum(ranks, lent))
-                self._run(combine, f"the step of {self._described}")
+            self._training.combine(changes)
             for parameter, start, change in zip(parameters, before, changes, strict=True):
                 parameter.copy_(start + change)
         self._synchronized = False
@@ -508,78 +471,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _parameters(self) -> list[torch.Tensor]:
         return _parameters_of(self._optimizer)
 
-    def _take_place(self) -> None:
-        """Find the ranks to train with; a process that is no member of the set trains alone."""
-        self._alone = not self._process_set.included()
-        if self._alone:
-            parts = connect(lambda waiter: MemoryWorld(1).messages(0), config())
-            self._communicator, self._engine = parts.communicator, parts.engine
-            weakref.finalize(self, parts.close).atexit = False
-        else:
-            self._communicator, self._engine = self._process_set.communicator, self._process_set.engine
-
-    def _use_gpus(self) -> None:
-        """Find out whether this process can use the GPUs on which parameters are. Local."""
-        for number in {parameter.device.index for parameter in self._parameters() if parameter.is_cuda}:
-            self._engine.communicator.gpu.staging(number)
-
-    def _register(self) -> None:
-        """Make the buckets, and let the engine know what to do in a step. Collective."""
-        self._name = f"{_KIND}'s"
-        self._require_agreement()
-        optimizer, communicator = self._optimizer, self._engine.communicator
-        on_gpu = any(parameter.is_cuda for parameter in self._parameters())
-        overlap = on_gpu or not communicator.topology.single_node if self._overlap is None else self._overlap
-        options = {**self._options}
-        compression = options.pop("compression")
-        # Nothing of this refers to the wrapper, so that hooks end with it.
-        self._gradients = Gradients(
-            TorchParameters(communicator),
-            self._engine,
-            partial(_parameters_of, optimizer),
-            partial(_name_of, optimizer, self._names),
-            type(optimizer).__name__,
-            self._over,
-            op=self._op,
-            compression=None if compression is Compression.none else compression,
-            overlap=overlap and not self._adasum,
-            in_backward=self._in_backward and not self._adasum,
-            passes=self.backward_passes_per_step,
-            settings=partial(hyperparameters, optimizer),
-            **options,
-        )
-
-    def _require_agreement(self) -> None:
-        op = Adasum if self._adasum else self._op.value
-        options = {"op": op, "backward_passes_per_step": self.backward_passes_per_step}
-        groups = self._options["groups"]
-        options |= {
-            "bucket_nbytes": self._options["bucket_nbytes"],
-            "compression": signature_of(self._options["compression"]),
-            "gradient_predivide_factor": self._options["predivide_factor"],
-            "groups": [groups.get(id(parameter)) for parameter in self._parameters()] if groups else None,
-            "overlap": self._overlap,
-            "reduce_in": "backward" if self._in_backward else "step",
-        }
-        named = self._named_parameters()
-        require_same_arrays(TENSORS, self._communicator, _KIND, named, devices=True, options=options)
-        what = f"{len(named)} parameters, {named[0][0]} to {named[-1][0]}" if named else "no parameters"
-        self._over = what
-        self._described = f"{type(self._optimizer).__name__} over {what}"
-
-    def _named_parameters(self) -> list[tuple[str, torch.Tensor]]:
-        return _named_parameters(self._optimizer, self._names)
-
     def _stepped_by_itself(self) -> None:
         """Warn, once, of a step of the wrapped optimizer with gradients that were not reduced."""
-        if self._communicator.size == 1 or self._skipping:
+        if self._training.alone or self._skipping:
             return
         if self._synchronized:
             self._synchronized = False  # for one step
             return
         self._unwatch()
         warnings.warn(
-            f"step() of {self._described} was called, and not step() of the DistributedOptimizer that wraps it: its "
+            f"step() of {self._training.described} was called, and not step() of the DistributedOptimizer that wraps it: its "
             "gradients are those of this rank alone, so that the ranks' weights drift apart; call step() of the "
             "DistributedOptimizer (or, if this is meant, within its skip_synchronize())",
             stacklevel=4,
@@ -590,17 +491,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
 _DistributedOptimizer = DistributedOptimizer
 
 
-def _named_parameters(
-    optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]
-) -> list[tuple[str, torch.Tensor]]:
+def _named_parameters(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Named:
     return [
-        (names.get(parameter, f"parameter {index}"), parameter)
+        (names.get(id(parameter), f"parameter {index}"), parameter)
         for index, parameter in enumerate(_parameters_of(optimizer))
     ]
-
-
-def _name_of(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], parameter: torch.Tensor) -> str:
-    return next(name for name, each in _named_parameters(optimizer, names) if each is parameter)
 
 
 class _StepWatch:
@@ -629,15 +524,6 @@ def _watch(optimizer: torch.optim.Optimizer, wrapper: DistributedOptimizer) -> C
     unwatch = weakref.finalize(wrapper, hook.remove)
     unwatch.atexit = False
     return unwatch
-
-
-def _checking_meeting(communicator: Communicator, call: str) -> CheckingArguments:
-    """Return a context for what is done to arguments before the first collective of a call. Collective.
-
-    If it fails on one rank, it fails on all: the others get a `MismatchError` with the reason, and all have the call
-    behind them.
-    """
-    return CheckingArguments(partial(communicator.refuse, call), partial(communicator.meet, call))
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -679,78 +565,3 @@ def _require_parameters(parameters: Iterable[torch.Tensor]) -> None:
             raise UnsupportedBufferError(
                 f"parameter {index} has no shape yet: wrap the optimizer after the first forward pass of a lazy module"
             )
-
-
-def _checked_op(op: ReduceOp | str) -> ReduceOp:
-    """Return how gradients are reduced; of what Adasum does, how losses are."""
-    if op == Adasum:
-        return AVERAGE
-    kind = None
-    with suppress(ConfigError):
-        kind = ReduceOp.parse(op)
-    if kind not in (AVERAGE, SUM):
-        word = op.value if isinstance(op, ReduceOp) else op
-        hint = "; RINGREDUCE_DETERMINISTIC=1 fixes the order of sums" if op == ReproducibleSum else ""
-        raise ConfigError(
-            f"DistributedOptimizer can average or sum gradients (op Average or Sum), or use Adasum; got op {word}{hint}"
-        )
-    return kind
-
-
-def _checked_compression(
-    compression: type[Compressor] | type[BucketCompression] | BucketCompression,
-) -> type[Compressor] | BucketCompression:
-    """Return a compression; one that takes settings, and was given without, with those it has by itself."""
-    if isinstance(compression, type):
-        if issubclass(compression, Compressor) or hasattr(compression, "compress"):
-            return cast("type[Compressor]", compression)
-        if hasattr(compression, "reducer"):
-            return compression()
-    elif isinstance(compression, BucketCompression):
-        return compression
-    raise ConfigError(f"compression is one of hvd.Compression, or a Compressor class; got {compression!r}")
-
-
-def _checked_names(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[torch.Tensor, str]:
-    """Return the name of each parameter, nothing if none were given."""
-    if named_parameters is None:
-        return {}
-    if isinstance(named_parameters, torch.nn.Module):
-        named_parameters = named_parameters.named_parameters()
-    elif isinstance(named_parameters, Mapping):
-        named_parameters = named_parameters.items()
-    pairs: list[Any] = list(named_parameters) if isinstance(named_parameters, Iterable) else [named_parameters]
-    if not all(isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
-        raise ConfigError("named_parameters must be (name, parameter) pairs, as from model.named_parameters()")
-    twice = sorted(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
-    if twice:
-        raise ConfigError(f"named_parameters uses names more than once: {', '.join(twice)}")
-    names = {parameter: name for name, parameter in pairs}
-    unnamed = sum(parameter not in names for group in optimizer.param_groups for parameter in group["params"])
-    if unnamed:
-        raise ConfigError(
-            f"named_parameters leaves {unnamed} of the optimizer's parameters without a name; name all or none"
-        )
-    return names
-
-
-def _checked_groups(parameters: Sequence[torch.Tensor], groups: Any) -> dict[int, int]:
-    """Return the group of each parameter that has one, by id."""
-    if groups is None:
-        return {}
-    if isinstance(groups, torch.Tensor) or not isinstance(groups, Iterable):
-        number = whole_number("groups (or num_groups), unless it is lists of parameters,", groups, 0)
-        length = -(-len(parameters) // number) if number else 0
-        return {id(parameter): index // length for index, parameter in enumerate(parameters)} if number else {}
-    known = set(map(id, parameters))
-    found: dict[int, int] = {}
-    for index, group in enumerate(groups):
-        if isinstance(group, torch.Tensor):
-            raise ConfigError(f"groups are lists of parameters, but number {index} is a parameter; write [[...], ...]")
-        for parameter in group:
-            if id(parameter) not in known:
-                raise ConfigError(f"group {index} holds something that is no parameter of the optimizer")
-            if id(parameter) in found:
-                raise ConfigError(f"a parameter is in groups {found[id(parameter)]} and {index}; it can be in one")
-            found[id(parameter)] = index
-    return found

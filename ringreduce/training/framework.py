@@ -243,6 +243,14 @@ class Parameters(Protocol):
     Parameters are whatever the framework calls so; they are told apart by ``id``. Gradients are its arrays.
     """
 
+    def require_usable(self, parameters: Sequence[Any]) -> None:
+        """Check that this process can use the devices on which parameters are. Local.
+
+        Raises:
+            UnsupportedBufferError: it cannot.
+        """
+        ...
+
     def gradient(self, parameter: Any) -> Any:
         """Return the gradient; None: there is none."""
         ...

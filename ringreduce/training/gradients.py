@@ -79,8 +79,7 @@ class Gradients:
     Args:
         framework: the gradients'.
         engine: of the ranks that train together.
-        parameters: returns all of the optimizer's, in registration order; their number is equal on all ranks.
-        name_of: says what errors call a parameter.
+        named: returns names and parameters, all of the optimizer's, in registration order; equal on all ranks.
         kind: of the optimizer, for errors.
         over: its parameters, for errors; the same on all ranks.
         op: `AVERAGE` or `SUM`.
@@ -105,8 +104,7 @@ class Gradients:
         self,
         framework: Parameters,
         engine: Engine,
-        parameters: Callable[[], Sequence[Any]],
-        name_of: Callable[[Any], str],
+        named: Callable[[], Sequence[tuple[str, Any]]],
         kind: str,
         over: str,
         *,
@@ -122,7 +120,7 @@ class Gradients:
         settings: Callable[[], Mapping[str, str]] | None = None,
     ) -> None:
         self._framework, self._engine = framework, engine
-        self._parameters, self._name_of = parameters, name_of
+        self._named = named
         self._described = described = f"{kind} over {over}"
         self._op = op
         self._compressor = None if has_reducers(compression) else compression
@@ -238,6 +236,9 @@ class Gradients:
 
     # ---- inside ----
 
+    def _parameters(self) -> list[Any]:
+        return [parameter for _, parameter in self._named()]
+
     def _watch(self) -> None:
         """Have the framework say when it adds to gradients that are not watched yet, as long as that is of use."""
         if self._engine.communicator.size > 1 and (self._overlap.watching or self._in_backward):
@@ -283,7 +284,7 @@ class Gradients:
             self._buckets.clear()
         if UNSUPPORTED in agreed.found:
             raise UnsupportedBufferError(
-                f"the gradient of {self._name_of(parameters[agreed.found.index(UNSUPPORTED)])} is neither on the CPU nor "
+                f"the gradient of {self._named()[agreed.found.index(UNSUPPORTED)][0]} is neither on the CPU nor "
                 "on a GPU that can be used (one for each process), or of a layout that is neither strided nor sparse "
                 "COO, on some rank"
             )

@@ -52,7 +52,13 @@ def make_gradients(engine: Engine, parameters: list[Any], op: rr.ReduceOp, bucke
     """The gradients of parameters, on one rank of several."""
     framework = TorchParameters(engine.communicator)
     return Gradients(
-        framework, engine, lambda: parameters, str, "SGD", "parameters", op=op, bucket_nbytes=bucket_nbytes
+        framework,
+        engine,
+        lambda: [("?", parameter) for parameter in parameters],
+        "SGD",
+        "parameters",
+        op=op,
+        bucket_nbytes=bucket_nbytes,
     )
 
 

@@ -1,0 +1,384 @@
+"""What a distributed optimizer has to do with the other ranks, in any framework."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ringreduce.adasum import adasum
+from ringreduce.arguments import CheckingArguments, real_number, shown, whole_number
+from ringreduce.communicator import Communicator
+from ringreduce.config import Config
+from ringreduce.engine import Call, Engine, Operation, Reduction
+from ringreduce.errors import ConfigError
+from ringreduce.process_sets import connect
+from ringreduce.reduce_ops import AVERAGE, MAX, SUM, ReduceOp
+from ringreduce.runtime import config
+from ringreduce.training.compression import State, has_reducers, signature_of
+from ringreduce.training.framework import Arrays, Parameters
+from ringreduce.training.gradients import Gradients
+from ringreduce.training.parameters import require_same_arrays
+from ringreduce.training.requests import Adasum, Op, ReproducibleSum, set_to_tell
+from ringreduce.transport.memory import MemoryWorld
+
+__all__ = ["Named", "Options", "Training", "checked_names"]
+
+_Value = TypeVar("_Value")
+
+#: Names and parameters, in registration order.
+Named = Sequence[tuple[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How gradients are reduced. All must agree on all ranks.
+
+    Attributes:
+        op: `AVERAGE` or `SUM`; with Adasum, how losses are reduced.
+        adasum: whether it is Adasum that combines what steps change.
+        passes: how many backward passes come before each step.
+        compression: as for `Gradients`; an object without effect stands for none.
+        predivide_factor, groups, bucket_nbytes, skip_unused: as for `Gradients`.
+        overlap: likewise; None: if there are several nodes, or some parameter is on a device.
+        reduce_in: ``"step"`` or ``"backward"``.
+    """
+
+    op: ReduceOp
+    adasum: bool
+    passes: int
+    compression: Any
+    predivide_factor: float
+    groups: Mapping[int, int]
+    bucket_nbytes: int
+    skip_unused: bool
+    overlap: bool | None
+    reduce_in: str
+
+    @classmethod
+    def checked(
+        cls,
+        settings: Config,
+        parameters: Sequence[Any],
+        *,
+        op: Op = AVERAGE,
+        passes: Any = 1,
+        compression: Any = None,
+        predivide_factor: Any = 1.0,
+        groups: Any = None,
+        bucket_nbytes: Any = None,
+        skip_unused: bool = False,
+        overlap: bool | None = None,
+        reduce_in: Any = "step",
+    ) -> Options:
+        """Return options from what a user gave.
+
+        Args:
+            settings: say what a user left open.
+            parameters: all of the optimizer's.
+            op: Adasum as well.
+            passes: likewise an attribute.
+            compression: also the class of a compression that takes settings, for those it has by itself.
+            predivide_factor: likewise an attribute.
+            groups: lists of parameters, or the number of lists to make.
+            bucket_nbytes: None: as the settings say.
+            skip_unused: likewise an attribute.
+            overlap: likewise an attribute.
+            reduce_in: likewise an attribute.
+
+        Raises:
+            ConfigError: one is wrong, or two do not go together.
+        """
+        kind = _checked_op(op)
+        factor = real_number("gradient_predivide_factor", predivide_factor)
+        if not 0.0 < factor < math.inf:
+            raise ConfigError(f"gradient_predivide_factor must be a positive number, got {factor}")
+        if factor != 1.0 and (kind is not AVERAGE or op == Adasum):
+            raise ConfigError("gradient_predivide_factor is a part of averaging; use it with op=Average")
+        if reduce_in not in ("step", "backward"):
+            raise ConfigError(f'reduce_in is "step" or "backward", got {shown(reduce_in)}')
+        nbytes = settings.bucket_nbytes if bucket_nbytes is None else bucket_nbytes
+        return cls(
+            op=kind,
+            adasum=op == Adasum,
+            passes=whole_number("backward_passes_per_step", passes, 1),
+            compression=_checked_compression(compression),
+            predivide_factor=factor,
+            groups=_checked_groups(parameters, groups),
+            bucket_nbytes=whole_number("bucket_nbytes", nbytes, 1),
+            skip_unused=skip_unused,
+            overlap=overlap,
+            reduce_in=reduce_in,
+        )
+
+    def in_words(self, parameters: Sequence[Any]) -> dict[str, object]:
+        """Return what must agree, by the names that users know, to be compared as it is printed."""
+        return {
+            "op": Adasum if self.adasum else self.op.value,
+            "backward_passes_per_step": self.passes,
+            "bucket_nbytes": self.bucket_nbytes,
+            "compression": signature_of(self.compression),
+            "gradient_predivide_factor": self.predivide_factor,
+            "groups": [self.groups.get(id(each)) for each in parameters] if self.groups else None,
+            "overlap": self.overlap,
+            "reduce_in": self.reduce_in,
+        }
+
+
+class Training:
+    """The part that one optimizer takes in the training of all ranks of a process set.
+
+    A process that is no member of the set trains alone.
+
+    Args:
+        kind: what errors call the wrapper.
+        process_set: the ranks that train together.
+        arrays: the framework's.
+        bind: makes the framework's `Parameters`.
+
+    Attributes:
+        communicator: the ranks; for what is done before the first step.
+        gradients: of the optimizer; from `begin` on.
+        described: what errors call the optimizer; likewise.
+    """
+
+    gradients: Gradients
+    described: str
+
+    def __init__(
+        self, kind: str, process_set: object, arrays: Arrays, bind: Callable[[Communicator], Parameters]
+    ) -> None:
+        self._kind = kind
+        self._process_set = set_to_tell(process_set)
+        self._arrays, self._bind = arrays, bind
+        self._waited_s = 0.0
+        self._take_place()
+
+    def checking(self, call: str) -> CheckingArguments:
+        """Return a context for what is done to arguments before the first collective of a call. Collective.
+
+        If it fails on one rank, it fails on all: the others get a `MismatchError` with the reason, and all have the
+        call behind them.
+        """
+        communicator = self.communicator
+        return CheckingArguments(partial(communicator.refuse, call), partial(communicator.meet, call))
+
+    def begin(
+        self,
+        optimizer: str,
+        named: Callable[[], Named],
+        options: Options,
+        settings: Callable[[], Mapping[str, str]] | None,
+    ) -> None:
+        """Find out that the ranks train the same parameters in the same way, and watch their gradients. Collective.
+
+        Args:
+            optimizer: what errors call it: its class.
+            named: returns all of its parameters. Neither this nor ``settings`` may keep the wrapper alive.
+            options: how gradients are reduced.
+            settings: as for `Gradients`.
+
+        Raises:
+            MismatchError: the ranks have different parameters or options.
+        """
+        self._optimizer, self._named, self.options, self._settings = optimizer, named, options, settings
+        over = self.require_agreement()
+        engine, topology = self._engine, self._engine.communicator.topology
+        parameters = [parameter for _, parameter in named()]
+        on_device = self._arrays.device_of(parameters) is not None
+        overlap = on_device or not topology.single_node if options.overlap is None else options.overlap
+        self.gradients = Gradients(
+            self._bind(engine.communicator),
+            engine,
+            named,
+            optimizer,
+            over,
+            op=options.op,
+            bucket_nbytes=options.bucket_nbytes,
+            compression=options.compression,
+            predivide_factor=options.predivide_factor,
+            groups=options.groups,
+            skip_unused=options.skip_unused,
+            overlap=overlap and not options.adasum,
+            in_backward=options.reduce_in == "backward" and not options.adasum,
+            passes=options.passes,
+            settings=settings,
+        )
+
+    def require_agreement(self) -> str:
+        """Return what the parameters are called, once all ranks have the same ones. Collective.
+
+        Raises:
+            MismatchError: they have not.
+        """
+        named = self._named()
+        options = self.options.in_words([parameter for _, parameter in named])
+        require_same_arrays(self._arrays, self.communicator, self._kind, named, devices=True, options=options)
+        over = f"{len(named)} parameters, {named[0][0]} to {named[-1][0]}" if named else "no parameters"
+        self.described = f"{self._optimizer} over {over}"
+        return over
+
+    def rejoin(self) -> bool:
+        """Go on in the world there is now, if ``shutdown()`` and ``init()`` came since the last time. Collective.
+
+        What compression has kept is lost: it was of other buckets, and perhaps of other ranks. Does nothing while the
+        process set is not registered.
+
+        Returns:
+            Whether they did.
+
+        Raises:
+            MismatchError: the ranks have different parameters.
+        """
+        process_set = self._process_set
+        if process_set.process_set_id is None:
+            return False
+        if process_set.engine is self._engine if process_set.included() else self._alone:
+            return False
+        self._waited_s = self.seconds  # the new ones count from zero
+        self._take_place()
+        with self.checking(self._kind):
+            self._bind(self._engine.communicator).require_usable([parameter for _, parameter in self._named()])
+        self.begin(self._optimizer, self._named, self.options, self._settings)
+        return True
+
+    @property
+    def seconds(self) -> float:
+        """Spent in collectives of this optimizer, waiting for others included."""
+        return self._waited_s + self.gradients.ranks.seconds
+
+    @property
+    def alone(self) -> bool:
+        """Whether there are no other ranks."""
+        return self.communicator.size == 1
+
+    def reduce_loss(self, loss: float) -> float:
+        """Return the loss of a closure, reduced like gradients: in float64. Collective."""
+        common = np.array([loss], np.float64)
+        mean = Reduction(f"loss of {self._kind}", "loss of a closure", self.options.op, [common], [common])
+        self._run(mean, f"the loss of a closure of {self.described}")
+        return float(common[0])
+
+    def any_rank(self, answer: bool) -> bool:
+        """Return whether any rank has found an overflow. Collective."""
+        found = np.array([answer])
+        overflow = Reduction(f"overflow of {self._kind}", "overflow of gradients", MAX, [found], [found])
+        self._run(overflow, f"the overflows of {self.described}")
+        return bool(found[0])
+
+    def combine(self, changes: Sequence[Any]) -> None:
+        """Combine what the steps of all ranks have changed by Adasum, each array by itself, in place. Collective."""
+        with self._arrays.on_host(changes) as lent:
+            call = Call(f"step of {self._kind}", "step with Adasum", lambda ranks: adasum(ranks, lent))
+            self._run(call, f"the step of {self.described}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what compression keeps on this rank: by ``buckets``, with ``rank`` and ``size``; empty if nothing."""
+        kept = self.gradients.state_dict()
+        return {"rank": self.communicator.rank, "size": self.communicator.size, "buckets": kept} if kept else {}
+
+    def load_state_dict(self, rank: int, size: int, buckets: Mapping[int, State]) -> None:
+        """Go on from what `state_dict` has returned; what was kept on another rank, or among others, is left out."""
+        if (rank, size) == (self.communicator.rank, self.communicator.size):
+            self.gradients.load_state_dict(buckets)
+
+    def _run(self, operation: Operation, title: str) -> None:
+        operation.title = title
+        started = perf_counter()
+        self._engine.run(operation)
+        self._waited_s += perf_counter() - started
+
+    def _take_place(self) -> None:
+        """Find the ranks to train with."""
+        process_set = self._process_set
+        self._alone = not process_set.included()
+        self.communicator: Communicator
+        self._engine: Engine
+        if self._alone:
+            parts = connect(lambda waiter: MemoryWorld(1).messages(0), config())
+            self.communicator, self._engine = parts.communicator, parts.engine
+            weakref.finalize(self, parts.close).atexit = False
+        else:
+            self.communicator, self._engine = process_set.communicator, process_set.engine
+
+
+def checked_names(parameters: Sequence[Any], named: Any) -> dict[int, str]:
+    """Return the name of each parameter, by id; nothing if none were given.
+
+    Args:
+        parameters: all of the optimizer's.
+        named: names and parameters, as pairs or as a mapping; None.
+
+    Raises:
+        ConfigError: it is neither; or names are missing or used twice.
+    """
+    if named is None:
+        return {}
+    if isinstance(named, Mapping):
+        named = named.items()
+    pairs: list[Any] = list(named) if isinstance(named, Iterable) else [named]
+    if not all(isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
+        raise ConfigError("named_parameters must be (name, parameter) pairs, as from model.named_parameters()")
+    twice = sorted(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
+    if twice:
+        raise ConfigError(f"named_parameters uses names more than once: {', '.join(twice)}")
+    names = {id(parameter): name for name, parameter in pairs}
+    unnamed = sum(id(parameter) not in names for parameter in parameters)
+    if unnamed:
+        raise ConfigError(
+            f"named_parameters leaves {unnamed} of the optimizer's parameters without a name; name all or none"
+        )
+    return names
+
+
+def _checked_op(op: Op) -> ReduceOp:
+    if op == Adasum:
+        return AVERAGE
+    kind = None
+    with suppress(ConfigError):
+        kind = ReduceOp.parse(op)
+    if kind not in (AVERAGE, SUM):
+        word = op.value if isinstance(op, ReduceOp) else op
+        hint = "; RINGREDUCE_DETERMINISTIC=1 fixes the order of sums" if op == ReproducibleSum else ""
+        raise ConfigError(
+            f"DistributedOptimizer can average or sum gradients (op Average or Sum), or use Adasum; got op {word}{hint}"
+        )
+    return kind
+
+
+def _checked_compression(compression: Any) -> Any:
+    if compression is None or hasattr(compression, "compress"):
+        return compression
+    if has_reducers(compression):
+        return compression() if isinstance(compression, type) else compression
+    raise ConfigError(f"compression is one of hvd.Compression, or a Compressor class; got {compression!r}")
+
+
+def _checked_groups(parameters: Sequence[Any], groups: Any) -> dict[int, int]:
+    """Return the group of each parameter that has one, by id."""
+    if groups is None:
+        return {}
+    if hasattr(groups, "shape") or not isinstance(groups, Iterable):
+        number = whole_number("groups (or num_groups), unless it is lists of parameters,", groups, 0)
+        length = -(-len(parameters) // number) if number else 0
+        return {id(parameter): index // length for index, parameter in enumerate(parameters)} if number else {}
+    known = set(map(id, parameters))
+    found: dict[int, int] = {}
+    for index, group in enumerate(groups):
+        if hasattr(group, "shape"):
+            raise ConfigError(f"groups are lists of parameters, but number {index} is a parameter; write [[...], ...]")
+        for parameter in group:
+            if id(parameter) not in known:
+                raise ConfigError(f"group {index} holds something that is no parameter of the optimizer")
+            if id(parameter) in found:
+                raise ConfigError(f"a parameter is in groups {found[id(parameter)]} and {index}; it can be in one")
+            found[id(parameter)] = index
+    return found
