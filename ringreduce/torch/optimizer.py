@@ -276,6 +276,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._training.rejoin()
 
     @property
+    def overlaps(self) -> bool:
+        """Whether complete buckets are reduced during the backward pass by now."""
+        return self._training.gradients.overlaps
+
+    @property
     def communication_s(self) -> float:
         """Seconds that this rank has spent in collectives of this optimizer, waiting for others included."""
         return self._training.seconds
@@ -443,8 +448,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.synchronize()
         if self._training.alone or not isinstance(loss, (torch.Tensor, int, float)):
             return loss
-        common = self._training.reduce_loss(float(loss))
-        return torch.full_like(loss, common, requires_grad=False) if isinstance(loss, torch.Tensor) else common
+        common = torch.as_tensor(loss).detach().to("cpu", torch.float64, copy=True)
+        self._training.reduce_loss(common.numpy())
+        return common.to(loss.device, loss.dtype) if isinstance(loss, torch.Tensor) else common.item()
 
     def _step_wrapped(self, *closure: Callable[[], Any]) -> Any:
         """Let the wrapped optimizer step, which is no mistake then."""

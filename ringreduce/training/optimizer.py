@@ -13,6 +13,7 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from ringreduce.adasum import adasum
 from ringreduce.arguments import CheckingArguments, real_number, shown, whole_number
@@ -125,7 +126,7 @@ class Options:
             "op": Adasum if self.adasum else self.op.value,
             "backward_passes_per_step": self.passes,
             "bucket_nbytes": self.bucket_nbytes,
-            "compression": signature_of(self.compression),
+            "compression": "none" if self.compression is None else signature_of(self.compression),
             "gradient_predivide_factor": self.predivide_factor,
             "groups": [self.groups.get(id(each)) for each in parameters] if self.groups else None,
             "overlap": self.overlap,
@@ -260,12 +261,10 @@ class Training:
         """Whether there are no other ranks."""
         return self.communicator.size == 1
 
-    def reduce_loss(self, loss: float) -> float:
-        """Return the loss of a closure, reduced like gradients: in float64. Collective."""
-        common = np.array([loss], np.float64)
-        mean = Reduction(f"loss of {self._kind}", "loss of a closure", self.options.op, [common], [common])
+    def reduce_loss(self, loss: npt.NDArray[np.float64]) -> None:
+        """Reduce the loss of a closure like gradients, in place. Collective."""
+        mean = Reduction(f"loss of {self._kind}", "loss of a closure", self.options.op, [loss], [loss])
         self._run(mean, f"the loss of a closure of {self.described}")
-        return float(common[0])
 
     def any_rank(self, answer: bool) -> bool:
         """Return whether any rank has found an overflow. Collective."""

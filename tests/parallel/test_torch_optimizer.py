@@ -692,7 +692,7 @@ def test_ranks_with_different_parameters_are_told_at_once() -> None:
         (lambda rank, _: {"overlap": rank == 0}, "overlap=True"),
         (lambda rank, _: {"gradient_predivide_factor": 2.0 + rank}, "gradient_predivide_factor=2.0"),
         (lambda rank, _: {"compression": hvd.Compression.powersgd(rank=1 + rank)}, r"compression=PowerSGD\(rank=1"),
-        (lambda rank, _: {"compression": hvd.Compression.fp16 if rank else hvd.Compression.none}, "=NoneCompressor"),
+        (lambda rank, _: {"compression": hvd.Compression.fp16 if rank else hvd.Compression.none}, "=none"),
         (lambda rank, model: {"groups": [[list(model.parameters())[rank % 2]]]}, "groups=.0, None, None, None"),
     ],
 )

@@ -278,7 +278,7 @@ def test_a_sum_that_was_added_to_is_refused() -> None:
         backward()
         with pytest.raises(rr.ConfigError, match="backward_passes_per_step"):
             optimizer.step()
-        assert not optimizer._gradients.overlaps
+        assert not optimizer.overlaps
         plainly(model, optimizer, backward)
 
     for weight in train(True, steps, op=hvd.Sum):
@@ -296,8 +296,8 @@ def test_buckets_are_reduced_during_the_last_backward_pass(passes: int) -> None:
             for number in range(passes):
                 assert under_way(optimizer) == 0
                 backward()
-            assert under_way(optimizer) == (0 if step < 2 else len(optimizer._gradients._buckets) > 1) * len(
-                optimizer._gradients._buckets
+            assert under_way(optimizer) == (0 if step < 2 else len(optimizer._training.gradients._buckets) > 1) * len(
+                optimizer._training.gradients._buckets
             )
             optimizer.step()
 
@@ -308,7 +308,7 @@ def test_buckets_are_reduced_during_the_last_backward_pass(passes: int) -> None:
 
 def under_way(optimizer: Any) -> int:
     """How many buckets were submitted since the last step."""
-    return sum(each.part is not None for each in optimizer._gradients._overlap._buckets)
+    return sum(each.part is not None for each in optimizer._training.gradients._overlap._buckets)
 
 
 def steps_of(passes: int) -> Callable[..., None]:
@@ -334,7 +334,7 @@ def test_a_program_that_changes_its_gradients_is_told(overlap: bool, caplog: pyt
             backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
             optimizer.step()
-            assert not optimizer._gradients.overlaps
+            assert not optimizer.overlaps
         assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
 
     train(overlap, steps)
