@@ -8,8 +8,8 @@ operations work, unless the operation had no name and the ranks submitted it fro
 nobody can tell which of them belong together, and every later one raises a `TransportError`, until `shutdown()` and
 `init()`.
 
-Tensors may lie on the CPU or on this rank's GPU, and results lie where the input does. In an allreduce each tensor lies
-on the CPU or on the GPU on all ranks alike; elsewhere the ranks may differ. On a GPU, an operation comes after what the
+Tensors may be on the CPU or on this rank's GPU, and results are where the input is. In an allreduce each tensor is on
+the CPU or on the GPU on all ranks alike; elsewhere the ranks may differ. On a GPU, an operation comes after what the
 caller has enqueued on its current stream, and what the caller enqueues there after the call (or after `synchronize`)
 comes after the operation; nobody waits for the device where the data does not go through the host. `Adasum`,
 `ReproducibleSum` and all but allreduces do go through it. Operations on a GPU do not travel with others, unless they
@@ -26,8 +26,8 @@ All functions raise, besides what they list:
 
 * `UnsupportedBufferError`: a tensor cannot be used. At the call; it counts as one that does not agree, so the other
   ranks get a `MismatchError` with the reason when they submit theirs, and what was said above holds for later ones.
-* `ConfigError`: the name is under way, or an argument makes no sense. Likewise. (Of a name
-  that is no str, those ranks hear that gave none.)
+* `ConfigError`: the name is under way, or an argument makes no sense. Likewise. (Ranks that gave no name hear of a name
+  that is no str.)
 * `CollectiveTimeoutError`, `PeerLostError`, `ShutdownError`: a rank does not submit the operation in time, or never.
 """
 
@@ -59,7 +59,6 @@ from ringreduce.training.requests import (
     chosen_op,
     in_words,
     join,
-    listed,
     poll,
     synchronize,
 )
@@ -202,8 +201,7 @@ def grouped_allreduce(
     """
     with preparing("allreduce", name, process_set) as prepare:
         how = chosen_op(op, average), prescale_factor, postscale_factor, _wire(compression)
-        tensors = listed(tensors)
-        prepare.require(*tensors)
+        tensors = prepare.listed(tensors)
         sent, contexts = zip(*map(compression.compress, tensors), strict=True) if tensors else ((), ())
     reduced = _differentiable(name, process_set).allreduce(sent, *how)
     return [compression.decompress(each, context) for each, context in zip(reduced, contexts, strict=True)]
@@ -267,8 +265,8 @@ def _allreduce(
 ) -> Request | DeviceRequest:
     """Return a request to reduce tensors out of autograd's sight; with ``first`` its result is not a list."""
     with preparing("allreduce", name, process_set) as prepare:
-        tensors = listed(tensors)
-        sources = prepare.group(tensors)
+        tensors = prepare.listed(tensors)
+        sources = [TENSORS.without_graph(each) for each in tensors]
         targets = sources if in_place else [torch.empty_like(each) for each in sources]
         result = partial(_results, tensors if in_place else targets, first=first, changed=in_place)
         return prepare.allreduce(sources, targets, chosen_op(op, average), prescale, postscale, result)
@@ -355,8 +353,7 @@ def grouped_allgather(
 ) -> list[torch.Tensor]:
     """Gather several tensors as one operation; see `allgather`. Collective."""
     with preparing("allgather", name, process_set) as prepare:
-        tensors = listed(tensors)
-        prepare.require(*tensors)
+        tensors = prepare.listed(tensors)
     return list(_differentiable(name, process_set).allgather(tensors))
 
 
@@ -513,8 +510,7 @@ def grouped_reducescatter(
     with preparing("reducescatter", name, process_set) as prepare:
         if (wire := _wire(compression)) is not None:
             raise ConfigError(f"reducescatter does not travel in {wire}; use Compression.none, fp16 or bf16")
-        tensors = listed(tensors)
-        prepare.require(*tensors)
+        tensors = prepare.listed(tensors)
         sent, contexts = zip(*map(compression.compress, tensors), strict=True) if tensors else ((), ())
     parts = _differentiable(name, process_set).reducescatter(sent, op, prescale_factor, postscale_factor)
     return [compression.decompress(each, context) for each, context in zip(parts, contexts, strict=True)]

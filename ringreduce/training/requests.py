@@ -39,7 +39,6 @@ __all__ = [
     "dtype_name",
     "in_words",
     "join",
-    "listed",
     "poll",
     "require_process_set",
     "set_to_tell",
@@ -227,8 +226,7 @@ class Preparing:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, Exception):
             with suppress(ConfigError):  # no member, or no world: there is nobody to tell
-                key = self._key if isinstance(self._name, str) else unnamed(self._kind)
-                set_to_tell(self._process_set).engine.refuse(Refusal(key, self._kind, error))
+                set_to_tell(self._process_set).engine.refuse(Refusal(self._key, self._kind, error))
 
     def call(self, text: str, run: Callable[[Communicator], Any]) -> Request:
         """Return a request for what a function of blocking collectives does; it is seen by the stall watch.
@@ -244,7 +242,7 @@ class Preparing:
 
     @property
     def _key(self) -> str:
-        return unnamed(self._kind) if self._name is None else cast(str, self._name)
+        return self._name if isinstance(self._name, str) else unnamed(self._kind)
 
 
 class PreparingArrays(Preparing):
@@ -398,11 +396,17 @@ class PreparingArrays(Preparing):
         given = splits.tolist() if hasattr(splits, "tolist") else splits
         return row_counts(given, array.shape[0], self._process_set.size())
 
+    def listed(self, values: Any) -> Sequence[Any]:
+        """Return the arrays of a group, which may come from a generator, as a sequence."""
+        if hasattr(values, "shape") or not isinstance(values, Iterable):
+            raise ConfigError(f"a group is a list of tensors, got one of type {type(values).__name__}; pass [tensor]")
+        listed = values if isinstance(values, (list, tuple)) else list(values)
+        self.require(*listed)
+        return listed
+
     def group(self, values: Any) -> list[Any]:
         """Return the arrays of a group as a list, each as it is `without_graph`."""
-        values = listed(values)
-        self.require(*values)
-        return [self._arrays.without_graph(each) for each in values]
+        return [self._arrays.without_graph(each) for each in self.listed(values)]
 
     def require(self, *values: object) -> None:
         """Raise `UnsupportedBufferError` unless all are arrays of the framework."""
@@ -498,19 +502,6 @@ def chosen_op(op: Op | None, average: bool | None) -> Op:
     if op is None:
         return AVERAGE
     return op if op in (Adasum, ReproducibleSum) else ReduceOp.parse(op)
-
-
-def listed(arrays: Any) -> Sequence[Any]:
-    """Return the arrays of a group, which may come from a generator, as a sequence.
-
-    Raises:
-        ConfigError: it is no group.
-    """
-    if type(arrays) is list or type(arrays) is tuple:
-        return arrays
-    if hasattr(arrays, "shape") or not isinstance(arrays, Iterable):
-        raise ConfigError(f"a group is a list of tensors, got one of type {type(arrays).__name__}; pass [tensor]")
-    return list(arrays)
 
 
 # ---- arrays in words ----
