@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from ringreduce.communicator import Communicator
 from ringreduce.errors import TransportError, UnsupportedBufferError
 from ringreduce.torch.streams import Handover, current_stream, gpu_of, on_host, working_on
-from ringreduce.training.framework import DENSE, NO_GRADIENT, SPARSE, UNSUPPORTED, Watcher
+from ringreduce.training.framework import DENSE, NO_GRADIENT, SPARSE, UNSUPPORTED, Parameters, Watcher
 
 __all__ = ["Slot", "TorchParameters"]
 
@@ -78,7 +78,7 @@ class Slot:
         return sys.getrefcount(self.place) + _storage_uses(storage._cdata)
 
 
-class TorchParameters:
+class TorchParameters(Parameters):
     """The gradients of torch's parameters, for one optimizer.
 
     Args:

@@ -1,7 +1,8 @@
 """What ringreduce has to know of a framework: the page to read first for whoever binds another one.
 
-A framework has arrays and, for training, gradients. `Arrays` describes the arrays; `ringreduce.torch.arrays` is the
-model of one that is complete. With it, a collective of the binding is a few lines:
+A framework has arrays and, for training, parameters with gradients. `Arrays` describes the former, `Parameters` the
+latter; `ringreduce.torch.arrays` and `ringreduce.torch.gradients` are complete, `ringreduce.testing.toy` is small. With
+an `Arrays`, a collective of the binding is a few lines:
 
     preparing = partial(PreparingArrays, ARRAYS)  # of ringreduce.training.requests
 
@@ -17,6 +18,11 @@ Names, negotiation, fusion, errors and `join` come from below. So do, in the oth
 `barrier`, gradients through collectives, parameters that are broadcast and compared, elastic training, and objects,
 for which a binding enters its arrays in `ringreduce.training.objects.REDUCERS`.
 
+With a `Parameters`, an optimizer is what a `Training` of `ringreduce.training.optimizer` does with the other ranks: it
+calls `Training.begin` when it is made, `Gradients.reduce` before each step, and, from the framework's hooks, the methods
+of a `Watcher` around each backward pass. Their methods are local, touch the framework's arrays and call nothing of
+ringreduce but `Communicator.empty`. What must come out, `ringreduce.testing.training` checks on any binding.
+
 Arrays have a ``shape`` (a tuple of whole numbers) and a ``dtype`` (that prints as NumPy's or torch's do); both can be
 hashed. Memory is read and written by `ringreduce.buffers`, which takes NumPy arrays, torch tensors, CuPy arrays and
 what has a ``__cuda_array_interface__``. A framework with memory of another kind passes NumPy views of it.
@@ -25,12 +31,13 @@ what has a ``__cuda_array_interface__``. A framework with memory of another kind
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 import numpy.typing as npt
 
 from ringreduce.communicator import Communicator
+from ringreduce.errors import UnsupportedBufferError
 from ringreduce.reduce_ops import ReduceOp
 
 __all__ = [
@@ -155,7 +162,7 @@ class Arrays(Protocol):
         ...
 
 
-#: What `Parameters.found` finds. A sparse gradient is `SPARSE` plus the number of its sparse dimensions.
+#: What `Parameters.found` returns. A sparse gradient is `SPARSE` plus the number of its sparse dimensions.
 NO_GRADIENT, DENSE, SPARSE, UNSUPPORTED = 0, 1, 2, 255
 
 
@@ -238,18 +245,12 @@ class Removable(Protocol):
 
 
 class Parameters(Protocol):
-    """The operations of one framework on parameters and gradients.
+    """The operations of one framework on parameters and their gradients.
 
-    Parameters are whatever the framework calls so; they are told apart by ``id``. Gradients are its arrays.
+    Parameters are whatever the framework calls so, and are told apart by ``id``; gradients are its arrays. What has a
+    body here is right for a framework in host memory whose gradients are dense: a binding that derives from this
+    writes the others, and those where its framework can do more.
     """
-
-    def require_usable(self, parameters: Sequence[Any]) -> None:
-        """Check that this process can use the devices on which parameters are. Local.
-
-        Raises:
-            UnsupportedBufferError: it cannot.
-        """
-        ...
 
     def gradient(self, parameter: Any) -> Any:
         """Return the gradient; None: there is none."""
@@ -259,20 +260,8 @@ class Parameters(Protocol):
         """Make an array, or None, the gradient."""
         ...
 
-    def found(self, parameter: Any) -> int:
-        """Return `NO_GRADIENT`, `DENSE`, `SPARSE` plus the sparse dimensions, or `UNSUPPORTED`."""
-        ...
-
-    def is_trainable(self, parameter: Any) -> bool:
-        """Return whether the parameter takes gradients now."""
-        ...
-
-    def version(self, gradient: Any) -> int:
-        """Return a number that grows with every write to the array that the program makes, as far as is known."""
-        ...
-
     def kind(self, parameter: Any) -> tuple[Any, int]:
-        """Return what only parameters that may share a bucket have in common (dtype, device), and the gradient's bytes."""
+        """Return what parameters that share a bucket have in common (dtype, device), and the bytes of the gradient."""
         ...
 
     def lay_out(
@@ -306,37 +295,8 @@ class Parameters(Protocol):
         """Multiply an array in place."""
         ...
 
-    def movable(self, slot: Slot) -> bool:
-        """Return whether the gradient, which is there, may become the slot's place without loss."""
-        ...
-
-    def shape_in_memory(self, place: Any) -> tuple[int, ...]:
-        """Return the lengths of the dimensions, from the one that goes farthest in memory to the nearest."""
-        ...
-
-    def is_on_host(self, array: Any) -> bool:
-        """Return whether a parameter or a bucket is in host memory."""
-        ...
-
-    def on_host(self, flat: Any) -> AbstractContextManager[npt.NDArray[Any]]:
-        """Lend a bucket as a NumPy array: itself, or a copy that is copied back in the end."""
-        ...
-
-    def rows(self, parameter: Any, sparse_dims: int) -> tuple[Any, Any]:
-        """Return a gradient as sparse rows: places, (count, sparse_dims) int64, and values, (count, elements of one).
-
-        Args:
-            parameter: whose gradient; None and dense ones count as well.
-            sparse_dims: how many dimensions the places index.
-        """
-        ...
-
-    def set_rows(self, parameter: Any, places: Any, values: Any, divisor: int) -> None:
-        """Make what `rows` returned on all ranks, one after the other, the gradient: added up and divided."""
-        ...
-
-    def after_adding(self, parameter: Any, action: Callable[[], object]) -> Sequence[Removable]:
-        """Have a function called each time that the framework has added to a gradient."""
+    def checksum(self, parameters: Sequence[Any]) -> int:
+        """Return a checksum of 32 bits of the parameters' values."""
         ...
 
     def watch(self, parameter: Any, watcher: Watcher, record: Any) -> Sequence[Removable]:
@@ -346,17 +306,66 @@ class Parameters(Protocol):
         """
         ...
 
-    def checksum(self, parameters: Sequence[Any]) -> int:
-        """Return a checksum of 32 bits of the parameters' values."""
-        ...
+    def after_adding(self, parameter: Any, action: Callable[[], object]) -> Sequence[Removable]:
+        """Have a function called each time that the framework has added to a gradient; nothing depends on it."""
+        return ()
+
+    def found(self, parameter: Any) -> int:
+        """Return `NO_GRADIENT`, `DENSE`, `SPARSE` plus the number of sparse dimensions, or `UNSUPPORTED`."""
+        return NO_GRADIENT if self.gradient(parameter) is None else DENSE
+
+    def is_trainable(self, parameter: Any) -> bool:
+        """Return whether the parameter takes gradients now."""
+        return True
+
+    def version(self, gradient: Any) -> int:
+        """Return a number that grows with every write to an array that the framework or the program makes."""
+        return 0
+
+    def movable(self, slot: Slot) -> bool:
+        """Return whether the gradient, which is there, may become the slot's place without loss."""
+        return True
+
+    def shape_in_memory(self, place: Any) -> tuple[int, ...]:
+        """Return the lengths of the dimensions, from the one that goes farthest in memory to the nearest."""
+        return tuple(place.shape)
+
+    def rows(self, parameter: Any, sparse_dims: int) -> tuple[Any, Any]:
+        """Return a gradient as sparse rows: places, (count, sparse_dims) int64, and values, (count, elements of one).
+
+        Args:
+            parameter: whose gradient; None and dense ones count as well.
+            sparse_dims: how many dimensions the places index.
+        """
+        raise UnsupportedBufferError("sparse gradients are not supported on this rank")
+
+    def set_rows(self, parameter: Any, places: Any, values: Any, divisor: int) -> None:
+        """Make what `rows` returned on all ranks, one after the other, the gradient: added up and divided."""
+
+    # What follows is for devices.
+
+    def require_usable(self, parameters: Sequence[Any]) -> None:
+        """Check that this process can use the devices on which parameters are. Local.
+
+        Raises:
+            UnsupportedBufferError: it cannot.
+        """
+
+    def is_on_host(self, array: Any) -> bool:
+        """Return whether a parameter or a bucket is in host memory."""
+        return True
+
+    def on_host(self, flat: Any) -> AbstractContextManager[npt.NDArray[Any]]:
+        """Lend a bucket as a NumPy array: itself, or a copy that is copied back in the end."""
+        return nullcontext(flat)
 
     def handover(self, flat: Any) -> Handover | None:
         """Return what orders the work of others on a bucket and that of the backward pass; None: nothing has to."""
-        ...
+        return None
 
     def around(self, arrays: Sequence[Any]) -> Callable[[], AbstractContextManager[Any]] | None:
         """Return what an operation on these arrays is to be carried out in, on whichever thread; None: in nothing.
 
         Of a GPU: the stream on which the caller works now.
         """
-        ...
+        return None

@@ -1,0 +1,184 @@
+"""The smallest framework that trains: NumPy arrays, and a linear model whose gradients are written by hand."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ringreduce.communicator import Communicator
+from ringreduce.process_sets import ProcessSet
+from ringreduce.runtime import global_process_set
+from ringreduce.training.framework import Parameters, Watcher
+from ringreduce.training.optimizer import Options, Training
+
+__all__ = ["RATE", "Toy"]
+
+Floats = npt.NDArray[Any]
+RATE = 0.25
+
+_passes = itertools.count(1)
+
+
+class Weight:
+    """A parameter, and who watches its gradient."""
+
+    def __init__(self, value: Floats) -> None:
+        self.value, self.shape, self.dtype = value, value.shape, value.dtype
+        self.grad: Floats | None = None
+        self.hooks: list[Hook] = []
+
+
+class Hook(NamedTuple):
+    """A watcher of a weight, as long as it is there."""
+
+    weight: Weight
+    watcher: Callable[[], Watcher | None]
+    record: Any
+
+    def remove(self) -> None:
+        self.weight.hooks.remove(self)
+
+
+@dataclass
+class Slot:
+    """A weight, and the place of its gradient."""
+
+    parameter: Weight
+    place: Floats
+
+    def is_filled(self) -> bool:
+        return self.parameter.grad is self.place
+
+    def is_kept(self) -> bool:
+        return False  # nobody counts who holds an array
+
+    def is_outgrown(self) -> bool:
+        return False
+
+
+class Weights(Parameters):
+    """The parameters of the toy."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        pass
+
+    def gradient(self, parameter: Weight) -> Floats | None:
+        return parameter.grad
+
+    def set_gradient(self, parameter: Weight, gradient: Floats | None) -> None:
+        parameter.grad = gradient
+
+    def kind(self, parameter: Weight) -> tuple[str, int]:
+        return parameter.dtype.name, parameter.value.nbytes
+
+    def lay_out(
+        self, communicator: Communicator, parameters: Sequence[Weight], starts: Sequence[int]
+    ) -> tuple[Any, list[Slot]]:
+        memory = communicator.empty(starts[-1], np.uint8)
+        memory[:] = 0
+        pieces = [memory[start:][: each.value.nbytes] for start, each in zip(starts, parameters, strict=False)]
+        slots = [
+            Slot(each, piece.view(each.dtype).reshape(each.shape))
+            for each, piece in zip(parameters, pieces, strict=True)
+        ]
+        return memory.view(parameters[0].dtype), slots
+
+    def copy(self, targets: Sequence[Floats], sources: Sequence[Floats]) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            target[...] = source
+
+    def clone(self, array: Floats) -> Floats:
+        return np.copy(array)
+
+    def zero(self, arrays: Sequence[Floats]) -> None:
+        for array in arrays:
+            array[...] = 0
+
+    def scale(self, array: Floats, factor: float) -> None:
+        array *= factor
+
+    def watch(self, parameter: Weight, watcher: Watcher, record: Any) -> list[Hook]:
+        parameter.hooks.append(Hook(parameter, weakref.ref(watcher), record))
+        return parameter.hooks[-1:]
+
+    def checksum(self, parameters: Sequence[Weight]) -> int:
+        return zlib.crc32(b"".join(parameter.value.tobytes() for parameter in parameters))
+
+    # What agreement between the ranks asks of an `Arrays`.
+
+    def device_of(self, arrays: Sequence[Weight]) -> None:
+        return None
+
+    def place(self, array: Weight) -> str:
+        return "cpu"
+
+
+class Toy:
+    """A linear model, ``x @ matrix + bias``, and ``extra`` if it is used; trained by steepest descent.
+
+    See `ringreduce.testing.training.Trainee`.
+    """
+
+    def __init__(
+        self, values: Mapping[str, Floats], process_set: ProcessSet = global_process_set, **options: Any
+    ) -> None:
+        self.named = [(name, Weight(value.copy())) for name, value in values.items()]
+        weights: Any = Weights  # which is as much of an `Arrays` as is asked for here
+        self.training = Training("Toy", process_set, weights(None), weights)
+        with self.training.checking("Toy"):
+            parameters = [weight for _, weight in self.named]
+            checked = Options.checked(self.training.communicator.config, parameters, **options)
+        self.training.begin("steepest descent", partial(list, self.named), checked, None)
+
+    def weights(self) -> list[Floats]:
+        return [weight.value for _, weight in self.named]
+
+    def backward(self, x: Floats, y: Floats, *, extra: bool = True) -> None:
+        matrix, bias, more = (weight for _, weight in self.named)
+        error = x @ matrix.value + bias.value + (more.value if extra else 0) - y
+        gradients = {more: error.mean(0)} if extra else {}
+        watchers: dict[int, Watcher] = {}
+        for weight, gradient in {**gradients, bias: error.mean(0), matrix: x.T @ error / len(x)}.items():
+            watching = [(watcher, hook.record) for hook in weight.hooks if (watcher := hook.watcher()) is not None]
+            for watcher, record in watching:
+                watcher.before_adding(record)
+            if weight.grad is None:
+                weight.grad = np.zeros_like(weight.value)
+            weight.grad += gradient
+            for watcher, record in watching:
+                watcher.added(record)
+                watchers[watcher.number] = watcher
+        number = next(_passes)
+        for _, watcher in sorted(watchers.items()):
+            watcher.pass_ended(number)
+
+    def zero_grad(self) -> None:
+        with self.training.gradients.clearing():
+            for _, weight in self.named:
+                weight.grad = None
+
+    def step(self) -> None:
+        self.training.rejoin()
+        if self.training.gradients.pending and not self.training.alone:
+            self.training.gradients.reduce()
+        for _, weight in self.named:
+            if weight.grad is not None:
+                weight.value -= RATE * weight.grad
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self.training.gradients.no_sync()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.training.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.training.load_state_dict(**state)
