@@ -394,6 +394,11 @@ class Communicator:
         way = self.gpu.find(DType.of(dtype), ReduceOp.parse(op), wanted)
         return STAGED if way is None else way.choice
 
+    @property
+    def library(self) -> str:
+        """What moves messages between the ranks, with its version; ``"none"`` where no library does."""
+        return self._context.messages.library
+
     def transport_name(self, algorithm: str, collective: Collective | str = Collective.ALLREDUCE) -> str:
         """Return what moves the bytes of ``algorithm`` here: ``"shared"``, ``"mpi"``, ``"shared+mpi"``, ..."""
         if algorithm == selection.NCCL:

@@ -6,8 +6,8 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, NamedTuple, TypeVar
 
 from ringreduce.conventions import Conventions
 from ringreduce.errors import ConfigError
@@ -94,192 +94,12 @@ _HOROVOD_ALWAYS = {"HOROVOD_DYNAMIC_PROCESS_SETS"}
 _LOG_LEVELS = {"TRACE": "DEBUG", "FATAL": "CRITICAL"}
 
 
-@dataclass(frozen=True, slots=True)
-class Config:
-    """Settings of a world; they must be equal on all ranks, and ``init`` checks that they are.
-
-    Attributes:
-        timeout_s: how long (seconds) any wait for a peer may last. ``RINGREDUCE_TIMEOUT``
-        node_size: treat every so many consecutive ranks as a node. ``RINGREDUCE_NODE_SIZE``
-        shared_memory: whether ranks of a node may share memory. ``RINGREDUCE_SHARED_MEMORY``
-        algorithm: the allreduce algorithm to use wherever it can run. ``RINGREDUCE_ALGORITHM``
-        segment_nbytes: the most bytes of a block that travel at once, so that transfers overlap. ``RINGREDUCE_SEGMENT``
-        fusion_nbytes: small asynchronous allreduces travel together; a group that holds so many bytes is closed.
-            ``RINGREDUCE_FUSION``
-        stall_warning_s: warn about an operation that some rank has not submitted for so long (seconds); None: never.
-            ``RINGREDUCE_STALL_WARNING``, 0 for never
-        log_level: of the logger ``ringreduce``, which ``init`` sets; None: as it is. ``RINGREDUCE_LOG_LEVEL``
-        deterministic: whether allreduces add in the order of ranks, for the same bits wherever these run; see
-            `Communicator.allreduce`. Then wire formats are refused, those of ``compression=`` too.
-            ``RINGREDUCE_DETERMINISTIC``
-        timeline: the file into which `init` starts a timeline; None: none. ``RINGREDUCE_TIMELINE``
-        timeline_marks_batches: whether it has marks where operations that travel together start.
-            ``RINGREDUCE_TIMELINE_MARK_BATCHES``
-        bucket_nbytes: gradients travel together in buckets; a bucket that holds so many bytes is closed.
-            ``RINGREDUCE_BUCKET``
-        tuning: the folder of the tables that ``ringreduce tune`` makes and `init` looks for; None: none.
-            ``RINGREDUCE_TUNING``, 0 for none; else the folder ``ringreduce`` in that of the user's caches
-        cuda_aware: whether the MPI library takes addresses of GPU memory; None: ask it. ``RINGREDUCE_CUDA_AWARE``, 1, 0
-            or auto
-        conventions: whose numbers come out where Horovod's differ from the chain rule's. ``RINGREDUCE_CONVENTIONS``,
-            chain_rule or horovod; else those of `ringreduce.runtime.set_conventions`
-        standalone: whether this process is a world of its own, whatever has started it beside others.
-            ``RINGREDUCE_STANDALONE``
-        launched_size: how many ranks the launcher says it started, None when there was no launcher.
-    """
-
-    timeout_s: float = 300.0
-    node_size: int | None = None
-    shared_memory: bool = True
-    algorithm: str | None = None
-    segment_nbytes: int = 128 << 10
-    # On one node, 1 to 100 MiB differ by no more than the measurement does; this is small enough for gradients that are
-    # copied into a bucket to be still in the last-level cache when it is reduced.
-    bucket_nbytes: int = 4 << 20
-    fusion_nbytes: int = 1 << 20
-    stall_warning_s: float | None = 60.0
-    log_level: str | None = None
-    deterministic: bool = False
-    timeline: str | None = None
-    timeline_marks_batches: bool = False
-    tuning: str | None = None
-    cuda_aware: bool | None = None
-    conventions: Conventions = Conventions.CHAIN_RULE
-    standalone: bool = False
-    launched_size: int | None = None
-
-    @classmethod
-    def from_environ(
-        cls, environ: Mapping[str, str] = os.environ, conventions: Conventions = Conventions.CHAIN_RULE
-    ) -> Config:
-        """Read the settings; a variable that is unset or empty keeps its default.
-
-        Where Horovod has a variable of the same meaning, it is read if ours is not set; see `HOROVOD`.
-
-        Args:
-            environ: the variables.
-            conventions: the default of the field of that name.
-
-        Raises:
-            ConfigError: a variable holds something that cannot be understood.
-        """
-        standard = cls(conventions=conventions)
-        sizes = [int(environ[each.size]) for each in LAUNCHERS if environ.get(each.size, "").isdigit()]
-        return cls(
-            timeout_s=_read(environ, "RINGREDUCE_TIMEOUT", _positive_float, standard.timeout_s),
-            node_size=_read(environ, "RINGREDUCE_NODE_SIZE", _positive_int, standard.node_size),
-            shared_memory=_read(environ, "RINGREDUCE_SHARED_MEMORY", _switch, standard.shared_memory),
-            algorithm=_read(environ, "RINGREDUCE_ALGORITHM", str, standard.algorithm),
-            segment_nbytes=_read(environ, "RINGREDUCE_SEGMENT", parse_nbytes, standard.segment_nbytes),
-            bucket_nbytes=_read(environ, "RINGREDUCE_BUCKET", parse_nbytes, standard.bucket_nbytes),
-            fusion_nbytes=_read(environ, "RINGREDUCE_FUSION", parse_nbytes, standard.fusion_nbytes),
-            stall_warning_s=_read(environ, "RINGREDUCE_STALL_WARNING", _seconds_or_never, standard.stall_warning_s),
-            log_level=_read(environ, "RINGREDUCE_LOG_LEVEL", _log_level, standard.log_level),
-            deterministic=_read(environ, "RINGREDUCE_DETERMINISTIC", _switch, standard.deterministic),
-            timeline=_read(environ, "RINGREDUCE_TIMELINE", str, standard.timeline),
-            timeline_marks_batches=_read(
-                environ, "RINGREDUCE_TIMELINE_MARK_BATCHES", _switch, standard.timeline_marks_batches
-            ),
-            tuning=_tuning_folder(environ),
-            cuda_aware=_read(environ, "RINGREDUCE_CUDA_AWARE", _switch_or_auto, standard.cuda_aware),
-            conventions=_read(environ, "RINGREDUCE_CONVENTIONS", Conventions.parse, standard.conventions),
-            standalone=_read(environ, "RINGREDUCE_STANDALONE", _switch, standard.standalone),
-            launched_size=sizes[0] if sizes else None,
-        )
-
-
-def ignored_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the names of our variables and of Horovod's that are set and mean nothing here; for people, sorted."""
-    known = {"HOROVOD_": {*HOROVOD, *_HOROVOD_ALWAYS}, "RINGREDUCE_": _our_variables() | _ELSEWHERE}
-    return sorted(
-        _guess(name, prefix, meant)
-        for prefix, meant in known.items()
-        for name, text in environ.items()
-        if name.startswith(prefix) and text and name not in meant
-    )
-
-
-def _our_variables() -> set[str]:
-    """Return the names of our variables: those that are looked for where settings are read."""
-    asked: set[str] = set()
-
-    class Nothing(dict[str, str]):
-        def get(self, name: str, default: object = None) -> str:
-            asked.add(name)
-            return ""
-
-    Config.from_environ(Nothing())
-    return asked
-
-
-def _guess(name: str, prefix: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name.removeprefix(prefix), [each.removeprefix(prefix) for each in known], 1, 0.75)
-    return f"{name} (did you mean {prefix}{close[0]}?)" if close else name
-
-
-def launched_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """Return which of its processes the launcher says this is, 0 without a launcher: for who speaks before ``init``."""
-    return next((int(environ[each.rank]) for each in LAUNCHERS if environ.get(each.rank, "").isdigit()), 0)
-
-
-def several_processes(environ: Mapping[str, str] = os.environ) -> tuple[Launcher, str] | None:
-    """Return what has started this process as one of several, and the variable that proves it; None: nothing.
-
-    An allocation of several processors, as of an interactive Slurm session, proves nothing: programs start there alone.
-    """
-    for launcher in (TORCHRUN, *LAUNCHERS):
-        size, rank = environ.get(launcher.size, ""), environ.get(launcher.rank, "")
-        if size.isdigit() and rank.isdigit():
-            if int(size) > 1:
-                return launcher, f"{launcher.size}={size}"
-            if launcher is not TORCHRUN:  # it has started this process alone, whatever the others have started
-                return None
-    rank = environ.get(_PMIX_RANK, "")
-    return (LAUNCHERS[0], f"{_PMIX_RANK}={rank}") if rank.isdigit() and int(rank) > 0 else None
-
-
-def gpu_switches(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the switches of MPI libraries and NCCL that concern GPUs, those that are set; they may differ by rank."""
-    return {name: environ[name] for name in _GPU_SWITCHES if environ.get(name)}
-
-
 def parse_nbytes(text: str) -> int:
     """Read a size such as ``8``, ``64K``, ``64KiB``, ``1mb`` or ``2G`` (1024-based, all of them) as bytes."""
     found = re.fullmatch("([0-9]+)(?:([KMG])(?:I?B)?|B)?", text.upper())
     if found is None or int(found[1]) == 0:
         raise ValueError("expected a positive size in bytes, such as 65536, 64K, 64KiB or 4MB, in units of 1024")
     return int(found[1]) << {None: 0, "K": 10, "M": 20, "G": 30}[found[2]]
-
-
-def _read(environ: Mapping[str, str], name: str, parse: Callable[[str], _T], default: _T) -> _T:
-    source, text = _look_up(environ, name)
-    if not text:
-        return default
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise ConfigError(f"{source}={environ[source]!r} in the environment: {error}") from None
-
-
-def _look_up(environ: Mapping[str, str], name: str) -> tuple[str, str]:
-    """Return the text of a variable of ours, and which variable it comes from: itself or one of Horovod's."""
-    if environ.get(name):
-        return name, environ[name]
-    for theirs, (ours, convert) in HOROVOD.items():
-        text = convert(environ.get(theirs, "")) if ours == name else ""
-        if text:
-            return theirs, text
-    return name, ""
-
-
-def _tuning_folder(environ: Mapping[str, str]) -> str | None:
-    folder = environ.get("RINGREDUCE_TUNING")
-    if folder:
-        return None if folder == "0" else folder
-    caches = environ.get("XDG_CACHE_HOME")  # the XDG base directory specification
-    if not caches and environ.get("HOME"):
-        caches = os.path.join(environ["HOME"], ".cache")
-    return os.path.join(caches, "ringreduce") if caches else None
 
 
 def _positive_int(text: str) -> int:
@@ -318,3 +138,169 @@ def _switch(text: str) -> bool:
 
 def _switch_or_auto(text: str) -> bool | None:
     return None if text.lower() == "auto" else _switch(text)
+
+
+def _folder(text: str) -> str | None:
+    return None if text == "0" else text
+
+
+def _setting(variable: str, parse: Callable[[str], Any], default: Any) -> Any:
+    """Declare a field of `Config`: its variable, what reads that, and the value where it is not set."""
+    return field(default=default, metadata={"variable": variable, "parse": parse})
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Settings of a world; they must be equal on all ranks, and ``init`` checks that they are.
+
+    Attributes:
+        timeout_s: how long (seconds) any wait for a peer may last. ``RINGREDUCE_TIMEOUT``
+        node_size: treat every so many consecutive ranks as a node. ``RINGREDUCE_NODE_SIZE``
+        shared_memory: whether ranks of a node may share memory. ``RINGREDUCE_SHARED_MEMORY``
+        algorithm: the allreduce algorithm to use wherever it can run. ``RINGREDUCE_ALGORITHM``
+        segment_nbytes: the most bytes of a block that travel at once, so that transfers overlap. ``RINGREDUCE_SEGMENT``
+        fusion_nbytes: small asynchronous allreduces travel together; a group that holds so many bytes is closed.
+            ``RINGREDUCE_FUSION``
+        stall_warning_s: warn about an operation that some rank has not submitted for so long (seconds); None: never.
+            ``RINGREDUCE_STALL_WARNING``, 0 for never
+        log_level: of the logger ``ringreduce``, which ``init`` sets; None: as it is. ``RINGREDUCE_LOG_LEVEL``
+        deterministic: whether allreduces add in the order of ranks, for the same bits wherever these run; see
+            `Communicator.allreduce`. Then wire formats are refused, those of ``compression=`` too.
+            ``RINGREDUCE_DETERMINISTIC``
+        timeline: the file into which `init` starts a timeline; None: none. ``RINGREDUCE_TIMELINE``
+        timeline_marks_batches: whether it has marks where operations that travel together start.
+            ``RINGREDUCE_TIMELINE_MARK_BATCHES``
+        bucket_nbytes: gradients travel together in buckets; a bucket that holds so many bytes is closed.
+            ``RINGREDUCE_BUCKET``
+        tuning: the folder of the tables that ``ringreduce tune`` makes and `init` looks for; None: none.
+            ``RINGREDUCE_TUNING``, 0 for none; else the folder ``ringreduce`` in that of the user's caches
+        cuda_aware: whether the MPI library takes addresses of GPU memory; None: ask it. ``RINGREDUCE_CUDA_AWARE``, 1, 0
+            or auto
+        conventions: whose numbers come out where Horovod's differ from the chain rule's. ``RINGREDUCE_CONVENTIONS``,
+            chain_rule or horovod; else those of `ringreduce.runtime.set_conventions`
+        standalone: whether this process is a world of its own, whatever has started it beside others.
+            ``RINGREDUCE_STANDALONE``
+        launched_size: how many ranks the launcher says it started, None when there was no launcher.
+    """
+
+    timeout_s: float = _setting("RINGREDUCE_TIMEOUT", _positive_float, 300.0)
+    node_size: int | None = _setting("RINGREDUCE_NODE_SIZE", _positive_int, None)
+    shared_memory: bool = _setting("RINGREDUCE_SHARED_MEMORY", _switch, True)
+    algorithm: str | None = _setting("RINGREDUCE_ALGORITHM", str, None)
+    segment_nbytes: int = _setting("RINGREDUCE_SEGMENT", parse_nbytes, 128 << 10)
+    # On one node, 1 to 100 MiB differ by no more than the measurement does; this is small enough for gradients that are
+    # copied into a bucket to be still in the last-level cache when it is reduced.
+    bucket_nbytes: int = _setting("RINGREDUCE_BUCKET", parse_nbytes, 4 << 20)
+    fusion_nbytes: int = _setting("RINGREDUCE_FUSION", parse_nbytes, 1 << 20)
+    stall_warning_s: float | None = _setting("RINGREDUCE_STALL_WARNING", _seconds_or_never, 60.0)
+    log_level: str | None = _setting("RINGREDUCE_LOG_LEVEL", _log_level, None)
+    deterministic: bool = _setting("RINGREDUCE_DETERMINISTIC", _switch, False)
+    timeline: str | None = _setting("RINGREDUCE_TIMELINE", str, None)
+    timeline_marks_batches: bool = _setting("RINGREDUCE_TIMELINE_MARK_BATCHES", _switch, False)
+    tuning: str | None = _setting("RINGREDUCE_TUNING", _folder, None)
+    cuda_aware: bool | None = _setting("RINGREDUCE_CUDA_AWARE", _switch_or_auto, None)
+    conventions: Conventions = _setting("RINGREDUCE_CONVENTIONS", Conventions.parse, Conventions.CHAIN_RULE)  # noqa: RUF009
+    standalone: bool = _setting("RINGREDUCE_STANDALONE", _switch, False)
+    launched_size: int | None = None
+
+    @classmethod
+    def from_environ(
+        cls, environ: Mapping[str, str] = os.environ, conventions: Conventions = Conventions.CHAIN_RULE
+    ) -> Config:
+        """Read the settings; a variable that is unset or empty keeps its default.
+
+        Where Horovod has a variable of the same meaning, it is read if ours is not set; see `HOROVOD`.
+
+        Args:
+            environ: the variables.
+            conventions: the default of the field of that name.
+
+        Raises:
+            ConfigError: a variable holds something that cannot be understood.
+        """
+        standard = cls(conventions=conventions, tuning=_caches(environ))
+        sizes = [int(environ[each.size]) for each in LAUNCHERS if environ.get(each.size, "").isdigit()]
+        read = {
+            each.name: _read(environ, each.metadata["variable"], each.metadata["parse"], getattr(standard, each.name))
+            for each in _settings()
+        }
+        return cls(**read, launched_size=sizes[0] if sizes else None)
+
+
+def _settings() -> list[Field[Any]]:
+    """Return the fields of `Config` that have a variable."""
+    return [each for each in fields(Config) if each.metadata]
+
+
+def ignored_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the names of our variables and of Horovod's that are set and mean nothing here; for people, sorted."""
+    known = {
+        "HOROVOD_": {*HOROVOD, *_HOROVOD_ALWAYS},
+        "RINGREDUCE_": {each.metadata["variable"] for each in _settings()} | _ELSEWHERE,
+    }
+    return sorted(
+        _guess(name, prefix, meant)
+        for prefix, meant in known.items()
+        for name, text in environ.items()
+        if name.startswith(prefix) and text and name not in meant
+    )
+
+
+def _guess(name: str, prefix: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name.removeprefix(prefix), [each.removeprefix(prefix) for each in known], 1, 0.75)
+    return f"{name} (did you mean {prefix}{close[0]}?)" if close else name
+
+
+def launched_rank(environ: Mapping[str, str] = os.environ) -> int:
+    """Return which of its processes the launcher says this is, 0 without a launcher: for who speaks before ``init``."""
+    return next((int(environ[each.rank]) for each in LAUNCHERS if environ.get(each.rank, "").isdigit()), 0)
+
+
+def several_processes(environ: Mapping[str, str] = os.environ) -> tuple[Launcher, str] | None:
+    """Return what has started this process as one of several, and the variable that proves it; None: nothing.
+
+    An allocation of several processors, as of an interactive Slurm session, proves nothing: programs start there alone.
+    """
+    for launcher in (TORCHRUN, *LAUNCHERS):
+        size, rank = environ.get(launcher.size, ""), environ.get(launcher.rank, "")
+        if size.isdigit() and rank.isdigit():
+            if int(size) > 1:
+                return launcher, f"{launcher.size}={size}"
+            if launcher is not TORCHRUN:  # it has started this process alone, whatever the others have started
+                return None
+    rank = environ.get(_PMIX_RANK, "")
+    return (LAUNCHERS[0], f"{_PMIX_RANK}={rank}") if rank.isdigit() and int(rank) > 0 else None
+
+
+def gpu_switches(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the switches of MPI libraries and NCCL that concern GPUs, those that are set; they may differ by rank."""
+    return {name: environ[name] for name in _GPU_SWITCHES if environ.get(name)}
+
+
+def _read(environ: Mapping[str, str], name: str, parse: Callable[[str], _T], default: _T) -> _T:
+    source, text = _look_up(environ, name)
+    if not text:
+        return default
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ConfigError(f"{source}={environ[source]!r} in the environment: {error}") from None
+
+
+def _look_up(environ: Mapping[str, str], name: str) -> tuple[str, str]:
+    """Return the text of a variable of ours, and which variable it comes from: itself or one of Horovod's."""
+    if environ.get(name):
+        return name, environ[name]
+    for theirs, (ours, convert) in HOROVOD.items():
+        text = convert(environ.get(theirs, "")) if ours == name else ""
+        if text:
+            return theirs, text
+    return name, ""
+
+
+def _caches(environ: Mapping[str, str]) -> str | None:
+    """Return the folder for our files in that of the user's caches, by the XDG base directory specification."""
+    caches = environ.get("XDG_CACHE_HOME")
+    if not caches and environ.get("HOME"):
+        caches = os.path.join(environ["HOME"], ".cache")
+    return os.path.join(caches, "ringreduce") if caches else None

@@ -1,161 +1,147 @@
-"""A world: the ranks that work together, their process sets, and what is done for all of them."""
+"""Worlds: the ranks that work together, their process sets, and what is done for all of them."""
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 import platform
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import astuple, dataclass
-from typing import Any, NoReturn
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
 
-from ringreduce import processes
+import numpy as np
+
+from ringreduce.algorithms import Collective, names
+from ringreduce.autotune import Key, Table
 from ringreduce.calls import GivenUp, refusal
 from ringreduce.communicator import Communicator
-from ringreduce.config import Config, several_processes
+from ringreduce.config import VERSION, Config, ignored_variables, several_processes
 from ringreduce.errors import CollectiveTimeoutError, ConfigError, MismatchError
 from ringreduce.instruments import Instruments
+from ringreduce.launch import Connection, RankAbove
 from ringreduce.metrics import Metrics
 from ringreduce.placement import close_all
 from ringreduce.process_sets import Parts, ProcessSet, connect
+from ringreduce.selection import NCCL, VENDOR
 from ringreduce.timeline import Clock, Timeline, Track
 from ringreduce.topology import Topology
 from ringreduce.transport.messages import Messages, exchange_json
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["RankAbove", "World"]
+__all__ = ["BorrowedWorld", "OwnWorld", "World", "tuning_key"]
 
+_log = logging.getLogger(__name__)
 
-@dataclass(frozen=True, slots=True)
-class RankAbove:
-    """What a process that is or was a rank lets those know that it starts.
-
-    Attributes:
-        rank: which one it is.
-        nodes: of its world, the ranks that run on one machine; none while it is in no world.
-        proof: what proved to it that a launcher has started several processes.
-    """
-
-    rank: int
-    nodes: tuple[tuple[int, ...], ...]
-    proof: str | None
-
-    @classmethod
-    def of(cls, world: World | None) -> RankAbove:
-        """Return what this process, which is in this world or was in one, has to say."""
-        return cls(0, (), _proof()) if world is None else cls(world.rank, world.hosts.nodes, _proof())
-
-    @classmethod
-    def find(cls) -> RankAbove | None:
-        """Return what the rank says that has started this process; None: no rank has."""
-        announced = processes.rank_above()
-        if announced is None:
-            return None
-        rank, nodes, proof = json.loads(announced)
-        return cls(rank, tuple(map(tuple, nodes)), proof)
-
-    def announce(self) -> processes.Announcement:
-        """Let processes that this one starts `find` it."""
-        return processes.Announcement(json.dumps(astuple(self)).encode())
-
-    @property
-    def bequeaths(self) -> bool:
-        """Whether what the launcher has said to that rank is all that the environment says to this process.
-
-        Then this is a program that the rank has started, and no rank of a job of its own.
-        """
-        return self.proof == _proof()
+#: Settings that each rank may have of its own.
+_OWN_SETTINGS = {"launched_size", "log_level", "timeline", "tuning"}
 
 
 class World:
-    """What `init` makes and `shutdown` ends.
-
-    A process that a rank has started, and that is no rank, has a world too: one that knows where that rank is, and in
-    which nothing can be communicated.
+    """The ranks that work together, as a process sees them: a rank its `OwnWorld`, a child of one a `BorrowedWorld`.
 
     Args:
-        everyone: the set of all ranks, which this registers.
-        rank: of this process, or of the rank above it.
+        everyone: the set of all ranks.
+        rank: this process's number, or that of the rank that has started it.
         hosts: which ranks run on one machine.
         config: the settings in force.
-        barred: why this process takes part in nothing; empty for a rank.
 
     Attributes:
-        rank, hosts, config, barred: the arguments.
+        rank, hosts, config: the arguments.
         sets: the process sets that are registered, by number.
     """
 
-    def __init__(self, everyone: ProcessSet, rank: int, hosts: Topology, config: Config, barred: str = "") -> None:
+    def __init__(self, everyone: ProcessSet, rank: int, hosts: Topology, config: Config) -> None:
         self.rank = rank
         self.hosts = hosts
         self.config = config
-        self.barred = barred
         self.sets: dict[int, ProcessSet] = {}
         self._everyone = everyone
         self._last_set = -1
-        self._messages: Messages | None = None  # between all ranks, for what concerns them all
-        self._communicator: Communicator | None = None
-        self._clock: Clock | None = None
-        self._timeline: Timeline | None = None
-        self._timelines = 0  # that were started, or tried to; ranks that write to one file count alike
-        self._stopped = True  # whether `stop_timeline` was called since
-        self._tracks: list[tuple[Instruments, Track]] = []  # of the timeline, and where they are attached
-        if barred:
-            self._register([(everyone, list(range(hosts.size)), None)])
-
-    @classmethod
-    def connected(
-        cls, everyone: ProcessSet, messages: Messages, make: Callable[[Waiter], Messages], config: Config
-    ) -> World:
-        """Set up a world of ranks. Collective.
-
-        Args:
-            everyone: as for the class.
-            messages: between all ranks; the world's from now on.
-            make: makes more of these, given how their collective calls wait.
-            config: equal on all ranks.
-        """
-        parts = connect(make, config)
-        with ExitStack() as undo:
-            undo.callback(parts.close)
-            world = cls(everyone, messages.rank, parts.communicator.hosts, config)
-            world._clock = Clock.agree(messages)
-            undo.pop_all()
-        world._messages, world._communicator = messages, parts.communicator
-        world._register([(everyone, list(range(messages.size)), parts)])
-        return world
-
-    @classmethod
-    def above(cls, everyone: ProcessSet, rank: int, hosts: Topology, config: Config) -> World:
-        """Return the world of the rank that has started this process."""
-        barred = f"this process was started by rank {rank} of {hosts.size} and is no rank itself{_REMEDY}"
-        return cls(everyone, rank, hosts, config, barred)
 
     @property
     def size(self) -> int:
         return self.hosts.size
 
-    @property
-    def communicator(self) -> Communicator:
-        """Blocking collectives of all ranks.
+    def add(self, process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+        """Register a process set, or several that have no rank in common; see `ringreduce.add_process_set`."""
+        raise NotImplementedError
+
+    def adopt(self, process_set: ProcessSet) -> None:
+        """Let a set that is equal to a registered one stand for it; register it if there is none. Collective."""
+        ranks = process_set.ranks or list(range(self.size))
+        known = next((each for each in self.sets.values() if each.ranks == ranks), None)
+        if known is None:
+            self.add(process_set)
+        elif known is not process_set:
+            known.share(process_set)
+
+    def metrics(self) -> Metrics:
+        """Return what this rank's calls add up to."""
+        return Metrics.of(self.sets.values())
+
+    def _register(self, process_set: ProcessSet, ranks: list[int], parts: Parts | None, barred: str = "") -> None:
+        self._last_set += 1
+        process_set.register(self._last_set, ranks, self.rank, parts, barred)
+        self.sets[self._last_set] = process_set
+
+    def _unregister_all(self) -> list[Parts]:
+        registered = [each.unregister() for _, each in sorted(self.sets.items(), reverse=True)]
+        self.sets.clear()
+        return [parts for parts in registered if parts is not None]
+
+
+class OwnWorld(World):
+    """The world of a rank: what `init` makes and `shutdown` ends.
+
+    Args:
+        everyone: the set of all ranks.
+        messages: between all ranks, for what concerns them all; closed with the world.
+        parts: what this rank has as a member of the set of all ranks; closed with the world.
+        clock: the job's.
+        config: equal on all ranks.
+
+    Attributes:
+        communicator: blocking collectives of all ranks.
+    """
+
+    def __init__(self, everyone: ProcessSet, messages: Messages, parts: Parts, clock: Clock, config: Config) -> None:
+        super().__init__(everyone, messages.rank, parts.communicator.hosts, config)
+        self.communicator = parts.communicator
+        self._messages = messages
+        self._trace = _Trace(clock, self.rank)
+        self._register(everyone, list(range(messages.size)), parts)
+
+    @classmethod
+    def start(cls, everyone: ProcessSet, connection: Connection, config: Config) -> OwnWorld:
+        """Connect the ranks and agree on all that must agree. Collective.
 
         Raises:
-            ConfigError: this process is no rank.
+            what `init` raises.
         """
-        if self._communicator is None:
-            self._raise_barred()
-        return self._communicator
+        messages = connection.messages(Waiter(config.timeout_s))
+        undo: list[Callable[[], None]] = [messages.close]
+        try:
+            _check_versions(messages)
+            _check_settings(messages, config)
+            parts = connect(connection.messages, config)
+            undo.insert(0, parts.close)
+            world = cls(everyone, messages, parts, Clock.agree(messages), config)
+            undo = [world.close]
+            world._tell_what_was_chosen()
+            world._use_table()
+            world._start_first_timeline()
+        except Exception:
+            with suppress(Exception):  # the first error is what is told
+                close_all(*undo)
+            raise
+        return world
 
     # ---- process sets ----
 
     def add(self, process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-        """Register a process set, or several that have no rank in common; see `ringreduce.add_process_set`."""
-        if self.barred:  # it can be asked who is in it, and that is all
-            made = _as_set(process_set)
-            self._register([(made, made.ranks or list(range(self.size)), None)])
-            return made
-        messages = self._all_ranks()
         try:
             made, refused = _as_set(process_set), None
             mine = made.ranks or list(range(self.size))
@@ -167,30 +153,22 @@ class World:
             mine, refused = [], error
         sets = self._agree("add_process_set", mine, refused)
         # Every rank takes part, members or not.
-        channels = [messages.subset(mine, Waiter(self.config.timeout_s)) for _ in range(3)]
+        channels = [self._messages.subset(mine, Waiter(self.config.timeout_s)) for _ in range(3)]
         parts = None
         if self.rank in mine:
             ready = iter(channels)
             parts = connect(lambda waiter: _present(next(ready)), self.config)
             for needless in ready:
                 _present(needless).close()
-        messages.exchange(b"")  # nobody may use it, or remove it, before all have it
-        self._register([(made, mine, parts) if ranks == mine else (ProcessSet(ranks), ranks, None) for ranks in sets])
+        self._messages.exchange(b"")  # nobody may use it, or remove it, before all have it
+        for ranks in sets:
+            each, its_parts = (made, parts) if ranks == mine else (ProcessSet(ranks), None)
+            self._register(each, ranks, its_parts)
+            self._trace.watch(each)
         return made
-
-    def adopt(self, process_set: ProcessSet) -> None:
-        """Let a set that is equal to a registered one stand for it; register it if there is none. Collective."""
-        ranks = process_set.ranks or list(range(self.size))
-        known = next((each for each in self.sets.values() if each.ranks == ranks), None)
-        if known is None:
-            self.add(process_set)
-        elif known is not process_set:
-            known.share(process_set)
 
     def remove(self, process_set: ProcessSet | Any) -> bool:
         """Give back a process set, or several, as they were added; see `ringreduce.remove_process_set`."""
-        if self.barred:
-            self._raise_barred()
         refused, mine = None, []
         if isinstance(process_set, ProcessSet):
             mine = process_set.ranks or list(range(self.size))
@@ -217,7 +195,7 @@ class World:
             Exception: ``refused``, which is why this rank has named none.
         """
         try:
-            said = exchange_json(self._all_ranks(), mine if refused is None else refusal(call, refused))
+            said = exchange_json(self._messages, mine if refused is None else refusal(call, refused))
         except CollectiveTimeoutError as error:
             raise CollectiveTimeoutError(f"{call}({mine}): {error}") from None
         if refused is not None:
@@ -229,71 +207,80 @@ class World:
                 return [list(each) for each in sets]
         raise MismatchError({rank: each if rank in refusals else f"{call}({each})" for rank, each in enumerate(said)})
 
-    def _register(self, sets: Sequence[tuple[ProcessSet, list[int], Parts | None]]) -> None:
-        for process_set, ranks, parts in sets:
-            self._last_set += 1
-            process_set.register(self._last_set, ranks, self.rank, parts, self.barred)
-            self.sets[self._last_set] = process_set
-            self._watch(process_set)
-
-    def _all_ranks(self) -> Messages:
-        if self._messages is None:
-            self._raise_barred()
-        return self._messages
-
-    def _raise_barred(self) -> NoReturn:
-        raise ConfigError(self.barred)
-
     # ---- what is seen of it ----
 
     def start_timeline(self, path: str | os.PathLike[str], *, mark_batches: bool) -> None:
         """Begin to write a trace; see `ringreduce.start_timeline`."""
-        if self._clock is None:
-            self._raise_barred()
-        if self._timeline is not None:
-            raise ConfigError("a timeline is being written already; call stop_timeline() first")
-        if self._stopped:  # else it is the last one that is tried again on this rank
-            self._timelines, self._stopped = self._timelines + 1, False
-        self._timeline = Timeline(
-            path, self._clock, self._timelines, self.rank, platform.node(), mark_batches=mark_batches
-        )
-        for each in self.sets.values():
-            self._watch(each)
+        self._trace.start(path, self.sets.values(), mark_batches=mark_batches)
 
     def stop_timeline(self) -> None:
         """Finish the trace; does nothing if there is none."""
-        self._stopped = True
-        if self._timeline is not None:
-            self._detach()
-            ending, self._timeline = self._timeline, None
-            ending.flush()
+        self._trace.stop()
 
     def flush_timeline(self) -> None:
         """Write what this rank has seen so far to the trace, if there is one."""
-        if self._timeline is not None:
-            self._timeline.flush()
+        self._trace.flush()
 
-    def metrics(self) -> Metrics:
-        """Return what this rank's calls add up to."""
-        return Metrics.of(self.sets.values())
+    def _start_first_timeline(self) -> None:
+        """Start the timeline that the environment asks for; where a rank cannot, none of them starts. Collective."""
+        refused = None
+        try:
+            if self.config.timeline is not None:
+                self.start_timeline(self.config.timeline, mark_batches=self.config.timeline_marks_batches)
+        except ConfigError as error:
+            refused = error
+        problems = exchange_json(self._messages, str(refused or ""))
+        if refused is not None:
+            raise refused
+        for rank, problem in enumerate(problems):
+            if problem:
+                raise ConfigError(f"rank {rank}: {problem}")
 
-    def _watch(self, process_set: ProcessSet) -> None:
-        """Let the timeline, if there is one, see what this rank does as a member of a set."""
-        if self._timeline is None or not process_set.included():
+    def _tell_what_was_chosen(self) -> None:
+        """Log, on rank 0, what the job runs on, so that a log says by itself what happened."""
+        if self.rank != 0 or not _log.isEnabledFor(logging.INFO):
             return
-        name = "world" if process_set is self._everyone else f"process set {process_set.process_set_id}"
-        for communicator, kind in (
-            (process_set.communicator, "blocking"),
-            (process_set.engine.communicator, "asynchronous"),
-        ):
-            track = self._timeline.track(f"{name}: {kind}")
-            communicator.instruments.add(track)
-            self._tracks.append((communicator.instruments, track))
+        versions = f"ringreduce {VERSION}, Python {platform.python_version()}, NumPy {np.__version__}"
+        if "torch" in sys.modules:
+            versions += f", torch {sys.modules['torch'].__version__}"
+        several = several_processes()
+        launcher = "no launcher" if several is None else several[0].name
+        shares = "shared memory" if max(map(len, self.communicator.topology.nodes)) > 1 else "no shared memory"
+        _log.info("%s", versions)
+        _log.info(
+            "%s, started by %s; %s within nodes, %s between them",
+            self.hosts.describe(),
+            launcher,
+            shares,
+            self.communicator.library if self.size > 1 else "nothing",
+        )
+        standard = Config()
+        changed = [
+            each.name for each in fields(Config) if getattr(self.config, each.name) != getattr(standard, each.name)
+        ]
+        shown = [f"{name}={getattr(self.config, name)}" for name in changed if name not in ("launched_size", "tuning")]
+        _log.info("settings: %s", ", ".join(shown) or "as they come")
 
-    def _detach(self) -> None:
-        for instruments, track in self._tracks:
-            instruments.remove(track)
-        self._tracks.clear()
+    def _use_table(self) -> None:
+        """Choose from the table that ``ringreduce tune`` left for these ranks, if there is one: rank 0 reads it."""
+        if self.size == 1:
+            return
+        text = ""
+        if self.rank == 0 and self.config.tuning is not None:
+            key = tuning_key(self.communicator)
+            path = Path(self.config.tuning) / key.file_name
+            try:
+                # Unlike this, Path.exists raises where the folder may not be looked into.
+                text = Table.load(path, key).to_json() if os.path.exists(path) else ""
+            except ConfigError as error:
+                _log.warning("going on without a tuning table: %s", error)
+            else:
+                _log.info("tuning table: %s", path if text else f"none for these ranks ({path.parent})")
+        text = self._messages.exchange(text.encode())[0].decode()
+        if text:
+            table = Table.from_json(text)
+            for each in (self.communicator, self._everyone.engine.communicator):
+                each.use(table)
 
     # ---- its end ----
 
@@ -303,38 +290,162 @@ class World:
         first = [each.communicator.leave(why) for each in self.sets.values() if each.connected]
         return all(first)
 
-    def disown(self, reason: str) -> None:
-        """Take part in nothing any more: this is a process that the rank has forked. Takes no lock, and waits for none.
+    def lend(self) -> BorrowedWorld:
+        """Return the world of this process, which the rank has forked. Takes no lock, and waits for none.
 
         What this process writes to memory that the ranks share stays its own.
         """
-        self.barred = reason + _REMEDY
-        self._detach()
-        self._timeline = self._messages = self._clock = None
+        self._trace.detach()
+        borrowed = BorrowedWorld(self._everyone, self.rank, self.hosts, self.config, "forked")
+        borrowed.sets, borrowed._last_set = self.sets, self._last_set
         for each in self.sets.values():
-            each.disown(self.barred)
+            each.disown(borrowed.barred)
+        return borrowed
 
     def close(self) -> None:
         """End the world. Collective."""
         self.stop_timeline()
-        messages, self._messages, self._communicator = self._messages, None, None
-        self.barred = "ringreduce was shut down; call init() to start a new world"
-        registered = [each.unregister() for _, each in sorted(self.sets.items(), reverse=True)]
-        self.sets.clear()
-        closing = [parts.close for parts in registered if parts is not None]
-        close_all(*closing, *([] if messages is None else [messages.close]))
+        close_all(*(parts.close for parts in self._unregister_all()), self._messages.close)
 
 
-_REMEDY = (
-    ": it can ask for ranks and sizes, but not communicate. Communicate in the ranks, or start more of them with the "
-    "launcher"
-)
+class BorrowedWorld(World):
+    """The world of a process that a rank has started, and that is no rank: it can be asked, and not communicate.
+
+    Args:
+        everyone, rank, hosts, config: as for `World`.
+        how: what the rank has done to start this process.
+
+    Attributes:
+        barred: why this process cannot communicate.
+    """
+
+    def __init__(self, everyone: ProcessSet, rank: int, hosts: Topology, config: Config, how: str) -> None:
+        super().__init__(everyone, rank, hosts, config)
+        self.barred = (
+            f"this process was {how} by rank {rank} of {hosts.size} and is no rank itself: it can ask for ranks and "
+            "sizes, but not communicate. Communicate in the ranks, or start more of them with the launcher"
+        )
+
+    @classmethod
+    def of(cls, above: RankAbove, everyone: ProcessSet, config: Config) -> BorrowedWorld:
+        """Return the world of a rank that has started this process by `multiprocessing`."""
+        world = cls(everyone, above.rank, Topology(above.nodes), config, "started")
+        world._register(everyone, list(range(world.size)), None, world.barred)
+        return world
+
+    @property
+    def communicator(self) -> Communicator:
+        """Blocking collectives, for those that a forked process has inherited; they raise.
+
+        Raises:
+            ConfigError: this process is no rank.
+        """
+        return self._everyone.communicator
+
+    def add(self, process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+        made = _as_set(process_set)
+        self._register(made, made.ranks or list(range(self.size)), None, self.barred)
+        return made
+
+    def remove(self, process_set: ProcessSet | Any) -> bool:
+        """Raise, as this process is no rank."""
+        raise ConfigError(self.barred)
+
+    def start_timeline(self, path: str | os.PathLike[str], *, mark_batches: bool) -> None:
+        """Raise, as this process is no rank."""
+        raise ConfigError(self.barred)
+
+    def stop_timeline(self) -> None:
+        """Do nothing: there is no trace."""
+
+    def close(self) -> None:
+        """Forget it. Local."""
+        self._unregister_all()
 
 
-def _proof() -> str | None:
-    """Return what proves that this process was started beside others."""
-    several = several_processes()
-    return None if several is None else several[1]
+class _Trace:
+    """The timeline that a rank writes, if any, and what it observes for it.
+
+    Args:
+        clock: the job's.
+        rank: this rank.
+    """
+
+    def __init__(self, clock: Clock, rank: int) -> None:
+        self._clock = clock
+        self._rank = rank
+        self._timeline: Timeline | None = None
+        self._number = 0  # of traces that were started, or tried to; ranks that write to one file count alike
+        self._stopped = True  # whether `stop` was called since
+        self._tracks: list[tuple[Instruments, Track]] = []  # of the timeline, and where they are attached
+
+    def start(self, path: str | os.PathLike[str], sets: Iterable[ProcessSet], *, mark_batches: bool) -> None:
+        """Begin to write a trace of what this rank does as a member of some process sets."""
+        if self._timeline is not None:
+            raise ConfigError("a timeline is being written already; call stop_timeline() first")
+        if self._stopped:  # else it is the last one that is tried again on this rank
+            self._number, self._stopped = self._number + 1, False
+        host = platform.node()
+        self._timeline = Timeline(path, self._clock, self._number, self._rank, host, mark_batches=mark_batches)
+        for each in sets:
+            self.watch(each)
+
+    def watch(self, process_set: ProcessSet) -> None:
+        """Let the timeline, if there is one, see what this rank does as a member of a set."""
+        if self._timeline is None or not process_set.included():
+            return
+        number = process_set.process_set_id
+        name = f"process set {number}" if number else "world"
+        for communicator, kind in (
+            (process_set.communicator, "blocking"),
+            (process_set.engine.communicator, "asynchronous"),
+        ):
+            track = self._timeline.track(f"{name}: {kind}")
+            communicator.instruments.add(track)
+            self._tracks.append((communicator.instruments, track))
+
+    def stop(self) -> None:
+        self._stopped = True
+        if self._timeline is not None:
+            self.detach()
+            ending, self._timeline = self._timeline, None
+            ending.flush()
+
+    def flush(self) -> None:
+        if self._timeline is not None:
+            self._timeline.flush()
+
+    def detach(self) -> None:
+        """Observe nothing any more."""
+        for instruments, track in self._tracks:
+            instruments.remove(track)
+        self._tracks.clear()
+
+
+def tuning_key(communicator: Communicator) -> Key:
+    """Return what a tuning table of these ranks is valid for."""
+    return Key(communicator.topology, communicator.library, VERSION)
+
+
+def _check_versions(messages: Messages) -> None:
+    """Ranks of different versions do not speak the same language."""
+    everyone = exchange_json(messages, [VERSION, platform.node()])
+    if len({version for version, _ in everyone}) > 1:
+        raise MismatchError({rank: f"ringreduce {version} on {host}" for rank, (version, host) in enumerate(everyone)})
+
+
+def _check_settings(messages: Messages, settings: Config) -> None:
+    """Settings steer algorithms, so ranks with different ones would wait for each other in vain."""
+    common = [each.name for each in fields(Config) if each.name not in _OWN_SETTINGS]
+    everyone = exchange_json(messages, [f"{name}={getattr(settings, name)!r}" for name in common])
+    if different := [each for each in zip(*everyone, strict=True) if len(set(each)) > 1]:
+        raise MismatchError({rank: ", ".join(each) for rank, each in enumerate(zip(*different, strict=True))})
+    if settings.algorithm is not None and settings.algorithm not in (*names(Collective.ALLREDUCE), VENDOR, NCCL):
+        known = ", ".join((*names(Collective.ALLREDUCE), VENDOR, NCCL))
+        raise ConfigError(f"RINGREDUCE_ALGORITHM={settings.algorithm!r} in the environment: expected one of {known}")
+    ignored = ignored_variables()
+    if ignored and messages.rank == 0:
+        _log.warning("these variables have no meaning here: %s", ", ".join(ignored))
 
 
 def _as_set(process_set: ProcessSet | Sequence[int] | Any) -> ProcessSet:

@@ -27,13 +27,13 @@ from ringreduce.cli.findings import LEVELS, Finding, by_rank, examine
 from ringreduce.communicator import Communicator
 from ringreduce.config import VERSION, launched_rank
 from ringreduce.errors import MismatchError, RingReduceError
-from ringreduce.runtime import tuning_key
 from ringreduce.transport.device import join_devices
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.messages import Messages
 from ringreduce.transport.node import Node, host_name, join
 from ringreduce.transport.shared import MemfdSegments
 from ringreduce.transport.waiting import Waiter
+from ringreduce.worlds import tuning_key
 
 __all__ = ["command", "probe_ipc", "to_json", "to_text"]
 

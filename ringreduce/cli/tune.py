@@ -30,7 +30,7 @@ from ringreduce.cli.cases import format_nbytes
 from ringreduce.cli.measure import Contender, iterations_for, time_in_turn, turn_for
 from ringreduce.communicator import Communicator
 from ringreduce.errors import ConfigError
-from ringreduce.runtime import tuning_key
+from ringreduce.worlds import tuning_key
 
 __all__ = ["SIZES", "Measure", "calls_of", "command", "tune"]
 

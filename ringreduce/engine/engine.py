@@ -203,7 +203,7 @@ class Engine:
 
 
 class Entrance:
-    """Notes the threads that are inside, and lets none of them in a second time, as it would wait for itself.
+    """Lets no thread in a second time while it is inside: it would wait for itself.
 
     Raises:
         ConfigError: from ``with``: this thread is inside.

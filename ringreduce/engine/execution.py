@@ -1,4 +1,4 @@
-"""Carry out operations that are ready on all ranks, on the engine's own communicator."""
+"""Runs operations that all ranks have submitted, on the engine's own communicator."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ class Executor:
         self._buffers: OrderedDict[tuple[str, int], tuple[Any, npt.NDArray[Any]]] = OrderedDict()
 
     def run(self, order: Run, operations: Sequence[Operation | None]) -> None:
-        """Carry out one order.
+        """Run the operations of an order, and set their results.
 
         Args:
-            order: what all ranks do now.
+            order: what all ranks run now.
             operations: this rank's own, in the order's order; None for each if this rank has joined.
 
         Raises:
-            RefusedError: this rank could not begin; the others know why.
+            RefusedError: this rank could not begin; the others have been told why.
         """
         first = operations[0]
         signature = order.operations[0].signature
@@ -145,7 +145,7 @@ class Executor:
         arrays: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]],
         active: int,
     ) -> None:
-        """Reduce arrays of one dtype, this rank's or, after it has joined, none, together."""
+        """Reduce arrays of one dtype together; a rank that has joined has none, and contributes neutral elements."""
         if op is AVERAGE:
             averaged_over = self._communicator.config.conventions.averaged_over(active, self._size)
             if averaged_over < self._size:
@@ -167,7 +167,7 @@ class Executor:
     def _average_over(
         self, divisor: int, dtype: DType, count: int, arrays: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]]
     ) -> None:
-        """Average over fewer ranks than there are: a sum, in a dtype that holds it, divided by their number."""
+        """Average over fewer ranks than there are: sum in a dtype wide enough, then divide by their number."""
         own: npt.NDArray[Any] = np.zeros(count, dtype.storage)
         _pack(own, [source for source, _ in arrays])
         exact = dtype.half or dtype.kind in ("int", "uint", "bool")
@@ -181,9 +181,9 @@ class Executor:
         _unpack(own, [target for _, target in arrays])
 
     def _buffer(self, dtype: DType, count: int) -> tuple[Any, npt.NDArray[Any]]:
-        """Return a communication buffer, as the communicator takes it and as a plain view of its storage.
+        """Return a communication buffer: the array for the communicator, and a flat view of its storage.
 
-        The same ones for the same question, since calls that are repeated with one object are fastest.
+        Equal arguments get the same buffer, since calls that are repeated with one object are fastest.
         """
         key = dtype.name, count
         found = self._buffers.pop(key, None)
@@ -219,7 +219,7 @@ def _unpack(flat: npt.NDArray[Any], targets: Iterable[npt.NDArray[Any]]) -> None
 
 
 def _neutral(op: ReduceOp, dtype: DType) -> Any:
-    """Return what changes nothing when it is reduced with anything, as an element of the storage type."""
+    """Return the neutral element of an op, in the storage type of a dtype."""
     if op in (SUM, AVERAGE):
         return 0
     if op is PRODUCT:

@@ -1,4 +1,4 @@
-"""Which operations travel together: a function of what they are, in the order of the program."""
+"""Which operations travel together."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ __all__ = ["plan"]
 
 
 def plan(items: Sequence[tuple[Hashable, int]], limit_nbytes: int) -> list[list[int]]:
-    """Sort items into groups: one kind each, in order, closed by the item that fills it to the limit.
+    """Group items: one kind in each group, in order; the item that fills a group to the limit closes it.
 
     Args:
         items: kind (dtype, op, ...) and size (bytes) of each.
         limit_nbytes: a group that holds so many bytes is closed.
 
     Returns:
-        The indices of the items in each group; groups in order of their first item.
+        The indices of the items of each group; groups in the order of their first items.
     """
     groups: list[list[int]] = []
     open_groups: dict[Hashable, tuple[list[int], int]] = {}

@@ -371,9 +371,7 @@ class Coordinator:
         expected = self._expected()
         for name in names:
             claims = self._claims.get(name)
-            if claims is None:
-                continue
-            if any(rank not in claims for rank in expected):
+            if claims is None or any(rank not in claims for rank in expected):
                 continue
             # A rank that submitted and then joined takes part like the others.
             taken = self._take(name, list(claims))

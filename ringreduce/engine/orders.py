@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -99,8 +98,7 @@ class Run:
                 self.totals[dtype] = self.totals.get(dtype, 0) + count
 
 
-@dataclass(frozen=True, slots=True)
-class Refuse:
+class Refuse(NamedTuple):
     """An operation does not run: what the ranks submitted differs, or some rank cannot do it, or it follows a join.
 
     Attributes:
@@ -116,23 +114,20 @@ class Refuse:
     refused: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Joined:
+class Joined(NamedTuple):
     """All ranks have joined; ``last`` was the last."""
 
     last: int
 
 
-@dataclass(frozen=True, slots=True)
-class Late:
+class Late(NamedTuple):
     """``rank`` submitted an operation last, ``seconds`` after the first rank."""
 
     rank: int
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Stalled:
+class Stalled(NamedTuple):
     """An operation, or a join, has waited for ``missing`` for ``seconds``; ``first`` is the lowest rank that waits."""
 
     name: str
@@ -142,8 +137,7 @@ class Stalled:
     is_join: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Expired:
+class Expired(NamedTuple):
     """Everything ends: ``present`` waited ``seconds``, in vain, for ``missing`` to submit an operation, or to join.
 
     Some of those that are missing wait for another operation ``instead``, by rank.
@@ -154,19 +148,17 @@ class Expired:
     missing: tuple[int, ...]
     seconds: float
     is_join: bool = False
-    instead: Mapping[int, str] = field(default_factory=dict)
+    instead: Mapping[int, str] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Withdrawn:
+class Withdrawn(NamedTuple):
     """``rank`` has withdrawn its speculative operation of this name; that did not run and will not."""
 
     rank: int
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
+class Lost(NamedTuple):
     """A rank takes part in nothing any more, so nothing can run."""
 
     rank: int

@@ -8,6 +8,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -40,6 +41,7 @@ _CHECK_S = 0.1
 _GRACE_S = 10.0  # how long after the time limit a rank waits for the coordinator to say so
 
 
+@dataclass(slots=True)
 class EngineTally:
     """What an engine has done.
 
@@ -47,19 +49,16 @@ class EngineTally:
         operations: how many have ended, well or not.
         batches: in how many pieces they ran; operations that travel together are one piece.
         seconds: how long those took.
-        overlapped_s: how much of it while the program did something else.
-        late: the rank for which others last had to wait: since when that is known, which rank it was, and how long
-            it took (seconds); None: there was none.
+        overlapped_s: how much of that passed while the program did something else.
+        late: the rank that others last waited for: the clock when they heard of it, the rank, and how long they waited
+            (seconds); None: there was none.
     """
 
-    __slots__ = ("batches", "late", "operations", "overlapped_s", "seconds")
-
-    def __init__(self) -> None:
-        self.operations = 0
-        self.batches = 0
-        self.seconds = 0.0
-        self.overlapped_s = 0.0
-        self.late: tuple[float, int, float] | None = None
+    operations: int = 0
+    batches: int = 0
+    seconds: float = 0.0
+    overlapped_s: float = 0.0
+    late: tuple[float, int, float] | None = None
 
 
 class Progress:
@@ -258,6 +257,8 @@ class Progress:
         error = disagreement({rank: Called.from_json(everyone[rank].tobytes()) for rank in order.submitted}, texts)
         self._end(order.name, error)
         if not error.in_step:
+            with suppress(Exception):  # who gave up at once would end the allgather of those that are slower
+                self._communicator.barrier()
             raise error
 
     def _expired(self, order: Expired) -> CollectiveTimeoutError:

@@ -1,4 +1,4 @@
-"""The stall watch: which operations have waited for too long, by any clock."""
+"""Which operations have waited for too long."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class StallWatch:
     """Decides when to warn about an operation that not all ranks submit, and when to give it up.
 
     Args:
-        warning_s: warn when one has waited for so long (seconds), and again each time that it has waited for twice as
-            long as at the last warning. None: never.
-        limit_s: give it up after so long.
+        warning_s: warn about one that has waited for so long (seconds), and again whenever it has waited for twice as
+            long as at its last warning. None: never.
+        limit_s: give it up after so long (seconds).
     """
 
     def __init__(self, warning_s: float | None, limit_s: float) -> None:
@@ -27,8 +27,8 @@ class StallWatch:
         """Return the operations to warn about, and those to give up.
 
         Args:
-            waiting: all that wait.
-            now: the time, on the clock of ``since``.
+            waiting: all operations that wait.
+            now: the time (seconds), on the clock of ``since``.
         """
         late, expired, known = [], [], {}
         for each in waiting:

@@ -23,6 +23,7 @@ class _Wrapper:
     def __init__(self, inner: Messages) -> None:
         self._inner = inner
         self.name = inner.name
+        self.library = inner.library
         self.rank = inner.rank
         self.size = inner.size
         self.max_tag = inner.max_tag

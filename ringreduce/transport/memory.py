@@ -58,6 +58,7 @@ class MemoryMessages:
     """Messages through queues: a send is complete when it is tested, a receive when something lies in its queue."""
 
     name = "memory"
+    library = "none"
     max_tag = (1 << 31) - 1
     has_allreduce = False
     concurrent = True

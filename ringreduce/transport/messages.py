@@ -34,6 +34,8 @@ class Messages(Protocol):
     """
 
     name: str
+    #: What moves the bytes, with its version; "none" where no library does.
+    library: str
     rank: int
     size: int
     #: Tags are 0 <= tag <= max_tag.

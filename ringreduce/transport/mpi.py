@@ -29,7 +29,7 @@ if _ends_mpi:
     mpi4py.rc.finalize = False
 from mpi4py import MPI  # noqa: E402
 
-__all__ = ["MpiMessages", "abort", "library", "subworld", "world", "world_ranks"]
+__all__ = ["MpiMessages", "MpiRanks", "library", "subworld", "world", "world_ranks"]
 
 Array = npt.NDArray[Any]
 
@@ -117,6 +117,7 @@ class MpiMessages:
         self._sent = np.zeros(self.size, np.int64)
         self._received = np.zeros(self.size, np.int64)
         self.concurrent = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self.library = library()
 
     def send(self, data: Array, peer: int, tag: int) -> Request:
         with _translated():
@@ -368,6 +369,35 @@ class MpiMessages:
         return not self._posted
 
 
+class MpiRanks:
+    """Ranks of the job as MPI connects them; see `ringreduce.launch.Connection`.
+
+    Args:
+        comm: the ranks.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm = comm
+
+    @property
+    def name(self) -> str:
+        return f"rank {self._comm.rank}"
+
+    @property
+    def who(self) -> str:
+        job = world()
+        if job.size == 1:
+            return ""
+        in_job = f" (rank {job.rank} of {job.size} in the job)" if self._comm.size != job.size else ""
+        return f"{self.name} of {self._comm.size}{in_job}"
+
+    def messages(self, waiter: Waiter) -> MpiMessages:
+        return MpiMessages(self._comm, waiter)
+
+    def abort(self, code: int) -> None:
+        MPI.COMM_WORLD.Abort(code)
+
+
 def world() -> MPI.Intracomm:
     """Return the communicator of all ranks, initialising MPI if need be."""
     if not MPI.Is_initialized():  # as with ``mpi4py.rc.initialize = False``
@@ -432,11 +462,6 @@ def library() -> str:
     """Return the name and version of the MPI library, e.g. ``Open MPI 5.0.11``."""
     text = MPI.Get_library_version().splitlines()[0]
     return text.split(",")[0].removesuffix("\x00").strip()
-
-
-def abort(code: int) -> None:
-    """End all ranks of the job at once."""
-    MPI.COMM_WORLD.Abort(code)
 
 
 @contextmanager

@@ -389,7 +389,7 @@ def test_an_exit_is_what_it_is_elsewhere(run_job):
         "sys.stdout.close(); sys.stderr.close()",
         "sys.excepthook = lambda *_: None",
         "sys.excepthook = lambda *_, hook=sys.excepthook: (hook(*_), print())",
-        "rr.runtime._endings._except_hook = lambda *_: 1 / 0",
+        "rr.runtime._process.endings._except_hook = lambda *_: 1 / 0",
     ],
 )
 def test_an_exception_ends_the_job_whatever_becomes_of_what_is_said(run_job, before: str):
@@ -615,9 +615,9 @@ def test_ranks_of_different_versions_do_not_start(run_job):
         2,
         source="""
         from mpi4py import MPI
-        from ringreduce import runtime
+        from ringreduce import runtime, worlds
         if MPI.COMM_WORLD.rank == 1:
-            runtime.VERSION = "0.0.1"
+            worlds.VERSION = "0.0.1"
         runtime.init()
         """,
     )

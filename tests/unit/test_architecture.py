@@ -22,6 +22,7 @@ ROWS = (
     ("config",),
     ("buffers", "topology"),
     ("transport", "wire"),
+    ("launch",),
     ("algorithms",),
     ("autotune",),
     ("selection",),
@@ -46,7 +47,7 @@ HOMES = {
     "click": {"cli"},
     "cupy": {"buffers", "transport"},
     "ml_dtypes": {"buffers", "testing"},
-    "mpi4py": {"transport", "runtime", "cli"},
+    "mpi4py": {"transport", "launch", "runtime", "cli"},
     "numpy": {place for place, level in LEVELS.items() if level > LEVELS["config"]},
     "torch": {"buffers", "torch", "cli"},  # cli measures torch's own collectives as a peer
 }

@@ -58,7 +58,7 @@ def test_all_is_sorted_complete_and_true(path: Path, monkeypatch: pytest.MonkeyP
         if f"import {library}" in source or f"ringreduce.{library}" in name_of(path):
             pytest.importorskip(library)
     # Importing Horovod's names chooses its conventions, which the worlds of later tests shall not have.
-    monkeypatch.setattr(runtime, "_conventions", runtime._conventions)
+    monkeypatch.setattr(runtime._process, "conventions", runtime._process.conventions)
     module = importlib.import_module(name_of(path))
     assert sorted(set(module.__all__), key=rank_of) == list(module.__all__)
     assert set(defined_names(tree)) <= set(module.__all__)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -31,7 +30,7 @@ def summed(name: str) -> Reduction:
     return Reduction(name, "sum", SUM, [mine], [mine])
 
 
-class CountingNotes:
+class CountingChannel:
     """Counts the notes that a rank posts; otherwise as ``inner``."""
 
     def __init__(self, inner: Messages) -> None:
@@ -66,7 +65,7 @@ def test_an_operation_waits_for_no_clock(size: int, monkeypatch: pytest.MonkeyPa
     def never(*_: Any) -> NoReturn:
         raise AssertionError("slept")
 
-    monkeypatch.setattr("ringreduce.engine.engine.time", SimpleNamespace(sleep=never, perf_counter=time.perf_counter))
+    monkeypatch.setattr("ringreduce.engine.driver.time", SimpleNamespace(sleep=never))
     run_ranks(size, program, config=SETTINGS)
 
 
@@ -78,7 +77,7 @@ def test_ranks_that_wait_say_so_once(size: int) -> None:
 
     def program(communicator: Communicator) -> None:
         rank = communicator.rank
-        counted = CountingNotes(notes.messages(rank))
+        counted = CountingChannel(notes.messages(rank))
         ticks = itertools.count()
         engine = Engine(communicator, counted, threads=False, clock=lambda: next(ticks) * 0.01)
         for turn in range(8):  # first the names are new, then all ranks know them

