@@ -22,25 +22,25 @@ from ringreduce.training.optimizer import Options, Training
 
 __all__ = ["RATE", "Toy"]
 
-Floats = npt.NDArray[Any]
+_Floats = npt.NDArray[Any]
 RATE = 0.25
 
 _passes = itertools.count(1)
 
 
-class Weight:
+class _Weight:
     """A parameter, and who watches its gradient."""
 
-    def __init__(self, value: Floats) -> None:
+    def __init__(self, value: _Floats) -> None:
         self.value, self.shape, self.dtype = value, value.shape, value.dtype
-        self.grad: Floats | None = None
-        self.hooks: list[Hook] = []
+        self.grad: _Floats | None = None
+        self.hooks: list[_Hook] = []
 
 
-class Hook(NamedTuple):
+class _Hook(NamedTuple):
     """A watcher of a weight, as long as it is there."""
 
-    weight: Weight
+    weight: _Weight
     watcher: Callable[[], Watcher | None]
     record: Any
 
@@ -49,11 +49,11 @@ class Hook(NamedTuple):
 
 
 @dataclass
-class Slot:
+class _Slot:
     """A weight, and the place of its gradient."""
 
-    parameter: Weight
-    place: Floats
+    parameter: _Weight
+    place: _Floats
 
     def is_filled(self) -> bool:
         return self.parameter.grad is self.place
@@ -65,60 +65,60 @@ class Slot:
         return False
 
 
-class Weights(Parameters):
+class _Weights(Parameters):
     """The parameters of the toy."""
 
     def __init__(self, communicator: Communicator) -> None:
         pass
 
-    def gradient(self, parameter: Weight) -> Floats | None:
+    def gradient(self, parameter: _Weight) -> _Floats | None:
         return parameter.grad
 
-    def set_gradient(self, parameter: Weight, gradient: Floats | None) -> None:
+    def set_gradient(self, parameter: _Weight, gradient: _Floats | None) -> None:
         parameter.grad = gradient
 
-    def kind(self, parameter: Weight) -> tuple[str, int]:
+    def kind(self, parameter: _Weight) -> tuple[str, int]:
         return parameter.dtype.name, parameter.value.nbytes
 
     def lay_out(
-        self, communicator: Communicator, parameters: Sequence[Weight], starts: Sequence[int]
-    ) -> tuple[Any, list[Slot]]:
+        self, communicator: Communicator, parameters: Sequence[_Weight], starts: Sequence[int]
+    ) -> tuple[Any, list[_Slot]]:
         memory = communicator.empty(starts[-1], np.uint8)
         memory[:] = 0
         pieces = [memory[start:][: each.value.nbytes] for start, each in zip(starts, parameters, strict=False)]
         slots = [
-            Slot(each, piece.view(each.dtype).reshape(each.shape))
+            _Slot(each, piece.view(each.dtype).reshape(each.shape))
             for each, piece in zip(parameters, pieces, strict=True)
         ]
         return memory.view(parameters[0].dtype), slots
 
-    def copy(self, targets: Sequence[Floats], sources: Sequence[Floats]) -> None:
+    def copy(self, targets: Sequence[_Floats], sources: Sequence[_Floats]) -> None:
         for target, source in zip(targets, sources, strict=True):
             target[...] = source
 
-    def clone(self, array: Floats) -> Floats:
+    def clone(self, array: _Floats) -> _Floats:
         return np.copy(array)
 
-    def zero(self, arrays: Sequence[Floats]) -> None:
+    def zero(self, arrays: Sequence[_Floats]) -> None:
         for array in arrays:
             array[...] = 0
 
-    def scale(self, array: Floats, factor: float) -> None:
+    def scale(self, array: _Floats, factor: float) -> None:
         array *= factor
 
-    def watch(self, parameter: Weight, watcher: Watcher, record: Any) -> list[Hook]:
-        parameter.hooks.append(Hook(parameter, weakref.ref(watcher), record))
+    def watch(self, parameter: _Weight, watcher: Watcher, record: Any) -> list[_Hook]:
+        parameter.hooks.append(_Hook(parameter, weakref.ref(watcher), record))
         return parameter.hooks[-1:]
 
-    def checksum(self, parameters: Sequence[Weight]) -> int:
+    def checksum(self, parameters: Sequence[_Weight]) -> int:
         return zlib.crc32(b"".join(parameter.value.tobytes() for parameter in parameters))
 
     # What agreement between the ranks asks of an `Arrays`.
 
-    def device_of(self, arrays: Sequence[Weight]) -> None:
+    def device_of(self, arrays: Sequence[_Weight]) -> None:
         return None
 
-    def place(self, array: Weight) -> str:
+    def place(self, array: _Weight) -> str:
         return "cpu"
 
 
@@ -129,20 +129,20 @@ class Toy:
     """
 
     def __init__(
-        self, values: Mapping[str, Floats], process_set: ProcessSet = global_process_set, **options: Any
+        self, values: Mapping[str, _Floats], process_set: ProcessSet = global_process_set, **options: Any
     ) -> None:
-        self.named = [(name, Weight(value.copy())) for name, value in values.items()]
-        weights: Any = Weights  # which is as much of an `Arrays` as is asked for here
+        self.named = [(name, _Weight(value.copy())) for name, value in values.items()]
+        weights: Any = _Weights  # which is as much of an `Arrays` as is asked for here
         self.training = Training("Toy", process_set, weights(None), weights)
         with self.training.checking("Toy"):
             parameters = [weight for _, weight in self.named]
             checked = Options.checked(self.training.communicator.config, parameters, **options)
         self.training.begin("steepest descent", partial(list, self.named), checked, None)
 
-    def weights(self) -> list[Floats]:
+    def weights(self) -> list[_Floats]:
         return [weight.value for _, weight in self.named]
 
-    def backward(self, x: Floats, y: Floats, *, extra: bool = True) -> None:
+    def backward(self, x: _Floats, y: _Floats, *, extra: bool = True) -> None:
         matrix, bias, more = (weight for _, weight in self.named)
         error = x @ matrix.value + bias.value + (more.value if extra else 0) - y
         gradients = {more: error.mean(0)} if extra else {}

@@ -19,9 +19,20 @@ from ringreduce.testing.toy import RATE
 from ringreduce.training.compression.powersgd import PowerSGD
 from ringreduce.training.requests import join
 
-__all__ = ["CHECKS", "Trainee"]
+__all__ = [
+    "CHECKS",
+    "Make",
+    "Trainee",
+    "check_accumulation",
+    "check_dropped",
+    "check_join",
+    "check_mismatches",
+    "check_saved_compression",
+    "check_unused",
+    "check_whole_batch",
+]
 
-Floats = npt.NDArray[Any]
+_Floats = npt.NDArray[Any]
 
 _STEPS = 6
 _ROWS = 4  # of each rank, in each step
@@ -32,11 +43,11 @@ _SHAPES = {"matrix": (5, 3), "bias": (3,), "extra": (3,)}
 class Trainee(Protocol):
     """A linear model ``x @ matrix + bias + extra`` of a binding, in float32, and steepest descent by `RATE`."""
 
-    def weights(self) -> Sequence[Floats]:
+    def weights(self) -> Sequence[_Floats]:
         """Return the weights, as NumPy arrays, in the order of the names."""
         ...
 
-    def backward(self, x: Floats, y: Floats, *, extra: bool = True) -> None:
+    def backward(self, x: _Floats, y: _Floats, *, extra: bool = True) -> None:
         """Add the gradient of half the mean, over the rows, of the summed squared error; ``extra`` may be left out."""
         ...
 
@@ -68,10 +79,10 @@ Make = Callable[..., Trainee]
 class _OneProcess:
     """The same in float64, on the batches of all ranks."""
 
-    def __init__(self, values: Mapping[str, Floats]) -> None:
+    def __init__(self, values: Mapping[str, _Floats]) -> None:
         self.matrix, self.bias, self.extra = (value.astype(np.float64) for value in values.values())
 
-    def step(self, batches: Sequence[tuple[Floats, Floats, bool]], ranks: int = 0) -> None:
+    def step(self, batches: Sequence[tuple[_Floats, _Floats, bool]], ranks: int = 0) -> None:
         """Step with what the batches give, over the number of ranks; each says whether ``extra`` is used."""
         totals = [np.zeros_like(each) for each in (self.matrix, self.bias, self.extra)]
         for x, y, used in batches:
@@ -84,12 +95,12 @@ class _OneProcess:
             weight -= RATE * total
 
 
-def _values() -> dict[str, Floats]:
+def _values() -> dict[str, _Floats]:
     rng = np.random.default_rng(0)
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in _SHAPES.items()}
 
 
-def _batch(rank: int, step: int) -> tuple[Floats, Floats]:
+def _batch(rank: int, step: int) -> tuple[_Floats, _Floats]:
     rng = np.random.default_rng([rank, step])
     return rng.standard_normal((_ROWS, 5)).astype(np.float32), rng.standard_normal((_ROWS, 3)).astype(np.float32)
 

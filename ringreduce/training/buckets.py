@@ -1,12 +1,11 @@
 """Gradients that travel together: buckets in communication memory, with every gradient a part of one.
 
-What a gradient *is* stays the framework's affair: it is None, or the array that the backward pass or the user put there,
-and says all that there is to say about what was computed since it was cleared. A bucket only decides where it is kept.
-Before a bucket is reduced its gradients are collected: copied to their places in the bucket, which then become the
-gradients, and stay so for as long as nobody replaces them.
+What a gradient *is*, the framework and the program decide: None, or the array that the backward pass or the program has
+made it. A bucket only decides where it is kept. Before a bucket is reduced, it collects its gradients: it copies them to
+their places in the bucket, which then are the gradients until somebody replaces them.
 
-A program may go on holding what was a gradient once, or a view of it, as code does that compares the gradients of several
-tasks. While it does, that place is not written to: the bucket is reduced in other memory.
+A program may hold on to an array that was a gradient in an earlier step, as code does that compares the gradients of
+several tasks. While it does, nothing is written to that place: the bucket is reduced in other memory.
 """
 
 from __future__ import annotations
@@ -208,7 +207,7 @@ class Buckets:
         return len(self._buckets)
 
     def update(self, parameters: Sequence[Any], dense: Sequence[Any]) -> bool:
-        """Drop buckets of parameters that have changed, and place parameters that have none; return whether any changed.
+        """Drop buckets of parameters that have changed, place parameters that have no bucket; return whether any did.
 
         Args:
             parameters: all of the optimizer's, in registration order.

@@ -18,10 +18,10 @@ Names, negotiation, fusion, errors and `join` come from below. So do, in the oth
 `barrier`, gradients through collectives, parameters that are broadcast and compared, elastic training, and objects,
 for which a binding enters its arrays in `ringreduce.training.objects.REDUCERS`.
 
-With a `Parameters`, an optimizer is what a `Training` of `ringreduce.training.optimizer` does with the other ranks: it
-calls `Training.begin` when it is made, `Gradients.reduce` before each step, and, from the framework's hooks, the methods
-of a `Watcher` around each backward pass. Their methods are local, touch the framework's arrays and call nothing of
-ringreduce but `Communicator.empty`. What must come out, `ringreduce.testing.training` checks on any binding.
+With a `Parameters`, a distributed optimizer is a `Training` of `ringreduce.training.optimizer` and the framework's own
+step: it calls `Training.begin` when it is made and `Gradients.reduce` before each step, and the framework's hooks call a
+`Watcher` around each backward pass. The methods of a `Parameters` are local: they touch the framework's arrays and call
+nothing of ringreduce but `Communicator.empty`. `ringreduce.testing.training` checks any binding.
 
 Arrays have a ``shape`` (a tuple of whole numbers) and a ``dtype`` (that prints as NumPy's or torch's do); both can be
 hashed. Memory is read and written by `ringreduce.buffers`, which takes NumPy arrays, torch tensors, CuPy arrays and
@@ -217,7 +217,7 @@ class Watcher(Protocol):
 
 
 class Handover(Protocol):
-    """The order, on a GPU, around a bucket that the backward pass fills and that is reduced beside it, again and again."""
+    """The order, on a GPU, around a bucket: the backward pass fills it, and it is reduced beside that, again and again."""
 
     def note(self) -> None:
         """To be called where a gradient of the bucket is added to."""

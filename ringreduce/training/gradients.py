@@ -291,7 +291,7 @@ class Gradients:
         return agreed
 
     def _states(self, parameters: Sequence[Any]) -> bytes:
-        """Return what this rank has as the gradient of each parameter, for the largest to say what ranks do about it."""
+        """Return what this rank has found as the gradient of each parameter; the largest says what all ranks do."""
         framework = self._framework
         touched = self._overlap.touched if self._in_backward else None
         states = bytearray()

@@ -35,7 +35,7 @@ from ringreduce.training.buckets import Bucket, Buckets
 from ringreduce.training.compression import WireState
 from ringreduce.training.framework import Handover, Parameters
 
-__all__ = ["Overlap"]
+__all__ = ["Overlap", "Watched"]
 
 _STEPS = 2  # so many alike before overlap begins
 
@@ -122,8 +122,8 @@ class Overlap:
         name: the optimizer's, the same on all ranks and no other's.
         described: what errors call the optimizer.
         op: `AVERAGE` or `SUM`.
-        wanted: whether buckets are reduced during the backward pass at all; if not, the first steps are watched, to warn
-            a program that changes its gradients. The same on all ranks.
+        wanted: whether buckets are to be reduced during the backward pass. If not, only the first steps are watched, to
+            warn a program that changes its gradients. The same on all ranks.
 
     Attributes:
         begun: whether complete buckets are submitted now; the same on all ranks.
@@ -449,8 +449,8 @@ class Overlap:
     def _wrong(self, said: npt.NDArray[np.bool_], part: InPlace, active: int) -> str:
         """Return what is wrong with a bucket that was reduced during the backward pass; empty if nothing is."""
         remedy = (
-            "make passes whose gradients are not for the next step within no_sync(), call synchronize() before gradients "
-            "are looked at or changed, or give overlap=False."
+            "make passes whose gradients are not for the next step within no_sync(), call synchronize() before "
+            "gradients are looked at or changed, or give overlap=False."
         )
         if part.active != active:
             return f"a rank has made a backward pass and then joined without a step: {remedy}"

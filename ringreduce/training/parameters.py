@@ -169,7 +169,7 @@ def differences(said: Mapping[int, Mapping[str, str]]) -> str:
             different.append(f"{name} is {values}")
     more = f"; and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
     return (
-        f"the ranks step with different hyper-parameters, and end with different weights: {'; '.join(different[:_SHOWN])}"
-        f"{more}. All ranks must change them alike: a schedule that follows the loss, for example, takes the loss averaged "
-        "with allreduce"
+        "the ranks step with different hyper-parameters, and end with different weights: "
+        f"{'; '.join(different[:_SHOWN])}{more}. All ranks must change them alike: a schedule that follows the loss, for "
+        "example, takes the loss averaged with allreduce"
     )

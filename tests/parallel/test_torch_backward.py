@@ -1,4 +1,4 @@
-"""Gradients that are averages when ``backward()`` returns: what programs do to them then gives the numbers of one process."""
+"""Gradients that are averages when ``backward()`` returns: what programs do to them gives one process's numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import ringreduce as rr
 
 torch = pytest.importorskip("torch")
-import torch.utils.checkpoint  # noqa: E402
+checkpoint = pytest.importorskip("torch.utils.checkpoint").checkpoint
 
 import ringreduce.torch as hvd  # noqa: E402
 
@@ -56,7 +56,7 @@ def clipping(model: Any, optimizer: Any, part: Any) -> None:
 def clipping_of_checkpoints(model: Any, optimizer: Any, part: Any) -> None:
     for x, y in batches():
         optimizer.zero_grad()
-        inner = torch.utils.checkpoint.checkpoint(model, part(x).requires_grad_(), use_reentrant=True)
+        inner = checkpoint(model, part(x).requires_grad_(), use_reentrant=True)
         torch.nn.functional.mse_loss(inner, part(y)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         optimizer.step()
@@ -331,8 +331,8 @@ def test_a_pass_on_one_rank_alone(short_limits: None) -> None:
             backward(model)
         assert "rank 1" in str(caught.value) or "ranks 1-2" in str(caught.value)
         with pytest.raises(rr.TransportError):
-            optimizer.synchronize()
-            backward(model)
+            hvd.allreduce(torch.ones(1))
+        assert optimizer
 
 
 @pytest.mark.sizes(2)
@@ -357,10 +357,7 @@ def test_a_rank_that_waits_in_another_collective(short_limits: None) -> None:
     model = make_model()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), reduce_in="backward")
     with pytest.raises(rr.CollectiveError) as caught:
-        if hvd.rank() == 0:
-            backward(model)
-        else:
-            hvd.allreduce(torch.ones(3), name="loss of the epoch")
+        backward(model) if hvd.rank() == 0 else hvd.allreduce(torch.ones(3), name="loss of the epoch")
     assert "over 4 parameters" in str(caught.value)
     assert "loss of the epoch" in str(caught.value)
     assert optimizer
