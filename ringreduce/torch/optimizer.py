@@ -486,8 +486,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return
         self._unwatch()
         warnings.warn(
-            f"step() of {self._training.described} was called, and not step() of the DistributedOptimizer that wraps it: "
-            "its gradients are those of this rank alone, so that the ranks' weights drift apart; call step() of the "
+            f"step() of {self._training.described} was called, and not step() of the DistributedOptimizer that wraps "
+            "it: its gradients are this rank's own, so that the ranks' weights drift apart; call step() of the "
             "DistributedOptimizer (or, if this is meant, within its skip_synchronize())",
             stacklevel=4,
         )

@@ -1,7 +1,7 @@
 """Gradients that travel together: buckets in communication memory, with every gradient a part of one.
 
-What a gradient *is*, the framework and the program decide: None, or the array that the backward pass or the program has
-made it. A bucket only decides where it is kept. Before a bucket is reduced, it collects its gradients: it copies them to
+What a gradient *is*, the framework and the program decide: None, or the array that the backward pass or the program
+made. A bucket only decides where it is kept. Before a bucket is reduced, it collects its gradients: it copies them to
 their places in the bucket, which then are the gradients until somebody replaces them.
 
 A program may hold on to an array that was a gradient in an earlier step, as code does that compares the gradients of

@@ -19,7 +19,7 @@ Names, negotiation, fusion, errors and `join` come from below. So do, in the oth
 for which a binding enters its arrays in `ringreduce.training.objects.REDUCERS`.
 
 With a `Parameters`, a distributed optimizer is a `Training` of `ringreduce.training.optimizer` and the framework's own
-step: it calls `Training.begin` when it is made and `Gradients.reduce` before each step, and the framework's hooks call a
+step: it calls `Training.begin` when it is made and `Gradients.reduce` before each step; the framework's hooks call a
 `Watcher` around each backward pass. The methods of a `Parameters` are local: they touch the framework's arrays and call
 nothing of ringreduce but `Communicator.empty`. `ringreduce.testing.training` checks any binding.
 
@@ -217,7 +217,7 @@ class Watcher(Protocol):
 
 
 class Handover(Protocol):
-    """The order, on a GPU, around a bucket: the backward pass fills it, and it is reduced beside that, again and again."""
+    """The order, on a GPU, around a bucket that the backward pass fills, and that is reduced beside it."""
 
     def note(self) -> None:
         """To be called where a gradient of the bucket is added to."""

@@ -170,6 +170,6 @@ def differences(said: Mapping[int, Mapping[str, str]]) -> str:
     more = f"; and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
     return (
         "the ranks step with different hyper-parameters, and end with different weights: "
-        f"{'; '.join(different[:_SHOWN])}{more}. All ranks must change them alike: a schedule that follows the loss, for "
-        "example, takes the loss averaged with allreduce"
+        f"{'; '.join(different[:_SHOWN])}{more}. All ranks must change them alike: a schedule that follows the loss, "
+        "for example, takes the loss averaged with allreduce"
     )
