@@ -26,7 +26,7 @@ from ringreduce.errors import (
 )
 from ringreduce.instruments import Instrument
 from ringreduce.metrics import Metrics
-from ringreduce.placement import Feedback
+from ringreduce.paths import Choice, Feedback
 from ringreduce.process_sets import ProcessSet
 from ringreduce.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
 from ringreduce.reproducible import ReproducibleAccumulator, reproducible_allreduce
@@ -58,7 +58,6 @@ from ringreduce.runtime import (
     stop_timeline,
     world,
 )
-from ringreduce.selection import Choice
 from ringreduce.topology import Topology
 
 __version__ = VERSION

@@ -28,10 +28,9 @@ from ringreduce.endings import Endings
 from ringreduce.engine import Entrance
 from ringreduce.errors import ConfigError, MismatchError
 from ringreduce.metrics import Metrics
-from ringreduce.placement import Feedback
+from ringreduce.paths import NCCL, VENDOR, Feedback
 from ringreduce.process_sets import ProcessSet
 from ringreduce.reduce_ops import SUM, ReduceOp
-from ringreduce.selection import NCCL, VENDOR
 from ringreduce.topology import Topology
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.messages import Messages, exchange_json

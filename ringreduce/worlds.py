@@ -17,7 +17,7 @@ from ringreduce.config import Config, several_processes
 from ringreduce.errors import CollectiveTimeoutError, ConfigError, MismatchError
 from ringreduce.instruments import Instruments
 from ringreduce.metrics import Metrics
-from ringreduce.placement import close_all
+from ringreduce.paths import close_all
 from ringreduce.process_sets import Parts, ProcessSet, connect
 from ringreduce.timeline import Clock, Timeline, Track
 from ringreduce.topology import Topology

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 
 from ringreduce.communicator import Communicator
-from ringreduce.placement import Feedback
+from ringreduce.paths import Feedback
 from ringreduce.reduce_ops import AVERAGE, SUM
 from ringreduce.torch.lowrank import PowerSGD
 from ringreduce.torch.topk import TopK

@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 import ringreduce as rr
 from ringreduce.config import Config
-from ringreduce.placement import Context
+from ringreduce.paths import Context
 from ringreduce.testing import check_collectives, check_messages, expected, sample
 from ringreduce.transport.mpi import MpiMessages
 from ringreduce.transport.node import host_name, join

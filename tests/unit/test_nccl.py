@@ -14,7 +14,7 @@ import ringreduce as rr
 from ringreduce.buffers import DTYPES
 from ringreduce.config import Config
 from ringreduce.errors import ConfigError, MismatchError, TransportError, UnsupportedBufferError
-from ringreduce.placement import gpu
+from ringreduce.paths import gpu
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.testing import assert_close, assert_equal, caught, expected, run_gpu_ranks, sample
 from ringreduce.testing.device import HostDriver

@@ -19,17 +19,19 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.algorithms.execute import STREAMS, Round, Runner
-from ringreduce.buffers import kernels_for
+from ringreduce.buffers import Operand, kernels_for, narrow, widen
 from ringreduce.buffers.dtypes import DType
+from ringreduce.errors import ConfigError, UnsupportedBufferError
 from ringreduce.partition import Partition, segments_of_buffer
-from ringreduce.placement.allreduce import peer_views
-from ringreduce.placement.context import Cache, Context, Signature
+from ringreduce.paths.context import Cache, Context, Signature
+from ringreduce.paths.operands import same
+from ringreduce.paths.shared import peer_views
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.transport.messages import Request
 from ringreduce.transport.shared import Block
-from ringreduce.wire import Codec
+from ringreduce.wire import CODECS, Codec
 
-__all__ = ["Feedback", "WireAllreduce"]
+__all__ = ["Feedback", "Formats", "codec_for"]
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -66,7 +68,7 @@ class Feedback:
         return float(np.sqrt(self._lost / self._meant)) if self._meant else 0.0
 
     def begin(self, sent: int, summed: int) -> None:
-        """Prepare for a call; for `WireAllreduce`. What was kept for another length is forgotten."""
+        """Prepare for a call; for `Formats`. What was kept for another length is forgotten."""
         if self.sent is None or self.sent.size != sent:
             self.sent = np.zeros(sent, np.float32)
         if self.summed is None or self.summed.size != summed:
@@ -89,22 +91,66 @@ class Feedback:
             kept.fill(0.0)
 
 
-class WireAllreduce:
+def codec_for(wire: str, dtype: DType, op: ReduceOp, *, deterministic: bool) -> Codec:
+    """Return the format in which an allreduce is to travel.
+
+    Raises:
+        ConfigError: there is none of this name, or nothing is to be rounded, or not with this op.
+        UnsupportedBufferError: the elements are no floats.
+    """
+    codec = CODECS.get(wire)
+    if codec is None:
+        raise ConfigError(f"unknown wire format {wire!r}; choose one of {', '.join(CODECS)}")
+    if deterministic:
+        raise ConfigError(f"RINGREDUCE_DETERMINISTIC is set, so wire={wire!r} cannot be asked for")
+    if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+        raise ConfigError(f"{op.value} of rounded values makes no sense; wire formats are for sums and averages")
+    if dtype.kind != "float":
+        raise UnsupportedBufferError(f"wire formats are for floats, got {dtype.name}")
+    return codec
+
+
+class Formats:
     """Carries out allreduces in wire formats on one process set that spans several nodes."""
+
+    transport = "messages"
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._exchanges: Cache[_Exchange] = Cache(32)
         self._blocks: Cache[_Staging] = Cache(4)
 
-    def run(
-        self, data: Floats, op: ReduceOp, codec: Codec, signature: Signature, feedback: Feedback | None = None
+    def allreduce(
+        self,
+        op: ReduceOp,
+        codec: Codec,
+        signature: Signature,
+        source: Operand,
+        target: Operand,
+        feedback: Feedback | None,
     ) -> None:
-        """Reduce ``data`` in place: one-dimensional, contiguous.
+        """Reduce floats into ``target``: the same memory or apart from it.
 
         Raises:
             MismatchError, CollectiveTimeoutError, TransportError: see the communicator.
         """
+        plain = source.dtype.name == "float32" and target.contiguous
+        if source.dtype.half:
+            work = widen(source.view, source.dtype).reshape(-1)
+        elif plain:
+            work = target.flat()
+            if not same(source, target):
+                np.copyto(work.reshape(source.shape), source.view)
+        else:
+            work = source.view.astype(np.float32, order="C").reshape(-1)
+        self._run(work, op, codec, signature, feedback)
+        if source.dtype.half:
+            narrow(work.reshape(source.shape), target.dtype, target.view)
+        elif not plain:
+            np.copyto(target.view, work.reshape(target.shape), casting="same_kind")
+
+    def _run(self, data: Floats, op: ReduceOp, codec: Codec, signature: Signature, feedback: Feedback | None) -> None:
+        """Reduce ``data`` in place: one-dimensional, contiguous."""
         context = self._context
         node = context.topology.node_of(context.rank)
         if max(len(each) for each in context.topology.nodes) == 1:

@@ -1,0 +1,335 @@
+"""The paths over messages: all that leaves a node, and what was asked for by the name of such an algorithm.
+
+Where the algorithm also touches the memory of other ranks of the node, that is in the arena: all meet at the board.
+
+Plans are kept for memory that is ours (the arena), never for the caller's: a kept plan would keep the array alive. A
+private array of moderate size travels through a buffer of the plan; a large one gets a plan for the one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ringreduce.algorithms import Collective
+from ringreduce.algorithms.execute import Memory, Plan
+from ringreduce.buffers import DType, Kernels, Operand, divide, kernels_for
+from ringreduce.partition import Partition, Segment, segments_of_blocks, segments_of_buffer
+from ringreduce.paths.context import Cache, Context, Signature
+from ringreduce.paths.path import VENDOR, Call, Path, Repetition
+from ringreduce.paths.shared import locate, peer_views, touches_memory
+from ringreduce.reduce_ops import ReduceOp
+from ringreduce.transport.shared import Location
+
+__all__ = ["Hierarchy", "Library", "Messages"]
+
+Array = npt.NDArray[Any]
+
+#: A private array of up to this many bytes is copied into a plan's own buffer, so that the plan can be kept.
+_OWN_BUFFER_NBYTES = 1 << 20
+
+
+class Messages(Path):
+    """Everything as messages between ranks."""
+
+    transport: ClassVar[str] = "messages"
+    #: Whether the ranks of a node touch each other's memory, too.
+    shares_memory: ClassVar[bool] = False
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._plans: Cache[_Plan] = Cache()
+
+    @classmethod
+    def takes(cls, algorithm: str, call: Call) -> bool:
+        return touches_memory(algorithm, call) == cls.shares_memory
+
+    def close(self) -> None:
+        self._plans.close()
+
+    def allreduce(
+        self, algorithm: str, dtype: DType, shape: tuple[int, ...], op: ReduceOp, signature: Signature
+    ) -> _Reduction:
+        return _Reduction(self._context, self._plans, algorithm, dtype, op, signature, self.shares_memory)
+
+    def broadcast(self, algorithm: str, signature: Signature, data: Array, root: int) -> None:
+        self._context.meet(signature)
+        nblocks = self._context.schedule(Collective.BROADCAST, algorithm, root).nblocks
+        segments = segments_of_buffer(data.size, nblocks, self._limit(data))
+        self._send(Collective.BROADCAST, algorithm, Memory(data), segments, None, signature, root)
+
+    def allgather(self, algorithm: str, signature: Signature, mine: Array, counts: Sequence[int], out: Array) -> None:
+        partition = Partition.of_sizes(counts)
+        np.copyto(out[partition.segment[self._context.rank]], mine)
+        self._context.meet(signature)
+        segments = segments_of_blocks(partition, self._limit(out))
+        self._send(Collective.ALLGATHER, algorithm, Memory(out), segments, None, signature)
+
+    def reduce_scatter(
+        self,
+        algorithm: str,
+        signature: Signature,
+        dtype: DType,
+        op: ReduceOp,
+        source: Array,
+        counts: Sequence[int],
+        out: Array,
+    ) -> None:
+        context, partition = self._context, Partition.of_sizes(counts)
+        size = context.topology.size
+        context.meet(signature)
+        work = source.copy()
+        segments = segments_of_blocks(partition, self._limit(work))
+        kernels = kernels_for(dtype, _summing(op), size)
+        self._send(Collective.REDUCE_SCATTER, algorithm, Memory(work), segments, kernels, signature)
+        np.copyto(out, work[partition.segment[context.rank]])
+        if op is ReduceOp.AVERAGE:
+            divide(out, size)
+
+    def alltoall(self, algorithm: str, signature: Signature, source: Array, counts: Array, out: Array) -> None:
+        rank = self._context.rank
+        sending, receiving = counts[rank].tolist(), counts[:, rank].tolist()
+        own = Partition.of_sizes(receiving).segment[rank]
+        np.copyto(out[own], source[Partition.of_sizes(sending).segment[rank]])
+        self._context.meet(signature)
+        work = np.concatenate([source, out])
+        both = Partition.of_sizes([*sending, *receiving])
+        segments = segments_of_blocks(both, self._limit(work), int(counts.max()))
+        self._send(Collective.ALLTOALL, algorithm, Memory(work), segments, None, signature)
+        np.copyto(out, work[source.size :])
+
+    def _send(
+        self,
+        collective: Collective,
+        algorithm: str,
+        memory: Memory,
+        segments: Sequence[Segment],
+        kernels: Kernels | None,
+        signature: Signature,
+        root: int = 0,
+    ) -> None:
+        context = self._context
+        plan = Plan(
+            context.rank,
+            context.schedule(collective, algorithm, root),
+            segments,
+            memory,
+            kernels,
+            context.messages,
+            context.waiter,
+            signature.text,
+            context.tag(signature),
+            instruments=context.instruments,
+        )
+        try:
+            plan.run()
+        finally:
+            plan.close()
+
+    def _limit(self, data: Array) -> int:
+        return max(1, self._context.config.segment_nbytes // data.itemsize)
+
+
+class Hierarchy(Messages):
+    """Allreduces in shared memory within the nodes, and as messages between them."""
+
+    transport = "shared+messages"
+    shares_memory = True
+
+
+class Library(Path):
+    """Allreduces by the MPI library."""
+
+    transport = "messages"
+
+    @classmethod
+    def takes(cls, algorithm: str, call: Call) -> bool:
+        if algorithm != VENDOR or call.library is None:
+            return False
+        reduced = cls.as_reduced(call)
+        assert reduced.op is not None
+        return call.library(reduced.nbytes // reduced.dtype.itemsize, reduced.dtype.name, reduced.op)
+
+    def allreduce(
+        self, algorithm: str, dtype: DType, shape: tuple[int, ...], op: ReduceOp, signature: Signature
+    ) -> _LibraryReduction:
+        return _LibraryReduction(self._context, dtype, op, signature)
+
+
+class _LibraryReduction:
+    """The allreduce of the MPI library. It compares nothing, so the ranks do each time."""
+
+    def __init__(self, context: Context, dtype: DType, op: ReduceOp, signature: Signature) -> None:
+        self._context = context
+        self._dtype = dtype
+        self._op = op
+        self._signature = signature
+
+    def run(self, source: Operand, target: Operand) -> None:
+        context = self._context
+        context.meet(self._signature)
+        flat = target.flat() if target.contiguous else np.empty(target.count, self._dtype.storage)
+        if source.address != target.address or not target.contiguous:
+            np.copyto(flat.reshape(source.shape), source.view)
+        context.messages.allreduce(flat, self._dtype.name, self._op)
+        if context.instruments.observers:
+            context.instruments.step("the library's own allreduce")
+        if self._op is ReduceOp.AVERAGE:
+            divide(flat, context.topology.size)
+        if not target.contiguous:
+            np.copyto(target.view, flat.reshape(target.shape))
+
+    def repetition(self, array: Any, target: Operand) -> Repetition:
+        return None
+
+
+class _Reduction:
+    """The allreduce of arrays of one dtype and shape, of whatever memory; finds or makes its plan in each call."""
+
+    def __init__(
+        self,
+        context: Context,
+        plans: Cache[_Plan],
+        algorithm: str,
+        dtype: DType,
+        op: ReduceOp,
+        signature: Signature,
+        shares_memory: bool,
+    ) -> None:
+        self._context = context
+        self._plans = plans
+        self._algorithm = algorithm
+        self._dtype = dtype
+        self._op = op
+        self._signature = signature
+        self._shares_memory = shares_memory
+
+    def run(self, source: Operand, target: Operand) -> None:
+        location = locate(self._context, target)
+        if location is None:
+            self._run(None, target.count, source.view, target.view)
+        else:
+            self._run(location, target.count, None if source.address == target.address else source.view, None)
+
+    def repetition(self, array: Any, target: Operand) -> Repetition:
+        location, count = locate(self._context, target), target.count
+        if location is not None:
+            return lambda _: self._run(location, count, None, None)
+        if array is target.view:
+            return lambda same: self._run(None, count, same, same)
+        return None
+
+    def _run(self, location: Location | None, count: int, source: Array | None, target: Array | None) -> None:
+        """Reduce in the target's own memory, which lies at a location of the arena, or in a buffer of the plan.
+
+        ``source`` is copied in first and the result copied to ``target``, unless these are None.
+        """
+        if not self._shares_memory:
+            self._context.meet(self._signature)  # otherwise at the board of the node, with the location
+        kept = location is not None or count * self._dtype.itemsize <= _OWN_BUFFER_NBYTES
+        if kept:
+            key = self._signature.code, self._algorithm, location
+            plan = self._plans.get(key, lambda: self._make(location, count))
+        else:
+            plan = self._make(location, count)
+        try:
+            if source is not None:
+                np.copyto(plan.memory.reshape(source.shape), source)
+            plan.run()
+            if target is not None:
+                np.copyto(target, plan.memory.reshape(target.shape))
+        finally:
+            if not kept:
+                plan.close()
+
+    def _make(self, location: Location | None, count: int) -> _Plan:
+        return _Plan(
+            self._context,
+            self._algorithm,
+            self._dtype,
+            count,
+            location,
+            self._op,
+            self._signature,
+            shares_memory=self._shares_memory,
+        )
+
+
+class _Plan:
+    """An allreduce with messages, on a location of the arena or in a buffer of its own."""
+
+    def __init__(
+        self,
+        context: Context,
+        algorithm: str,
+        dtype: DType,
+        count: int,
+        location: Location | None,
+        op: ReduceOp,
+        signature: Signature,
+        *,
+        shares_memory: bool,
+    ) -> None:
+        self._context = context
+        self._algorithm = algorithm
+        self._dtype = dtype
+        self._op = op
+        self._signature = signature
+        self._own = context.arena.allocate(count * dtype.itemsize) if location is None else None
+        self._location = self._own.location if self._own is not None else location
+        assert self._location is not None
+        self.memory = context.arena.view(self._location, dtype.storage, count)
+        self._shares_memory = shares_memory
+        self._others: list[int] | None = None
+        self._plan: Plan | None = None
+
+    def run(self) -> None:
+        context = self._context
+        if self._shares_memory:
+            others = context.meet_at_board(self._signature, self._location)
+            if others != self._others:
+                self._unbind()
+                self._others = others
+        if self._plan is None:
+            self._plan = self._bind()
+        self._plan.run()
+        if self._shares_memory:
+            context.board.barrier(self._signature.text)
+        if self._op is ReduceOp.AVERAGE:
+            divide(self.memory, context.topology.size)
+
+    def _bind(self) -> Plan:
+        context = self._context
+        schedule = context.schedule(Collective.ALLREDUCE, self._algorithm)
+        limit = max(1, context.config.segment_nbytes // self._dtype.itemsize)
+        return Plan(
+            rank=context.rank,
+            schedule=schedule,
+            segments=segments_of_buffer(self.memory.size, schedule.nblocks, limit),
+            memory=Memory(self.memory, peer_views(context, self._others or [], self.memory.dtype, self.memory.size)),
+            kernels=kernels_for(self._dtype, _summing(self._op), context.topology.size),
+            messages=context.messages,
+            waiter=context.waiter,
+            signature=self._signature.text,
+            tag=context.tag(self._signature),
+            instruments=context.instruments,
+        )
+
+    def _unbind(self) -> None:
+        if self._plan is not None:
+            self._plan.close()
+            self._plan = None
+
+    def close(self) -> None:
+        self._unbind()
+        if self._own is not None:
+            self._context.arena.release(self._own)
+            self._own = None
+
+
+def _summing(op: ReduceOp) -> ReduceOp:
+    """Return what messages reduce: an average is divided at the end."""
+    return ReduceOp.SUM if op is ReduceOp.AVERAGE else op
