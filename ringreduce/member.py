@@ -41,9 +41,9 @@ class Member:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._standing = Standing(context, self._forget)
         self._selection = Selection(context)
         self._bound: dict[int, BoundCall] = {}  # by the id of the array
+        self._standing = Standing(context, self._selection.forget, self._bound.clear)
         self.gpu = Gpu(context, self._standing, cuda_driver, cupy_nccl)
         self._operands = Operands(self._standing, self.gpu)
         self.instruments = context.instruments
@@ -237,17 +237,11 @@ class Member:
         if self._standing.ended:
             return
         self._standing.close()
-        self._forget()
         if self._standing.failed:
             self.gpu.abandon()
             self._context.abandon()
             return
         close_all(self.gpu.close, self._selection.close, self._context.close)
-
-    def _forget(self) -> None:
-        """Look up all calls again."""
-        self._bound.clear()
-        self._selection.forget()
 
 
 def _collective(name: Collective | str) -> Collective:

@@ -1,10 +1,9 @@
 """The allreduce in a wire format: float32 in, fewer bytes between nodes, float32 sums, one rounding in each direction.
 
-Between nodes it is the direct algorithm, whose every element is encoded twice, whatever the number of ranks: by those
-who send it to the rank that sums it up, and by that one, who sends the sum to all (itself included, so that all have
-the same bits). A ring would round at every hop. Within a node nothing is encoded: ranks first sum up what the node has,
-each its lane, and copy the results from each other. Segments take turns, so that some are encoded or
-summed up while others travel.
+The schedule is `hierarchical_direct`: ranks first sum up what the node has, each its lane; nothing is encoded there.
+Between nodes every element is encoded twice, whatever the number of ranks: by those who send it to the rank that sums
+it up, and by that one, who sends the sum to all (and takes it itself, so that all have the same bits). A ring would
+round at every hop.
 
 What rounding loses can be fed back: it is added to what is sent the next time (Seide et al., "1-bit stochastic gradient
 descent", Interspeech 2014; both directions as in Tang et al., "DoubleSqueeze", ICML 2019).
@@ -12,23 +11,25 @@ descent", Interspeech 2014; both directions as in Tang et al., "DoubleSqueeze", 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
+from itertools import chain, pairwise, zip_longest
 
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.algorithms.execute import STREAMS, Round, Runner
-from ringreduce.buffers import Operand, kernels_for, narrow, widen
+from ringreduce.algorithms import Collective
+from ringreduce.algorithms.execute import Memory, Plan
+from ringreduce.buffers import Call, Operand, kernels_for, narrow, widen
 from ringreduce.buffers.dtypes import DType
 from ringreduce.errors import ConfigError, UnsupportedBufferError
-from ringreduce.partition import Partition, segments_of_buffer
+from ringreduce.partition import Partition, Segment, segments_of_buffer
+from ringreduce.paths.cleanup import close_all
 from ringreduce.paths.context import Cache, Context, Signature
 from ringreduce.paths.operands import same
 from ringreduce.paths.shared import peer_views
 from ringreduce.reduce_ops import ReduceOp
-from ringreduce.transport.messages import Request
-from ringreduce.transport.shared import Block
+from ringreduce.transport.shared import Block, Location
 from ringreduce.wire import CODECS, Codec
 
 __all__ = ["Feedback", "Formats", "codec_for"]
@@ -38,6 +39,8 @@ Bytes = npt.NDArray[np.uint8]
 
 _FLOAT = DType.of(np.dtype(np.float32))
 
+#: Whose every element is encoded twice, whatever the number of ranks.
+_ALGORITHM = "hierarchical_direct"
 #: Of an encoded message. Of 64 KiB, Open MPI over TCP asks the receiver before it sends, and meanwhile the link idles.
 _MESSAGE_NBYTES = 32 << 10
 _MANY = 1 << 20
@@ -117,8 +120,9 @@ class Formats:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._exchanges: Cache[_Exchange] = Cache(32)
-        self._blocks: Cache[_Staging] = Cache(4)
+        self._shares_memory = max(len(each) for each in context.topology.nodes) > 1
+        self._plans: Cache[_Plan] = Cache(32)
+        self._stages: Cache[_Staging] = Cache(4)
 
     def allreduce(
         self,
@@ -152,53 +156,27 @@ class Formats:
     def _run(self, data: Floats, op: ReduceOp, codec: Codec, signature: Signature, feedback: Feedback | None) -> None:
         """Reduce ``data`` in place: one-dimensional, contiguous."""
         context = self._context
-        node = context.topology.node_of(context.rank)
-        if max(len(each) for each in context.topology.nodes) == 1:
+        if not self._shares_memory:
             context.meet(signature)
-            self._exchange(data, range(data.size), op, codec, signature, feedback)
+            self._plan(data.size, None, op, codec, signature).run(data, [], feedback)
             return
-        lanes = Partition.even(data.size, min(len(each) for each in context.topology.nodes), codec.block).segment
-        mine = node.index(context.rank)
-        location = context.arena.locate(data.__array_interface__["data"][0], data.nbytes)
+        work, location = data, context.arena.locate(data.__array_interface__["data"][0], data.nbytes)
         if location is None:  # staged where the node can reach it
-            staging = self._blocks.get(data.size, lambda: _Staging(context, data.size))
-            np.copyto(staging.memory, data)
+            staging = self._stages.get(data.size, lambda: _Staging(context, data.size))
             work, location = staging.memory, staging.block.location
-        else:
-            work = data
+            np.copyto(work, data)
         others = context.meet_at_board(signature, location)
-        peers = peer_views(context, others, work.dtype, work.size)
-        views = {**peers, context.rank: work}
-        if mine < len(lanes):
-            lane = lanes[mine]
-            if peers:
-                kernels = kernels_for(_FLOAT, ReduceOp.SUM, len(node))
-                kernels.combine([views[rank][lane] for rank in node])(work[lane])
-            self._exchange(work[lane], range(data.size)[lane], op, codec, signature, feedback)
-        context.board.barrier(signature.text)
-        for owner, lane in zip(node, lanes, strict=False):
-            if owner != context.rank:
-                np.copyto(work[lane], views[owner][lane])
+        self._plan(data.size, location, op, codec, signature).run(work, others, feedback)
+        context.board.barrier(signature.text)  # all have stored
         if work is not data:
             np.copyto(data, work)
-        context.board.barrier(signature.text)  # nobody may write before all have read
+
+    def _plan(self, count: int, location: Location | None, op: ReduceOp, codec: Codec, signature: Signature) -> _Plan:
+        """Return the plan for this location of the arena, or (None) for any memory, which no other rank touches."""
+        return self._plans.get((signature.code, location), lambda: _Plan(self._context, count, op, codec, signature))
 
     def close(self) -> None:
-        self._exchanges.close()
-        self._blocks.close()
-
-    def _exchange(
-        self,
-        lane: Floats,
-        where: range,
-        op: ReduceOp,
-        codec: Codec,
-        signature: Signature,
-        feedback: Feedback | None,
-    ) -> None:
-        key = signature.code, where
-        exchange = self._exchanges.get(key, lambda: _Exchange(self._context, lane.size, codec, op, signature))
-        exchange.run(lane, feedback)
+        close_all(self._plans.close, self._stages.close)
 
 
 class _Staging:
@@ -213,134 +191,169 @@ class _Staging:
         self._arena.release(self.block)
 
 
-class _Exchange:
-    """The direct allreduce of a lane among the ranks that have it, one on each node."""
+class _Plan:
+    """The allreduce of arrays of one length; bound again when a peer's lies elsewhere than in the last call."""
 
-    def __init__(self, context: Context, count: int, codec: Codec, op: ReduceOp, signature: Signature) -> None:
-        self._codec = codec
-        self._signature = signature
+    def __init__(self, context: Context, count: int, op: ReduceOp, codec: Codec, signature: Signature) -> None:
         self._context = context
-        self._group = context.topology.cross_group(context.rank)
-        self._me = self._group.index(context.rank)
-        self._factor = 1.0 / context.topology.size if op is ReduceOp.AVERAGE else None
-        self._data: Floats = np.empty(0, np.float32)
-        self._feedback: Feedback | None = None
+        self._signature = signature
+        topology, rank = context.topology, context.rank
+        nlanes, nnodes = min(len(node) for node in topology.nodes), len(topology.nodes)
         limit = min(_MANY * _MESSAGE_NBYTES // codec.nbytes(_MANY), context.config.segment_nbytes // 4)
         limit = max(codec.block, limit // codec.block * codec.block)
-        segments = segments_of_buffer(count, len(self._group), limit, codec.block)
-        owned = [each[self._me] for each in segments]
-        starts = np.cumsum([0, *(part.stop - part.start for part in owned)]).tolist()
-        self._owned_count = starts[-1]
-        nstreams = min(STREAMS, len(segments))
-        streams: list[list[Round]] = [[] for _ in range(nstreams)]
-        rooms = [
-            _Room(codec, max(part.stop - part.start for each in segments for part in each), len(self._group))
-            for _ in range(nstreams)
-        ]
-        tag = context.tag(signature)
-        for index, segment in enumerate(segments):
-            stream = index % nstreams
-            kept = slice(starts[index], starts[index + 1])
-            streams[stream] += self._bind(index, segment, kept, rooms[stream], tag + stream)
-        self._runner = Runner(
-            streams, context.messages, context.waiter, lambda: f"other nodes in {signature.text}", context.instruments
+        lanes = Partition.even(count, nlanes, codec.block).segment
+        self._segments = _segments(lanes, nnodes, limit, codec.block)
+        self._coding: _Coding | None = None
+        local = topology.local_rank(rank)
+        if local < nlanes:
+            own = local * nnodes + sorted(topology.cross_group(rank)).index(rank)
+            factor = 1.0 / topology.size if op is ReduceOp.AVERAGE else None
+            owned = [segment[own] for segment in self._segments]
+            largest = max(part.stop - part.start for segment in self._segments for part in segment)
+            self._coding = _Coding(codec, rank, lanes[local], owned, largest, factor)
+        self._others: list[int] | None = None
+        self._plan: Plan | None = None
+
+    def run(self, data: Floats, others: list[int], feedback: Feedback | None) -> None:
+        """Reduce in place.
+
+        Args:
+            data: with ``others`` always the same; without, any of this length.
+            others: where the arrays of the node's other ranks lie, packed.
+            feedback: of this array.
+        """
+        if others != self._others:
+            self._unbind()
+            self._others = others
+        if self._plan is None:
+            self._plan = self._bind(data if others else data[:0])
+        if self._coding is None:
+            self._plan.run()
+            return
+        self._coding.begin(data, feedback)
+        try:
+            self._plan.run()
+        finally:
+            self._coding.end()
+
+    def _bind(self, data: Floats) -> Plan:
+        context = self._context
+        return Plan(
+            rank=context.rank,
+            schedule=context.schedule(Collective.ALLREDUCE, _ALGORITHM),
+            segments=self._segments,
+            memory=Memory(data, peer_views(context, self._others or [], data.dtype, data.size)),
+            kernels=kernels_for(_FLOAT, ReduceOp.SUM, context.topology.size),
+            messages=context.messages,
+            waiter=context.waiter,
+            signature=self._signature.text,
+            tag=context.tag(self._signature),
+            instruments=context.instruments,
+            coding=self._coding,
         )
 
-    def run(self, data: Floats, feedback: Feedback | None) -> None:
-        self._data, self._feedback = data, feedback
-        if feedback is not None:
-            feedback.begin(data.size, self._owned_count)
-        try:
-            self._runner.run()
-        finally:
-            self._data, self._feedback = np.empty(0, np.float32), None
+    def _unbind(self) -> None:
+        if self._plan is not None:
+            self._plan.close()
+            self._plan = None
 
     def close(self) -> None:
-        self._runner.close()
+        self._unbind()
 
-    def _bind(self, index: int, segment: Sequence[slice], kept: slice, room: _Room, tag: int) -> list[Round]:
-        messages, codec = self._context.messages, self._codec
-        name = f"segment {index + 1}"
-        encoding: list[Callable[[], object]] = []
-        decoding: list[Callable[[], object]] = []
-        first: list[Request] = []
-        second: list[Request] = []
-        mine = segment[self._me]
-        owned = mine.stop - mine.start
-        result = room.result[: codec.nbytes(owned)]
-        arrived: list[tuple[int, Bytes]] = []
-        for place, rank in enumerate(self._group):
-            if place == self._me:
-                continue
-            part = segment[place]
-            if part.stop > part.start:
-                sent = room.sent[place][: codec.nbytes(part.stop - part.start)]
-                encoding.append(partial(self._encode, part, sent, room))
-                first.append(messages.send(sent, rank, tag))
-                got = room.received[place][: sent.size]
-                second.append(messages.recv(got, rank, tag))
-                decoding.append(partial(self._decode, part, got))
-            if owned:
-                got = room.sums[place][: result.size]
-                first.append(messages.recv(got, rank, tag))
-                second.append(messages.send(result, rank, tag))
-                arrived.append((place, got))
-        summing: list[Callable[[], object]] = []
-        if owned:
-            summing.append(partial(self._sum, mine, kept, arrived, result, room))
-        return [
-            Round(f"{name}: encode", [], encoding, []),
-            Round(f"{name}: to who sums it up", first, [], summing),
-            Round(f"{name}: sums", second, [], decoding),
+
+def _segments(lanes: Segment, nnodes: int, limit: int, align: int) -> list[Segment]:
+    """Cut each lane by itself, in ``nnodes`` blocks a segment; a segment of the whole has one of each lane."""
+    cuts = [
+        [
+            tuple(slice(lane.start + block.start, lane.start + block.stop) for block in segment)
+            for segment in segments_of_buffer(lane.stop - lane.start, nnodes, limit, align)
         ]
+        for lane in lanes
+    ]
+    return [tuple(chain.from_iterable(each)) for each in zip_longest(*cuts, fillvalue=(slice(0, 0),) * nnodes)]
 
-    def _encode(self, part: slice, target: Bytes, room: _Room) -> None:
+
+class _Coding:
+    """What a rank encodes, sums up and decodes of its lane.
+
+    Args:
+        codec: the format.
+        rank: this rank.
+        lane: the part of the array that this rank sends.
+        owned: the parts that it sums up, one in each segment.
+        largest: elements of the largest part that is encoded at once.
+        factor: what sums are multiplied by; None: nothing.
+    """
+
+    def __init__(
+        self, codec: Codec, rank: int, lane: slice, owned: Sequence[slice], largest: int, factor: float | None
+    ) -> None:
+        self._codec = codec
+        self._rank = rank
+        self._lane = lane
+        self._factor = None if factor is None else np.float32(factor)
+        starts = np.cumsum([0, *(part.stop - part.start for part in owned)]).tolist()
+        places = zip(owned, pairwise(starts), strict=True)
+        self._kept = {part.start: slice(*place) for part, place in places if part.start < part.stop}
+        self._owned_count = starts[-1]
+        self._data = self._nothing = np.empty(0, np.float32)
+        self._feedback: Feedback | None = None
+        self._total, self._meant, self._arrived = (np.empty(largest, np.float32) for _ in range(3))
+
+    def begin(self, data: Floats, feedback: Feedback | None) -> None:
+        """Work on an array from now on."""
+        self._data, self._feedback = data, feedback
+        if feedback is not None:
+            feedback.begin(self._lane.stop - self._lane.start, self._owned_count)
+
+    def end(self) -> None:
+        """Drop the array."""
+        self._data, self._feedback = self._nothing, None
+
+    def nbytes(self, part: slice) -> int:
+        return self._codec.nbytes(part.stop - part.start)
+
+    def encode(self, part: slice, target: Bytes) -> Call:
+        return partial(self._encode, part, target)
+
+    def decode(self, source: Bytes, part: slice) -> Call:
+        return lambda: self._codec.decode(source, self._data[part])
+
+    def combine(self, part: slice, arrived: Sequence[tuple[int, Bytes]], target: Bytes) -> Call:
+        before = [got for rank, got in arrived if rank < self._rank]
+        after = [got for rank, got in arrived if rank > self._rank]
+        return partial(self._sum, part, before, after, target)
+
+    def _encode(self, part: slice, target: Bytes) -> None:
         values, feedback = self._data[part], self._feedback
         if feedback is None:
             self._codec.encode(values, target)
             return
         assert feedback.sent is not None
-        meant, arrived = room.meant[: values.size], room.arrived[: values.size]
+        kept = feedback.sent[part.start - self._lane.start : part.stop - self._lane.start]
+        meant, arrived = self._meant[: values.size], self._arrived[: values.size]
         np.copyto(meant, values)
-        feedback.correct(meant, feedback.sent[part])
+        feedback.correct(meant, kept)
         self._codec.encode(meant, target)
         self._codec.decode(target, arrived)
-        feedback.note(meant, arrived, feedback.sent[part])
+        feedback.note(meant, arrived, kept)
 
-    def _sum(self, mine: slice, kept: slice, arrived: list[tuple[int, Bytes]], result: Bytes, room: _Room) -> None:
-        """Sum up what the ranks sent, in rank order, and encode that."""
-        own, feedback = self._data[mine], self._feedback
-        total = room.total[: own.size]
+    def _sum(self, part: slice, before: Sequence[Bytes], after: Sequence[Bytes], target: Bytes) -> None:
+        own, feedback = self._data[part], self._feedback
+        total = self._total[: own.size]
         total.fill(0.0)
-        for _, got in sorted([*arrived, (self._me, None)], key=lambda each: each[0]):
-            if got is None:
-                np.add(total, own, out=total)
-            else:
-                self._codec.decode_add(got, total)
+        for got in before:
+            self._codec.decode_add(got, total)
+        np.add(total, own, out=total)
+        for got in after:
+            self._codec.decode_add(got, total)
         if self._factor is not None:
-            np.multiply(total, np.float32(self._factor), out=total)
+            np.multiply(total, self._factor, out=total)
         if feedback is not None:
             assert feedback.summed is not None
-            feedback.correct(total, feedback.summed[kept])
-        self._codec.encode(total, result)
-        self._codec.decode(result, own)
+            feedback.correct(total, feedback.summed[self._kept[part.start]])
+        self._codec.encode(total, target)
+        self._codec.decode(target, own)
         if feedback is not None:
             assert feedback.summed is not None
-            feedback.note(total, own, feedback.summed[kept])
-
-    def _decode(self, part: slice, got: Bytes) -> None:
-        self._codec.decode(got, self._data[part])
-
-
-class _Room:
-    """Where one stream encodes and decodes; each segment uses it from the start."""
-
-    def __init__(self, codec: Codec, count: int, ranks: int) -> None:
-        nbytes = codec.nbytes(count)
-        self.sent = [np.empty(nbytes, np.uint8) for _ in range(ranks)]
-        self.sums = [np.empty(nbytes, np.uint8) for _ in range(ranks)]
-        self.received = [np.empty(nbytes, np.uint8) for _ in range(ranks)]
-        self.result = np.empty(nbytes, np.uint8)
-        self.total = np.empty(count, np.float32)
-        self.meant = np.empty(count, np.float32)
-        self.arrived = np.empty(count, np.float32)
+            feedback.note(total, own, feedback.summed[self._kept[part.start]])

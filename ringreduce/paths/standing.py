@@ -33,17 +33,17 @@ __all__ = ["Standing", "require_alone"]
 
 
 class Standing:
-    """Of one rank in one process set.
+    """The standing of one rank in one process set.
 
     Args:
         context: the ranks.
-        forget: called when a call has failed: drops what was looked up for later calls.
+        forget: called when a call has failed, and in the end: drop what was looked up for later calls.
 
     Attributes:
         quiet: where calls run. It can be entered only once at a time, and so keeps calls apart.
     """
 
-    def __init__(self, context: Context, forget: Callable[[], object]) -> None:
+    def __init__(self, context: Context, *forget: Callable[[], object]) -> None:
         self._context = context
         self._forget = forget
         self._calls = context.calls
@@ -125,7 +125,8 @@ class Standing:
 
     def break_off(self, error: BaseException) -> None:
         """As `fail`, for a call that other ranks know of."""
-        self._forget()
+        for each in self._forget:
+            each()
         if isinstance(error, MismatchError) and error.in_step and not self._context.single_node:
             try:
                 self._context.recover(error, self._calls.number)
@@ -153,6 +154,8 @@ class Standing:
     def close(self) -> None:
         """Refuse all calls from now on, and tell the others."""
         self._closed = True
+        for forget in self._forget:
+            forget()
         self._context.leave()
 
     def _unheard(self, error: BaseException) -> bool:

@@ -29,7 +29,9 @@ ONE, NODE, FLAT, THREE, GRID, UNEVEN, UNEVEN_THREE, MANY, MANY_LANES = (
 TOPOLOGIES = [ONE, NODE, FLAT, THREE, GRID, UNEVEN, UNEVEN_THREE, MANY, MANY_LANES]
 
 
-def call(topology: Topology, nbytes: int, collective: Collective = Collective.ALLREDUCE, *, vendor: bool = True) -> Call:
+def call(
+    topology: Topology, nbytes: int, collective: Collective = Collective.ALLREDUCE, *, vendor: bool = True
+) -> Call:
     """Return a call on float32, with an MPI library that takes everything or with none."""
     return Call(collective, nbytes, topology, op=SUM, library=(lambda *_: True) if vendor else None)
 
