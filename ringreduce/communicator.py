@@ -18,15 +18,14 @@ from ringreduce.buffers.cuda.arrays import DeviceOperand
 from ringreduce.errors import ConfigError
 from ringreduce.member import Member
 from ringreduce.partition import Partition
-from ringreduce.paths import DETERMINISTIC, BoundCall, Choice, Context, Feedback, Signature, codec_for
+from ringreduce.paths import DETERMINISTIC, BoundCall, Choice, Chosen, Context, Feedback, Signature, codec_for
 from ringreduce.paths.operands import AnyOperand, flat_target, new_result, same, with_rows
 from ringreduce.paths.standing import require_alone
 from ringreduce.reduce_ops import SUM, ReduceOp
-from ringreduce.selection import Chosen
 
 __all__ = ["Communicator"]
 
-_BARRIER = "barrier"
+_BARRIER = Signature.of("barrier", waits=False)
 
 
 class Communicator(Member):
@@ -199,7 +198,7 @@ class Communicator(Member):
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
-        self._standing.call(_BARRIER, self._meet, _BARRIER)
+        self._standing.call(_BARRIER.text, self._meet, _BARRIER)
 
     def meet(self, text: str) -> None:
         """Return when every rank has called it with this text: before a call that is made of several collectives.
@@ -207,7 +206,7 @@ class Communicator(Member):
         Args:
             text: what is called, with all that must agree: the name, and the rest in brackets.
         """
-        self._standing.call(text.partition("(")[0], self._meet, text)
+        self._standing.call(text.partition("(")[0], self._meet, Signature.of(text, waits=False))
 
     def refuse(self, name: str, error: Exception) -> None:
         """Meet the others in place of a call of this name, made of several collectives, that this rank cannot make.
@@ -378,10 +377,10 @@ class Communicator(Member):
         self._standing.go_on()
         return gathered
 
-    def _meet(self, text: str) -> None:
+    def _meet(self, signature: Signature) -> None:
         self._standing.require_open()
         try:
-            self._context.meet(Signature.of(text, waits=False))
+            self._context.meet(signature)
         except BaseException as error:
             self._standing.fail(error)
             raise

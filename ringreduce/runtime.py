@@ -462,9 +462,16 @@ def barrier() -> None:
     world().barrier()
 
 
-def explain(nbytes: int, dtype: Any = np.float32, collective: str = "allreduce", *, device: str | None = None) -> str:
+def explain(
+    nbytes: int,
+    dtype: Any = np.float32,
+    collective: str = "allreduce",
+    *,
+    op: ReduceOp | str = SUM,
+    device: str | None = None,
+) -> str:
     """Say what would carry out a collective and why; see `Communicator.explain`."""
-    return world().explain(nbytes, dtype, collective, device=device)
+    return world().explain(nbytes, dtype, collective, op=op, device=device)
 
 
 def _here() -> World:

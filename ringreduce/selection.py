@@ -6,9 +6,8 @@ their place, where there is one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
 
 from ringreduce import algorithms
 from ringreduce.algorithms import Collective
@@ -24,10 +23,10 @@ from ringreduce.paths import (
     VENDOR,
     Call,
     Choice,
+    Chosen,
     Context,
     Formats,
     Paths,
-    Reduction,
     Signature,
     close_all,
     path_for,
@@ -40,7 +39,7 @@ from ringreduce.reduce_ops import ReduceOp
 from ringreduce.topology import Topology
 from ringreduce.wire import Codec
 
-__all__ = ["Chosen", "Selection", "choose", "explain", "forced", "names"]
+__all__ = ["Selection", "choose", "explain", "forced", "names"]
 
 _BY_NAME = "asked for by name"
 
@@ -225,22 +224,6 @@ def _rule_of_others(call: Call) -> tuple[str, str]:
         Collective.ALLTOALL: "pairwise",
     }[call.collective]
     return name, "several nodes"
-
-
-class Chosen(NamedTuple):
-    """A kind of call that was looked up.
-
-    Attributes:
-        choice: how it is carried out.
-        signature: what must agree in it.
-        run: carries it out; takes the arrays, see the methods of `ringreduce.paths.path.Path`.
-        reduction: of an allreduce; ``run`` is its.
-    """
-
-    choice: Choice
-    signature: Signature
-    run: Callable[..., object]
-    reduction: Reduction | None = None
 
 
 class Selection:

@@ -9,7 +9,7 @@ from ringreduce.paths.context import Context, Signature
 from ringreduce.paths.formats import Feedback, Formats, codec_for
 from ringreduce.paths.gpu import STAGED, Gpu, ordinal
 from ringreduce.paths.operands import Operands
-from ringreduce.paths.path import DETERMINISTIC, NCCL, VENDOR, Call, Choice, Path, Reduction, Work
+from ringreduce.paths.path import DETERMINISTIC, NCCL, VENDOR, Call, Choice, Chosen, Path, Work
 from ringreduce.paths.paths import PATHS, Paths, path_for
 from ringreduce.paths.standing import Standing
 
@@ -22,6 +22,7 @@ __all__ = [
     "BoundCall",
     "Call",
     "Choice",
+    "Chosen",
     "Context",
     "Feedback",
     "Formats",
@@ -29,7 +30,6 @@ __all__ = [
     "Operands",
     "Path",
     "Paths",
-    "Reduction",
     "Signature",
     "Standing",
     "Work",

@@ -22,7 +22,7 @@ from ringreduce.paths.cleanup import abandon_all, close_all
 from ringreduce.paths.context import Context, Signature
 from ringreduce.paths.device import DeviceAllreduce
 from ringreduce.paths.nccl import NcclAllreduce
-from ringreduce.paths.path import DETERMINISTIC, NCCL, Choice
+from ringreduce.paths.path import DETERMINISTIC, NCCL, Choice, Chosen
 from ringreduce.paths.staged import Staging
 from ringreduce.paths.standing import Standing
 from ringreduce.reduce_ops import ReduceOp
@@ -84,25 +84,6 @@ class OnDevice(Protocol):
     def abandon(self) -> None:
         """Give up after a failure: wait for nothing, and let nothing wait or be used that others might have."""
         ...
-
-
-class Reducer(Protocol):
-    """What reduces segments of one length in host memory.
-
-    Attributes:
-        choice: how.
-        signature: of the call.
-        run: reduces a source into a target.
-    """
-
-    @property
-    def choice(self) -> Choice: ...
-
-    @property
-    def signature(self) -> Signature: ...
-
-    @property
-    def run(self) -> Callable[..., object]: ...
 
 
 class Gpu:
@@ -257,7 +238,7 @@ class Gpu:
         target: DeviceOperand,
         op: ReduceOp,
         algorithm: str | None,
-        reducers: Mapping[int, Reducer],
+        reducers: Mapping[int, Chosen],
         running: Callable[[str], AbstractContextManager[None]],
     ) -> Choice:
         """Reduce arrays in C order by kernels where the ranks share device memory, else through host memory.

@@ -11,11 +11,10 @@ import numpy.typing as npt
 from ringreduce.algorithms import Collective
 from ringreduce.algorithms.fused import Mailbox as Boxes
 from ringreduce.algorithms.fused import OneShot
-from ringreduce.buffers import DType, Operand, kernels_for
+from ringreduce.buffers import Operand, kernels_for
 from ringreduce.partition import Partition
 from ringreduce.paths.context import Cache, Context, Signature
-from ringreduce.paths.path import Call, Path, Repetition, Work, work_of_one_byte
-from ringreduce.reduce_ops import ReduceOp
+from ringreduce.paths.path import Call, Path, Repetition, Task, Work, work_of_one_byte
 from ringreduce.transport.board import MAILBOX_NBYTES
 
 __all__ = ["Mailbox"]
@@ -52,41 +51,31 @@ class Mailbox(Path):
     def close(self) -> None:
         self._boxes.close()
 
-    def allreduce(
-        self, algorithm: str, dtype: DType, shape: tuple[int, ...], op: ReduceOp, signature: Signature
-    ) -> _OneShot:
+    def allreduce(self, task: Task, shape: tuple[int, ...]) -> _OneShot:
         context = self._context
-        kernels = kernels_for(dtype, op, context.topology.size)
-        return _OneShot(OneShot(context.board, context.instruments, signature.text, dtype.storage, shape, kernels))
+        kernels = kernels_for(task.dtype, task.op, context.topology.size)
+        storage, text = task.dtype.storage, task.signature.text
+        return _OneShot(OneShot(context.board, context.instruments, text, storage, shape, kernels))
 
-    def broadcast(self, algorithm: str, signature: Signature, data: Array, root: int) -> None:
+    def broadcast(self, task: Task, data: Array, root: int) -> None:
         am_root = self._context.rank == root
-        boxes = self._swap(signature, data if am_root else data[:0], data.size)
+        boxes = self._swap(task.signature, data if am_root else data[:0], data.size)
         if not am_root:
             np.copyto(data, boxes[root])
 
-    def allgather(self, algorithm: str, signature: Signature, mine: Array, counts: Sequence[int], out: Array) -> None:
-        boxes = self._swap(signature, mine, max(counts))
+    def allgather(self, task: Task, mine: Array, counts: Sequence[int], out: Array) -> None:
+        boxes = self._swap(task.signature, mine, max(counts))
         for part, box in zip(Partition.of_sizes(counts).segment, boxes, strict=True):
             np.copyto(out[part], box[: part.stop - part.start])
 
-    def reduce_scatter(
-        self,
-        algorithm: str,
-        signature: Signature,
-        dtype: DType,
-        op: ReduceOp,
-        source: Array,
-        counts: Sequence[int],
-        out: Array,
-    ) -> None:
+    def reduce_scatter(self, task: Task, source: Array, counts: Sequence[int], out: Array) -> None:
         own = Partition.of_sizes(counts).segment[self._context.rank]
-        boxes = self._swap(signature, source, source.size)
-        kernels_for(dtype, op, self._context.topology.size).combine([box[own] for box in boxes])(out)
+        boxes = self._swap(task.signature, source, source.size)
+        kernels_for(task.dtype, task.op, self._context.topology.size).combine([box[own] for box in boxes])(out)
 
-    def alltoall(self, algorithm: str, signature: Signature, source: Array, counts: Array, out: Array) -> None:
+    def alltoall(self, task: Task, source: Array, counts: Array, out: Array) -> None:
         rank = self._context.rank
-        boxes = self._swap(signature, source, int(counts.sum(axis=1).max()))
+        boxes = self._swap(task.signature, source, int(counts.sum(axis=1).max()))
         receiving = Partition.of_sizes(counts[:, rank].tolist()).segment
         for peer, part in enumerate(receiving):
             sent = Partition.of_sizes(counts[peer].tolist()).segment[rank]

@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 from ringreduce.algorithms import Collective
 from ringreduce.algorithms.execute import Memory, Plan
-from ringreduce.buffers import DType, Kernels, Operand, divide, kernels_for
+from ringreduce.buffers import Kernels, Operand, divide, kernels_for
 from ringreduce.partition import Partition, Segment, segments_of_blocks, segments_of_buffer
-from ringreduce.paths.context import Cache, Context, Signature
-from ringreduce.paths.path import VENDOR, Call, Path, Repetition
+from ringreduce.paths.context import Cache, Context
+from ringreduce.paths.path import VENDOR, Call, Path, Repetition, Task
 from ringreduce.paths.shared import locate, peer_views, touches_memory
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.transport.shared import Location
@@ -50,78 +50,66 @@ class Messages(Path):
     def close(self) -> None:
         self._plans.close()
 
-    def allreduce(
-        self, algorithm: str, dtype: DType, shape: tuple[int, ...], op: ReduceOp, signature: Signature
-    ) -> _Reduction:
-        return _Reduction(self._context, self._plans, algorithm, dtype, op, signature, self.shares_memory)
+    def allreduce(self, task: Task, shape: tuple[int, ...]) -> _Reduction:
+        return _Reduction(self._context, self._plans, task, self.shares_memory)
 
-    def broadcast(self, algorithm: str, signature: Signature, data: Array, root: int) -> None:
-        self._context.meet(signature)
-        nblocks = self._context.schedule(Collective.BROADCAST, algorithm, root).nblocks
+    def broadcast(self, task: Task, data: Array, root: int) -> None:
+        self._context.meet(task.signature)
+        nblocks = self._context.schedule(Collective.BROADCAST, task.algorithm, root).nblocks
         segments = segments_of_buffer(data.size, nblocks, self._limit(data))
-        self._send(Collective.BROADCAST, algorithm, Memory(data), segments, None, signature, root)
+        self._send(Collective.BROADCAST, task, Memory(data), segments, None, root)
 
-    def allgather(self, algorithm: str, signature: Signature, mine: Array, counts: Sequence[int], out: Array) -> None:
+    def allgather(self, task: Task, mine: Array, counts: Sequence[int], out: Array) -> None:
         partition = Partition.of_sizes(counts)
         np.copyto(out[partition.segment[self._context.rank]], mine)
-        self._context.meet(signature)
+        self._context.meet(task.signature)
         segments = segments_of_blocks(partition, self._limit(out))
-        self._send(Collective.ALLGATHER, algorithm, Memory(out), segments, None, signature)
+        self._send(Collective.ALLGATHER, task, Memory(out), segments, None)
 
-    def reduce_scatter(
-        self,
-        algorithm: str,
-        signature: Signature,
-        dtype: DType,
-        op: ReduceOp,
-        source: Array,
-        counts: Sequence[int],
-        out: Array,
-    ) -> None:
+    def reduce_scatter(self, task: Task, source: Array, counts: Sequence[int], out: Array) -> None:
         context, partition = self._context, Partition.of_sizes(counts)
         size = context.topology.size
-        context.meet(signature)
+        context.meet(task.signature)
         work = source.copy()
         segments = segments_of_blocks(partition, self._limit(work))
-        kernels = kernels_for(dtype, _summing(op), size)
-        self._send(Collective.REDUCE_SCATTER, algorithm, Memory(work), segments, kernels, signature)
+        kernels = kernels_for(task.dtype, _summing(task.op), size)
+        self._send(Collective.REDUCE_SCATTER, task, Memory(work), segments, kernels)
         np.copyto(out, work[partition.segment[context.rank]])
-        if op is ReduceOp.AVERAGE:
+        if task.op is ReduceOp.AVERAGE:
             divide(out, size)
 
-    def alltoall(self, algorithm: str, signature: Signature, source: Array, counts: Array, out: Array) -> None:
+    def alltoall(self, task: Task, source: Array, counts: Array, out: Array) -> None:
         rank = self._context.rank
         sending, receiving = counts[rank].tolist(), counts[:, rank].tolist()
         own = Partition.of_sizes(receiving).segment[rank]
         np.copyto(out[own], source[Partition.of_sizes(sending).segment[rank]])
-        self._context.meet(signature)
+        self._context.meet(task.signature)
         work = np.concatenate([source, out])
         both = Partition.of_sizes([*sending, *receiving])
         segments = segments_of_blocks(both, self._limit(work), int(counts.max()))
-        self._send(Collective.ALLTOALL, algorithm, Memory(work), segments, None, signature)
+        self._send(Collective.ALLTOALL, task, Memory(work), segments, None)
         np.copyto(out, work[source.size :])
 
     def _send(
         self,
         collective: Collective,
-        algorithm: str,
+        task: Task,
         memory: Memory,
         segments: Sequence[Segment],
         kernels: Kernels | None,
-        signature: Signature,
         root: int = 0,
     ) -> None:
         context = self._context
         plan = Plan(
             context.rank,
-            context.schedule(collective, algorithm, root),
+            context.schedule(collective, task.algorithm, root),
             segments,
             memory,
             kernels,
             context.messages,
             context.waiter,
-            signature.text,
-            context.tag(signature),
+            task.signature.text,
+            context.tag(task.signature),
             instruments=context.instruments,
         )
         try:
@@ -153,31 +141,27 @@ class Library(Path):
         assert reduced.op is not None
         return call.library(reduced.nbytes // reduced.dtype.itemsize, reduced.dtype.name, reduced.op)
 
-    def allreduce(
-        self, algorithm: str, dtype: DType, shape: tuple[int, ...], op: ReduceOp, signature: Signature
-    ) -> _LibraryReduction:
-        return _LibraryReduction(self._context, dtype, op, signature)
+    def allreduce(self, task: Task, shape: tuple[int, ...]) -> _LibraryReduction:
+        return _LibraryReduction(self._context, task)
 
 
 class _LibraryReduction:
     """The allreduce of the MPI library. It compares nothing, so the ranks do each time."""
 
-    def __init__(self, context: Context, dtype: DType, op: ReduceOp, signature: Signature) -> None:
+    def __init__(self, context: Context, task: Task) -> None:
         self._context = context
-        self._dtype = dtype
-        self._op = op
-        self._signature = signature
+        self._task = task
 
     def run(self, source: Operand, target: Operand) -> None:
-        context = self._context
-        context.meet(self._signature)
-        flat = target.flat() if target.contiguous else np.empty(target.count, self._dtype.storage)
+        context, dtype, op = self._context, self._task.dtype, self._task.op
+        context.meet(self._task.signature)
+        flat = target.flat() if target.contiguous else np.empty(target.count, dtype.storage)
         if source.address != target.address or not target.contiguous:
             np.copyto(flat.reshape(source.shape), source.view)
-        context.messages.allreduce(flat, self._dtype.name, self._op)
+        context.messages.allreduce(flat, dtype.name, op)
         if context.instruments.observers:
             context.instruments.step("the library's own allreduce")
-        if self._op is ReduceOp.AVERAGE:
+        if op is ReduceOp.AVERAGE:
             divide(flat, context.topology.size)
         if not target.contiguous:
             np.copyto(target.view, flat.reshape(target.shape))
@@ -187,24 +171,12 @@ class _LibraryReduction:
 
 
 class _Reduction:
-    """The allreduce of arrays of one dtype and shape, of whatever memory; finds or makes its plan in each call."""
+    """The allreduce of arrays of one shape, in whatever memory; finds or makes its plan in each call."""
 
-    def __init__(
-        self,
-        context: Context,
-        plans: Cache[_Plan],
-        algorithm: str,
-        dtype: DType,
-        op: ReduceOp,
-        signature: Signature,
-        shares_memory: bool,
-    ) -> None:
+    def __init__(self, context: Context, plans: Cache[_Plan], task: Task, shares_memory: bool) -> None:
         self._context = context
         self._plans = plans
-        self._algorithm = algorithm
-        self._dtype = dtype
-        self._op = op
-        self._signature = signature
+        self._task = task
         self._shares_memory = shares_memory
 
     def run(self, source: Operand, target: Operand) -> None:
@@ -228,10 +200,10 @@ class _Reduction:
         ``source`` is copied in first and the result copied to ``target``, unless these are None.
         """
         if not self._shares_memory:
-            self._context.meet(self._signature)  # otherwise at the board of the node, with the location
-        kept = location is not None or count * self._dtype.itemsize <= _OWN_BUFFER_NBYTES
+            self._context.meet(self._task.signature)  # otherwise at the board of the node, with the location
+        kept = location is not None or count * self._task.dtype.itemsize <= _OWN_BUFFER_NBYTES
         if kept:
-            key = self._signature.code, self._algorithm, location
+            key = self._task.signature.code, self._task.algorithm, location
             plan = self._plans.get(key, lambda: self._make(location, count))
         else:
             plan = self._make(location, count)
@@ -246,42 +218,21 @@ class _Reduction:
                 plan.close()
 
     def _make(self, location: Location | None, count: int) -> _Plan:
-        return _Plan(
-            self._context,
-            self._algorithm,
-            self._dtype,
-            count,
-            location,
-            self._op,
-            self._signature,
-            shares_memory=self._shares_memory,
-        )
+        return _Plan(self._context, self._task, count, location, shares_memory=self._shares_memory)
 
 
 class _Plan:
     """An allreduce with messages, on a location of the arena or in a buffer of its own."""
 
     def __init__(
-        self,
-        context: Context,
-        algorithm: str,
-        dtype: DType,
-        count: int,
-        location: Location | None,
-        op: ReduceOp,
-        signature: Signature,
-        *,
-        shares_memory: bool,
+        self, context: Context, task: Task, count: int, location: Location | None, *, shares_memory: bool
     ) -> None:
         self._context = context
-        self._algorithm = algorithm
-        self._dtype = dtype
-        self._op = op
-        self._signature = signature
-        self._own = context.arena.allocate(count * dtype.itemsize) if location is None else None
+        self._task = task
+        self._own = context.arena.allocate(count * task.dtype.itemsize) if location is None else None
         self._location = self._own.location if self._own is not None else location
         assert self._location is not None
-        self.memory = context.arena.view(self._location, dtype.storage, count)
+        self.memory = context.arena.view(self._location, task.dtype.storage, count)
         self._shares_memory = shares_memory
         self._others: list[int] | None = None
         self._plan: Plan | None = None
@@ -289,7 +240,7 @@ class _Plan:
     def run(self) -> None:
         context = self._context
         if self._shares_memory:
-            others = context.meet_at_board(self._signature, self._location)
+            others = context.meet_at_board(self._task.signature, self._location)
             if others != self._others:
                 self._unbind()
                 self._others = others
@@ -297,24 +248,24 @@ class _Plan:
             self._plan = self._bind()
         self._plan.run()
         if self._shares_memory:
-            context.board.barrier(self._signature.text)
-        if self._op is ReduceOp.AVERAGE:
+            context.board.barrier(self._task.signature.text)
+        if self._task.op is ReduceOp.AVERAGE:
             divide(self.memory, context.topology.size)
 
     def _bind(self) -> Plan:
-        context = self._context
-        schedule = context.schedule(Collective.ALLREDUCE, self._algorithm)
-        limit = max(1, context.config.segment_nbytes // self._dtype.itemsize)
+        context, task = self._context, self._task
+        schedule = context.schedule(Collective.ALLREDUCE, task.algorithm)
+        limit = max(1, context.config.segment_nbytes // task.dtype.itemsize)
         return Plan(
             rank=context.rank,
             schedule=schedule,
             segments=segments_of_buffer(self.memory.size, schedule.nblocks, limit),
             memory=Memory(self.memory, peer_views(context, self._others or [], self.memory.dtype, self.memory.size)),
-            kernels=kernels_for(self._dtype, _summing(self._op), context.topology.size),
+            kernels=kernels_for(task.dtype, _summing(task.op), context.topology.size),
             messages=context.messages,
             waiter=context.waiter,
-            signature=self._signature.text,
-            tag=context.tag(self._signature),
+            signature=task.signature.text,
+            tag=context.tag(task.signature),
             instruments=context.instruments,
         )
 

@@ -23,7 +23,20 @@ from ringreduce.paths.context import Context, Signature
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.topology import Topology
 
-__all__ = ["DETERMINISTIC", "NCCL", "VENDOR", "Call", "Choice", "Itself", "Path", "Reduction", "Repetition", "Work"]
+__all__ = [
+    "DETERMINISTIC",
+    "NCCL",
+    "VENDOR",
+    "Call",
+    "Choice",
+    "Chosen",
+    "Itself",
+    "Path",
+    "Reduction",
+    "Repetition",
+    "Task",
+    "Work",
+]
 
 Array = npt.NDArray[Any]
 #: Repeats a call in place on the array that it is given; None: what is worth repeating is looked up each time.
@@ -110,6 +123,22 @@ class Choice:
         return self.path.transport
 
 
+class Task(NamedTuple):
+    """What a path is told of a call that it took.
+
+    Attributes:
+        algorithm: by which to carry it out.
+        dtype: of the elements in which it is reduced.
+        op: how; without a meaning where nothing is.
+        signature: what the user called.
+    """
+
+    algorithm: str
+    dtype: DType
+    op: ReduceOp
+    signature: Signature
+
+
 class Work(NamedTuple):
     """What an allreduce costs: the factors of the parameters of `ringreduce.autotune.Model`, in the same order.
 
@@ -149,10 +178,26 @@ class Reduction(Protocol):
         ...
 
 
+class Chosen(NamedTuple):
+    """A kind of call that was looked up.
+
+    Attributes:
+        choice: how it is carried out.
+        signature: what must agree in it.
+        run: carries it out; takes the arrays, as the methods of a `Path` do.
+        reduction: of an allreduce; ``run`` is its.
+    """
+
+    choice: Choice
+    signature: Signature
+    run: Callable[..., object]
+    reduction: Reduction | None = None
+
+
 class Path(ABC):
     """One way to carry the calls of a process set.
 
-    Arrays are flat, C-contiguous and of storage types, but in allreduces. ``algorithm`` is one that the path takes.
+    Arrays are flat, C-contiguous and of storage types, but in allreduces.
     """
 
     transport: ClassVar[str]
@@ -188,38 +233,26 @@ class Path(ABC):
         return call
 
     @abstractmethod
-    def allreduce(
-        self, algorithm: str, dtype: DType, shape: tuple[int, ...], op: ReduceOp, signature: Signature
-    ) -> Reduction:
-        """Return what reduces arrays of this dtype and shape."""
+    def allreduce(self, task: Task, shape: tuple[int, ...]) -> Reduction:
+        """Return what reduces arrays of this shape."""
 
-    def broadcast(self, algorithm: str, signature: Signature, data: Array, root: int) -> None:
+    def broadcast(self, task: Task, data: Array, root: int) -> None:
         """Copy the root's ``data`` into everyone's."""
         raise NotImplementedError
 
-    def allgather(self, algorithm: str, signature: Signature, mine: Array, counts: Sequence[int], out: Array) -> None:
+    def allgather(self, task: Task, mine: Array, counts: Sequence[int], out: Array) -> None:
         """Put rank q's ``counts[q]`` elements into ``out`` one after the other; ``mine`` holds this rank's."""
         raise NotImplementedError
 
-    def reduce_scatter(
-        self,
-        algorithm: str,
-        signature: Signature,
-        dtype: DType,
-        op: ReduceOp,
-        source: Array,
-        counts: Sequence[int],
-        out: Array,
-    ) -> None:
+    def reduce_scatter(self, task: Task, source: Array, counts: Sequence[int], out: Array) -> None:
         """Cut every rank's ``source`` into blocks of ``counts`` elements; reduce this rank's block into ``out``."""
         raise NotImplementedError
 
-    def alltoall(self, algorithm: str, signature: Signature, source: Array, counts: Array, out: Array) -> None:
+    def alltoall(self, task: Task, source: Array, counts: Array, out: Array) -> None:
         """Send block q of ``source`` to rank q; ``out`` is what the ranks sent here, in rank order.
 
         Args:
-            algorithm: how.
-            signature: what the user called.
+            task: how.
             source: the blocks for rank 0, 1, ... one after the other.
             counts: (size, size) elements: ``counts[i, j]`` is what rank i sends to rank j.
             out: takes ``counts[:, rank].sum()`` elements.
@@ -243,30 +276,19 @@ class Itself(Path):
     def as_reduced(cls, call: Call) -> Call:
         return call
 
-    def allreduce(
-        self, algorithm: str, dtype: DType, shape: tuple[int, ...], op: ReduceOp, signature: Signature
-    ) -> Reduction:
+    def allreduce(self, task: Task, shape: tuple[int, ...]) -> Reduction:
         return _Copy()
 
-    def broadcast(self, algorithm: str, signature: Signature, data: Array, root: int) -> None:
+    def broadcast(self, task: Task, data: Array, root: int) -> None:
         pass
 
-    def allgather(self, algorithm: str, signature: Signature, mine: Array, counts: Sequence[int], out: Array) -> None:
+    def allgather(self, task: Task, mine: Array, counts: Sequence[int], out: Array) -> None:
         np.copyto(out, mine)
 
-    def reduce_scatter(
-        self,
-        algorithm: str,
-        signature: Signature,
-        dtype: DType,
-        op: ReduceOp,
-        source: Array,
-        counts: Sequence[int],
-        out: Array,
-    ) -> None:
+    def reduce_scatter(self, task: Task, source: Array, counts: Sequence[int], out: Array) -> None:
         np.copyto(out, source)
 
-    def alltoall(self, algorithm: str, signature: Signature, source: Array, counts: Array, out: Array) -> None:
+    def alltoall(self, task: Task, source: Array, counts: Array, out: Array) -> None:
         np.copyto(out, source)
 
 

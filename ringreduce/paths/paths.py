@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.algorithms import Collective
 from ringreduce.buffers import Operand, divide_toward_zero, narrow, widen
 from ringreduce.paths.cleanup import close_all
 from ringreduce.paths.context import Context, Signature
 from ringreduce.paths.mailbox import Mailbox
 from ringreduce.paths.messages import Hierarchy, Library, Messages
-from ringreduce.paths.path import Call, Choice, Itself, Path, Reduction, Repetition
+from ringreduce.paths.path import Call, Choice, Itself, Path, Reduction, Repetition, Task
 from ringreduce.paths.shared import SharedMemory
+from ringreduce.reduce_ops import ReduceOp
 
 __all__ = ["PATHS", "Paths", "path_for"]
 
@@ -49,24 +49,20 @@ class Paths:
             choice: how.
             signature: what the user called.
         """
-        path = self._of(choice)
-        if call.collective is not Collective.REDUCE_SCATTER:
-            return partial(getattr(path, call.collective.value), choice.algorithm, signature)
-        reduced = path.as_reduced(call)
-        assert reduced.op is not None
-        run = partial(path.reduce_scatter, choice.algorithm, signature, reduced.dtype, reduced.op)
+        path, reduced, task = self._task(call, choice, signature)
+        run = partial(getattr(path, call.collective.value), task)
         return run if reduced is call else partial(_reduce_scatter_wide, run, call, reduced)
 
     def reduction(self, call: Call, choice: Choice, shape: tuple[int, ...], signature: Signature) -> Reduction:
         """Return what carries out allreduces of arrays of a shape; arguments as for `bind`."""
-        path = self._of(choice)
-        reduced = path.as_reduced(call)
-        assert reduced.op is not None
-        reduction = path.allreduce(choice.algorithm, reduced.dtype, shape, reduced.op, signature)
+        path, reduced, task = self._task(call, choice, signature)
+        reduction = path.allreduce(task, shape)
         return reduction if reduced is call else _Wide(reduction, call, reduced)
 
-    def _of(self, choice: Choice) -> Path:
-        return self._paths[choice.path]
+    def _task(self, call: Call, choice: Choice, signature: Signature) -> tuple[Path, Call, Task]:
+        path = self._paths[choice.path]
+        reduced = path.as_reduced(call)
+        return path, reduced, Task(choice.algorithm, reduced.dtype, reduced.op or ReduceOp.SUM, signature)
 
     def close(self) -> None:
         close_all(*(path.close for path in self._paths.values()))

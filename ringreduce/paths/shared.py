@@ -20,11 +20,10 @@ from ringreduce import algorithms
 from ringreduce.algorithms import Collective
 from ringreduce.algorithms.execute import Memory, Plan
 from ringreduce.algorithms.fused import Staged
-from ringreduce.buffers import DType, Kernels, Operand, kernels_for
+from ringreduce.buffers import Kernels, Operand, kernels_for
 from ringreduce.partition import Partition, Segment
-from ringreduce.paths.context import Cache, Context, Signature
-from ringreduce.paths.path import Call, Path, Repetition
-from ringreduce.reduce_ops import ReduceOp
+from ringreduce.paths.context import Cache, Context
+from ringreduce.paths.path import Call, Path, Repetition, Task
 from ringreduce.transport.board import NOWHERE
 from ringreduce.transport.shared import Location
 
@@ -53,72 +52,61 @@ class SharedMemory(Path):
     def close(self) -> None:
         self._two_shots.close()
 
-    def allreduce(
-        self, algorithm: str, dtype: DType, shape: tuple[int, ...], op: ReduceOp, signature: Signature
-    ) -> _Reduction:
+    def allreduce(self, task: Task, shape: tuple[int, ...]) -> _Reduction:
         # On one node the hierarchies are the two-shot, too.
-        return _Reduction(self._context, self._two_shots, dtype, op, signature)
+        return _Reduction(self._context, self._two_shots, task)
 
-    def broadcast(self, algorithm: str, signature: Signature, data: Array, root: int) -> None:
+    def broadcast(self, task: Task, data: Array, root: int) -> None:
         context = self._context
         am_root = context.rank == root
         with self._published(data if am_root else None) as location:
-            others = context.meet_at_board(signature, location)
+            others = context.meet_at_board(task.signature, location)
             peers = {}
             if not am_root:
                 place = others[context.board.peers.index(root)]
                 peers[root] = context.arena.peer_view(root, Location.unpack(place), data.dtype, data.size)
             memory = Memory(data, peers)
-            self._load(Collective.BROADCAST, algorithm, memory, (slice(0, data.size),), signature, root)
+            self._load(Collective.BROADCAST, task, memory, (slice(0, data.size),), root)
 
-    def allgather(self, algorithm: str, signature: Signature, mine: Array, counts: Sequence[int], out: Array) -> None:
+    def allgather(self, task: Task, mine: Array, counts: Sequence[int], out: Array) -> None:
         context = self._context
         partition = Partition.of_sizes(counts)
         np.copyto(out[partition.segment[context.rank]], mine)
         with self._published(mine) as location:
-            others = context.meet_at_board(signature, location)
+            others = context.meet_at_board(task.signature, location)
             peers: dict[int, Array] = {}
             places: dict[int, list[Segment]] = {}
             for peer, place in zip(context.board.peers, others, strict=True):
                 peers[peer] = context.arena.peer_view(peer, Location.unpack(place), mine.dtype, counts[peer])
                 places[peer] = [(slice(0, counts[peer]),) * len(counts)]  # a peer publishes its own block alone
-            self._load(Collective.ALLGATHER, algorithm, Memory(out, peers, places), partition.segment, signature)
+            self._load(Collective.ALLGATHER, task, Memory(out, peers, places), partition.segment)
 
-    def reduce_scatter(
-        self,
-        algorithm: str,
-        signature: Signature,
-        dtype: DType,
-        op: ReduceOp,
-        source: Array,
-        counts: Sequence[int],
-        out: Array,
-    ) -> None:
+    def reduce_scatter(self, task: Task, source: Array, counts: Sequence[int], out: Array) -> None:
         context, segment = self._context, Partition.of_sizes(counts).segment
         with self._published(source, copy=True) as location:  # the own block is reduced in place
             assert location is not None
-            others = context.meet_at_board(signature, location)
+            others = context.meet_at_board(task.signature, location)
             work = context.arena.view(location, source.dtype, source.size)
             memory = Memory(work, peer_views(context, others, source.dtype, source.size))
-            kernels = kernels_for(dtype, op, context.topology.size)
-            self._load(Collective.REDUCE_SCATTER, algorithm, memory, segment, signature, kernels=kernels)
+            kernels = kernels_for(task.dtype, task.op, context.topology.size)
+            self._load(Collective.REDUCE_SCATTER, task, memory, segment, kernels=kernels)
             np.copyto(out, work[segment[context.rank]])
 
-    def alltoall(self, algorithm: str, signature: Signature, source: Array, counts: Array, out: Array) -> None:
+    def alltoall(self, task: Task, source: Array, counts: Array, out: Array) -> None:
         context, rank = self._context, self._context.rank
         sending = [Partition.of_sizes(row.tolist()).segment for row in counts]
         receiving = Partition.of_sizes(counts[:, rank].tolist()).segment
         np.copyto(out[receiving[rank]], source[sending[rank][rank]])
         nothing = (slice(0, 0),) * len(receiving)
         with self._published(source) as location:
-            others = context.meet_at_board(signature, location)
+            others = context.meet_at_board(task.signature, location)
             places = dict(zip(context.board.peers, others, strict=True))
             peers = {
                 peer: context.arena.peer_view(peer, Location.unpack(place), source.dtype, int(counts[peer].sum()))
                 for peer, place in places.items()
             }
             memory = Memory(out, peers, {peer: [sending[peer] + nothing] for peer in places})
-            self._load(Collective.ALLTOALL, algorithm, memory, nothing + receiving, signature)
+            self._load(Collective.ALLTOALL, task, memory, nothing + receiving)
 
     @contextmanager
     def _published(self, data: Array | None, *, copy: bool = False) -> Iterator[Location | None]:
@@ -141,16 +129,15 @@ class SharedMemory(Path):
     def _load(
         self,
         collective: Collective,
-        algorithm: str,
+        task: Task,
         memory: Memory,
         segment: Segment,
-        signature: Signature,
         root: int = 0,
         kernels: Kernels | None = None,
     ) -> None:
         context = self._context
-        schedule = context.schedule(collective, algorithm, root)
-        instruments, waiter, text = context.instruments, context.waiter, signature.text
+        schedule = context.schedule(collective, task.algorithm, root)
+        instruments, waiter, text = context.instruments, context.waiter, task.signature.text
         if instruments.observers:
             instruments.step("publish and meet")
         plan = Plan(context.rank, schedule, [segment], memory, kernels, None, waiter, text, instruments=instruments)
@@ -161,16 +148,12 @@ class SharedMemory(Path):
 
 
 class _Reduction:
-    """The allreduce of arrays of one dtype and shape: in place where every rank's can be reached, else staged."""
+    """The allreduce of arrays of one shape: in place where every rank's can be reached, else staged."""
 
-    def __init__(
-        self, context: Context, plans: Cache[_TwoShot], dtype: DType, op: ReduceOp, signature: Signature
-    ) -> None:
+    def __init__(self, context: Context, plans: Cache[_TwoShot], task: Task) -> None:
         self._context = context
         self._plans = plans
-        self._dtype = dtype
-        self._op = op
-        self._signature = signature
+        self._task = task
 
     def run(self, source: Operand, target: Operand) -> None:
         location = locate(self._context, target)
@@ -204,10 +187,8 @@ class _Reduction:
 
     def _plan(self, count: int, location: Location | None) -> _TwoShot:
         """Return the plan for this location of the arena, or (None) for any private memory."""
-        return self._plans.get(
-            (self._signature.code, location),
-            lambda: _TwoShot(self._context, self._dtype, count, location, self._op, self._signature),
-        )
+        key = self._task.signature.code, location
+        return self._plans.get(key, lambda: _TwoShot(self._context, self._task, count, location))
 
 
 class _TwoShot:
@@ -216,25 +197,18 @@ class _TwoShot:
     Bound to this rank's location; bound again when a peer's buffer lies elsewhere than in the last call.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        dtype: DType,
-        count: int,
-        location: Location | None,
-        op: ReduceOp,
-        signature: Signature,
-    ) -> None:
+    def __init__(self, context: Context, task: Task, count: int, location: Location | None) -> None:
+        storage, signature = task.dtype.storage, task.signature
         self._context = context
         self._board = context.board
         self._location = NOWHERE if location is None else location.packed
         self._text, self._code = signature.text, signature.code
-        self._kernels = kernels_for(dtype, op, context.topology.size)
+        self._kernels = kernels_for(task.dtype, task.op, context.topology.size)
         self._instruments = context.instruments
         self._staged = cache(
-            lambda: Staged(context.board, context.instruments, signature.text, dtype.storage, count, self._kernels)
+            lambda: Staged(context.board, context.instruments, signature.text, storage, count, self._kernels)
         )
-        self._mine = None if location is None else context.arena.view(location, dtype.storage, count)
+        self._mine = None if location is None else context.arena.view(location, storage, count)
         self._others: list[int] = []
         self._calls: list[Callable[[], object]] | None = None
 
