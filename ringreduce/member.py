@@ -28,16 +28,7 @@ __all__ = ["Member"]
 
 
 class Member:
-    """What a `Communicator` is beside its collectives.
-
-    Args:
-        context: the ranks and what connects them.
-
-    Attributes:
-        gpu: this rank's, once it is used.
-        instruments: the observers of its collectives.
-        tallies: what the calls of each collective add up to, by its name.
-    """
+    """What a `Communicator` is beside its collectives; that says what its attributes are."""
 
     def __init__(self, context: Context) -> None:
         self._context = context

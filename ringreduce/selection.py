@@ -34,6 +34,7 @@ from ringreduce.paths import (
 from ringreduce.paths.mailbox import Mailbox
 from ringreduce.paths.messages import Library, Messages
 from ringreduce.paths.operands import AnyOperand
+from ringreduce.paths.path import Task
 from ringreduce.paths.shared import SharedMemory
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.topology import Topology
@@ -295,7 +296,8 @@ class Selection:
             choice = Choice(f"direct as {codec.name}", Formats, _BY_NAME)
             argument = f"{op.value} as {codec.name}{' with feedback' if feedback else ''}"
             signature = _signature(call, choice, None, source.shape, argument)
-            found = self._keep(key, Chosen(choice, signature, partial(self._formats.allreduce, op, codec, signature)))
+            task = Task(Formats.algorithm, DTYPES["float32"], op, signature)
+            found = self._keep(key, Chosen(choice, signature, partial(self._formats.allreduce, codec, task)))
         return found
 
     def segments(

@@ -18,16 +18,15 @@ from itertools import chain, pairwise, zip_longest
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.algorithms import Collective
-from ringreduce.algorithms.execute import Memory, Plan
-from ringreduce.buffers import Call, Operand, kernels_for, narrow, widen
+from ringreduce.buffers import Call, Operand, narrow, widen
 from ringreduce.buffers.dtypes import DType
 from ringreduce.errors import ConfigError, UnsupportedBufferError
 from ringreduce.partition import Partition, Segment, segments_of_buffer
 from ringreduce.paths.cleanup import close_all
-from ringreduce.paths.context import Cache, Context, Signature
+from ringreduce.paths.context import Cache, Context
+from ringreduce.paths.messages import BoundPlan
 from ringreduce.paths.operands import same
-from ringreduce.paths.shared import peer_views
+from ringreduce.paths.path import Task
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.transport.shared import Block, Location
 from ringreduce.wire import CODECS, Codec
@@ -37,10 +36,8 @@ __all__ = ["Feedback", "Formats", "codec_for"]
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
-_FLOAT = DType.of(np.dtype(np.float32))
+_NOTHING: Floats = np.empty(0, np.float32)
 
-#: Whose every element is encoded twice, whatever the number of ranks.
-_ALGORITHM = "hierarchical_direct"
 #: Of an encoded message. Of 64 KiB, Open MPI over TCP asks the receiver before it sends, and meanwhile the link idles.
 _MESSAGE_NBYTES = 32 << 10
 _MANY = 1 << 20
@@ -117,6 +114,8 @@ class Formats:
     """Carries out allreduces in wire formats on one process set that spans several nodes."""
 
     transport = "messages"
+    #: Whose every element is encoded twice, whatever the number of ranks.
+    algorithm = "hierarchical_direct"
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -124,15 +123,7 @@ class Formats:
         self._plans: Cache[_Plan] = Cache(32)
         self._stages: Cache[_Staging] = Cache(4)
 
-    def allreduce(
-        self,
-        op: ReduceOp,
-        codec: Codec,
-        signature: Signature,
-        source: Operand,
-        target: Operand,
-        feedback: Feedback | None,
-    ) -> None:
+    def allreduce(self, codec: Codec, task: Task, source: Operand, target: Operand, feedback: Feedback | None) -> None:
         """Reduce floats into ``target``: the same memory or apart from it.
 
         Raises:
@@ -147,33 +138,34 @@ class Formats:
                 np.copyto(work.reshape(source.shape), source.view)
         else:
             work = source.view.astype(np.float32, order="C").reshape(-1)
-        self._run(work, op, codec, signature, feedback)
+        self._run(codec, task, work, feedback)
         if source.dtype.half:
             narrow(work.reshape(source.shape), target.dtype, target.view)
         elif not plain:
             np.copyto(target.view, work.reshape(target.shape), casting="same_kind")
 
-    def _run(self, data: Floats, op: ReduceOp, codec: Codec, signature: Signature, feedback: Feedback | None) -> None:
+    def _run(self, codec: Codec, task: Task, data: Floats, feedback: Feedback | None) -> None:
         """Reduce ``data`` in place: one-dimensional, contiguous."""
         context = self._context
         if not self._shares_memory:
-            context.meet(signature)
-            self._plan(data.size, None, op, codec, signature).run(data, [], feedback)
+            context.meet(task.signature)
+            self._plan(codec, task, data.size, None).run(data, [], feedback)
             return
         work, location = data, context.arena.locate(data.__array_interface__["data"][0], data.nbytes)
         if location is None:  # staged where the node can reach it
             staging = self._stages.get(data.size, lambda: _Staging(context, data.size))
             work, location = staging.memory, staging.block.location
             np.copyto(work, data)
-        others = context.meet_at_board(signature, location)
-        self._plan(data.size, location, op, codec, signature).run(work, others, feedback)
-        context.board.barrier(signature.text)  # all have stored
+        others = context.meet_at_board(task.signature, location)
+        self._plan(codec, task, data.size, location).run(work, others, feedback)
+        context.board.barrier(task.signature.text)  # all have stored
         if work is not data:
             np.copyto(data, work)
 
-    def _plan(self, count: int, location: Location | None, op: ReduceOp, codec: Codec, signature: Signature) -> _Plan:
+    def _plan(self, codec: Codec, task: Task, count: int, location: Location | None) -> _Plan:
         """Return the plan for this location of the arena, or (None) for any memory, which no other rank touches."""
-        return self._plans.get((signature.code, location), lambda: _Plan(self._context, count, op, codec, signature))
+        key = task.signature.code, location
+        return self._plans.get(key, lambda: _Plan(self._context, codec, task, count, location))
 
     def close(self) -> None:
         close_all(self._plans.close, self._stages.close)
@@ -192,73 +184,44 @@ class _Staging:
 
 
 class _Plan:
-    """The allreduce of arrays of one length; bound again when a peer's lies elsewhere than in the last call."""
+    """The allreduce of arrays of one length."""
 
-    def __init__(self, context: Context, count: int, op: ReduceOp, codec: Codec, signature: Signature) -> None:
-        self._context = context
-        self._signature = signature
+    def __init__(self, context: Context, codec: Codec, task: Task, count: int, location: Location | None) -> None:
         topology, rank = context.topology, context.rank
         nlanes, nnodes = min(len(node) for node in topology.nodes), len(topology.nodes)
         limit = min(_MANY * _MESSAGE_NBYTES // codec.nbytes(_MANY), context.config.segment_nbytes // 4)
         limit = max(codec.block, limit // codec.block * codec.block)
         lanes = Partition.even(count, nlanes, codec.block).segment
-        self._segments = _segments(lanes, nnodes, limit, codec.block)
+        segments = _segments(lanes, nnodes, limit, codec.block)
         self._coding: _Coding | None = None
         local = topology.local_rank(rank)
         if local < nlanes:
             own = local * nnodes + sorted(topology.cross_group(rank)).index(rank)
-            factor = 1.0 / topology.size if op is ReduceOp.AVERAGE else None
-            owned = [segment[own] for segment in self._segments]
-            largest = max(part.stop - part.start for segment in self._segments for part in segment)
+            owned = [segment[own] for segment in segments]
+            largest = max(part.stop - part.start for segment in segments for part in segment)
+            factor = 1.0 / topology.size if task.op is ReduceOp.AVERAGE else None
             self._coding = _Coding(codec, rank, lanes[local], owned, largest, factor)
-        self._others: list[int] | None = None
-        self._plan: Plan | None = None
+        memory = _NOTHING if location is None else context.arena.view(location, _NOTHING.dtype, count)
+        self._plan = BoundPlan(context, task, memory, segments, self._coding)
 
     def run(self, data: Floats, others: list[int], feedback: Feedback | None) -> None:
         """Reduce in place.
 
         Args:
-            data: with ``others`` always the same; without, any of this length.
+            data: what lies at the location; without one, any array of this length.
             others: where the arrays of the node's other ranks lie, packed.
             feedback: of this array.
         """
-        if others != self._others:
-            self._unbind()
-            self._others = others
-        if self._plan is None:
-            self._plan = self._bind(data if others else data[:0])
-        if self._coding is None:
-            self._plan.run()
-            return
-        self._coding.begin(data, feedback)
+        if self._coding is not None:
+            self._coding.begin(data, feedback)
         try:
-            self._plan.run()
+            self._plan.run(others)
         finally:
-            self._coding.end()
-
-    def _bind(self, data: Floats) -> Plan:
-        context = self._context
-        return Plan(
-            rank=context.rank,
-            schedule=context.schedule(Collective.ALLREDUCE, _ALGORITHM),
-            segments=self._segments,
-            memory=Memory(data, peer_views(context, self._others or [], data.dtype, data.size)),
-            kernels=kernels_for(_FLOAT, ReduceOp.SUM, context.topology.size),
-            messages=context.messages,
-            waiter=context.waiter,
-            signature=self._signature.text,
-            tag=context.tag(self._signature),
-            instruments=context.instruments,
-            coding=self._coding,
-        )
-
-    def _unbind(self) -> None:
-        if self._plan is not None:
-            self._plan.close()
-            self._plan = None
+            if self._coding is not None:
+                self._coding.end()
 
     def close(self) -> None:
-        self._unbind()
+        self._plan.close()
 
 
 def _segments(lanes: Segment, nnodes: int, limit: int, align: int) -> list[Segment]:
@@ -296,7 +259,7 @@ class _Coding:
         places = zip(owned, pairwise(starts), strict=True)
         self._kept = {part.start: slice(*place) for part, place in places if part.start < part.stop}
         self._owned_count = starts[-1]
-        self._data = self._nothing = np.empty(0, np.float32)
+        self._data = _NOTHING
         self._feedback: Feedback | None = None
         self._total, self._meant, self._arrived = (np.empty(largest, np.float32) for _ in range(3))
 
@@ -308,7 +271,7 @@ class _Coding:
 
     def end(self) -> None:
         """Drop the array."""
-        self._data, self._feedback = self._nothing, None
+        self._data, self._feedback = _NOTHING, None
 
     def nbytes(self, part: slice) -> int:
         return self._codec.nbytes(part.stop - part.start)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.algorithms import Collective
-from ringreduce.algorithms.execute import Memory, Plan
+from ringreduce.algorithms.execute import Coding, Memory, Plan
 from ringreduce.buffers import Kernels, Operand, divide, kernels_for
 from ringreduce.partition import Partition, Segment, segments_of_blocks, segments_of_buffer
 from ringreduce.paths.context import Cache, Context
@@ -24,7 +24,7 @@ from ringreduce.paths.shared import locate, peer_views, touches_memory
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.transport.shared import Location
 
-__all__ = ["Hierarchy", "Library", "Messages"]
+__all__ = ["BoundPlan", "Hierarchy", "Library", "Messages"]
 
 Array = npt.NDArray[Any]
 
@@ -229,56 +229,87 @@ class _Plan:
     ) -> None:
         self._context = context
         self._task = task
+        self._shares_memory = shares_memory
         self._own = context.arena.allocate(count * task.dtype.itemsize) if location is None else None
         self._location = self._own.location if self._own is not None else location
         assert self._location is not None
         self.memory = context.arena.view(self._location, task.dtype.storage, count)
-        self._shares_memory = shares_memory
-        self._others: list[int] | None = None
-        self._plan: Plan | None = None
+        nblocks = context.schedule(Collective.ALLREDUCE, task.algorithm).nblocks
+        limit = max(1, context.config.segment_nbytes // task.dtype.itemsize)
+        self._bound = BoundPlan(context, task, self.memory, segments_of_buffer(count, nblocks, limit))
 
     def run(self) -> None:
-        context = self._context
+        context, others = self._context, []
         if self._shares_memory:
             others = context.meet_at_board(self._task.signature, self._location)
-            if others != self._others:
-                self._unbind()
-                self._others = others
-        if self._plan is None:
-            self._plan = self._bind()
-        self._plan.run()
+        self._bound.run(others)
         if self._shares_memory:
             context.board.barrier(self._task.signature.text)
         if self._task.op is ReduceOp.AVERAGE:
             divide(self.memory, context.topology.size)
 
-    def _bind(self) -> Plan:
-        context, task = self._context, self._task
-        schedule = context.schedule(Collective.ALLREDUCE, task.algorithm)
-        limit = max(1, context.config.segment_nbytes // task.dtype.itemsize)
+    def close(self) -> None:
+        self._bound.close()
+        if self._own is not None:
+            self._context.arena.release(self._own)
+            self._own = None
+
+
+class BoundPlan:
+    """The plan of an allreduce; it is bound again when a peer's buffer lies elsewhere than in the last call.
+
+    Args:
+        context: the ranks.
+        task: what to do; an average comes out as a sum.
+        memory: this rank's buffer, which must not be the caller's: it is kept.
+        segments: of the buffer.
+        coding: how blocks travel, see `Plan`.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        task: Task,
+        memory: Array,
+        segments: Sequence[Segment],
+        coding: Coding | None = None,
+    ) -> None:
+        self._context = context
+        self._task = task
+        self._memory = memory
+        self._segments = segments
+        self._coding = coding
+        self._others: list[int] = []
+        self._plan: Plan | None = None
+
+    def run(self, others: list[int]) -> None:
+        """Carry it out; ``others``: where the buffers of the node's other ranks lie, packed, if they are touched."""
+        if self._plan is None or others != self._others:
+            self.close()
+            self._plan, self._others = self._bind(others), others
+        self._plan.run()
+
+    def close(self) -> None:
+        """Give back the messages."""
+        if self._plan is not None:
+            self._plan.close()
+            self._plan = None
+
+    def _bind(self, others: list[int]) -> Plan:
+        context, task, memory = self._context, self._task, self._memory
         return Plan(
             rank=context.rank,
-            schedule=schedule,
-            segments=segments_of_buffer(self.memory.size, schedule.nblocks, limit),
-            memory=Memory(self.memory, peer_views(context, self._others or [], self.memory.dtype, self.memory.size)),
+            schedule=context.schedule(Collective.ALLREDUCE, task.algorithm),
+            segments=self._segments,
+            memory=Memory(memory, peer_views(context, others, memory.dtype, memory.size)),
             kernels=kernels_for(task.dtype, _summing(task.op), context.topology.size),
             messages=context.messages,
             waiter=context.waiter,
             signature=task.signature.text,
             tag=context.tag(task.signature),
             instruments=context.instruments,
+            coding=self._coding,
         )
-
-    def _unbind(self) -> None:
-        if self._plan is not None:
-            self._plan.close()
-            self._plan = None
-
-    def close(self) -> None:
-        self._unbind()
-        if self._own is not None:
-            self._context.arena.release(self._own)
-            self._own = None
 
 
 def _summing(op: ReduceOp) -> ReduceOp:

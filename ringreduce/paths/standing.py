@@ -84,8 +84,7 @@ class Standing:
 
         Args:
             collective: what the other ranks are told if this one cannot make it.
-            carry_out: does it with the arguments; what it runs after `begin` it runs in `Running`, or gives `fail` the
-                error.
+            carry_out: does it with the arguments; gives `fail` whatever ends it once it has begun to run.
             arguments: for that.
         """
         try:
