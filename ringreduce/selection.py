@@ -43,6 +43,7 @@ from ringreduce.wire import Codec
 __all__ = ["Selection", "choose", "explain", "forced", "names"]
 
 _BY_NAME = "asked for by name"
+_MEASURED = "as the tuning table has it"
 
 #: Up to this size one barrier with the data beside the flags beats two barriers without a copy: for two ranks, and for
 #: more, whose barriers cost more.
@@ -86,16 +87,40 @@ def choose(call: Call, config: Config, algorithm: str | None = None, table: Tabl
     Raises:
         ConfigError: there is no such algorithm, or it cannot run here.
     """
-    return _choose(call, config, algorithm, table)[0]
+    reduces = call.collective is Collective.ALLREDUCE
+    if algorithm not in (None, "auto"):
+        assert algorithm is not None
+        if config.deterministic and reduces and algorithm != DETERMINISTIC:
+            raise ConfigError(f"RINGREDUCE_DETERMINISTIC is set, so algorithm={algorithm!r} cannot be asked for")
+        return forced(call, algorithm)
+    if call.topology.size == 1:
+        return _choice(call, "one_shot" if reduces else "load", "there is one rank")
+    if not reduces:
+        return _choice(call, *_rule_of_others(call))
+    if config.deterministic:
+        return _choice(call, *_deterministic(call))
+    possible = _names(call)
+    if config.algorithm is not None:
+        if config.algorithm in possible:
+            return forced(call, config.algorithm)
+        if config.algorithm not in (VENDOR, NCCL):
+            algorithms.find(call.collective, config.algorithm)  # it may not run here, but it must exist
+    nbytes = _nbytes_reduced(call)
+    if table is not None and (measured := table.choose(nbytes).algorithm) in possible:
+        return _choice(call, measured, _MEASURED)
+    return _choice(call, *_rule(call))
 
 
 def explain(call: Call, config: Config, table: Table | None = None) -> str:
     """Say what would run and why, and what else could; arguments as for `choose`."""
-    choice, why = _choose(call, config, None, table)
+    choice = choose(call, config, table=table)
+    why = choice.reason
+    if table is not None and why.startswith(_MEASURED):
+        why = table.explain(_nbytes_reduced(call)) + why.removeprefix(_MEASURED)
     others = [name for name in _names(call) if name != choice.algorithm]
     return (
         f"{call.collective.value} of {call.nbytes} bytes on {call.topology.describe()}: {choice.algorithm} over "
-        f"{choice.transport} ({why or choice.reason}); also possible: {', '.join(others) or 'nothing else'}"
+        f"{choice.transport} ({why}); also possible: {', '.join(others) or 'nothing else'}"
     )
 
 
@@ -122,32 +147,6 @@ def forced(call: Call, name: str) -> Choice:
 
 def _names(call: Call) -> list[str]:
     return names(call.collective, call.topology, vendor=call.library is not None)
-
-
-def _choose(call: Call, config: Config, algorithm: str | None, table: Table | None) -> tuple[Choice, str]:
-    """Return the choice, and a longer reason for people who ask; empty if there is none."""
-    reduces = call.collective is Collective.ALLREDUCE
-    if algorithm not in (None, "auto"):
-        assert algorithm is not None
-        if config.deterministic and reduces and algorithm != DETERMINISTIC:
-            raise ConfigError(f"RINGREDUCE_DETERMINISTIC is set, so algorithm={algorithm!r} cannot be asked for")
-        return forced(call, algorithm), ""
-    if call.topology.size == 1:
-        return _choice(call, "one_shot" if reduces else "load", "there is one rank"), ""
-    if not reduces:
-        return _choice(call, *_rule_of_others(call)), ""
-    if config.deterministic:
-        return _choice(call, *_deterministic(call)), ""
-    possible = _names(call)
-    if config.algorithm is not None:
-        if config.algorithm in possible:
-            return forced(call, config.algorithm), ""
-        if config.algorithm not in (VENDOR, NCCL):
-            algorithms.find(call.collective, config.algorithm)  # it may not run here, but it must exist
-    nbytes = _nbytes_reduced(call)
-    if table is not None and (measured := table.choose(nbytes).algorithm) in possible:
-        return _choice(call, measured, "as the tuning table has it"), table.explain(nbytes)
-    return _choice(call, *_rule(call)), ""
 
 
 def _choice(call: Call, name: str, reason: str) -> Choice:
