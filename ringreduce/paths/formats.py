@@ -22,13 +22,12 @@ from ringreduce.buffers import Call, Operand, narrow, widen
 from ringreduce.buffers.dtypes import DType
 from ringreduce.errors import ConfigError, UnsupportedBufferError
 from ringreduce.partition import Partition, Segment, segments_of_buffer
-from ringreduce.paths.cleanup import close_all
 from ringreduce.paths.context import Cache, Context
 from ringreduce.paths.messages import BoundPlan
 from ringreduce.paths.operands import same
 from ringreduce.paths.path import Task
 from ringreduce.reduce_ops import ReduceOp
-from ringreduce.transport.shared import Block, Location
+from ringreduce.transport.shared import Location
 from ringreduce.wire import CODECS, Codec
 
 __all__ = ["Feedback", "Formats", "codec_for"]
@@ -121,7 +120,7 @@ class Formats:
         self._context = context
         self._shares_memory = max(len(each) for each in context.topology.nodes) > 1
         self._plans: Cache[_Plan] = Cache(32)
-        self._stages: Cache[_Staging] = Cache(4)
+        self._staging: Floats = _NOTHING  # in the arena
 
     def allreduce(self, codec: Codec, task: Task, source: Operand, target: Operand, feedback: Feedback | None) -> None:
         """Reduce floats into ``target``: the same memory or apart from it.
@@ -153,8 +152,10 @@ class Formats:
             return
         work, location = data, context.arena.locate(data.__array_interface__["data"][0], data.nbytes)
         if location is None:  # staged where the node can reach it
-            staging = self._stages.get(data.size, lambda: _Staging(context, data.size))
-            work, location = staging.memory, staging.block.location
+            if self._staging.size < max(1, data.size):
+                self._staging = context.arena.array(max(4, data.nbytes)).view(np.float32)
+            work = self._staging[: data.size]
+            location = context.arena.locate(work.__array_interface__["data"][0], work.nbytes)
             np.copyto(work, data)
         others = context.meet_at_board(task.signature, location)
         self._plan(codec, task, data.size, location).run(work, others, feedback)
@@ -168,19 +169,8 @@ class Formats:
         return self._plans.get(key, lambda: _Plan(self._context, codec, task, count, location))
 
     def close(self) -> None:
-        close_all(self._plans.close, self._stages.close)
-
-
-class _Staging:
-    """Memory of the arena for an array that lies elsewhere."""
-
-    def __init__(self, context: Context, count: int) -> None:
-        self._arena = context.arena
-        self.block: Block = context.arena.allocate(4 * count)
-        self.memory: Floats = context.arena.view(self.block.location, np.dtype(np.float32), count)
-
-    def close(self) -> None:
-        self._arena.release(self.block)
+        self._staging = _NOTHING
+        self._plans.close()
 
 
 class _Plan:

@@ -14,7 +14,7 @@ from ringreduce.algorithms.fused import OneShot
 from ringreduce.buffers import Operand, kernels_for
 from ringreduce.partition import Partition
 from ringreduce.paths.context import Cache, Context, Signature
-from ringreduce.paths.path import Call, Path, Repetition, Task, Work, work_of_one_byte
+from ringreduce.paths.path import Call, Path, Reduction, Repetition, Task, Work, work_of_one_byte
 from ringreduce.transport.board import MAILBOX_NBYTES
 
 __all__ = ["Mailbox"]
@@ -91,7 +91,7 @@ class Mailbox(Path):
         return boxes.swap(source)
 
 
-class _OneShot:
+class _OneShot(Reduction):
     """The allreduce of arrays of one shape; it takes the arrays when it runs."""
 
     def __init__(self, plan: OneShot) -> None:

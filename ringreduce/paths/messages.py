@@ -19,7 +19,7 @@ from ringreduce.algorithms.execute import Coding, Memory, Plan
 from ringreduce.buffers import Kernels, Operand, divide, kernels_for
 from ringreduce.partition import Partition, Segment, segments_of_blocks, segments_of_buffer
 from ringreduce.paths.context import Cache, Context
-from ringreduce.paths.path import VENDOR, Call, Path, Repetition, Task
+from ringreduce.paths.path import VENDOR, Call, Path, Reduction, Repetition, Task
 from ringreduce.paths.shared import locate, peer_views, touches_memory
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.transport.shared import Location
@@ -145,7 +145,7 @@ class Library(Path):
         return _LibraryReduction(self._context, task)
 
 
-class _LibraryReduction:
+class _LibraryReduction(Reduction):
     """The allreduce of the MPI library. It compares nothing, so the ranks do each time."""
 
     def __init__(self, context: Context, task: Task) -> None:
@@ -166,11 +166,8 @@ class _LibraryReduction:
         if not target.contiguous:
             np.copyto(target.view, flat.reshape(target.shape))
 
-    def repetition(self, array: Any, target: Operand) -> Repetition:
-        return None
 
-
-class _Reduction:
+class _Reduction(Reduction):
     """The allreduce of arrays of one shape, in whatever memory; finds or makes its plan in each call."""
 
     def __init__(self, context: Context, plans: Cache[_Plan], task: Task, shares_memory: bool) -> None:

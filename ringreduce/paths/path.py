@@ -157,16 +157,16 @@ class Work(NamedTuple):
     reduced: float
 
 
-class Reduction(Protocol):
+class Reduction(ABC):
     """An allreduce of one kind of array that was looked up, to be run any number of times."""
 
+    @abstractmethod
     def run(self, source: Operand, target: Operand) -> object:
         """Reduce ``source`` over all ranks into ``target``: the same memory or apart from it. Collective.
 
         Raises:
             MismatchError, CollectiveTimeoutError, TransportError: see the communicator.
         """
-        ...
 
     def repetition(self, array: Any, target: Operand) -> Repetition:
         """Return what reduces this array in place again, with everything looked up; it does not hold the array.
@@ -175,7 +175,7 @@ class Reduction(Protocol):
             array: the caller's.
             target: its memory.
         """
-        ...
+        return None
 
 
 class Chosen(NamedTuple):
@@ -292,12 +292,9 @@ class Itself(Path):
         np.copyto(out, source)
 
 
-class _Copy:
+class _Copy(Reduction):
     def run(self, source: Operand, target: Operand) -> None:
         np.copyto(target.view, source.view)
-
-    def repetition(self, array: Any, target: Operand) -> Repetition:
-        return None
 
 
 @lru_cache(maxsize=1024)

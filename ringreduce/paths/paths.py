@@ -14,7 +14,7 @@ from ringreduce.paths.cleanup import close_all
 from ringreduce.paths.context import Context, Signature
 from ringreduce.paths.mailbox import Mailbox
 from ringreduce.paths.messages import Hierarchy, Library, Messages
-from ringreduce.paths.path import Call, Choice, Itself, Path, Reduction, Repetition, Task
+from ringreduce.paths.path import Call, Choice, Itself, Path, Reduction, Task
 from ringreduce.paths.shared import SharedMemory
 from ringreduce.reduce_ops import ReduceOp
 
@@ -68,7 +68,7 @@ class Paths:
         close_all(*(path.close for path in self._paths.values()))
 
 
-class _Wide:
+class _Wide(Reduction):
     """An allreduce in a wider type: exact averages of integers, one rounding of 16-bit floats."""
 
     def __init__(self, reduction: Reduction, call: Call, reduced: Call) -> None:
@@ -81,9 +81,6 @@ class _Wide:
         operand = Operand(wide, self._reduced.dtype)
         self._reduction.run(operand, operand)
         _narrow(wide, self._call, target.view)
-
-    def repetition(self, array: Any, target: Operand) -> Repetition:
-        return None
 
 
 def _reduce_scatter_wide(

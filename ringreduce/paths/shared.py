@@ -23,7 +23,7 @@ from ringreduce.algorithms.fused import Staged
 from ringreduce.buffers import Kernels, Operand, kernels_for
 from ringreduce.partition import Partition, Segment
 from ringreduce.paths.context import Cache, Context
-from ringreduce.paths.path import Call, Path, Repetition, Task
+from ringreduce.paths.path import Call, Path, Reduction, Repetition, Task
 from ringreduce.transport.board import NOWHERE
 from ringreduce.transport.shared import Location
 
@@ -147,7 +147,7 @@ class SharedMemory(Path):
             instruments.step("barrier")
 
 
-class _Reduction:
+class _Reduction(Reduction):
     """The allreduce of arrays of one shape: in place where every rank's can be reached, else staged."""
 
     def __init__(self, context: Context, plans: Cache[_TwoShot], task: Task) -> None:
