@@ -28,6 +28,7 @@ __all__ = [
     "NCCL",
     "VENDOR",
     "Call",
+    "Carrier",
     "Choice",
     "Chosen",
     "Itself",
@@ -36,6 +37,7 @@ __all__ = [
     "Repetition",
     "Task",
     "Work",
+    "work_of_one_byte",
 ]
 
 Array = npt.NDArray[Any]

@@ -27,7 +27,7 @@ from ringreduce.paths.path import Call, Path, Reduction, Repetition, Task
 from ringreduce.transport.board import NOWHERE
 from ringreduce.transport.shared import Location
 
-__all__ = ["SharedMemory", "locate", "peer_views"]
+__all__ = ["SharedMemory", "locate", "peer_views", "touches_memory"]
 
 Array = npt.NDArray[Any]
 
