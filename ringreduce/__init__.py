@@ -27,12 +27,11 @@ from ringreduce.errors import (
 )
 from ringreduce.instruments import Instrument
 from ringreduce.metrics import Metrics
-from ringreduce.placement import Feedback
+from ringreduce.paths import Choice, Feedback
 from ringreduce.process_sets import ProcessSet
 from ringreduce.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
 from ringreduce.reproducible import ReproducibleAccumulator, reproducible_allreduce
 from ringreduce.runtime import *  # noqa: F403  # what it exports is written down there, and not once more
-from ringreduce.selection import Choice
 from ringreduce.topology import Topology
 from ringreduce.training.objects import allgather_object, broadcast_object
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from operator import index
 from typing import Any
 
 from ringreduce.errors import ConfigError
 
-__all__ = ["CheckingArguments", "real_number", "row_counts", "shown", "whole_number"]
+__all__ = ["CheckingArguments", "array_shape", "real_number", "row_counts", "shape_text", "shown", "whole_number"]
 
 
 class CheckingArguments:
@@ -81,6 +81,26 @@ def whole_number(name: str, value: Any, least: int | None = None) -> int:
     if least is not None and whole < least:
         raise ConfigError(f"{name} must be at least {least}, got {shown(whole)}")
     return whole
+
+
+def array_shape(shape: Any) -> tuple[int, ...]:
+    """Return the shape of a new array, given as one whole number or several, of any library.
+
+    Raises:
+        ConfigError: there are others than whole numbers, or one is negative.
+    """
+    try:
+        dims = tuple(map(index, shape)) if isinstance(shape, Sequence) else (index(shape),)
+    except TypeError:
+        raise ConfigError(f"shape must be made of whole numbers, got {shape!r}") from None
+    if any(length < 0 for length in dims):
+        raise ConfigError(f"an array cannot have the shape {dims}")
+    return dims
+
+
+def shape_text(shape: Iterable[object]) -> str:
+    """Return a shape as ranks compare it: ``3x5``, ``*x5`` where rows may differ, ``scalar``."""
+    return "x".join(map(str, shape)) or "scalar"
 
 
 def row_counts(splits: Any, rows: int, size: int) -> list[int]:

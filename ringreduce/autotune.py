@@ -23,7 +23,6 @@ import statistics
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,8 +32,8 @@ import numpy.typing as npt
 from ringreduce import algorithms
 from ringreduce.algorithms import Collective, Step
 from ringreduce.errors import ConfigError
+from ringreduce.paths import Call, Work, path_for
 from ringreduce.topology import Topology
-from ringreduce.transport.board import MAILBOX_NBYTES
 
 __all__ = [
     "Candidate",
@@ -44,11 +43,9 @@ __all__ = [
     "Row",
     "Sample",
     "Table",
-    "Work",
     "distinct",
     "fit",
     "format_seconds",
-    "through_mailboxes",
     "work",
 ]
 
@@ -66,7 +63,7 @@ _MOST_DIGITS = 20
 _TOLD = 200
 #: What ran just below a size keeps running unless something is faster by more than this: noise must not decide.
 _HYSTERESIS = 1.05
-#: The schedules of whole nodes are looked at until there were so many ranks; those that do most are among the first.
+#: So many ranks' schedules are compared to find out whether two algorithms do the same.
 _RANKS_WALKED = 32
 #: Seconds per byte reduced, at most: a processor that shares a core reduces faster. Algorithms that send more often
 #: reduce more too, and without a limit a fit can take a slow network for a slow processor.
@@ -82,64 +79,14 @@ class Sample(NamedTuple):
     seconds: float
 
 
-class Work(NamedTuple):
-    """What an allreduce of some size does: the factors of the parameters of a `Model`, in the same order.
-
-    Attributes:
-        rounds: of messages that wait for each other.
-        sent: bytes as messages: by the busiest rank of one node, or out of the busiest of several nodes.
-        barriers: inside a node.
-        touched: bytes that the busiest rank loads from and stores to other ranks' memory.
-        reduced: bytes that the busiest rank combines with others.
-    """
-
-    rounds: float
-    sent: float
-    barriers: float
-    touched: float
-    reduced: float
-
-
 def work(algorithm: str, nbytes: int, topology: Topology) -> Work:
     """Return what one of our allreduce algorithms does with ``nbytes`` bytes per rank.
 
     Raises:
         ConfigError: there is no such algorithm, or it cannot run there.
     """
-    shares = _work_of_one_byte(algorithm, topology)
-    if through_mailboxes(algorithm, nbytes, topology):
-        # They lie beside the flags of one barrier, and every rank reads all others'.
-        return Work(0, 0, 1, shares.sent * nbytes, shares.reduced * nbytes)
-    return Work(shares.rounds, shares.sent * nbytes, shares.barriers, shares.touched * nbytes, shares.reduced * nbytes)
-
-
-def through_mailboxes(algorithm: str, nbytes: int, topology: Topology) -> bool:
-    """Return whether this is the one-shot in shared memory; larger buffers it sends as messages, which takes longer."""
-    return algorithm == "one_shot" and topology.single_node and nbytes <= MAILBOX_NBYTES
-
-
-@lru_cache(maxsize=1024)
-def _work_of_one_byte(algorithm: str, topology: Topology) -> Work:
-    """Return the work on one byte, so that all but rounds and barriers are multiples of the size."""
-    cost = algorithms.find(Collective.ALLREDUCE, algorithm).cost(topology)
-    home = {rank: number for number, node in enumerate(topology.nodes) for rank in node}
-    reduced = direct_steps = leaving = 0.0
-    for node in topology.nodes:
-        if node[0] >= _RANKS_WALKED:
-            break
-        out = 0.0
-        for rank in node:
-            schedule = algorithms.schedule_for(Collective.ALLREDUCE, algorithm, rank, topology)
-            block = 1 / schedule.nblocks
-            own = 0.0
-            for step in schedule.steps:
-                own += block * sum(len(each.blocks) for each in (*step.recvs, *step.loads) if each.reduce)
-                out += block * sum(len(each.blocks) for each in step.sends if home[each.peer] != home[rank])
-            reduced = max(reduced, own)
-            direct_steps = max(direct_steps, sum(bool(step.loads or step.stores) for step in schedule.steps))
-        leaving = max(leaving, out)
-    sent = cost.sent if topology.single_node else leaving
-    return Work(cost.steps - direct_steps, sent, 2.0 * (cost.touched > 0), cost.touched, reduced)
+    call = Call(Collective.ALLREDUCE, nbytes, topology)
+    return path_for(algorithm, call).cost(algorithm, call)
 
 
 def distinct(names: Iterable[str], topology: Topology) -> list[str]:
@@ -477,7 +424,9 @@ class Table:
         return self._scaled(self.rows[upper], nbytes), [upper]
 
     def _works_alike(self, algorithm: str, *sizes: int) -> bool:
-        return len({through_mailboxes(algorithm, nbytes, self.key.topology) for nbytes in sizes}) == 1
+        """Return whether an algorithm takes the same path at these sizes; the MPI library's is not known."""
+        calls = [Call(Collective.ALLREDUCE, nbytes, self.key.topology) for nbytes in sizes]
+        return not _is_ours(algorithm) or len({path_for(algorithm, call) for call in calls}) == 1
 
     def _scaled(self, row: Row, nbytes: int) -> dict[str, float]:
         """Carry the times of one size over to another as the model says."""

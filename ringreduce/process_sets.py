@@ -12,7 +12,7 @@ from ringreduce.communicator import Communicator
 from ringreduce.config import Config
 from ringreduce.engine import Engine
 from ringreduce.errors import ConfigError
-from ringreduce.placement import Context, close_all
+from ringreduce.paths import Context, close_all
 from ringreduce.transport.control import SharedControlChannel
 from ringreduce.transport.messages import Messages
 from ringreduce.transport.node import host_name, join

@@ -19,7 +19,7 @@ from ringreduce.engine import Entrance
 from ringreduce.errors import ConfigError
 from ringreduce.launch import Connection, RankAbove, connect
 from ringreduce.metrics import Metrics
-from ringreduce.placement import Feedback
+from ringreduce.paths import Feedback
 from ringreduce.process_sets import ProcessSet
 from ringreduce.reduce_ops import SUM, ReduceOp
 from ringreduce.worlds import BorrowedWorld, OwnWorld
@@ -458,9 +458,16 @@ def barrier() -> None:
     world().barrier()
 
 
-def explain(nbytes: int, dtype: Any = np.float32, collective: str = "allreduce", *, device: str | None = None) -> str:
+def explain(
+    nbytes: int,
+    dtype: Any = np.float32,
+    collective: str = "allreduce",
+    *,
+    op: ReduceOp | str = SUM,
+    device: str | None = None,
+) -> str:
     """Say what would carry out a collective and why; see `Communicator.explain`."""
-    return world().explain(nbytes, dtype, collective, device=device)
+    return world().explain(nbytes, dtype, collective, op=op, device=device)
 
 
 def _require_sets(given: Any) -> list[ProcessSet]:

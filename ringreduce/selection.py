@@ -1,4 +1,4 @@
-"""Which algorithm carries out a collective, and why. The same answer on every rank, from nothing that may differ.
+"""Which algorithm carries out a collective, on which path, and why: the same answer on every rank.
 
 The rules come from measurements (docs/benchmarks.md); a table that ``ringreduce tune`` made on the same machine takes
 their place, where there is one.
@@ -6,27 +6,43 @@ their place, where there is one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from functools import partial
 
 from ringreduce import algorithms
 from ringreduce.algorithms import Collective
-from ringreduce.autotune import Table, through_mailboxes
+from ringreduce.arguments import shape_text
+from ringreduce.autotune import Table
+from ringreduce.buffers import DTYPES, DType, Operand
+from ringreduce.buffers.cuda.arrays import DeviceOperand
 from ringreduce.config import Config
 from ringreduce.errors import ConfigError
+from ringreduce.paths import (
+    DETERMINISTIC,
+    NCCL,
+    VENDOR,
+    Call,
+    Choice,
+    Chosen,
+    Context,
+    Formats,
+    Paths,
+    Signature,
+    close_all,
+    path_for,
+)
+from ringreduce.paths.mailbox import Mailbox
+from ringreduce.paths.messages import Library, Messages
+from ringreduce.paths.operands import AnyOperand
+from ringreduce.paths.path import Task
+from ringreduce.paths.shared import SharedMemory
+from ringreduce.reduce_ops import ReduceOp
 from ringreduce.topology import Topology
+from ringreduce.wire import Codec
 
-__all__ = ["DETERMINISTIC", "NCCL", "VENDOR", "Choice", "choose", "explain", "forced", "names"]
+__all__ = ["Selection", "choose", "explain", "forced", "names"]
 
-#: The name that asks for sums in the order of ranks: the same bits from every algorithm that it stands for, so that
-#: they depend neither on placement nor on size, fusion or segments.
-DETERMINISTIC = "deterministic"
-
-#: The name under which the MPI library's own allreduce is one more algorithm.
-VENDOR = "mpi"
-
-#: The name under which NCCL is one, for arrays in device memory.
-NCCL = "nccl"
-
+_BY_NAME = "asked for by name"
 _MEASURED = "as the tuning table has it"
 
 #: Up to this size one barrier with the data beside the flags beats two barriers without a copy: for two ranks, and for
@@ -42,21 +58,9 @@ _HIERARCHICAL = {"halving_doubling": "hierarchical_halving", "direct": "hierarch
 #: So many nodes may send to one at once: switches have buffers for that, and everyone has messages for it.
 _FEW_NODES = 16
 
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """An algorithm and the reason for it.
-
-    Attributes:
-        algorithm: a name from `names`; of arrays in device memory also `NCCL`, ``"kernels"``, ``"staged"``.
-        transport: what moves the bytes: ``"shared"``, ``"shared+messages"``, ``"messages"`` or ``"self"``; those of
-            device memory ``"device"``, ``"device+messages"``, ``"nccl"``, or ``"staged"``: through host memory.
-        reason: why, in words.
-    """
-
-    algorithm: str
-    transport: str
-    reason: str
+#: In what ranks tell each other how many rows they have.
+_ROWS = DTYPES["int64"]
+_REMEMBERED = 4096  # kinds of calls
 
 
 def names(collective: Collective, topology: Topology, *, vendor: bool) -> list[str]:
@@ -71,92 +75,124 @@ def names(collective: Collective, topology: Topology, *, vendor: bool) -> list[s
     return [*ours, VENDOR] if vendor and collective is Collective.ALLREDUCE else ours
 
 
-def choose(
-    collective: Collective, nbytes: int, topology: Topology, config: Config, *, vendor: bool, table: Table | None = None
-) -> Choice:
-    """Choose for a buffer of ``nbytes`` bytes on every rank.
+def choose(call: Call, config: Config, algorithm: str | None = None, table: Table | None = None) -> Choice:
+    """Choose what carries out a call.
 
     Args:
-        collective: which.
-        nbytes: of the buffer.
-        topology: of the ranks.
+        call: all that decides.
         config: may name an algorithm.
-        vendor: whether the transport has an allreduce of its own.
+        algorithm: what the call asks for; None or ``"auto"``: nothing.
         table: what was measured on these ranks; the same on all of them.
 
     Raises:
-        ConfigError: the configuration names an algorithm that does not exist.
+        ConfigError: there is no such algorithm, or it cannot run here.
     """
-    if topology.size == 1:
-        return Choice("one_shot" if collective is Collective.ALLREDUCE else "load", "self", "there is one rank")
-    if config.deterministic and collective is Collective.ALLREDUCE:
-        return _deterministic(nbytes, topology)
-    if config.algorithm is not None and collective is Collective.ALLREDUCE:
-        if config.algorithm in names(collective, topology, vendor=vendor):
-            return forced(collective, config.algorithm, nbytes, topology, vendor=vendor)
+    reduces = call.collective is Collective.ALLREDUCE
+    if algorithm not in (None, "auto"):
+        assert algorithm is not None
+        if config.deterministic and reduces and algorithm != DETERMINISTIC:
+            raise ConfigError(f"RINGREDUCE_DETERMINISTIC is set, so algorithm={algorithm!r} cannot be asked for")
+        return forced(call, algorithm)
+    if call.topology.size == 1:
+        return _choice(call, "one_shot" if reduces else "load", "there is one rank")
+    if not reduces:
+        return _choice(call, *_rule_of_others(call))
+    if config.deterministic:
+        return _choice(call, *_deterministic(call))
+    possible = _names(call)
+    if config.algorithm is not None:
+        if config.algorithm in possible:
+            return forced(call, config.algorithm)
         if config.algorithm not in (VENDOR, NCCL):
-            algorithms.find(collective, config.algorithm)  # it may not run here, but it must exist
-    if collective is not Collective.ALLREDUCE:
-        return _choose_other(collective, topology)
-    if table is not None and (measured := table.choose(nbytes).algorithm) in names(collective, topology, vendor=vendor):
-        return replace(forced(collective, measured, nbytes, topology, vendor=vendor), reason=_MEASURED)
-    if topology.single_node:
-        return _choose_on_one_node(nbytes, topology)
-    return _choose_between_nodes(nbytes, topology)
+            algorithms.find(call.collective, config.algorithm)  # it may not run here, but it must exist
+    nbytes = _nbytes_reduced(call)
+    if table is not None and (measured := table.choose(nbytes).algorithm) in possible:
+        return _choice(call, measured, _MEASURED)
+    return _choice(call, *_rule(call))
 
 
-def forced(collective: Collective, name: str, nbytes: int, topology: Topology, *, vendor: bool) -> Choice:
-    """Return the choice of an algorithm by name, for a buffer of ``nbytes`` bytes.
+def explain(call: Call, config: Config, table: Table | None = None) -> str:
+    """Say what would run and why, and what else could; arguments as for `choose`."""
+    choice = choose(call, config, table=table)
+    why = choice.reason
+    if table is not None and why.startswith(_MEASURED):
+        why = table.explain(_nbytes_reduced(call)) + why.removeprefix(_MEASURED)
+    others = [name for name in _names(call) if name != choice.algorithm]
+    return (
+        f"{call.collective.value} of {call.nbytes} bytes on {call.topology.describe()}: {choice.algorithm} over "
+        f"{choice.transport} ({why}); also possible: {', '.join(others) or 'nothing else'}"
+    )
+
+
+def forced(call: Call, name: str) -> Choice:
+    """Return the choice of an algorithm by name.
 
     Raises:
         ConfigError: it does not exist, or cannot run on this topology.
     """
-    if name == DETERMINISTIC and collective is Collective.ALLREDUCE:
-        return _deterministic(nbytes, topology)
-    if name == VENDOR and collective is Collective.ALLREDUCE:
-        if not vendor:
-            raise ConfigError("algorithm 'mpi' takes ranks that talk over MPI")
-        return Choice(VENDOR, "messages", "asked for by name")
-    if name == NCCL and collective is Collective.ALLREDUCE:
-        raise ConfigError("algorithm 'nccl' takes arrays in device memory")
-    algorithm = algorithms.find(collective, name)
-    if (why_not := algorithm.refuses(topology)) is not None:
-        raise ConfigError(f"{collective.value} algorithm {name!r} cannot run here: {why_not}")
-    transport = "messages"
-    if topology.size == 1:
-        transport = "self"
-    elif through_mailboxes(name, nbytes, topology):
-        transport = "shared"
-    elif algorithm.cost(topology).touched:
-        transport = "shared" if topology.single_node else "shared+messages"
-    return Choice(name, transport, "asked for by name")
+    if call.collective is Collective.ALLREDUCE:
+        if name == DETERMINISTIC:
+            return _choice(call, *_deterministic(call))
+        if name == VENDOR:
+            if call.library is None:
+                raise ConfigError("algorithm 'mpi' takes ranks that talk over MPI")
+            return _choice(call, VENDOR, _BY_NAME)
+        if name == NCCL:
+            raise ConfigError("algorithm 'nccl' takes arrays in device memory")
+    algorithm = algorithms.find(call.collective, name)
+    if (why_not := algorithm.refuses(call.topology)) is not None:
+        raise ConfigError(f"{call.collective.value} algorithm {name!r} cannot run here: {why_not}")
+    return _choice(call, name, _BY_NAME)
 
 
-def _choose_on_one_node(nbytes: int, topology: Topology) -> Choice:
-    limit = _ONE_SHOT_NBYTES if topology.size <= 2 else _ONE_SHOT_OF_MANY_NBYTES
-    if nbytes <= limit:
-        return Choice("one_shot", "shared", f"one node, at most {limit} bytes: one barrier")
-    return Choice("two_shot", "shared", f"one node, over {limit} bytes: the least memory traffic")
+def _names(call: Call) -> list[str]:
+    return names(call.collective, call.topology, vendor=call.library is not None)
 
 
-def _choose_between_nodes(nbytes: int, topology: Topology) -> Choice:
-    nodes = len(topology.nodes)
-    if max(len(node) for node in topology.nodes) > 1:
-        small = _DOUBLING_NBYTES * min(len(node) for node in topology.nodes)
+def _choice(call: Call, name: str, reason: str) -> Choice:
+    """Complete the choice of an algorithm: with the path that carries it out, and the elements that it is done on."""
+    if name == VENDOR and call.topology.size > 1 and not Library.takes(name, call):
+        assert call.op is not None
+        name = "recursive_doubling"
+        reason = f"{reason}; the MPI library's own takes no {call.op.value} of {call.dtype.name}"
+    path = path_for(name, call)
+    reduced = path.as_reduced(call)
+    if reduced is not call:
+        reason = f"{reason}; reduced as {reduced.nbytes} bytes of {reduced.dtype.name}"
+    return Choice(name, path, reason)
+
+
+def _nbytes_reduced(call: Call) -> int:
+    """Return the bytes that are reduced, which may be more than those of the array."""
+    path = SharedMemory if call.topology.single_node else Messages
+    return path.as_reduced(call).nbytes
+
+
+def _rule(call: Call) -> tuple[str, str]:
+    """Return the algorithm of an allreduce on several ranks, and why."""
+    if call.topology.single_node:
+        return _rule_on_one_node(call)
+    nbytes, nodes = _nbytes_reduced(call), len(call.topology.nodes)
+    if max(len(node) for node in call.topology.nodes) > 1:
+        small = _DOUBLING_NBYTES * min(len(node) for node in call.topology.nodes)
         if nbytes <= small:
-            return Choice(
-                "hierarchical_doubling", "shared+messages", f"several nodes, at most {small} bytes: few rounds"
-            )
+            return "hierarchical_doubling", f"several nodes, at most {small} bytes: few rounds"
         name, why = _fills_links(nodes)
-        reason = f"several nodes, over {small} bytes: {why}, one lane per local rank"
-        return Choice(_HIERARCHICAL[name], "shared+messages", reason)
+        return _HIERARCHICAL[name], f"several nodes, over {small} bytes: {why}, one lane per local rank"
     few_rounds, small = (
         ("double_tree", _TREE_NBYTES) if nodes & (nodes - 1) else ("recursive_doubling", _DOUBLING_NBYTES)
     )
     if nbytes <= small:
-        return Choice(few_rounds, "messages", f"one rank per node, at most {small} bytes: few rounds")
+        return few_rounds, f"one rank per node, at most {small} bytes: few rounds"
     name, why = _fills_links(nodes)
-    return Choice(name, "messages", f"one rank per node, over {small} bytes: {why}")
+    return name, f"one rank per node, over {small} bytes: {why}"
+
+
+def _rule_on_one_node(call: Call) -> tuple[str, str]:
+    limit = _ONE_SHOT_NBYTES if call.topology.size <= 2 else _ONE_SHOT_OF_MANY_NBYTES
+    if _nbytes_reduced(call) <= limit:
+        return "one_shot", f"one node, at most {limit} bytes: one barrier"
+    return "two_shot", f"one node, over {limit} bytes: the least memory traffic"
 
 
 def _fills_links(nodes: int) -> tuple[str, str]:
@@ -168,36 +204,197 @@ def _fills_links(nodes: int) -> tuple[str, str]:
     return "ring", "fills every link"
 
 
-def _deterministic(nbytes: int, topology: Topology) -> Choice:
+def _deterministic(call: Call) -> tuple[str, str]:
     """Choose among the algorithms in which one rank adds up all terms of an element, in the order of ranks."""
-    if topology.size == 1:
-        return Choice("one_shot", "self", "there is one rank")
-    if topology.single_node:
-        return _choose_on_one_node(nbytes, topology)
-    return Choice("direct", "messages", "several nodes, deterministic: terms are added in the order of ranks")
+    if call.topology.size == 1:
+        return "one_shot", "there is one rank"
+    if call.topology.single_node:
+        return _rule_on_one_node(call)
+    return "direct", "several nodes, deterministic: terms are added in the order of ranks"
 
 
-def _choose_other(collective: Collective, topology: Topology) -> Choice:
-    if topology.single_node:
-        return Choice("load", "shared", "one node: every rank reads what it needs")
+def _rule_of_others(call: Call) -> tuple[str, str]:
+    """Return the algorithm of another collective on several ranks, and why."""
+    if call.topology.single_node:
+        return "load", "one node: every rank reads what it needs"
     name = {
         Collective.REDUCE_SCATTER: "ring",
         Collective.ALLGATHER: "ring",
         Collective.BROADCAST: "binomial",
         Collective.ALLTOALL: "pairwise",
-    }[collective]
-    return Choice(name, "messages", "several nodes")
+    }[call.collective]
+    return name, "several nodes"
 
 
-def explain(
-    collective: Collective, nbytes: int, topology: Topology, config: Config, *, vendor: bool, table: Table | None = None
-) -> str:
-    """Say what would run and why, and what else could; arguments as for `choose`."""
-    choice = choose(collective, nbytes, topology, config, vendor=vendor, table=table)
-    if table is not None and choice.reason == _MEASURED:
-        choice = replace(choice, reason=table.explain(nbytes))
-    others = [name for name in names(collective, topology, vendor=vendor) if name != choice.algorithm]
-    return (
-        f"{collective.value} of {nbytes} bytes on {topology.describe()}: {choice.algorithm} over {choice.transport} "
-        f"({choice.reason}); also possible: {', '.join(others) or 'nothing else'}"
-    )
+class Selection:
+    """Chooses for the calls of one process set, and keeps what it chose, ready to run.
+
+    Args:
+        context: the ranks.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._paths = Paths(context)
+        self._formats = Formats(context)
+        self._chosen: dict[tuple[object, ...], Chosen] = {}
+        self._table: Table | None = None
+        self._library = context.messages.offers_allreduce if context.messages.has_allreduce else None
+
+    def use(self, table: Table | None) -> None:
+        """Choose from a tuning table from now on, None: by the built-in rules. All ranks must use the same."""
+        self._table = table
+        self.forget()
+
+    def forget(self) -> None:
+        """Look everything up again."""
+        self._chosen.clear()
+
+    def close(self) -> None:
+        """Give the plans back."""
+        self.forget()
+        close_all(self._paths.close, self._formats.close)
+
+    # ---- for people ----
+
+    def call(self, collective: Collective, nbytes: int, dtype: DType, op: ReduceOp) -> Call:
+        """Return a call of these ranks; ``op`` matters where something is reduced."""
+        reduces = collective in (Collective.ALLREDUCE, Collective.REDUCE_SCATTER)
+        return Call(collective, nbytes, self._context.topology, dtype, op if reduces else None, self._library)
+
+    def choose(self, call: Call, algorithm: str | None = None) -> Choice:
+        """Return what would carry out a call that asks for this algorithm."""
+        return choose(call, self._context.config, algorithm, self._table)
+
+    def explain(self, call: Call) -> str:
+        """Say in words what would carry out a call, why, and what else could."""
+        return explain(call, self._context.config, self._table)
+
+    def names(self, collective: Collective) -> list[str]:
+        """Return the names of the algorithms that can run here."""
+        return names(collective, self._context.topology, vendor=self._library is not None)
+
+    # ---- for calls ----
+
+    def reduction(self, source: Operand, op: ReduceOp, algorithm: str | None) -> Chosen:
+        """Return what reduces arrays like this one in host memory."""
+        shape = source.view.shape
+        key = op, algorithm, shape, source.dtype.name
+        found = self._chosen.get(key)
+        if found is None:
+            call = self.call(Collective.ALLREDUCE, source.nbytes, source.dtype, op)
+            found = self._keep(key, self._reduction(call, algorithm, shape, shape, op.value))
+        return found
+
+    def in_format(self, source: AnyOperand, op: ReduceOp, codec: Codec, *, feedback: bool) -> Chosen:
+        """Return what reduces arrays like this one in a wire format; ``feedback``: whether what is lost is kept."""
+        key = codec.name, op, source.shape, source.dtype.name, feedback
+        found = self._chosen.get(key)
+        if found is None:
+            call = self.call(Collective.ALLREDUCE, source.nbytes, source.dtype, op)
+            choice = Choice(f"direct as {codec.name}", Formats, _BY_NAME)
+            argument = f"{op.value} as {codec.name}{' with feedback' if feedback else ''}"
+            signature = _signature(call, choice, None, source.shape, argument)
+            task = Task(Formats.algorithm, DTYPES["float32"], op, signature)
+            found = self._keep(key, Chosen(choice, signature, partial(self._formats.allreduce, codec, task)))
+        return found
+
+    def segments(
+        self, source: DeviceOperand, parts: Sequence[slice], op: ReduceOp, algorithm: str | None
+    ) -> dict[int, Chosen]:
+        """Return what reduces segments of an array in device memory, in place in host memory, by their elements.
+
+        Their signature says all that must agree about the whole array, so that a mismatch is seen at the first segment.
+        A shorter last segment has a signature of its own, as plans go by signatures, and by lengths.
+        """
+        lengths = dict.fromkeys(part.stop - part.start for part in (parts[0], parts[-1]))
+        return {count: self._segment(source, count, next(iter(lengths)), op, algorithm) for count in lengths}
+
+    def _segment(self, source: DeviceOperand, count: int, usual: int, op: ReduceOp, algorithm: str | None) -> Chosen:
+        key = "staged", op, algorithm, source.shape, source.dtype.name, count
+        found = self._chosen.get(key)
+        if found is None:
+            last = "" if count == usual else f", its last {count} elements"
+            by_nccl = algorithm == NCCL
+            if by_nccl and self._context.config.deterministic:
+                raise ConfigError("RINGREDUCE_DETERMINISTIC is set, so algorithm='nccl' cannot be asked for")
+            argument = f"{op.value} in device memory{' by nccl' if by_nccl else ''}{last}"
+            call = self.call(Collective.ALLREDUCE, count * source.dtype.itemsize, source.dtype, op)
+            asked = None if by_nccl else algorithm
+            found = self._keep(key, self._reduction(call, asked, (count,), source.shape, argument))
+        return found
+
+    def other(
+        self,
+        collective: Collective,
+        dtype: DType,
+        shape: tuple[object, ...],
+        nbytes: int,
+        algorithm: str | None,
+        argument: str = "",
+        op: ReduceOp = ReduceOp.SUM,
+    ) -> Chosen:
+        """Return what carries out a collective other than the allreduce.
+
+        Args:
+            collective: which.
+            dtype: of the elements.
+            shape: as the signature says it; a star where ranks may differ.
+            nbytes: of the rank that puts in most.
+            algorithm: what is asked for.
+            argument: for the signature.
+            op: of a reduce_scatter.
+        """
+        key = collective.value, argument, algorithm, shape, dtype.name, Mailbox.holds(nbytes)
+        found = self._chosen.get(key)
+        if found is None:
+            call = self.call(collective, nbytes, dtype, op)
+            choice = self.choose(call, algorithm)
+            signature = _signature(call, choice, algorithm, shape, argument)
+            found = self._keep(key, Chosen(choice, signature, self._paths.bind(call, choice, signature)))
+        return found
+
+    def rows(self, collective: Collective, dtype: DType, shape: tuple[object, ...], count: int) -> Chosen:
+        """Return what gathers ``count`` numbers of rows of each rank, before a collective in which ranks may differ."""
+        key = "rows", collective.value, shape, dtype.name
+        found = self._chosen.get(key)
+        if found is None:
+            call = self.call(Collective.ALLGATHER, count * _ROWS.itemsize, _ROWS, ReduceOp.SUM)
+            choice = self.choose(call)
+            signature = Signature.of(f"{collective.value}(rows of shape {shape_text(shape)}, {dtype.name})")
+            found = self._keep(key, Chosen(choice, signature, self._paths.bind(call, choice, signature)))
+        return found
+
+    def _reduction(
+        self, call: Call, algorithm: str | None, shape: tuple[int, ...], whole: tuple[int, ...], argument: str
+    ) -> Chosen:
+        choice = self.choose(call, algorithm)
+        signature = _signature(call, choice, algorithm, whole, argument)
+        reduction = self._paths.reduction(call, choice, shape, signature)
+        return Chosen(choice, signature, reduction.run, reduction)
+
+    def _keep(self, key: tuple[object, ...], chosen: Chosen) -> Chosen:
+        if len(self._chosen) > _REMEMBERED:
+            self._chosen.clear()
+        self._chosen[key] = chosen
+        return chosen
+
+
+def _signature(
+    call: Call, choice: Choice, algorithm: str | None, shape: tuple[object, ...], argument: str
+) -> Signature:
+    """Return the signature of a call; it depends on nothing that may differ between ranks."""
+    arguments = [argument, f"shape {shape_text(shape)}", call.dtype.name]
+    if algorithm is not None:
+        arguments.append(f"algorithm {algorithm}")
+    text = f"{call.collective.value}({', '.join(filter(None, arguments))})"
+    return Signature.of(text, waits=_waits(call, choice, shape))
+
+
+def _waits(call: Call, choice: Choice, shape: tuple[object, ...]) -> bool:
+    """Return whether no rank can end a call before all have come to it; see `Signature`."""
+    if call.collective is Collective.BROADCAST or choice.path is Library or 0 in shape:
+        return False  # who has its data goes on, whoever else is there; and of nothing nobody waits for any
+    size = call.topology.size
+    rows = shape[0] if call.collective is Collective.REDUCE_SCATTER else size
+    return isinstance(rows, int) and rows >= size  # with fewer, some ranks get nothing

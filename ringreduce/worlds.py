@@ -23,9 +23,8 @@ from ringreduce.errors import CollectiveTimeoutError, ConfigError, MismatchError
 from ringreduce.instruments import Instruments
 from ringreduce.launch import Connection, RankAbove
 from ringreduce.metrics import Metrics
-from ringreduce.placement import close_all
+from ringreduce.paths import NCCL, VENDOR, close_all
 from ringreduce.process_sets import Parts, ProcessSet, connect
-from ringreduce.selection import NCCL, VENDOR
 from ringreduce.timeline import Clock, Timeline, Track
 from ringreduce.topology import Topology
 from ringreduce.transport.messages import Messages, exchange_json

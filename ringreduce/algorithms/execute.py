@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +24,10 @@ from ringreduce.partition import Segment, pieces
 from ringreduce.transport.messages import Messages, Request
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["STREAMS", "Memory", "Plan", "Round", "Runner"]
+__all__ = ["STREAMS", "Coding", "Memory", "Plan", "Round", "Runner"]
 
 Array = npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
 
 #: Segments in flight at once: with four receives posted a link never idles while a segment is reduced.
 STREAMS = 4
@@ -49,6 +50,36 @@ class Memory:
     peers: dict[int, Array] = field(default_factory=dict)
     peer_segments: dict[int, list[Segment]] = field(default_factory=dict)
     room: Callable[[int], Array] | None = None
+
+
+class Coding(Protocol):
+    """How blocks travel in messages, where that is not as they are.
+
+    A part is where blocks are in the buffer. All methods but `nbytes` bind a call, which works on what is there when it
+    is made.
+    """
+
+    def nbytes(self, part: slice) -> int:
+        """Return the bytes that an encoded part takes."""
+        ...
+
+    def encode(self, part: slice, target: Bytes) -> Call:
+        """Bind: encode a part."""
+        ...
+
+    def decode(self, source: Bytes, part: slice) -> Call:
+        """Bind: overwrite a part by what was received."""
+        ...
+
+    def combine(self, part: slice, arrived: Sequence[tuple[int, Bytes]], target: Bytes) -> Call:
+        """Bind: reduce a part with what other ranks sent of it, in the order of ranks.
+
+        Args:
+            part: gets what the result decodes to.
+            arrived: (rank, what it sent).
+            target: gets the result, encoded.
+        """
+        ...
 
 
 @dataclass(slots=True)
@@ -191,6 +222,8 @@ class Plan:
         signature: what the user called, for error messages.
         tag: the first of `STREAMS` tags that no other call in flight uses.
         instruments: who is told of steps; None: nobody.
+        coding: how blocks travel in messages, for a schedule that combines them by rank; None: as they are. Only direct
+            accesses look at ``memory`` then.
     """
 
     def __init__(
@@ -206,7 +239,9 @@ class Plan:
         tag: int = 0,
         *,
         instruments: Instruments | None = None,
+        coding: Coding | None = None,
     ) -> None:
+        self._coding = coding
         self._rank = rank
         self._schedule = schedule
         self._memory = memory
@@ -215,11 +250,12 @@ class Plan:
         self._instruments = Instruments() if instruments is None else instruments
         nstreams = min(STREAMS, len(segments))
         streams: list[list[Round]] = [[] for _ in range(nstreams)]
-        room = partial(np.empty, dtype=memory.mine.dtype) if memory.room is None else memory.room
-        scratches = [_Scratch(room) for _ in range(nstreams)]
+        received = memory.mine.dtype if coding is None else np.uint8
+        room = partial(np.empty, dtype=received) if memory.room is None else memory.room
+        scratches = [(_Scratch(room), _Scratch(room)) for _ in range(nstreams)]
         for index, segment in enumerate(segments):
             stream = index % nstreams
-            streams[stream] += self._bind(index, segment, tag + stream, scratches[stream])
+            streams[stream] += self._bind(index, segment, tag + stream, *scratches[stream])
         # Not a method of this: the cycle would keep the caller's memory until the collector comes.
         waiting_for = partial(_waiting_for, schedule, signature)
         self._runner = Runner(streams, messages, waiter, waiting_for, self._instruments)
@@ -245,15 +281,21 @@ class Plan:
 
     # ---- binding ----
 
-    def _bind(self, index: int, segment: Segment, tag: int, scratch: _Scratch) -> list[Round]:
-        rounds = []
+    def _bind(self, index: int, segment: Segment, tag: int, scratch: _Scratch, kept: _Scratch) -> list[Round]:
+        rounds: list[Round] = []
+        kept.reset()
+        known: dict[range, Bytes] = {}  # blocks that the step before has combined -> their encoding
         for number, step in enumerate(self._schedule.steps, start=1):
             name = f"step {number} of segment {index + 1}"
-            rounds.append(self._bind_step(name, step, index, segment, tag, scratch))
+            scratch.reset()
+            if self._coding is not None and (step.sends or step.recvs):
+                rounds += self._bind_coded(name, step, segment, tag, scratch, kept, known)
+            else:
+                rounds.append(self._bind_step(name, step, index, segment, tag, scratch))
+                known.clear()
         return rounds
 
     def _bind_step(self, name: str, step: Step, index: int, segment: Segment, tag: int, scratch: _Scratch) -> Round:
-        scratch.reset()
         requests, reducing = [], []
         for each in step.sends:
             if (data := self._view(segment, each.blocks)).size:
@@ -268,6 +310,59 @@ class Plan:
                     reducing.append((each, place))
         after = list(self._reductions(reducing, segment, step.by_rank))
         return Round(name, requests, list(self._direct_calls(step, index, segment)), after)
+
+    def _bind_coded(
+        self,
+        name: str,
+        step: Step,
+        segment: Segment,
+        tag: int,
+        scratch: _Scratch,
+        kept: _Scratch,
+        known: dict[range, Bytes],
+    ) -> Iterator[Round]:
+        """Bind a step whose messages are encoded: what is sent, in a round before.
+
+        Args:
+            name, step, segment, tag: as for `_bind_step`.
+            scratch: lasts for this step.
+            kept: lasts for this segment.
+            known: blocks that the step before has combined -> their encoding; becomes that of this step's.
+        """
+        coding, messages = self._coding, self._messages
+        assert coding is not None and messages is not None
+        assert step.by_rank or not any(each.reduce for each in step.recvs), "terms are combined in the order of ranks"
+        encoding: list[Call] = []
+        requests: list[Request] = []
+        after: list[Call] = []
+        sent = dict(known)
+        known.clear()
+        for each in step.sends:
+            part = _span(segment, each.blocks)
+            if part.start == part.stop:
+                continue
+            if each.blocks not in sent:
+                sent[each.blocks] = scratch.take(coding.nbytes(part))
+                encoding.append(coding.encode(part, sent[each.blocks]))
+            requests.append(messages.send(sent[each.blocks], each.peer, tag))
+        terms: dict[range, list[tuple[int, Bytes]]] = {}
+        for each in step.recvs:
+            part = _span(segment, each.blocks)
+            if part.start == part.stop:
+                continue
+            place = scratch.take(coding.nbytes(part))
+            requests.append(messages.recv(place, each.peer, tag))
+            if each.reduce:
+                terms.setdefault(each.blocks, []).append((each.peer, place))
+            else:
+                after.append(coding.decode(place, part))
+        for blocks, arrived in terms.items():
+            part = _span(segment, blocks)
+            known[blocks] = kept.take(coding.nbytes(part))
+            after.append(coding.combine(part, arrived, known[blocks]))
+        if encoding:
+            yield Round(f"{name}: encode", [], encoding, [])
+        yield Round(name, requests, [], after)
 
     def _reductions(self, arrived: list[tuple[Transfer, Array]], segment: Segment, by_rank: bool) -> Iterator[Call]:
         """Reduce what messages brought."""

@@ -111,7 +111,7 @@ class Bench:
         """
         name = algorithm
         if algorithm == "auto":
-            name = self._world.choose(case.collective.name, case.input_nbytes, case.dtype).algorithm
+            name = self._world.choose(case.collective.name, case.input_nbytes, case.dtype, op=case.op).algorithm
         asked = None if algorithm == "auto" else algorithm
         outer = self._ours.out_of_place(case, asked)
         if not case.collective.in_place:

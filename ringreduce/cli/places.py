@@ -15,7 +15,7 @@ from ringreduce.buffers.cuda.measuring import cupy_tools
 from ringreduce.cli.cases import Case
 from ringreduce.cli.measure import Clock, Contender, Stopwatch, bound_contenders
 from ringreduce.communicator import Communicator
-from ringreduce.placement import STAGED
+from ringreduce.paths import STAGED
 
 __all__ = ["OnDevice", "OnHost", "Place", "Tools"]
 

@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 import ringreduce
-from ringreduce import selection
 from ringreduce.algorithms import Collective
 from ringreduce.autotune import Candidate, Model, Row, Sample, Table, distinct, fit, format_seconds
 from ringreduce.cli.bystanders import Bystanders, Found, Usage
@@ -30,6 +29,9 @@ from ringreduce.cli.cases import format_nbytes
 from ringreduce.cli.measure import Contender, iterations_for, time_in_turn, turn_for
 from ringreduce.communicator import Communicator
 from ringreduce.errors import ConfigError
+from ringreduce.paths import VENDOR, Call
+from ringreduce.reduce_ops import SUM
+from ringreduce.selection import choose
 from ringreduce.worlds import tuning_key
 
 __all__ = ["SIZES", "Measure", "calls_of", "command", "tune"]
@@ -255,7 +257,7 @@ class _Tuning:
         """Return what can win at a size; the library's own and what the rules take are always of interest."""
         expected = {name: self._expected_s(name, nbytes) for name in self._names}
         limit = _CONTENDING * min(expected.values())
-        always = (selection.VENDOR, self.rules[nbytes])
+        always = (VENDOR, self.rules[nbytes])
         return [name for name, seconds in expected.items() if seconds <= limit or name in always]
 
     def _affordable(self, nbytes: int) -> list[str]:
@@ -312,9 +314,8 @@ def _calls(iterations: int) -> int:
 
 def _rule(communicator: Communicator, nbytes: int) -> str:
     """Return what the built-in rules choose, whatever settings and tables say."""
-    vendor = selection.VENDOR in communicator.algorithms(Collective.ALLREDUCE)
-    config = replace(communicator.config, algorithm=None)
-    return selection.choose(Collective.ALLREDUCE, nbytes, communicator.topology, config, vendor=vendor).algorithm
+    call = Call(Collective.ALLREDUCE, nbytes, communicator.topology, op=SUM)
+    return choose(call, replace(communicator.config, algorithm=None)).algorithm
 
 
 def _require_quiet(found: Found) -> None:

@@ -1,6 +1,12 @@
 """Doubles and conformance suites for tests: ranks that are threads, transports that record or fail."""
 
-from ringreduce.testing.conformance import assert_close, assert_equal, check_collectives, check_messages
+from ringreduce.testing.conformance import (
+    assert_close,
+    assert_equal,
+    check_choices,
+    check_collectives,
+    check_messages,
+)
 from ringreduce.testing.doubles import FailingMessages, RecordingMessages
 from ringreduce.testing.ranks import caught, run_engines, run_gpu_ranks, run_process_sets, run_ranks, run_threads
 from ringreduce.testing.samples import expected, sample
@@ -11,6 +17,7 @@ __all__ = [
     "assert_close",
     "assert_equal",
     "caught",
+    "check_choices",
     "check_collectives",
     "check_messages",
     "expected",

@@ -8,14 +8,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ringreduce.algorithms import Collective, schedule_for
 from ringreduce.buffers import DTYPES
 from ringreduce.communicator import Communicator
+from ringreduce.instruments import Instrument
+from ringreduce.paths import Choice
+from ringreduce.paths.mailbox import Mailbox
+from ringreduce.paths.messages import Hierarchy, Library
+from ringreduce.paths.messages import Messages as OverMessages
+from ringreduce.paths.path import Itself
+from ringreduce.paths.shared import SharedMemory
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.testing.samples import expected, sample
 from ringreduce.transport.messages import Messages
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["assert_close", "assert_equal", "check_collectives", "check_messages"]
+__all__ = ["assert_close", "assert_equal", "check_choices", "check_collectives", "check_messages"]
 
 Array = npt.NDArray[Any]
 
@@ -131,6 +139,77 @@ def check_collectives(communicator: Communicator, *, algorithms: bool = True) ->
         for rows in (0, 1, 3, 4001):
             _check_alltoall(communicator, rows, name)
     communicator.barrier()
+
+
+def check_choices(communicator: Communicator) -> None:
+    """Check that every call does what was said of it: for all dtypes, ops and names of algorithms. Every rank calls it.
+
+    What a call does is seen by its observers: the name that they are told, and the steps, which tell paths apart.
+    """
+    watch = _Watch()
+    communicator.instruments.add(watch)
+    for dtype, row in DTYPES.items():
+        for op in ReduceOp:
+            for nbytes in _SAID_NBYTES:
+                array = sample(communicator.rank, nbytes // row.itemsize, dtype)
+                by_name = dtype in _SAID_BY_NAME and nbytes in _SAID_NBYTES[1::2]
+                asked = ["deterministic", *communicator.algorithms()] if by_name else []
+                for name in (None, *asked):
+                    choice = communicator.choose("allreduce", array.nbytes, dtype, name, op=op)
+                    communicator.allreduce(array, op, algorithm=name)
+                    watch.check(communicator, Collective.ALLREDUCE, choice)
+                    if name is None:
+                        said = communicator.explain(array.nbytes, dtype, op=op)
+                        assert f": {choice.algorithm} over {choice.transport} ({choice.reason})" in said
+                rows = array[: array.size // communicator.size * communicator.size]
+                choice = communicator.choose("reduce_scatter", rows.nbytes, dtype, op=op)
+                communicator.reduce_scatter(rows, op)
+                watch.check(communicator, Collective.REDUCE_SCATTER, choice)
+    for nbytes in _SAID_NBYTES:
+        array = sample(communicator.rank, nbytes // communicator.size * communicator.size, "float16")
+        for collective in (Collective.BROADCAST, Collective.ALLGATHER, Collective.ALLTOALL):
+            choice = communicator.choose(collective, array.nbytes, "float16")
+            getattr(communicator, collective.value)(array)
+            watch.check(communicator, collective, choice)
+    communicator.instruments.remove(watch)
+    communicator.barrier()
+
+
+#: On either side of the limits of the rules and of mailboxes, also where elements are reduced in a wider type.
+_SAID_NBYTES = (0, 40, 9 << 10, 17 << 10, 33 << 10, 100 << 10)
+#: Of each kind one, whose calls are also made by the names of algorithms.
+_SAID_BY_NAME = ("float32", "float16", "int8")
+
+
+class _Watch(Instrument):
+    """Takes down what the last collective did."""
+
+    def __init__(self) -> None:
+        self.name = ""
+        self.steps: list[str] = []
+
+    def collective_started(self, collective: str, algorithm: str, nbytes: int) -> None:
+        self.name = f"{collective} by {algorithm}"
+        self.steps.clear()
+
+    def step_finished(self, step: str) -> None:
+        self.steps.append(step)
+
+    def check(self, communicator: Communicator, collective: Collective, choice: Choice) -> None:
+        """Hold it to what was chosen."""
+        assert self.name == f"{collective.value} by {choice.algorithm}"
+        if choice.path in (Hierarchy, OverMessages):
+            schedule = schedule_for(collective, choice.algorithm, communicator.rank, communicator.topology)
+            found = {int(step.split()[1]) for step in self.steps if step.startswith("step ")}
+            assert found == set(range(1, len(schedule.steps) + 1)), (choice, self.steps)
+            return
+        first: dict[object, set[str]] = {
+            Itself: set(),
+            Mailbox: {"post and meet"},
+            SharedMemory: {"meet", "stage and meet", "publish and meet"},
+            Library: {"the library's own allreduce"},
+        }
+        assert set(self.steps[:1]) <= first[choice.path], (choice, self.steps)
 
 
 def _counts(size: int) -> Iterator[int]:

@@ -12,7 +12,7 @@ from ringreduce.communicator import Communicator
 from ringreduce.config import Config
 from ringreduce.engine import Engine
 from ringreduce.errors import RingReduceError
-from ringreduce.placement import Context
+from ringreduce.paths import Context
 from ringreduce.process_sets import Parts, ProcessSet
 from ringreduce.testing.device import HostDriver, HostMachine
 from ringreduce.transport.memory import MemoryWorld

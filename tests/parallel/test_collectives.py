@@ -8,8 +8,8 @@ from mpi4py import MPI
 
 import ringreduce as rr
 from ringreduce.config import Config
-from ringreduce.placement import Context
-from ringreduce.testing import check_collectives, check_messages, expected, sample
+from ringreduce.paths import Context
+from ringreduce.testing import check_choices, check_collectives, check_messages, expected, sample
 from ringreduce.transport.mpi import MpiMessages
 from ringreduce.transport.node import host_name, join
 from ringreduce.transport.shared import MemfdSegments
@@ -48,6 +48,15 @@ def test_collectives_conform_on_several_nodes(node_size: int) -> None:
     assert several.topology.single_node == (several.size <= node_size)
     check_collectives(several)
     several.close()
+
+
+@pytest.mark.sizes(1, 2, 3)
+@pytest.mark.parametrize("node_size", [None, 1, 2])
+def test_what_is_said_is_what_runs(node_size: int | None) -> None:
+    """`choose` and `explain` name the algorithm and the path of every call, the MPI library's own among them."""
+    ours = communicator(node_size=node_size)
+    check_choices(ours)
+    ours.close()
 
 
 @pytest.mark.sizes(2, 3)

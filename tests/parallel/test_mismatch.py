@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 import ringreduce as rr
 from ringreduce.config import Config
-from ringreduce.placement import Context
+from ringreduce.paths import Context
 from ringreduce.testing import caught
 from ringreduce.transport.mpi import MpiMessages
 from ringreduce.transport.node import host_name, join

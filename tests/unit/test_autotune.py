@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from ringreduce.algorithms import Collective, names
-from ringreduce.autotune import Candidate, Key, Model, Row, Sample, Table, Work, distinct, fit, format_seconds, work
+from ringreduce.autotune import Candidate, Key, Model, Row, Sample, Table, distinct, fit, format_seconds, work
 from ringreduce.errors import ConfigError
+from ringreduce.paths import Work
 from ringreduce.topology import Topology
 from ringreduce.transport.board import MAILBOX_NBYTES
 

@@ -14,7 +14,7 @@ import ringreduce as rr
 from ringreduce.buffers import DTYPES
 from ringreduce.config import Config
 from ringreduce.errors import MismatchError, TransportError
-from ringreduce.placement import aware
+from ringreduce.paths import aware
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.testing import (
     FailingMessages,

@@ -15,9 +15,9 @@ import pytest
 from ringreduce.buffers import DTYPES, DType
 from ringreduce.config import Config
 from ringreduce.errors import CollectiveTimeoutError, MismatchError, TransportError
-from ringreduce.placement import Context, Signature
-from ringreduce.placement.context import Cache
-from ringreduce.placement.device import DeviceAllreduce, _Shots
+from ringreduce.paths import Context, Signature
+from ringreduce.paths.context import Cache
+from ringreduce.paths.device import DeviceAllreduce, _Shots
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.testing import assert_close, caught, expected, run_threads, sample
 from ringreduce.testing.device import HostArray, HostDriver, HostMachine

@@ -123,7 +123,7 @@ def on_gpu(size: int, work: Callable[[Any, HostPlace, HostTools], Any], *, share
     def run(world: rr.Communicator, driver: HostDriver) -> Any:
         tools = HostTools(driver)
         place = HostPlace(world, tools)
-        world._join_gpus(None)
+        world.gpu.use(None)
         return work(world, place, tools)
 
     return run_gpu_ranks(size, run, exports=shared, seed=seed, nbytes=1 << 31, config=Config(timeout_s=20.0))

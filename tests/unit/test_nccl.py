@@ -14,7 +14,7 @@ import ringreduce as rr
 from ringreduce.buffers import DTYPES
 from ringreduce.config import Config
 from ringreduce.errors import ConfigError, MismatchError, TransportError, UnsupportedBufferError
-from ringreduce.placement import gpu
+from ringreduce.paths import gpu
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.testing import assert_close, assert_equal, caught, expected, run_gpu_ranks, sample
 from ringreduce.testing.device import HostDriver
@@ -246,7 +246,7 @@ def test_newer_nccl_shares_gpus_only_if_it_is_told_to(
 
     def function(communicator: rr.Communicator, driver: HostDriver, nccl: HostNccl) -> bool:
         driver.fail("launch")  # what waits for a peer may not run there, says the double
-        communicator._join_gpus(None, nccl=True)
+        communicator.gpu.use(None, nccl=True)
         return communicator.gpu.nccl is not None
 
     assert on_gpus(3, function, shared=True, versions=versions) == [True] * 3

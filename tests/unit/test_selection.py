@@ -8,7 +8,8 @@ from ringreduce import selection
 from ringreduce.algorithms import ALGORITHMS, Collective
 from ringreduce.config import Config
 from ringreduce.errors import ConfigError
-from ringreduce.selection import VENDOR, Choice
+from ringreduce.paths import VENDOR, Call, Choice
+from ringreduce.reduce_ops import SUM
 from ringreduce.topology import Topology
 
 #: Where the rules change, bytes; docs and claims quote these.
@@ -28,9 +29,16 @@ ONE, NODE, FLAT, THREE, GRID, UNEVEN, UNEVEN_THREE, MANY, MANY_LANES = (
 TOPOLOGIES = [ONE, NODE, FLAT, THREE, GRID, UNEVEN, UNEVEN_THREE, MANY, MANY_LANES]
 
 
+def call(
+    topology: Topology, nbytes: int, collective: Collective = Collective.ALLREDUCE, *, vendor: bool = True
+) -> Call:
+    """Return a call on float32, with an MPI library that takes everything or with none."""
+    return Call(collective, nbytes, topology, op=SUM, library=(lambda *_: True) if vendor else None)
+
+
 def choose(topology: Topology, nbytes: int, collective: Collective = Collective.ALLREDUCE, **settings) -> Choice:
     vendor = settings.pop("vendor", True)
-    return selection.choose(collective, nbytes, topology, Config(**settings), vendor=vendor)
+    return selection.choose(call(topology, nbytes, collective, vendor=vendor), Config(**settings))
 
 
 @pytest.mark.parametrize(
@@ -78,10 +86,9 @@ def test_what_is_chosen_can_run(collective: Collective, topology: Topology, vend
 def test_every_possible_name_can_be_forced(collective: Collective, topology: Topology) -> None:
     """A name that is offered is taken, with a transport that suits the topology."""
     for name in selection.names(collective, topology, vendor=True):
-        choice = selection.forced(collective, name, 1000, topology, vendor=True)
+        choice = selection.forced(call(topology, 1000, collective), name)
         assert choice.algorithm == name
-        if name != VENDOR:
-            assert (choice.transport == "self") == (topology.size == 1)
+        assert (choice.transport == "self") == (topology.size == 1)
         assert choice.transport != "shared" or topology.single_node
 
 
@@ -91,9 +98,9 @@ def test_every_other_name_is_refused_with_a_reason(topology: Topology) -> None:
     for algorithm in ALGORITHMS:
         if algorithm.refuses(topology) is not None:
             with pytest.raises(ConfigError, match=r"cannot run here: .+"):
-                selection.forced(algorithm.collective, algorithm.name, 1000, topology, vendor=True)
+                selection.forced(call(topology, 1000, algorithm.collective), algorithm.name)
     with pytest.raises(ConfigError, match=r"unknown allreduce algorithm 'bogus'; choose one of one_shot, two_shot, .*"):
-        selection.forced(Collective.ALLREDUCE, "bogus", 1000, topology, vendor=True)
+        selection.forced(call(topology, 1000), "bogus")
 
 
 def test_the_librarys_own_takes_a_library() -> None:
@@ -101,9 +108,9 @@ def test_the_librarys_own_takes_a_library() -> None:
     assert VENDOR not in selection.names(Collective.ALLREDUCE, FLAT, vendor=False)
     assert VENDOR not in selection.names(Collective.BROADCAST, FLAT, vendor=True)
     with pytest.raises(ConfigError, match="talk over MPI"):
-        selection.forced(Collective.ALLREDUCE, VENDOR, 1000, FLAT, vendor=False)
+        selection.forced(call(FLAT, 1000, vendor=False), VENDOR)
     with pytest.raises(ConfigError, match="unknown broadcast algorithm 'mpi'"):
-        selection.forced(Collective.BROADCAST, VENDOR, 1000, FLAT, vendor=True)
+        selection.forced(call(FLAT, 1000, Collective.BROADCAST), VENDOR)
 
 
 def test_the_configured_algorithm_is_used_wherever_it_can_run() -> None:
@@ -121,7 +128,7 @@ def test_the_configured_algorithm_is_used_wherever_it_can_run() -> None:
 def test_explain_says_what_would_run_and_what_else_could(topology: Topology) -> None:
     """The text has the collective, bytes, topology, algorithm and reason, and all the other names."""
     choice = choose(topology, 1 << 20)
-    text = selection.explain(Collective.ALLREDUCE, 1 << 20, topology, Config(), vendor=True)
+    text = selection.explain(call(topology, 1 << 20), Config())
     for part in ("allreduce of 1048576 bytes", topology.describe(), choice.algorithm, choice.reason):
         assert part in text
     for name in selection.names(Collective.ALLREDUCE, topology, vendor=True):

@@ -13,8 +13,8 @@ from ringreduce.buffers import DTYPES
 from ringreduce.buffers.cuda.arrays import DeviceOperand
 from ringreduce.config import Config
 from ringreduce.errors import MismatchError, TransportError, UnsupportedBufferError
-from ringreduce.placement import staged
-from ringreduce.placement.staged import Staging
+from ringreduce.paths import staged
+from ringreduce.paths.staged import Staging
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.testing import assert_equal, caught, expected, run_gpu_ranks, run_ranks, sample
 from ringreduce.testing.device import HostArray, HostDriver

@@ -11,7 +11,6 @@ import pytest
 from click.testing import CliRunner
 
 import ringreduce
-from ringreduce import selection
 from ringreduce.algorithms import Collective
 from ringreduce.autotune import Key, Model, Table
 from ringreduce.cli import tune as command
@@ -20,6 +19,9 @@ from ringreduce.cli.tune import SIZES, calls_of, tune
 from ringreduce.communicator import Communicator
 from ringreduce.config import Config
 from ringreduce.errors import ConfigError
+from ringreduce.paths import Call
+from ringreduce.reduce_ops import SUM
+from ringreduce.selection import choose
 from ringreduce.testing import caught, run_ranks
 
 #: A machine with a quick network.
@@ -88,7 +90,7 @@ class Machine:
     def rule(self, nbytes: int) -> str:
         """Return what the built-in rules take."""
         topology = self.communicator.topology
-        return selection.choose(Collective.ALLREDUCE, nbytes, topology, Config(), vendor=False).algorithm
+        return choose(Call(Collective.ALLREDUCE, nbytes, topology, op=SUM), Config()).algorithm
 
     def algorithms(self) -> list[str]:
         return self.communicator.algorithms("allreduce")

@@ -9,8 +9,11 @@ import numpy.typing as npt
 import pytest
 
 import ringreduce as rr
+from ringreduce.algorithms import Collective, schedule_for
 from ringreduce.config import Config
-from ringreduce.testing import caught, run_ranks
+from ringreduce.partition import Partition
+from ringreduce.testing import RecordingMessages, caught, run_ranks
+from ringreduce.topology import Topology
 from ringreduce.wire import CODECS, Codec
 
 Floats = npt.NDArray[np.float32]
@@ -164,6 +167,32 @@ def test_different_formats_are_a_mismatch_on_all_ranks() -> None:
         assert communicator.allreduce(floats, wire="int4").tolist() == pytest.approx([2.0] * 5, rel=0.01)
 
     run_ranks(2, check, node_size=1)
+
+
+@pytest.mark.parametrize(("size", "node_size"), LAYOUTS)
+def test_what_travels_is_what_the_proved_schedule_says(size: int, node_size: int) -> None:
+    """Each rank sends to whom `hierarchical_direct` says, in its order, as many bytes as the format takes."""
+    count, sent = 40, [list[tuple[int, int]]() for _ in range(size)]
+
+    class Watching(RecordingMessages):
+        def start(self, requests: Any) -> None:
+            super().start(requests)
+            sent[self.rank] = [(peer, nbytes) for kind, peer, nbytes in self.started if kind == "send"]
+
+    run_ranks(
+        size,
+        lambda communicator: communicator.allreduce(np.ones(count, np.float32), wire="fp16"),
+        node_size=node_size,
+        wrap=Watching,
+    )
+    topology = Topology.from_hosts(rank // node_size for rank in range(size))
+    nlanes, nnodes = min(map(len, topology.nodes)), len(topology.nodes)
+    lanes = Partition.even(count, nlanes).segment
+    blocks = [part for lane in lanes for part in Partition.even(lane.stop - lane.start, nnodes).segment]
+    for rank in range(size):
+        steps = schedule_for(Collective.ALLREDUCE, "hierarchical_direct", rank, topology).steps
+        sends = [(each.peer, blocks[each.blocks.start]) for step in steps for each in step.sends]
+        assert sent[rank] == [(peer, 2 * (part.stop - part.start)) for peer, part in sends]
 
 
 class CountingCodec:

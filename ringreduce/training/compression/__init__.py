@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol, TypeGuard, runtime_checkable
 import numpy.typing as npt
 
 from ringreduce.buffers.dtypes import DType
-from ringreduce.placement import Feedback
+from ringreduce.paths import Feedback
 from ringreduce.reduce_ops import ReduceOp
 
 __all__ = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Generic, NoReturn, Protocol, TypeVar
 
 from ringreduce.algorithms import Collective, Schedule, schedule_for
@@ -14,7 +13,7 @@ from ringreduce.calls import Called, GivenUp
 from ringreduce.config import Config
 from ringreduce.errors import MismatchError
 from ringreduce.instruments import Instruments
-from ringreduce.placement.ending import close_all
+from ringreduce.paths.cleanup import close_all
 from ringreduce.topology import Topology
 from ringreduce.transport.agreement import Agreement
 from ringreduce.transport.board import NOWHERE, Board, signature_hash
@@ -42,7 +41,6 @@ class Signature:
     waits: bool
 
     @classmethod
-    @lru_cache(maxsize=4096)
     def of(cls, text: str, *, waits: bool = True) -> Signature:
         return cls(text, signature_hash(text), waits)
 

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any, Protocol
 
-from ringreduce.buffers import DType
-from ringreduce.buffers.cuda.arrays import empty_on_device
+from ringreduce.algorithms import Collective
+from ringreduce.buffers import DType, Operand
+from ringreduce.buffers.cuda.arrays import DeviceOperand, empty_on_device
 from ringreduce.buffers.cuda.driver import Driver, Stream
 from ringreduce.config import gpu_switches
 from ringreduce.errors import CollectiveTimeoutError, ConfigError, PeerLostError, TransportError, UnsupportedBufferError
-from ringreduce.placement.aware import AwareAllreduce, agree_on_awareness
-from ringreduce.placement.context import Context, Signature
-from ringreduce.placement.device import DeviceAllreduce
-from ringreduce.placement.ending import abandon_all, close_all
-from ringreduce.placement.nccl import NcclAllreduce
-from ringreduce.placement.staged import Staging
+from ringreduce.paths.aware import AwareAllreduce, agree_on_awareness
+from ringreduce.paths.cleanup import abandon_all, close_all
+from ringreduce.paths.context import Context, Signature
+from ringreduce.paths.device import DeviceAllreduce
+from ringreduce.paths.nccl import NcclAllreduce
+from ringreduce.paths.path import DETERMINISTIC, NCCL, Choice, Chosen
+from ringreduce.paths.staged import Staging
+from ringreduce.paths.standing import Standing
 from ringreduce.reduce_ops import ReduceOp
-from ringreduce.selection import DETERMINISTIC, NCCL, Choice
 from ringreduce.transport.device import DeviceNode, join_devices
 from ringreduce.transport.messages import StepFailedError
 from ringreduce.transport.nccl import Nccl
@@ -31,9 +35,10 @@ __all__ = ["STAGED", "Gpu", "OnDevice", "ordinal"]
 _log = logging.getLogger(__name__)
 
 _THROUGH_HOST = "arrays go through host memory, in segments"
+_WHOLE = "arrays go through host memory, whole"
 
 #: What carries out an allreduce of arrays in device memory where nothing on the GPUs does; not to be asked for by name.
-STAGED = Choice("staged", "staged", _THROUGH_HOST)
+STAGED = Choice("staged", Staging, _THROUGH_HOST)
 
 #: What the ranks meet under to find out about each other's device memory.
 _FIRST_USE = Signature.of("the first use of device memory: an allreduce of arrays there, or empty(device=...)")
@@ -44,9 +49,13 @@ class OnDevice(Protocol):
     """An allreduce of device memory that leaves it there: `DeviceAllreduce`, `AwareAllreduce`, `NcclAllreduce`.
 
     Attributes:
+        transport: as for `Choice`.
         choice: what it is called.
         description: how it is done.
     """
+
+    @property
+    def transport(self) -> str: ...
 
     @property
     def choice(self) -> Choice: ...
@@ -82,6 +91,7 @@ class Gpu:
 
     Args:
         context: the ranks.
+        standing: hears of what fails while they find out about each other's GPUs.
         drivers: returns the driver of a GPU by its ordinal, of the current one for None.
         libraries: returns NCCL on a GPU by its ordinal.
 
@@ -93,9 +103,14 @@ class Gpu:
     """
 
     def __init__(
-        self, context: Context, drivers: Callable[[int | None], Driver], libraries: Callable[[int], Nccl]
+        self,
+        context: Context,
+        standing: Standing,
+        drivers: Callable[[int | None], Driver],
+        libraries: Callable[[int], Nccl],
     ) -> None:
         self._context = context
+        self._standing = standing
         self.drivers = drivers
         self.libraries = libraries
         self._staging: Staging | None = None
@@ -184,6 +199,88 @@ class Gpu:
             self.nccl = NcclAllreduce.of(context, self.staging().driver, self.libraries, gpu_switches())
         self._joined_nccl = True
 
+    def use(self, number: int | None, *, nccl: bool = False) -> None:
+        """Find out what the ranks share of device memory, and of NCCL, if nobody did; collective then.
+
+        Args:
+            number: the GPU's ordinal, None for the current one.
+            nccl: whether it is asked for.
+
+        Raises:
+            UnsupportedBufferError, MismatchError: as `staging`, `join` and `join_nccl`.
+        """
+        self.staging(number)  # which may be refused, and that is this rank's affair
+        try:
+            self.join()
+            if nccl:
+                self.join_nccl()
+        except BaseException as error:
+            self._standing.break_off(error)
+            raise
+
+    def segments(self, source: DeviceOperand) -> list[slice]:
+        """Return the segments in which such an array goes through host memory; see `Staging.segments`."""
+        return self.staging(source.device).segments(source)
+
+    @contextmanager
+    def in_c_order(self, source: DeviceOperand, target: DeviceOperand) -> Iterator[tuple[DeviceOperand, DeviceOperand]]:
+        """Lend operands for `allreduce` in place of arrays of any layout: themselves, or copies."""
+        staging = self.staging(source.device)
+        given, taken = staging.in_c_order(source), target.room()
+        if given.may_overlap(taken) and not given.same_memory(taken):
+            given = staging.in_c_order(given, copy=True)
+        yield given, taken
+        staging.store(target, taken)
+
+    def allreduce(
+        self,
+        source: DeviceOperand,
+        target: DeviceOperand,
+        op: ReduceOp,
+        algorithm: str | None,
+        reducers: Mapping[int, Chosen],
+        running: Callable[[str], AbstractContextManager[None]],
+    ) -> Choice:
+        """Reduce arrays in C order by kernels where the ranks share device memory, else through host memory.
+
+        Kernels add in the order of ranks, so they may take the place of the deterministic algorithm.
+
+        Args:
+            source: what goes in.
+            target: what comes out, the same memory or apart from it.
+            op: how.
+            algorithm: what was asked for, None for nothing.
+            reducers: for segments in host memory, by their elements.
+            running: returns the context in which an algorithm runs.
+
+        Returns:
+            What carried it out.
+        """
+        staging = self.staging(source.device)
+        parts = staging.segments(source)
+        whole = reducers[parts[0].stop - parts[0].start]
+        if self._context.topology.size == 1:
+            with running(whole.choice.algorithm):
+                staging.copy(source, target)
+            return whole.choice
+        wanted = self._wanted(algorithm)
+        if self.takes(wanted):
+            self.use(source.device, nccl=wanted == NCCL)
+        kernels = self.find(source.dtype, op, wanted)
+
+        def reduce(segment: Operand) -> None:
+            reducers[segment.count].run(segment, segment)
+
+        choice = STAGED if kernels is None else kernels.choice
+        with running(choice.algorithm), staging.in_order(source, target) as stream:
+            addresses = source.address, target.address
+            if kernels is None:
+                staging.allreduce(source, target, parts, reduce)
+            elif not kernels.run(*addresses, source.count, source.dtype, op, stream, whole.signature):
+                choice = STAGED
+                staging.allreduce(source, target, parts, reduce)
+        return choice
+
     @staticmethod
     def takes(wanted: str | None) -> bool:
         """Return whether arrays may be reduced on the GPUs, or have to go through host memory.
@@ -208,12 +305,24 @@ class Gpu:
         ways = (self.nccl if wanted == NCCL else None, self.kernels)
         return next((way for way in ways if way is not None and way.supports(dtype, op)), None)
 
-    def explain(self, wanted: str | None) -> str:
-        """Say how arrays are reduced, why, and what else could be asked for. Local.
+    def choice(self, dtype: DType, op: ReduceOp, algorithm: str | None) -> Choice:
+        """Return what carries out an allreduce, where there are several ranks; see `Communicator.way_on_device`."""
+        wanted = self._wanted(algorithm)
+        if wanted is not None and not self.takes(wanted):
+            return replace(STAGED, algorithm=wanted)
+        way = self.find(dtype, op, wanted)
+        return STAGED if way is None else way.choice
 
-        Args:
-            wanted: as for `takes`.
-        """
+    def _wanted(self, algorithm: str | None = None) -> str | None:
+        """Return the name of what is asked for, of a call or of all."""
+        config = self._context.config
+        return DETERMINISTIC if config.deterministic else algorithm or config.algorithm
+
+    def explain(self, collective: Collective) -> str:
+        """Say how arrays are reduced, why, and what else could be asked for. Local."""
+        if collective is not Collective.ALLREDUCE:
+            return _WHOLE
+        wanted = self._wanted()
         if self._context.topology.size > 1 and not self.takes(wanted):
             also = "" if self.kernels is None else f"; also possible: {self.way}"
             return f"{_THROUGH_HOST}, as {wanted} is asked for by name{also}"
@@ -234,6 +343,12 @@ class Gpu:
         elif self.nccl is not None:
             others.append("NCCL, by its name")
         return f"{self.way}; also possible: {'; '.join(others) or 'nothing else'}"
+
+    def remark(self, collective: Collective) -> str:
+        """Return a line to add to what is said of arrays in host memory; nothing where device memory was not used."""
+        if collective is not Collective.ALLREDUCE or self.way is None:
+            return ""
+        return f"\nin device memory: {self.way if self.takes(self._wanted()) else _THROUGH_HOST}"
 
     def empty(self, shape: Sequence[int], dtype: DType) -> Any:
         """Return an uninitialised CuPy array, in memory that the ranks share where they can; after `join`. Local.

@@ -27,10 +27,10 @@ from ringreduce.buffers.cuda.driver import Driver, Stream
 from ringreduce.buffers.cuda.kernels import Rows, Table, combine
 from ringreduce.errors import TransportError
 from ringreduce.partition import segments_of_buffer
-from ringreduce.placement.context import Cache, Context, Signature
-from ringreduce.placement.ending import close_all
+from ringreduce.paths.cleanup import close_all
+from ringreduce.paths.context import Cache, Context, Signature
+from ringreduce.paths.path import Choice
 from ringreduce.reduce_ops import ReduceOp
-from ringreduce.selection import Choice
 from ringreduce.transport.cuda_awareness import CudaAwareness, cuda_awareness
 from ringreduce.transport.device import address_of, untouchable
 from ringreduce.transport.messages import StepFailedError, together
@@ -85,11 +85,11 @@ class AwareAllreduce:
         reason: how that is known.
 
     Attributes:
-        choice: what it is called.
+        transport, choice: what it is called.
         description: how it is done, for `explain` and the log.
     """
 
-    choice = Choice("direct", "device+messages", "MPI moves what lies on the GPUs, kernels reduce it there")
+    transport = "device+messages"
 
     def __init__(self, context: Context, driver: Driver, reason: str) -> None:
         self._context = context
@@ -102,6 +102,10 @@ class AwareAllreduce:
         self._rooms = _Rooms(driver)
         self._broken = False
         self.description = f"CUDA-aware MPI moves it and kernels reduce it ({reason})"
+
+    @property
+    def choice(self) -> Choice:
+        return Choice("direct", type(self), "MPI moves what lies on the GPUs, kernels reduce it there")
 
     def supports(self, dtype: DType, op: ReduceOp) -> bool:
         """Return whether `run` takes such elements; the same on all ranks."""

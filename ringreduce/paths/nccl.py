@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping
 from ringreduce.buffers import DType
 from ringreduce.buffers.cuda.driver import Driver, Stream
 from ringreduce.errors import MismatchError, RingReduceError, TransportError
-from ringreduce.placement.context import Context, Signature
+from ringreduce.paths.context import Context, Signature
+from ringreduce.paths.path import NCCL, Choice
 from ringreduce.reduce_ops import ReduceOp
-from ringreduce.selection import NCCL, Choice
 from ringreduce.transport.nccl import Nccl, NcclRanks, code_of_dtype, code_of_op, join_nccl, version_text
 
 __all__ = ["NcclAllreduce"]
@@ -30,11 +30,11 @@ class NcclAllreduce:
     """Carries out allreduces of one process set on device memory; one at a time, from one thread. See `of`.
 
     Attributes:
-        choice: what it is called.
+        transport, choice: what it is called.
         description: how it is done, for `explain` and the log.
     """
 
-    choice = Choice(NCCL, NCCL, "asked for by name")
+    transport = NCCL
 
     def __init__(self, context: Context, driver: Driver, nccl: Nccl, ranks: NcclRanks) -> None:
         self._context = context
@@ -43,6 +43,10 @@ class NcclAllreduce:
         self._ranks: NcclRanks | None = ranks
         self._done = driver.make_event()  # with the last call
         self.description = f"NCCL {version_text(nccl.version)}"
+
+    @property
+    def choice(self) -> Choice:
+        return Choice(NCCL, type(self), "asked for by name")
 
     @classmethod
     def of(

@@ -25,7 +25,7 @@ from ringreduce.buffers.cuda.arrays import DeviceOperand
 from ringreduce.buffers.cuda.driver import Driver, Stream
 from ringreduce.errors import TransportError
 from ringreduce.partition import pieces
-from ringreduce.placement.ending import close_all, keep_mapped
+from ringreduce.paths.cleanup import close_all, keep_mapped
 from ringreduce.transport.shared import Arena
 
 __all__ = ["Staging"]
@@ -53,6 +53,8 @@ class Staging:
         driver: of the GPU.
         arena: where host memory comes from.
     """
+
+    transport = "staged"
 
     def __init__(self, driver: Driver, arena: Arena) -> None:
         self.driver = driver

@@ -48,10 +48,10 @@ from ringreduce.buffers.cuda.kernels import (
 )
 from ringreduce.errors import CollectiveTimeoutError, TransportError
 from ringreduce.partition import Partition
-from ringreduce.placement.context import Cache, Context, Signature
-from ringreduce.placement.ending import close_all, keep_mapped
+from ringreduce.paths.cleanup import close_all, keep_mapped
+from ringreduce.paths.context import Cache, Context, Signature
+from ringreduce.paths.path import Choice
 from ringreduce.reduce_ops import ReduceOp
-from ringreduce.selection import Choice
 from ringreduce.transport.board import NOWHERE
 from ringreduce.transport.device import DeviceBlock, DeviceNode
 from ringreduce.transport.messages import StepFailedError, exchange_json, together
@@ -76,11 +76,11 @@ class DeviceAllreduce:
     """Carries out allreduces of one process set on device memory; one at a time, from one thread. See `of`.
 
     Attributes:
-        choice: what it is called.
+        transport, choice: what it is called.
         description: how it is done, for `explain` and the log.
     """
 
-    choice = Choice("kernels", "device", "kernels reduce the ranks' arrays where they lie")
+    transport = "device"
 
     def __init__(self, context: Context, devices: DeviceNode) -> None:
         self._context = context
@@ -94,6 +94,10 @@ class DeviceAllreduce:
         size, ngpus = context.topology.size, len(devices.leaders)
         kind = "kernels that meet" if self._shots is not None else "leaders' kernels"
         self.description = f"{kind}, over the memory of {size} ranks on {ngpus} {'GPU' if ngpus == 1 else 'GPUs'}"
+
+    @property
+    def choice(self) -> Choice:
+        return Choice("kernels", type(self), "kernels reduce the ranks' arrays where they lie")
 
     @classmethod
     def of(cls, context: Context, devices: DeviceNode | None) -> DeviceAllreduce | None:

@@ -1,0 +1,314 @@
+"""The paths over messages: all that leaves a node, and what was asked for by the name of such an algorithm.
+
+Where the algorithm also touches the memory of other ranks of the node, that is in the arena: all meet at the board.
+
+Plans are kept for memory that is ours (the arena), never for the caller's: a kept plan would keep the array alive. A
+private array of moderate size travels through a buffer of the plan; a large one gets a plan for the one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ringreduce.algorithms import Collective
+from ringreduce.algorithms.execute import Coding, Memory, Plan
+from ringreduce.buffers import Kernels, Operand, divide, kernels_for
+from ringreduce.partition import Partition, Segment, segments_of_blocks, segments_of_buffer
+from ringreduce.paths.context import Cache, Context
+from ringreduce.paths.path import VENDOR, Call, Path, Reduction, Repetition, Task
+from ringreduce.paths.shared import locate, peer_views, touches_memory
+from ringreduce.reduce_ops import ReduceOp
+from ringreduce.transport.shared import Location
+
+__all__ = ["BoundPlan", "Hierarchy", "Library", "Messages"]
+
+Array = npt.NDArray[Any]
+
+#: A private array of up to this many bytes is copied into a plan's own buffer, so that the plan can be kept.
+_OWN_BUFFER_NBYTES = 1 << 20
+
+
+class Messages(Path):
+    """Everything as messages between ranks."""
+
+    transport: ClassVar[str] = "messages"
+    #: Whether the ranks of a node touch each other's memory, too.
+    shares_memory: ClassVar[bool] = False
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._plans: Cache[_Plan] = Cache()
+
+    @classmethod
+    def takes(cls, algorithm: str, call: Call) -> bool:
+        return touches_memory(algorithm, call) == cls.shares_memory
+
+    def close(self) -> None:
+        self._plans.close()
+
+    def allreduce(self, task: Task, shape: tuple[int, ...]) -> _Reduction:
+        return _Reduction(self._context, self._plans, task, self.shares_memory)
+
+    def broadcast(self, task: Task, data: Array, root: int) -> None:
+        self._context.meet(task.signature)
+        nblocks = self._context.schedule(Collective.BROADCAST, task.algorithm, root).nblocks
+        segments = segments_of_buffer(data.size, nblocks, self._limit(data))
+        self._send(Collective.BROADCAST, task, Memory(data), segments, None, root)
+
+    def allgather(self, task: Task, mine: Array, counts: Sequence[int], out: Array) -> None:
+        partition = Partition.of_sizes(counts)
+        np.copyto(out[partition.segment[self._context.rank]], mine)
+        self._context.meet(task.signature)
+        segments = segments_of_blocks(partition, self._limit(out))
+        self._send(Collective.ALLGATHER, task, Memory(out), segments, None)
+
+    def reduce_scatter(self, task: Task, source: Array, counts: Sequence[int], out: Array) -> None:
+        context, partition = self._context, Partition.of_sizes(counts)
+        size = context.topology.size
+        context.meet(task.signature)
+        work = source.copy()
+        segments = segments_of_blocks(partition, self._limit(work))
+        kernels = kernels_for(task.dtype, _summing(task.op), size)
+        self._send(Collective.REDUCE_SCATTER, task, Memory(work), segments, kernels)
+        np.copyto(out, work[partition.segment[context.rank]])
+        if task.op is ReduceOp.AVERAGE:
+            divide(out, size)
+
+    def alltoall(self, task: Task, source: Array, counts: Array, out: Array) -> None:
+        rank = self._context.rank
+        sending, receiving = counts[rank].tolist(), counts[:, rank].tolist()
+        own = Partition.of_sizes(receiving).segment[rank]
+        np.copyto(out[own], source[Partition.of_sizes(sending).segment[rank]])
+        self._context.meet(task.signature)
+        work = np.concatenate([source, out])
+        both = Partition.of_sizes([*sending, *receiving])
+        segments = segments_of_blocks(both, self._limit(work), int(counts.max()))
+        self._send(Collective.ALLTOALL, task, Memory(work), segments, None)
+        np.copyto(out, work[source.size :])
+
+    def _send(
+        self,
+        collective: Collective,
+        task: Task,
+        memory: Memory,
+        segments: Sequence[Segment],
+        kernels: Kernels | None,
+        root: int = 0,
+    ) -> None:
+        context = self._context
+        plan = Plan(
+            context.rank,
+            context.schedule(collective, task.algorithm, root),
+            segments,
+            memory,
+            kernels,
+            context.messages,
+            context.waiter,
+            task.signature.text,
+            context.tag(task.signature),
+            instruments=context.instruments,
+        )
+        try:
+            plan.run()
+        finally:
+            plan.close()
+
+    def _limit(self, data: Array) -> int:
+        return max(1, self._context.config.segment_nbytes // data.itemsize)
+
+
+class Hierarchy(Messages):
+    """Allreduces in shared memory within the nodes, and as messages between them."""
+
+    transport = "shared+messages"
+    shares_memory = True
+
+
+class Library(Path):
+    """Allreduces by the MPI library."""
+
+    transport = "messages"
+
+    @classmethod
+    def takes(cls, algorithm: str, call: Call) -> bool:
+        if algorithm != VENDOR or call.library is None:
+            return False
+        reduced = cls.as_reduced(call)
+        assert reduced.op is not None
+        return call.library(reduced.nbytes // reduced.dtype.itemsize, reduced.dtype.name, reduced.op)
+
+    def allreduce(self, task: Task, shape: tuple[int, ...]) -> _LibraryReduction:
+        return _LibraryReduction(self._context, task)
+
+
+class _LibraryReduction(Reduction):
+    """The allreduce of the MPI library. It compares nothing, so the ranks do each time."""
+
+    def __init__(self, context: Context, task: Task) -> None:
+        self._context = context
+        self._task = task
+
+    def run(self, source: Operand, target: Operand) -> None:
+        context, dtype, op = self._context, self._task.dtype, self._task.op
+        context.meet(self._task.signature)
+        flat = target.flat() if target.contiguous else np.empty(target.count, dtype.storage)
+        if source.address != target.address or not target.contiguous:
+            np.copyto(flat.reshape(source.shape), source.view)
+        context.messages.allreduce(flat, dtype.name, op)
+        if context.instruments.observers:
+            context.instruments.step("the library's own allreduce")
+        if op is ReduceOp.AVERAGE:
+            divide(flat, context.topology.size)
+        if not target.contiguous:
+            np.copyto(target.view, flat.reshape(target.shape))
+
+
+class _Reduction(Reduction):
+    """The allreduce of arrays of one shape, in whatever memory; finds or makes its plan in each call."""
+
+    def __init__(self, context: Context, plans: Cache[_Plan], task: Task, shares_memory: bool) -> None:
+        self._context = context
+        self._plans = plans
+        self._task = task
+        self._shares_memory = shares_memory
+
+    def run(self, source: Operand, target: Operand) -> None:
+        location = locate(self._context, target)
+        if location is None:
+            self._run(None, target.count, source.view, target.view)
+        else:
+            self._run(location, target.count, None if source.address == target.address else source.view, None)
+
+    def repetition(self, array: Any, target: Operand) -> Repetition:
+        location, count = locate(self._context, target), target.count
+        if location is not None:
+            return lambda _: self._run(location, count, None, None)
+        if array is target.view:
+            return lambda same: self._run(None, count, same, same)
+        return None
+
+    def _run(self, location: Location | None, count: int, source: Array | None, target: Array | None) -> None:
+        """Reduce in the target's own memory, which lies at a location of the arena, or in a buffer of the plan.
+
+        ``source`` is copied in first and the result copied to ``target``, unless these are None.
+        """
+        if not self._shares_memory:
+            self._context.meet(self._task.signature)  # otherwise at the board of the node, with the location
+        kept = location is not None or count * self._task.dtype.itemsize <= _OWN_BUFFER_NBYTES
+        if kept:
+            key = self._task.signature.code, self._task.algorithm, location
+            plan = self._plans.get(key, lambda: self._make(location, count))
+        else:
+            plan = self._make(location, count)
+        try:
+            if source is not None:
+                np.copyto(plan.memory.reshape(source.shape), source)
+            plan.run()
+            if target is not None:
+                np.copyto(target, plan.memory.reshape(target.shape))
+        finally:
+            if not kept:
+                plan.close()
+
+    def _make(self, location: Location | None, count: int) -> _Plan:
+        return _Plan(self._context, self._task, count, location, shares_memory=self._shares_memory)
+
+
+class _Plan:
+    """An allreduce with messages, on a location of the arena or in a buffer of its own."""
+
+    def __init__(
+        self, context: Context, task: Task, count: int, location: Location | None, *, shares_memory: bool
+    ) -> None:
+        self._context = context
+        self._task = task
+        self._shares_memory = shares_memory
+        self._own = context.arena.allocate(count * task.dtype.itemsize) if location is None else None
+        self._location = self._own.location if self._own is not None else location
+        assert self._location is not None
+        self.memory = context.arena.view(self._location, task.dtype.storage, count)
+        nblocks = context.schedule(Collective.ALLREDUCE, task.algorithm).nblocks
+        limit = max(1, context.config.segment_nbytes // task.dtype.itemsize)
+        self._bound = BoundPlan(context, task, self.memory, segments_of_buffer(count, nblocks, limit))
+
+    def run(self) -> None:
+        context, others = self._context, []
+        if self._shares_memory:
+            others = context.meet_at_board(self._task.signature, self._location)
+        self._bound.run(others)
+        if self._shares_memory:
+            context.board.barrier(self._task.signature.text)
+        if self._task.op is ReduceOp.AVERAGE:
+            divide(self.memory, context.topology.size)
+
+    def close(self) -> None:
+        self._bound.close()
+        if self._own is not None:
+            self._context.arena.release(self._own)
+            self._own = None
+
+
+class BoundPlan:
+    """The plan of an allreduce; it is bound again when a peer's buffer lies elsewhere than in the last call.
+
+    Args:
+        context: the ranks.
+        task: what to do; an average comes out as a sum.
+        memory: this rank's buffer, which must not be the caller's: it is kept.
+        segments: of the buffer.
+        coding: how blocks travel, see `Plan`.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        task: Task,
+        memory: Array,
+        segments: Sequence[Segment],
+        coding: Coding | None = None,
+    ) -> None:
+        self._context = context
+        self._task = task
+        self._memory = memory
+        self._segments = segments
+        self._coding = coding
+        self._others: list[int] = []
+        self._plan: Plan | None = None
+
+    def run(self, others: list[int]) -> None:
+        """Carry it out; ``others``: where the buffers of the node's other ranks lie, packed, if they are touched."""
+        if self._plan is None or others != self._others:
+            self.close()
+            self._plan, self._others = self._bind(others), others
+        self._plan.run()
+
+    def close(self) -> None:
+        """Give back the messages."""
+        if self._plan is not None:
+            self._plan.close()
+            self._plan = None
+
+    def _bind(self, others: list[int]) -> Plan:
+        context, task, memory = self._context, self._task, self._memory
+        return Plan(
+            rank=context.rank,
+            schedule=context.schedule(Collective.ALLREDUCE, task.algorithm),
+            segments=self._segments,
+            memory=Memory(memory, peer_views(context, others, memory.dtype, memory.size)),
+            kernels=kernels_for(task.dtype, _summing(task.op), context.topology.size),
+            messages=context.messages,
+            waiter=context.waiter,
+            signature=task.signature.text,
+            tag=context.tag(task.signature),
+            instruments=context.instruments,
+            coding=self._coding,
+        )
+
+
+def _summing(op: ReduceOp) -> ReduceOp:
+    """Return what messages reduce: an average is divided at the end."""
+    return ReduceOp.SUM if op is ReduceOp.AVERAGE else op
