@@ -23,6 +23,8 @@ except ModuleNotFoundError as error:
         name="torch",
     ) from None
 
+import sys
+
 from ringreduce import runtime
 from ringreduce.algorithms import Collective
 from ringreduce.communicator import Communicator
@@ -32,19 +34,18 @@ from ringreduce.torch import (
     compression,
     elastic,
     functions,
+    gradients,
     mpi_ops,
     ops,
     optimizer,
     sync_batch_norm,
 )
-from ringreduce.torch import gradients as torch_gradients
 from ringreduce.torch.functions import *  # noqa: F403  # what these export is written down there, and not once more
 from ringreduce.torch.mpi_ops import *  # noqa: F403
 from ringreduce.torch.ops import *  # noqa: F403  # for type checkers, which see no further than one star
 from ringreduce.torch.optimizer import DistributedOptimizer
 from ringreduce.torch.sync_batch_norm import SyncBatchNorm
 from ringreduce.torch.uncompiled import leave_uncompiled
-from ringreduce.training import buckets, differentiable, gradients, objects, overlap, parameters, requests
 
 __all__ = [
     "DistributedOptimizer",
@@ -61,8 +62,8 @@ __all__ += functions.__all__
 __all__ += mpi_ops.__all__
 __all__.sort()
 
-leave_uncompiled(arrays, functions, ops, optimizer, sync_batch_norm, torch_gradients)
-leave_uncompiled(buckets, differentiable, gradients, objects, overlap, parameters, requests)
+leave_uncompiled(arrays, functions, gradients, ops, optimizer, sync_batch_norm)
+leave_uncompiled(*(module for name, module in sys.modules.items() if name.startswith("ringreduce.training")))
 # What the wrapped optimizer and closures do can be compiled.
 leave_uncompiled(
     *(getattr(DistributedOptimizer, name) for name in ("step", "_step_wrapped", "_evaluate")), callees=False
