@@ -36,6 +36,8 @@ class Bucket:
         framework: theirs.
         parameters: whose gradients; all of one kind.
         communicator: makes the memory.
+        moved: where a bucket notes gradients that it has moved to their places: by the ``id`` of the parameter, the
+            ``id`` of the place and its version then.
 
     Attributes:
         flat: all of it, one-dimensional.
@@ -44,10 +46,16 @@ class Bucket:
         reducer: what compresses it, with what that keeps from step to step; None: it travels as it is.
     """
 
-    __slots__ = ("_communicator", "_framework", "_hooks", "flat", "places", "reducer", "slots")
+    __slots__ = ("_communicator", "_framework", "_hooks", "_moved", "flat", "places", "reducer", "slots")
 
-    def __init__(self, framework: Parameters, parameters: Sequence[Any], communicator: Communicator) -> None:
-        self._framework, self._communicator = framework, communicator
+    def __init__(
+        self,
+        framework: Parameters,
+        parameters: Sequence[Any],
+        communicator: Communicator,
+        moved: dict[int, tuple[int, int]],
+    ) -> None:
+        self._framework, self._communicator, self._moved = framework, communicator, moved
         kinds = [framework.kind(parameter) for parameter in parameters]
         starts = list(accumulate(map(_padded, (nbytes for _, nbytes in kinds)), initial=0))
         self.flat, self.slots = framework.lay_out(communicator, parameters, starts)
@@ -142,7 +150,7 @@ class Bucket:
 
     def apart(self) -> Bucket:
         """Return a bucket for the same gradients in memory of its own."""
-        made = Bucket(self._framework, [slot.parameter for slot in self.slots], self._communicator)
+        made = Bucket(self._framework, [slot.parameter for slot in self.slots], self._communicator, self._moved)
         made.reducer = self.reducer
         return made
 
@@ -165,6 +173,7 @@ class Bucket:
             framework.copy([slot.place for slot in slots], [framework.gradient(slot.parameter) for slot in slots])
             for slot in slots:
                 framework.set_gradient(slot.parameter, slot.place)
+                self._moved[id(slot.parameter)] = id(slot.place), framework.version(slot.place)
 
 
 class Buckets:
@@ -183,6 +192,7 @@ class Buckets:
 
     Attributes:
         layout: says which parameter is where; equal on ranks whose buckets are.
+        moved: as for `Bucket`.
     """
 
     def __init__(
@@ -199,6 +209,7 @@ class Buckets:
         self._placed: set[int] = set()
         self._saved: dict[int, State] = {}
         self.layout = ""
+        self.moved: dict[int, tuple[int, int]] = {}
 
     def __iter__(self) -> Iterator[Bucket]:
         return iter(self._buckets)
@@ -270,7 +281,7 @@ class Buckets:
             group = self._groups.get(id(parameter))
             items.append(((kind, group), _padded(nbytes) if group is None else 0))  # a group's bucket is never full
         for members in plan(items, self._nbytes):
-            bucket = Bucket(self._framework, [unique[index] for index in members], self._communicator)
+            bucket = Bucket(self._framework, [unique[index] for index in members], self._communicator, self.moved)
             self._give_reducer(len(self._buckets), bucket)
             self._buckets.append(bucket)
             self._placed.update(id(slot.parameter) for slot in bucket.slots)

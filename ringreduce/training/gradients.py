@@ -133,7 +133,7 @@ class Gradients:
         self.ranks = Ranks(engine, self._name, f"the {'backward pass' if in_backward else 'step'} of {described}")
         self._buckets = Buckets(framework, engine.communicator, bucket_nbytes, groups or {}, compression)
         overlap = overlap and engine.threaded and predivide_factor == 1.0 and self._compressor is None
-        self._overlap = Overlap(framework, engine, self._name, described, op, wanted=overlap)
+        self._overlap = Overlap(framework, engine, self._name, described, op, self._buckets.moved, wanted=overlap)
         self._hooks: list[Any] = []
         self._steps = 0  # so many calls of `reduce` on this rank, at least since the ranks have joined
         self._joins = engine.joins

@@ -21,7 +21,7 @@ gradients show it, and the ranks tell each other in the step:
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -122,6 +122,7 @@ class Overlap:
         name: the optimizer's, the same on all ranks and no other's.
         described: what errors call the optimizer.
         op: `AVERAGE` or `SUM`.
+        moved: see `Buckets`.
         wanted: whether buckets are to be reduced during the backward pass. If not, only the first steps are watched, to
             warn a program that changes its gradients. The same on all ranks.
 
@@ -130,9 +131,17 @@ class Overlap:
     """
 
     def __init__(
-        self, framework: Parameters, engine: Engine, name: str, described: str, op: ReduceOp, *, wanted: bool
+        self,
+        framework: Parameters,
+        engine: Engine,
+        name: str,
+        described: str,
+        op: ReduceOp,
+        moved: Mapping[int, tuple[int, int]],
+        *,
+        wanted: bool,
     ) -> None:
-        self._framework, self._engine = framework, engine
+        self._framework, self._engine, self._moved = framework, engine, moved
         self._name, self._described, self._op = name, described, op
         self.wanted = wanted
         self.begun = False
@@ -400,10 +409,13 @@ class Overlap:
     def _look(self, record: Watched) -> None:
         """Compare a gradient with what it was when it was added to, or submitted, last."""
         gradient = self._framework.gradient(record.parameter)
-        if id(gradient) != record.gradient:
-            record.cleared = True
-        elif gradient is not None and self._framework.version(gradient) != record.version:
+        now = id(gradient), 0 if gradient is None else self._framework.version(gradient)
+        if now == (record.gradient, record.version) or now == self._moved.get(id(record.parameter)):
+            return
+        if now[0] == record.gradient:
             record.changed = True
+        else:
+            record.cleared = True
 
     def _submit(self, travelling: _Travelling) -> None:
         bucket = travelling.bucket

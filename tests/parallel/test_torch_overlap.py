@@ -15,6 +15,7 @@ checkpoint = pytest.importorskip("torch.utils.checkpoint").checkpoint
 
 import ringreduce.torch as hvd  # noqa: E402
 from ringreduce.torch.compression import Compression  # noqa: E402
+from ringreduce.training.buckets import LARGE_NBYTES  # noqa: E402
 
 STEPS = 6
 BUCKET_NBYTES = 256  # several buckets
@@ -116,6 +117,18 @@ def with_clipping(model: Any, optimizer: Any, backward: Callable[..., None]) -> 
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         with optimizer.skip_synchronize():
             optimizer.step()
+
+
+def with_large_layers(model: Any, optimizer: Any, backward: Callable[..., None]) -> None:
+    large = torch.nn.Linear(LARGE_NBYTES // 4 // 7 + 1, 7)  # whose gradients move while others come
+    optimizer.add_param_group({"params": list(large.parameters())})
+    for step in range(2 * STEPS):
+        optimizer.zero_grad()
+        (large.weight.sum() * large.bias.sum() * (1 + hvd.rank())).backward()
+        backward()
+        assert optimizer.overlaps is (under_way(optimizer) > 0)
+        optimizer.step()
+        large.weight.data.clamp_(-1, 1)
 
 
 def with_kept_gradients(model: Any, optimizer: Any, backward: Callable[..., None]) -> None:
@@ -235,6 +248,7 @@ SAME_BITS = [
     with_other_types_later,
     with_clipping,
     with_kept_gradients,
+    with_large_layers,
     with_uneven_data,
     with_a_pass_and_no_step_before_the_end,
 ]

@@ -45,7 +45,7 @@ def make_bucket(*parameters: Any) -> Bucket:
             return np.full(shape, 255, dtype)
 
     memory: Any = Memory()
-    return Bucket(TorchParameters(memory), parameters, memory)
+    return Bucket(TorchParameters(memory), parameters, memory, {})
 
 
 def make_gradients(engine: Engine, parameters: list[Any], op: rr.ReduceOp, bucket_nbytes: int = 4 << 20) -> Gradients:
