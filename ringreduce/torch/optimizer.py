@@ -54,6 +54,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
     as in torch with ``skip_unused``. With op `Average`, gradients that were reduced already and got more added reduce
     to the right thing again; with `Sum` they must be zeroed after every reduction.
 
+    With ``reduce_in="backward"`` the gradients are averages when ``backward()`` returns, as with torch's DDP, so that a
+    program may clip them, scale them or look at them before it steps; `step` does not reduce them again. All ranks then
+    make the same backward passes, and a rank that does not is an error on the others within the time limit. Gradients
+    that no rank has stay None. Passes but the last of a step are made within `no_sync`, or declared.
+
+    Between nodes, complete buckets are reduced while the backward pass goes on (``overlap``). It begins once two steps
+    have shown the declared number of passes, and gradients that nobody changes between the last pass and the step. A
+    program that does change them gets a warning and no overlap. One that begins to later, so that gradients are lost
+    which other ranks have given, gets a `ConfigError` from `step`, on all ranks. Writes through ``p.grad.data`` or NumPy,
+    which torch does not count, are not seen.
+
     A reduction writes into ``p.grad``, whoever else holds it. After ``zero_grad()`` a gradient that was kept, or a view
     of it, keeps its values, as in torch; steps are a little slower while it is. Memory that is held as a bare
     ``p.grad.data_ptr()`` or ``untyped_storage()`` is not kept.
@@ -79,8 +90,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             name them all.
         compression: what travels in place of gradients, applied to buckets of them; see `Compression`. Must agree on
             all ranks. What it keeps from step to step is saved in `state_dict`, for this rank.
-        backward_passes_per_step: how many backward passes come before each step. Right whatever it says, because
-            gradients are reduced in `step`; taken for Horovod's sake.
+        backward_passes_per_step: how many backward passes come before each step. Buckets are reduced during the last;
+            without ``overlap`` and ``reduce_in="backward"`` it changes nothing. Must agree on all ranks.
         op: `Average`, `Sum` or `Adasum`; must agree on all ranks.
         gradient_predivide_factor: of an average, what gradients are divided by before they are summed; the result is
             divided by the rest. For 16-bit gradients that would overflow. Must agree on all ranks.
@@ -92,9 +103,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         bucket_nbytes: gradients travel together in buckets; a bucket that holds so many bytes is closed. Must agree on
             all ranks. None: `Config.bucket_nbytes`.
         skip_unused: leave the gradient of a parameter that no rank used None, so that the step does not touch it.
-        overlap: reduce buckets during the backward pass, from the third step on; see `ringreduce.torch.early`. Takes
-            the memory of the gradients once more. Must agree on all ranks. None: if there are several nodes, or some
-            parameter is on a GPU.
+        overlap: reduce buckets during the backward pass; see `ringreduce.training.overlap`. Not with ``powersgd``,
+            ``topk`` or ``gradient_predivide_factor``. Must agree on all ranks. None: if there are several nodes, or
+            some parameter is on a GPU.
+        reduce_in: ``"step"`` or ``"backward"``: where gradients are reduced. Must agree on all ranks.
 
     Raises:
         ConfigError: an argument is wrong; names are missing or used twice. The other ranks get a `MismatchError` then.

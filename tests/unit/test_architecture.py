@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,44 +14,21 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "ringreduce"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
-#: The house from the ground up: a module imports only from rows that stand before its own in this list.
-ROWS = (
-    ("errors",),
-    ("arguments", "calls", "instruments", "logs", "partition", "processes", "reduce_ops"),
-    ("endings",),
-    ("conventions",),
-    ("config",),
-    ("buffers", "topology"),
-    ("transport", "wire"),
-    ("launch",),
-    ("algorithms",),
-    ("paths",),
-    ("autotune",),
-    ("selection",),
-    ("member",),
-    ("communicator",),
-    ("adasum", "engine", "reproducible"),
-    ("process_sets", "timeline"),
-    ("metrics",),
-    ("worlds",),
-    ("runtime",),
-    ("elastic",),
-    ("training",),
-    ("__init__",),  # the façade, `import ringreduce`: shows what is below and is used by what is above
-    ("torch",),
-    ("cli", "horovod"),
-    ("__main__", "testing"),
-)
-LEVELS = {place: level for level, row in enumerate(ROWS) for place in row}
+#: docs/architecture.md: each layer's places, from the ground up, and the foreign libraries that it may import.
+LAYERS = [
+    (re.findall(r"`(\w+)(?:\.py|/)`", row.split("|")[1]), re.findall(r"\w+", row.split("|")[3]))
+    for row in reversed((PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8").splitlines())
+    if row.startswith("| `")
+]
+LEVELS = {place: level for level, (places, _) in enumerate(LAYERS) for place in places}
 
 #: The only places that may import a foreign library. A library that is not listed may not be imported at all.
 HOMES = {
-    "click": {"cli"},
-    "cupy": {"buffers", "transport"},
-    "ml_dtypes": {"buffers", "testing"},
-    "mpi4py": {"transport", "launch", "runtime", "cli"},
     "numpy": {place for place, level in LEVELS.items() if level > LEVELS["config"]},
-    "torch": {"buffers", "torch", "cli"},  # cli measures torch's own collectives as a peer
+    **{
+        library: {place for places, libraries in LAYERS if library in libraries for place in places}
+        for library in ("click", "cupy", "ml_dtypes", "mpi4py", "torch")
+    },
 }
 
 
