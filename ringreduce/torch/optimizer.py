@@ -62,7 +62,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Between nodes, complete buckets are reduced while the backward pass goes on (``overlap``). It begins once two steps
     have shown the declared number of passes, and gradients that nobody changes between the last pass and the step. A
     program that does change them gets a warning and no overlap. One that begins to later, so that gradients are lost
-    which other ranks have given, gets a `ConfigError` from `step`, on all ranks. Writes through ``p.grad.data`` or NumPy,
+    which other ranks have given, gets a `ConfigError` from `step`, on all ranks. Writes by ``p.grad.data`` or NumPy,
     which torch does not count, are not seen.
 
     A reduction writes into ``p.grad``, whoever else holds it. After ``zero_grad()`` a gradient that was kept, or a view

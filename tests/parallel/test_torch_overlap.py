@@ -122,7 +122,7 @@ def with_clipping(model: Any, optimizer: Any, backward: Callable[..., None]) -> 
 def with_large_layers(model: Any, optimizer: Any, backward: Callable[..., None]) -> None:
     large = torch.nn.Linear(LARGE_NBYTES // 4 // 7 + 1, 7)  # whose gradients move while others come
     optimizer.add_param_group({"params": list(large.parameters())})
-    for step in range(2 * STEPS):
+    for _ in range(2 * STEPS):
         optimizer.zero_grad()
         (large.weight.sum() * large.bias.sum() * (1 + hvd.rank())).backward()
         backward()
