@@ -137,6 +137,7 @@ class Gradients:
         self._hooks: list[Any] = []
         self._steps = 0  # so many calls of `reduce` on this rank, at least since the ranks have joined
         self._joins = engine.joins
+        self._compares = True  # weights, as long as they are equal
         self._found: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self._watch()
         # The parameters keep their hooks, and the finalizer what it is to retire, but not this.
@@ -251,10 +252,11 @@ class Gradients:
             self._joins, self._steps = self._engine.joins, 1  # ranks that had joined made fewer
         found = self._states(parameters)
         rows, said = self._overlap.report(parameters, self.passes)
-        first = self._steps == 0
-        settings = self._settings() if self._settings is not None and self._steps & (self._steps + 1) == 0 else None
+        now_and_then = self._steps & (self._steps + 1) == 0
+        weights = self._compares and now_and_then and (self._steps == 0 or self._overlap.begun)
+        settings = self._settings() if self._settings is not None and now_and_then else None
         signatures = (
-            _signed(self._framework.checksum(parameters)) if first else _UNSIGNED,
+            _signed(self._framework.checksum(parameters)) if weights else _UNSIGNED,
             _UNSIGNED if settings is None else _signed(zlib.crc32(repr(settings).encode())),
             _signed(zlib.crc32(self._buckets.layout.encode())),
         )
@@ -265,18 +267,16 @@ class Gradients:
         operation = InPlace(f"{self._name}, step", f"the gradients of {self._name}", MAX, [self._found])
         self.ranks.run(operation)
         everyone, count = self._found, len(parameters)
-        start, setting, layout = everyone[-3 * len(_UNSIGNED) :].reshape(3, -1)
+        weight, setting, layout = everyone[-3 * len(_UNSIGNED) :].reshape(3, -1)
         agreed = _Agreed(
             everyone[:count].tolist(),
             everyone[count : count + rows.size].reshape(rows.shape).copy(),
             bytes(everyone[count + rows.size :][: len(said)]),
             operation.active,
         )
-        if first and not _all_alike(start) and self.ranks.rank == 0:
-            _log.warning(
-                "the ranks begin with different weights, and will end with different ones; call broadcast_parameters("
-                "model.state_dict(), root_rank=0) before the first step"
-            )
+        if not _all_alike(weight):
+            self._compares = False
+            self._warn_of_weights()
         if settings is not None and not _all_alike(setting):
             self._warn_of_settings(settings)
         if not _all_alike(layout):  # a rank has joined while others have placed gradients
@@ -372,6 +372,19 @@ class Gradients:
                 "%s: gradients were changed between the backward pass and the step, on each rank its own, before they "
                 "were averaged. To clip or look at averages, call synchronize() first and step within "
                 'skip_synchronize(), or give DistributedOptimizer(..., reduce_in="backward")',
+                self._described,
+            )
+
+    def _warn_of_weights(self) -> None:
+        if self.ranks.rank == 0 and self._steps == 0:
+            _log.warning(
+                "the ranks begin with different weights, and will end with different ones; call broadcast_parameters("
+                "model.state_dict(), root_rank=0) before the first step"
+            )
+        elif self.ranks.rank == 0:
+            _log.warning(
+                "%s: the ranks have different weights by now. Is a gradient written to through .data or NumPy between "
+                "the backward pass and the step (overlap=False allows that), or are weights changed on some ranks?",
                 self._described,
             )
 

@@ -419,12 +419,14 @@ class Overlap:
 
     def _submit(self, travelling: _Travelling) -> None:
         bucket = travelling.bucket
+        members = travelling.members
+        given = any(not each.times and self._framework.gradient(each.parameter) is not None for each in members)
         with nullcontext() if travelling.handover is None else travelling.handover.filling():
-            filled = self._joins == self._engine.joins and bucket.fill_for_now()
+            filled = not given and self._joins == self._engine.joins and bucket.fill_for_now()
         if not filled:
             travelling.waits = True
             return
-        for record in travelling.members:
+        for record in members:
             record.was_empty = self._framework.gradient(record.parameter) is None
             self._note(record)
         again = f", {travelling.generation} times withdrawn" if travelling.generation else ""

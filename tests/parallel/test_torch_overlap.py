@@ -295,8 +295,7 @@ def test_a_sum_that_was_added_to_is_refused() -> None:
         plainly(model, optimizer, backward)
         optimizer.zero_grad()
         backward()
-        hvd.barrier()  # all buckets are on their way everywhere, and come to an end
-        hvd.barrier()
+        hvd.barrier()  # which runs after the buckets that all ranks have submitted before
         backward()
         with pytest.raises(rr.ConfigError, match="backward_passes_per_step"):
             optimizer.step()
@@ -363,6 +362,25 @@ def test_a_program_that_changes_its_gradients_is_told(overlap: bool, caplog: pyt
     told = [each.getMessage() for each in caplog.records if "were changed between" in each.getMessage()]
     assert len(told) == (hvd.rank() == 0)
     assert all("synchronize()" in each and 'reduce_in="backward"' in each for each in told)
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_weights_that_drift_apart_are_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    """A write to the data of a gradient, which torch does not count, shows in the weights; rank 0 says so once."""
+    caplog.set_level("WARNING", logger="ringreduce")
+
+    def steps(model: Any, optimizer: Any, backward: Callable[..., None]) -> None:
+        for step in range(18):
+            optimizer.zero_grad()
+            backward()
+            hvd.barrier()  # which runs after the buckets that all ranks have submitted before
+            if step > 3 and hvd.rank() == 1:
+                model.last.weight.grad.data.neg_()
+            optimizer.step()
+
+    train(True, steps)
+    told = [each.getMessage() for each in caplog.records if "different weights by now" in each.getMessage()]
+    assert len(told) == (hvd.rank() == 0)
 
 
 def clip_later(model: Any, optimizer: Any) -> None:
