@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +23,6 @@ __all__ = ["RATE", "Toy"]
 
 _Floats = npt.NDArray[Any]
 RATE = 0.25
-
-_passes = itertools.count(1)
 
 
 class _Weight:
@@ -157,9 +154,8 @@ class Toy:
             for watcher, record in watching:
                 watcher.added(record)
                 watchers[watcher.number] = watcher
-        number = next(_passes)
         for _, watcher in sorted(watchers.items()):
-            watcher.pass_ended(number)
+            watcher.pass_ended()
 
     def zero_grad(self) -> None:
         with self.training.gradients.clearing():
@@ -173,6 +169,7 @@ class Toy:
         for _, weight in self.named:
             if weight.grad is not None:
                 weight.value -= RATE * weight.grad
+        self.training.gradients.stepped()
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self.training.gradients.no_sync()

@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,9 @@ _log = logging.getLogger(__name__)
 _storage_uses: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
 
 _NESTED = 64  # so many passes may be within each other
+
+#: What runs a backward pass; private to torch. Without it passes within others count like those.
+_RUN = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
 
 
 class Slot:
@@ -83,10 +87,11 @@ class TorchParameters(Parameters):
 
     Args:
         communicator: knows which GPU this process can use.
+        sparse_as_dense: whether sparse gradients are made dense when they are found.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
+    def __init__(self, communicator: Communicator, *, sparse_as_dense: bool = False) -> None:
+        self._communicator, self._sparse_as_dense = communicator, sparse_as_dense
 
     def require_usable(self, parameters: Sequence[torch.Tensor]) -> None:
         for number in {parameter.device.index for parameter in parameters if parameter.is_cuda}:
@@ -104,6 +109,9 @@ class TorchParameters(Parameters):
             return NO_GRADIENT
         if not (grad.is_cpu or self._can_use(grad)):
             return UNSUPPORTED
+        if grad.is_sparse and self._sparse_as_dense:
+            parameter.grad = grad.to_dense()
+            return DENSE
         if grad.is_sparse:
             return SPARSE + grad.sparse_dim()
         return DENSE if grad.layout is torch.strided else UNSUPPORTED
@@ -235,7 +243,7 @@ class _Passes:
     """The backward passes under way, and whom to tell of their ends."""
 
     def __init__(self) -> None:
-        self._watchers: dict[int, list[Watcher]] = {}  # by the number of the pass
+        self._watchers: dict[int, list[weakref.ref[Watcher]]] = {}  # by the number of the pass
 
     def note(self, watcher: Watcher) -> None:
         """Tell a watcher when the pass ends that this thread is in."""
@@ -246,12 +254,23 @@ class _Passes:
                 del self._watchers[next(iter(self._watchers))]
             watchers = self._watchers[task] = []
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
-        if watcher not in watchers:
-            watchers.append(watcher)
+        if all(each() is not watcher for each in watchers):
+            watchers.append(weakref.ref(watcher))
 
     def _end(self, task: int) -> None:
-        for watcher in sorted(self._watchers.pop(task), key=lambda each: each.number):
-            watcher.pass_ended(task)
+        found = [watcher for each in self._watchers.pop(task, ()) if (watcher := each()) is not None]
+        nested = _passes_on_the_stack() > 1
+        for watcher in sorted(found, key=lambda each: each.number):
+            watcher.pass_ended(nested)
+
+
+def _passes_on_the_stack() -> int:
+    """Return how many backward passes this thread is in: one within another, as checkpoints make them."""
+    count = 0
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        count, frame = count + (frame.f_code is _RUN), frame.f_back
+    return count
 
 
 _passes = _Passes()

@@ -63,7 +63,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     have shown the declared number of passes, and gradients that nobody changes between the last pass and the step. A
     program that does change them gets a warning and no overlap. One that begins to later, so that gradients are lost
     which other ranks have given, gets a `ConfigError` from `step`, on all ranks. Writes by ``p.grad.data`` or NumPy,
-    which torch does not count, are not seen.
+    which torch does not count, are not seen. Who only looks at gradients before the step calls `synchronize` first, as
+    some may be averages already.
 
     A reduction writes into ``p.grad``, whoever else holds it. After ``zero_grad()`` a gradient that was kept, or a view
     of it, keeps its values, as in torch; steps are a little slower while it is. Memory that is held as a bare
@@ -150,7 +151,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # Optimizer.__init__ is not called: it would make parameter groups, state and hooks of its own. Whatever it
         # would have set is the wrapped optimizer's, by the properties and __getattr__ below.
         self._optimizer = optimizer
-        self._training = training = Training(_KIND, process_set, TENSORS, TorchParameters)
+        bind = partial(TorchParameters, sparse_as_dense=sparse_as_dense)
+        self._training = training = Training(_KIND, process_set, TENSORS, bind)
         with training.checking(_KIND):
             require_process_set(process_set).included()  # raises unless it is registered
             _require_optimizer(optimizer, sparse_as_dense=sparse_as_dense)
@@ -174,7 +176,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             settings = partial(hyperparameters, optimizer)
             TorchParameters(training.communicator).require_usable(self._parameters())
         self._op, self._adasum = options.op, options.adasum
-        self._sparse_as_dense = sparse_as_dense
         self._synchronized = False
         # A GradScaler that has made it reduce a step's gradients, and what that notes about the step.
         self._scaler: tuple[weakref.ref[Any], dict[str, Any]] | None = None
@@ -231,10 +232,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         self.rejoin()
         self._scaler = None
-        if self._sparse_as_dense:
-            for parameter in self._parameters():
-                if parameter.grad is not None and parameter.grad.is_sparse:
-                    parameter.grad = parameter.grad.to_dense()
         if not (self._training.alone or self._adasum) and self._training.gradients.pending:
             self._training.gradients.reduce()
         self._synchronized = True
@@ -354,6 +351,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 _require_parameters(self._parameters())
                 TorchParameters(self._training.communicator).require_usable(self._parameters())
             self._training.require_agreement()
+            self._training.gradients.watch()
         except Exception:
             del groups[before:]
             raise
@@ -472,6 +470,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return self._optimizer.step(*closure)
         finally:
             _stepping.discard(stepping)
+            self._training.gradients.stepped()
 
     def _adasum_step(self, closure: Callable[[], Any] | None) -> Any:
         """Step with this rank's own gradients; then combine what the ranks have changed."""

@@ -207,11 +207,11 @@ class Watcher(Protocol):
         """To be called after that."""
         ...
 
-    def pass_ended(self, number: int) -> None:
+    def pass_ended(self, nested: bool = False) -> None:
         """To be called at the end of a pass that has called `added`; on several watchers in the order of their numbers.
 
         Args:
-            number: greater than those of passes that began earlier.
+            nested: whether the pass was made within another one.
         """
         ...
 

@@ -137,9 +137,10 @@ class Gradients:
         self._hooks: list[Any] = []
         self._steps = 0  # so many calls of `reduce` on this rank, at least since the ranks have joined
         self._joins = engine.joins
+        self._stepped = 0  # so many steps of the optimizer, likewise
         self._compares = True  # weights, as long as they are equal
         self._found: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
-        self._watch()
+        self.watch()
         # The parameters keep their hooks, and the finalizer what it is to retire, but not this.
         weakref.finalize(self, _retire, self._buckets, self._overlap, self._hooks).atexit = False
 
@@ -153,21 +154,28 @@ class Gradients:
         """To be called after that."""
         self._overlap.added(record)
 
-    def pass_ended(self, number: int) -> None:
+    def pass_ended(self, nested: bool = False) -> None:
         """To be called at the end of a backward pass that has added to some gradient, on all optimizers in one order.
 
         Args:
-            number: as for `Overlap.pass_ended`.
+            nested: whether it was made within another one, as by a checkpoint. Nobody may hear of the end of that one, so
+                what such a pass has added is reduced at once where one pass makes a step.
         """
-        if self._overlap.pass_ended(number) >= self.passes and self._in_backward:
+        passes = self._overlap.pass_ended(nested)
+        complete = self.passes == 1 if nested else passes >= self.passes
+        if self._in_backward and complete and not self._overlap.suspends:
             self.reduce()
+
+    def stepped(self) -> None:
+        """To be called when the optimizer has made a step."""
+        self._stepped += 1
 
     # ---- what optimizers call ----
 
     @property
     def pending(self) -> bool:
         """Whether a step has gradients to reduce; without ``in_backward``, always."""
-        return not self._in_backward or bool(self._overlap.touched)
+        return not self._in_backward or any(map(self._overlap.is_fresh, self._parameters()))
 
     def reduce(self) -> None:
         """Replace the gradients by their average or sum over the ranks. Collective.
@@ -178,10 +186,15 @@ class Gradients:
             UnsupportedBufferError: on all ranks, if some rank has a gradient that cannot be reduced.
             ConfigError: on all ranks, if gradients are lost that were reduced during the backward pass.
         """
-        parameters = self._parameters()
+        try:
+            self._reduce_all(self._parameters())
+        except BaseException:
+            self._overlap.break_off()
+            raise
+
+    def _reduce_all(self, parameters: Sequence[Any]) -> None:
         agreed = self._agree(parameters)
         if self._in_backward and agreed.said[2]:
-            self._overlap.next_step(agreed.said, self._buckets, again=True)
             raise ConfigError(
                 f"a backward pass has added to sums over the ranks, of {self._described}: clear them first, make all "
                 "passes of a step but the last within no_sync(), or declare them with backward_passes_per_step"
@@ -197,12 +210,9 @@ class Gradients:
             if state >= SPARSE:
                 self._reduce_sparse(parameter, state - SPARSE, agreed)
         self._steps += 1
-        if moved:
-            self._watch()
         if self._overlap.next_step(agreed.said, self._buckets, again=moved or bool(agreed.rows[1:3].any())):
             self._warn_of_changes()
-        if not (self._overlap.watching or self._in_backward):
-            _remove(self._hooks)
+        self.watch()
 
     @contextmanager
     def clearing(self) -> Iterator[None]:
@@ -210,6 +220,7 @@ class Gradients:
         self._overlap.stop()
         yield
         self._overlap.cleared()
+        self.watch()  # a parameter may take gradients by now that took none
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backward passes do not count as passes of the step, and reduce nothing."""
@@ -240,25 +251,32 @@ class Gradients:
     def _parameters(self) -> list[Any]:
         return [parameter for _, parameter in self._named()]
 
-    def _watch(self) -> None:
+    def watch(self) -> None:
         """Have the framework say when it adds to gradients that are not watched yet, as long as that is of use."""
-        if self._engine.communicator.size > 1 and (self._overlap.watching or self._in_backward):
-            for record in self._overlap.watch(self._parameters()):
-                self._hooks += self._framework.watch(record.parameter, self, record)
+        if not (self._overlap.watching or self._in_backward):
+            _remove(self._hooks)
+        elif self._engine.communicator.size > 1:
+            for parameter in self._parameters():
+                if not self._overlap.watches(parameter):
+                    record = Watched(parameter)
+                    if hooks := self._framework.watch(parameter, self, record):
+                        self._hooks += hooks
+                        self._overlap.watch(record)
 
     def _agree(self, parameters: Sequence[Any]) -> _Agreed:
         """Tell the other ranks what there is on this one; return what there is on any."""
         if self._joins != self._engine.joins:
-            self._joins, self._steps = self._engine.joins, 1  # ranks that had joined made fewer
-        found = self._states(parameters)
+            self._joins, self._steps, self._stepped = self._engine.joins, 1, 0  # ranks that had joined made fewer
         rows, said = self._overlap.report(parameters, self.passes)
+        found = self._states(parameters)
         now_and_then = self._steps & (self._steps + 1) == 0
-        weights = self._compares and now_and_then and (self._steps == 0 or self._overlap.begun)
+        weights = self._compares and now_and_then and (self._steps == 0 or (self._steps > 1 and self._overlap.begun))
         settings = self._settings() if self._settings is not None and now_and_then else None
         signatures = (
             _signed(self._framework.checksum(parameters)) if weights else _UNSIGNED,
             _UNSIGNED if settings is None else _signed(zlib.crc32(repr(settings).encode())),
             _signed(zlib.crc32(self._buckets.layout.encode())),
+            _signed(self._stepped) if self._in_backward else _UNSIGNED,
         )
         mine = b"".join((found, rows.tobytes(), said, *signatures))
         if self._found.size != len(mine):
@@ -267,7 +285,7 @@ class Gradients:
         operation = InPlace(f"{self._name}, step", f"the gradients of {self._name}", MAX, [self._found])
         self.ranks.run(operation)
         everyone, count = self._found, len(parameters)
-        weight, setting, layout = everyone[-3 * len(_UNSIGNED) :].reshape(3, -1)
+        weight, setting, layout, stepped = everyone[-4 * len(_UNSIGNED) :].reshape(4, -1)
         agreed = _Agreed(
             everyone[:count].tolist(),
             everyone[count : count + rows.size].reshape(rows.shape).copy(),
@@ -279,6 +297,12 @@ class Gradients:
             self._warn_of_weights()
         if settings is not None and not _all_alike(setting):
             self._warn_of_settings(settings)
+        if not _all_alike(stepped):
+            raise ConfigError(
+                f"the ranks make the backward passes of different steps of {self._described}: with "
+                'reduce_in="backward" every rank makes the same passes before each step, and each of them adds to a '
+                "gradient of the optimizer"
+            )
         if not _all_alike(layout):  # a rank has joined while others have placed gradients
             agreed.rows[:] = 0
             self._buckets.clear()
@@ -293,12 +317,11 @@ class Gradients:
     def _states(self, parameters: Sequence[Any]) -> bytes:
         """Return what this rank has found as the gradient of each parameter; the largest says what all ranks do."""
         framework = self._framework
-        touched = self._overlap.touched if self._in_backward else None
         states = bytearray()
         for parameter in parameters:
             state = framework.found(parameter)
-            if touched is not None and id(parameter) not in touched:
-                state = NO_GRADIENT
+            if self._in_backward:
+                state = state if self._overlap.is_fresh(parameter) else NO_GRADIENT
             elif state == NO_GRADIENT and not self._skip_unused and framework.is_trainable(parameter):
                 state = DENSE
             states.append(state)

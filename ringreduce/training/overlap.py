@@ -21,7 +21,7 @@ gradients show it, and the ranks tell each other in the step:
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -56,7 +56,8 @@ class Watched:
         added: whether it was added to after its bucket was reduced.
         cleared: whether the program has put something else in its place by itself.
         changed: whether the program has written to it by itself.
-        summed: ``gradient`` and ``version`` when the last step had summed it up over the ranks.
+        fresh: whether it was added to since the last step, in a pass that counts or not.
+        summed: the ``id`` of the gradient that the last step has summed up over the ranks; 0: of none.
     """
 
     __slots__ = (
@@ -64,6 +65,7 @@ class Watched:
         "changed",
         "cleared",
         "expected",
+        "fresh",
         "gradient",
         "parameter",
         "summed",
@@ -75,14 +77,14 @@ class Watched:
     def __init__(self, parameter: Any) -> None:
         self.parameter = parameter
         self.expected = self.times = 0
-        self.summed = 0, 0
+        self.summed = 0
         self.begin()
 
     def begin(self) -> None:
         """Forget what has happened since the last step, but for how often the gradient was added to."""
         self.expected = self.times or self.expected
         self.times = self.gradient = self.version = 0
-        self.added = self.cleared = self.changed = self.was_empty = False
+        self.added = self.cleared = self.changed = self.fresh = self.was_empty = False
 
 
 class _Travelling:
@@ -106,9 +108,13 @@ class _Travelling:
 
     def begin(self) -> None:
         """Forget what has happened since the last step."""
-        self.missing = sum(member.expected > 0 for member in self.members)
+        self.miss_all()
         self.part: InPlace | None = None
         self.waits = False
+
+    def miss_all(self) -> None:
+        """Wait for all gradients again."""
+        self.missing = sum(member.expected > 0 for member in self.members)
 
 
 class Overlap:
@@ -128,6 +134,8 @@ class Overlap:
 
     Attributes:
         begun: whether complete buckets are submitted now; the same on all ranks.
+        watching: whether anything is to be learnt from what the program does; the same on all ranks.
+        suspends: whether passes do not count now.
     """
 
     def __init__(
@@ -145,25 +153,26 @@ class Overlap:
         self._name, self._described, self._op = name, described, op
         self.wanted = wanted
         self.begun = False
-        self.watching = True  # what the program does; over once it is known that nothing will overlap
+        self.watching = True
         self._alike = 0  # steps in a row
         self._joins = engine.joins
         self._watched: dict[int, Watched] = {}  # by the id of the parameter
         self._buckets: list[_Travelling] = []
         self._travelling: dict[int, _Travelling] = {}  # the same, by the id of the parameter
         self._pending: list[Watched] = []  # were added to, and hooks of the program may still run
-        self._passes: list[int] = []
-        self._suspended = False
+        self._passes = 0
+        self.suspends = False
         self._lock = threading.RLock()
 
     # ---- the backward pass ----
 
-    def watch(self, parameters: Iterable[Any]) -> list[Watched]:
-        """Return the records of parameters that were not watched before, to be given to the framework's hooks."""
-        new = [parameter for parameter in parameters if id(parameter) not in self._watched]
-        records = [Watched(parameter) for parameter in new]
-        self._watched.update((id(record.parameter), record) for record in records)
-        return records
+    def watches(self, parameter: Any) -> bool:
+        """Return whether a parameter is watched."""
+        return id(parameter) in self._watched
+
+    def watch(self, record: Watched) -> None:
+        """Note that the framework calls `before_adding` and `added` with this record from now on."""
+        self._watched[id(record.parameter)] = record
 
     def before_adding(self, record: Watched) -> None:
         """See to it that nothing is under way with a gradient that is about to be added to."""
@@ -174,7 +183,8 @@ class Overlap:
             if not self._keep_out(travelling):
                 return
             self._look(record)
-            if record.was_empty and self._framework.gradient(record.parameter) is None:
+            empty = record.was_empty and not record.cleared
+            if empty and self._framework.gradient(record.parameter) is None:
                 place = next(slot.place for slot in travelling.bucket.slots if slot.parameter is record.parameter)
                 self._framework.set_gradient(record.parameter, place)  # what comes is added to that
                 record.was_empty = False
@@ -188,52 +198,56 @@ class Overlap:
             if travelling is not None and travelling.handover is not None:
                 travelling.handover.note()
 
-    def pass_ended(self, number: int) -> int:
+    def pass_ended(self, nested: bool) -> int:
         """Note the end of a backward pass; return how many there were since the last step.
 
         Args:
-            number: greater than those of passes that began earlier; passes within this one do not count.
+            nested: whether it was made within another one, and does not count.
         """
         with self._lock:
             self._settle()
-            if not self._suspended:
-                self._passes = [*(each for each in self._passes if each < number), number]
-            return len(self._passes)
+            self._passes += not (self.suspends or nested)
+            return self._passes
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """While this lasts, passes do not count, and submit nothing."""
-        before, self._suspended = self._suspended, True
+        before, self.suspends = self.suspends, True
         try:
             yield
         finally:
             with self._lock:
                 self._settle()
-            self._suspended = before
+            self.suspends = before
 
     def stop(self) -> None:
         """See to it that nothing is under way with any gradient."""
         with self._lock:
+            self._settle()
             for travelling in self._buckets:
                 self._keep_out(travelling)
 
     def cleared(self) -> None:
-        """Note that the program has cleared all gradients, since `stop`."""
+        """Note that the program has cleared all gradients, since `stop`: passes before that do not count."""
         with self._lock:
+            self._passes = 0
             for record in self._watched.values():
-                record.summed = 0, 0
+                record.summed = record.times = 0
+                record.fresh = False
             for travelling in self._buckets:
-                if travelling.part is not None:
-                    for record in travelling.members:
-                        record.cleared = not record.was_empty
-                        self._note(record)
+                if travelling.part is None:
+                    travelling.miss_all()
+                    continue
+                for record in travelling.members:
+                    record.cleared, record.was_empty = True, False
+                    self._note(record)
 
-    @property
-    def touched(self) -> set[int]:
-        """The ids of the parameters whose gradients were added to since the last step."""
+    def is_fresh(self, parameter: Any) -> bool:
+        """Return whether a parameter's gradient was added to since the last step, as far as is known."""
         with self._lock:
             self._settle()
-            return {number for number, record in self._watched.items() if record.times}
+            record = self._watched.get(id(parameter))
+            return self._framework.gradient(parameter) is not None if record is None else record.fresh
 
     # ---- the step ----
 
@@ -251,17 +265,14 @@ class Overlap:
         with self._lock:
             self._settle()
             records = [record for record in self._watched.values() if record.times]
-            alike = len(self._passes) == declared and all(
+            alike = self._passes == declared and all(
                 record.times == record.expected or not record.expected for record in records
             )
             if not self.begun:
                 for record in records:
                     self._look(record)
             changed = not self.begun and any(record.changed or record.cleared for record in records)
-            # Autograd has written to it once, and nobody else.
-            again = any(
-                record.times and (record.gradient, record.version - record.times) == record.summed for record in records
-            )
+            again = any(record.fresh and record.summed == record.gradient for record in self._watched.values())
             rows = np.zeros((5 if self.wanted else 0, len(parameters)), np.uint8)
             for index, parameter in enumerate(parameters) if self.wanted else ():
                 if (travelling := self._travelling.get(id(parameter))) is None:
@@ -294,24 +305,25 @@ class Overlap:
         if not rows.any():
             return []
         numbers = {id(parameter): index for index, parameter in enumerate(parameters)}
-        reduced, wrong = [], ""
+        reduced, wrong, failure = [], "", None
         with self._lock:
             for travelling in self._buckets:
-                said = rows[:, [numbers[id(member.parameter)] for member in travelling.members]].astype(bool)
-                part = travelling.part
-                if said[_WAITS].any():
+                columns = [numbers.get(id(member.parameter)) for member in travelling.members]
+                said, part = rows[:, [each for each in columns if each is not None]].astype(bool), travelling.part
+                if None in columns or said[_WAITS].any():  # the program has removed a parameter; or a rank waits
                     if part is not None:
                         self._engine.withdraw([part])
                     travelling.generation += 1
                     continue
                 assert part is not None and part.done, "all ranks have submitted it before the step"
-                if part.error is not None:
-                    raise part.error
                 if travelling.handover is not None:
                     travelling.handover.come_back()
+                failure = failure or part.error
                 wrong = wrong or self._wrong(said, part, active)
                 if not said[_ADDED : _CLEARED + 1].any():
                     reduced.append(travelling.bucket)
+        if failure is not None:
+            raise failure
         if wrong:
             self.end()
             raise ConfigError(f"{wrong} Gradients of {self._described} are lost, and nothing overlaps from here on")
@@ -331,6 +343,8 @@ class Overlap:
             if not self.watching:
                 return False
             joined, self._joins = self._joins != self._engine.joins, self._engine.joins
+            if joined:  # ranks that had joined have not counted what was withdrawn since
+                self._buckets.clear()
             if changed:
                 self.end()
                 return True
@@ -356,18 +370,26 @@ class Overlap:
         self._travelling.clear()
 
     def abandon(self) -> None:
-        """Withdraw what is under way, for good; takes no lock, for finalizers."""
+        """Withdraw what is under way; takes no lock, for finalizers."""
         self._engine.withdraw([each.part for each in self._buckets if each.part is not None and not each.part.done])
+
+    def break_off(self) -> None:
+        """End a step that has failed on all ranks: begin anew, without overlap at first."""
+        with self._lock:
+            self.abandon()
+            self._forget_step()
+            self.begun, self._alike = False, 0
+            for travelling in self._buckets:
+                travelling.begin()
 
     # ---- inside; the lock is held ----
 
     def _forget_step(self) -> None:
         for record in self._watched.values():
-            if record.times and self._op is SUM:
-                self._note(record)
-                record.summed = record.gradient, record.version
+            if record.fresh and self._op is SUM:
+                record.summed = id(self._framework.gradient(record.parameter))
             record.begin()
-        self._passes.clear()
+        self._passes = 0
 
     def _take(self, buckets: Buckets) -> None:
         self._buckets = [
@@ -388,7 +410,8 @@ class Overlap:
         pending, self._pending = self._pending, []
         for record in pending:
             self._note(record)
-            if self._suspended:
+            record.fresh = True
+            if self.suspends:
                 continue
             record.times += 1
             travelling = self._travelling.get(id(record.parameter))
@@ -432,7 +455,7 @@ class Overlap:
         again = f", {travelling.generation} times withdrawn" if travelling.generation else ""
         wire = bucket.reducer if isinstance(bucket.reducer, WireState) else None
         part = InPlace(
-            f"{self._name}, bucket {travelling.number}{again}",
+            f"{self._name}, bucket {travelling.number}, after {self._joins} joins{again}",
             f"a bucket of {self._name}",
             self._op,
             [bucket.flat],
@@ -453,6 +476,8 @@ class Overlap:
         """End what is under way with a bucket; return whether it was reduced."""
         if travelling.part is None:
             return False
+        if not travelling.part.done:
+            self.abandon()  # all at once: an answer may take a while
         if self._engine.settle(travelling.part):
             if travelling.handover is not None:
                 travelling.handover.come_back()
