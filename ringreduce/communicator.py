@@ -49,11 +49,12 @@ class Communicator(Member):
     All methods raise, besides what they list:
 
     * `UnsupportedBufferError`: an array cannot be used. Raised on the rank that has it, before anything moves; the
-      other ranks get a `MismatchError` with the reason. So it is with every argument that a rank finds wrong: it meets
-      the others all the same, to tell them, and all have that call behind them.
-    * `MismatchError`: the ranks' calls disagree. Raised on all ranks, before any of the user's data moves; only between
-      nodes, where two calls that were both made before are confused, may an array that is reduced in place be partly
-      reduced. It says whether the ranks are in step; if not, all later calls raise a `TransportError`.
+      other ranks get a `MismatchError` with the reason. The same holds for every wrong argument: the rank meets the
+      others to tell them, and the call is over for all.
+    * `MismatchError`: the ranks' calls disagree. Raised on all ranks, before any of the user's data moves; with one
+      exception: between nodes, if ranks confuse two calls that all have made before, an array that is reduced in place
+      may be partly reduced. The error says whether the ranks are in step; if not, all later calls raise a
+      `TransportError`.
     * `ConfigError`: another call is under way in this process: on another thread, or below the signal handler that
       makes this one.
     * `CollectiveTimeoutError`, `PeerLostError`, `TransportError`: a peer did not take part. The contents of results
@@ -94,8 +95,8 @@ class Communicator(Member):
             out: where the result goes, ``array`` itself for in place; same shape and dtype. None: a new array.
             algorithm: a name from `algorithms`, None for the best known; must agree.
             deterministic: add in the order of ranks, so that the bits depend on nothing but the ranks' values: not on
-                size, algorithm, placement, fusion or segments. Between nodes with several ranks each this sends more.
-                Also by ``RINGREDUCE_DETERMINISTIC``; must agree.
+                size, algorithm, the nodes of the ranks, fusion or segments. Between nodes with several ranks each this
+                sends more. Also by ``RINGREDUCE_DETERMINISTIC``; must agree.
             wire: a format in `ringreduce.wire.CODECS` in which ranks of different nodes send each other floats, for
                 sums and averages; must agree. Every element is encoded twice: when it is sent to the rank that sums
                 it up, in float32, and when that one sends the sum to all. On one node nothing is encoded. None: as
@@ -151,7 +152,7 @@ class Communicator(Member):
             array: at least one dimension; shape and dtype must agree.
             op: as for `allreduce`.
             algorithm: as for `allreduce`.
-            out: room for this rank's part; None: a new array.
+            out: where this rank's part goes; None: a new array.
         """
         return self._standing.call("reduce_scatter", self._reduce_scatter, array, op, out, algorithm)
 
@@ -180,7 +181,7 @@ class Communicator(Member):
         return self._standing.call("broadcast", self._broadcast, array, root, out, algorithm)
 
     def alltoall(self, array: Any, splits: Sequence[int] | None = None, *, algorithm: str | None = None) -> Any:
-        """Send a part of one's array to every rank; get one's part of theirs.
+        """Send every rank its part of this rank's array, and return the parts that the ranks have sent here.
 
         Args:
             array: at least one dimension; all but the first must agree, and the dtype.
@@ -212,7 +213,7 @@ class Communicator(Member):
         """Meet the others in place of a call of this name, made of several collectives, that this rank cannot make.
 
         Args:
-            name: of the call; what it begins with is `meet`.
+            name: of the call, which begins with `meet`.
             error: why.
         """
         self._standing.refuse(name, error)
@@ -270,9 +271,10 @@ class Communicator(Member):
     def allreduce_operands(
         self, source: AnyOperand, target: AnyOperand, op: ReduceOp, algorithm: str | None = None
     ) -> tuple[Choice, Signature]:
-        """Do what `allreduce` does for operands that were checked: alike, writable, the same or apart.
+        """Do what `allreduce` does for operands that were checked: of equal shape and dtype.
 
-        Both lie in host memory, or both in device memory in C order.
+        The target is writable, and the same memory as the source or apart from it. Both are in host memory, or both in
+        device memory in C order.
 
         Returns:
             What carried it out.
@@ -387,7 +389,7 @@ class Communicator(Member):
 
 
 class _Running:
-    """While a collective runs: tells the observers, counts, and says what failed.
+    """The context of a collective that runs: tells the observers, counts it, and reports errors.
 
     A class, as a generator for a context manager would take a microsecond of the three that a small call has.
     """

@@ -1,4 +1,4 @@
-"""One rank's part in a process set, but for the collectives: who and where, buffers, what would run, and the end."""
+"""A communicator without its collectives: rank and topology, buffers, what would run, closing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["Member"]
 
 
 class Member:
-    """What a `Communicator` is beside its collectives; that says what its attributes are."""
+    """All of a `Communicator` but its collectives; its attributes are described there."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -56,7 +56,7 @@ class Member:
 
     @property
     def hosts(self) -> Topology:
-        """Which ranks run on one machine; that they share memory, as the nodes of `topology` do, is not said."""
+        """Which ranks run on one machine; they need not share memory, as those of a node of `topology` do."""
         return self._context.node.hosts
 
     @property
@@ -69,7 +69,7 @@ class Member:
         return self._context.messages.library
 
     def find_lost(self, doing: str) -> CollectiveError | None:
-        """Return what to raise about a rank of this node that is gone, None if there is none; ``doing`` is for that."""
+        """Return the error about a rank of this node that is gone, None if none is; ``doing``: what this rank does."""
         return self._context.board.find_lost(doing)
 
     # ---- buffers, and what would run ----
@@ -85,7 +85,7 @@ class Member:
     def empty(self, shape: int | Sequence[int], dtype: Any = np.float32, *, device: str | None = None) -> Any:
         """Return an uninitialised array that collectives use without a copy: a communication buffer.
 
-        It lies in memory that the ranks of the node share, starts on a page, and goes back when the array and all its
+        It is in memory that the ranks of the node share, starts on a page, and is given back when the array and all its
         views are gone. Local: ranks may make different buffers, or none. ``dtype`` ``"bfloat16"`` takes ml_dtypes.
 
         Args:
@@ -118,7 +118,7 @@ class Member:
 
         Args:
             collective: which.
-            device: where the arrays lie, as for `empty`. In device memory ``"nccl"`` can be asked for, too; where that
+            device: where the arrays are, as for `empty`. In device memory ``"nccl"`` can be asked for, too; where that
                 cannot run, the ranks do without.
         """
         kind = _collective(collective)
@@ -147,7 +147,7 @@ class Member:
             nbytes: of the array of each rank; of the largest, where they differ.
             dtype: of its elements.
             algorithm: as for `allreduce`.
-            op: as for `allreduce`; of other collectives it says nothing.
+            op: as for `allreduce`; without effect where nothing is reduced.
         """
         return self._selection.choose(self._described(collective, nbytes, dtype, op), algorithm)
 
@@ -157,7 +157,7 @@ class Member:
         Args:
             dtype: of their elements.
             op: as for `allreduce`.
-            algorithm: as for `allreduce`. That of the CPU which is asked for is named, its transport is ``"staged"``.
+            algorithm: as for `allreduce`. One for host memory is named in the choice, with the transport ``"staged"``.
         """
         if self.size == 1:
             return self.choose(Collective.ALLREDUCE, 0, dtype, op=op)

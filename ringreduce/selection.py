@@ -55,10 +55,10 @@ _DOUBLING_NBYTES = 24 << 10
 _TREE_NBYTES = 48 << 10
 #: An allreduce between nodes -> the same with lanes.
 _HIERARCHICAL = {"halving_doubling": "hierarchical_halving", "direct": "hierarchical_direct", "ring": "hierarchical"}
-#: So many nodes may send to one at once: switches have buffers for that, and everyone has messages for it.
+#: Up to so many nodes may send to one at once: switches can buffer that, and ranks can have as many messages under way.
 _FEW_NODES = 16
 
-#: In what ranks tell each other how many rows they have.
+#: The dtype in which ranks tell each other how many rows they have.
 _ROWS = DTYPES["int64"]
 _REMEMBERED = 4096  # kinds of calls
 
@@ -150,7 +150,7 @@ def _names(call: Call) -> list[str]:
 
 
 def _choice(call: Call, name: str, reason: str) -> Choice:
-    """Complete the choice of an algorithm: with the path that carries it out, and the elements that it is done on."""
+    """Complete the choice of an algorithm: add the path, and say what is reduced in a wider type."""
     if name == VENDOR and call.topology.size > 1 and not Library.takes(name, call):
         assert call.op is not None
         name = "recursive_doubling"
@@ -302,7 +302,7 @@ class Selection:
     def segments(
         self, source: DeviceOperand, parts: Sequence[slice], op: ReduceOp, algorithm: str | None
     ) -> dict[int, Chosen]:
-        """Return what reduces segments of an array in device memory, in place in host memory, by their elements.
+        """Return, by length, what reduces the segments of an array in device memory, in place in host memory.
 
         Their signature says all that must agree about the whole array, so that a mismatch is seen at the first segment.
         A shorter last segment has a signature of its own, as plans go by signatures, and by lengths.
@@ -394,7 +394,7 @@ def _signature(
 def _waits(call: Call, choice: Choice, shape: tuple[object, ...]) -> bool:
     """Return whether no rank can end a call before all have come to it; see `Signature`."""
     if call.collective is Collective.BROADCAST or choice.path is Library or 0 in shape:
-        return False  # who has its data goes on, whoever else is there; and of nothing nobody waits for any
+        return False  # a rank that has its data goes on without the others; for an empty array nobody waits
     size = call.topology.size
     rows = shape[0] if call.collective is Collective.REDUCE_SCATTER else size
     return isinstance(rows, int) and rows >= size  # with fewer, some ranks get nothing

@@ -14,20 +14,20 @@ from ringreduce.engine.progress import Progress
 __all__ = ["Driver"]
 
 _TRIES = 16
-_YIELD_S = 0.002  # after this long nothing is about to happen: nap
+_YIELD_S = 0.002  # after so long without news, nap
 _NAP_S = 50e-6
 _LONG_NAP_S = 1e-3  # after a second without news
-_DOZE_S = 1e-3, 8e-3  # how long the progress thread sleeps at a time, first and when that was needless, while
-_LINGER_S = 20e-3  # the last news is not older than this
-_PROMPT = 2  # so often in a row the program waited at once
-_IDLE_S = 1.0  # how often the coordinator looks up while its rank is idle
+_DOZE_S = 1e-3, 8e-3  # how long the progress thread dozes at a time: first, and at most when that was needless
+_LINGER_S = 20e-3  # it dozes while the last news is not older than this, then it sleeps
+_PROMPT = 2  # a program that has waited at once so often in a row will do so again
+_IDLE_S = 1.0  # how often the coordinator checks for messages while its rank is idle
 
 
 class Driver:
     """Lets one thread at a time make progress.
 
-    The progress thread sleeps while this rank has nothing under way, or another thread waits and so drives itself. An
-    idle rank costs nothing; the coordinator's looks once a second whether others wait for it.
+    The progress thread sleeps while this rank has nothing under way, or while another thread waits and so drives. An
+    idle rank costs nothing; that of the coordinator checks once a second whether others wait for it.
 
     Args:
         progress: what is driven.
@@ -59,7 +59,7 @@ class Driver:
         self._bell = threading.Lock()  # released to wake the progress thread: many times cheaper than a condition
         self._bell.acquire()
         self._asleep = False
-        self._dozing = False  # asleep, and will look by itself in a moment
+        self._dozing = False  # asleep, but wakes by itself in a moment
         self._thread: threading.Thread | None = None
         if progress.followers:
             self._start()  # others may wait for this rank before it has submitted anything
@@ -126,7 +126,7 @@ class Driver:
             self._progress.close()
 
     def _may_drive_for(self, operation: Operation) -> bool:
-        """Wait until it is this thread's turn to drive, or, if that does not come, the operation is done."""
+        """Wait until this thread may drive (return True), or the operation is done (return False)."""
         # Tried with the lock held, for whoever stops driving tells the waiters so with it held.
         with self._under_way.lock:
             while not operation.done:

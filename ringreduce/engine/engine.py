@@ -27,7 +27,7 @@ class Engine:
     Args:
         communicator: carries the operations out; used by nobody else. Closed with the engine.
         channel: carries what the ranks say to each other about them; used by nobody else. Closed with the engine.
-        find_lost: returns what to raise about a rank that is gone, given what this one does; None if none is.
+        find_lost: returns the error about a rank that is gone, given what this one does; None if none is.
         threads: whether a progress thread may run operations. If not, they run only while the program waits for one.
         clock: in seconds; it does not go back.
     """
@@ -97,7 +97,7 @@ class Engine:
             self.submit(refusal, unique=False)
 
     def run(self, operation: Operation, *, unique: bool = True) -> Any:
-        """Start an operation and return its result, without the help of another thread if none is at work.
+        """Start an operation and return its result, on this thread unless another one drives.
 
         Raises:
             what `submit` and `wait` raise.
@@ -114,9 +114,10 @@ class Engine:
             return _outcome(operation)
 
     def withdraw(self, operations: Sequence[Operation]) -> None:
-        """Let operations that are speculative not run; returns at once, and takes no lock, for finalizers.
+        """Withdraw speculative operations; returns at once, and takes no lock, for finalizers.
 
-        Those that have run or are about to run on all ranks do so. What becomes of each is known when it is done.
+        Those that all ranks have submitted when the coordinator hears of it run all the same. Once an operation is
+        done, `Operation.withdrawn` says whether it was withdrawn.
         """
         self._under_way.inbox.append(Withdrawal(operations))
 
@@ -228,7 +229,7 @@ class Entrance:
 
 
 def _is_below(frame: FrameType, top: FrameType | None) -> bool:
-    """Return whether a frame has not ended: if it has entered without leaving, a signal handler's error ended it."""
+    """Return whether a frame still runs. One that entered and never left was ended by a signal handler's error."""
     while top is not None:
         if top is frame:
             return True

@@ -2,7 +2,7 @@
 
 Ranks submit operations in any order. Every rank has a `Participant`, which tells the `Coordinator` what its rank has
 submitted; the coordinator, on rank 0 of the process set, matches operations by name and tells all ranks what to do.
-Both compute from what they hear what they say, so that a test can play every interleaving.
+What both say depends only on what they hear, so that a test can play every interleaving.
 
 * A participant sends a name that is new to it in full, with the operation's signature. The coordinator compares the
   signatures that it gets under one name. Once all ranks have sent it, it tells them to run the operation, or to refuse
@@ -83,7 +83,7 @@ class Participant:
 
     def submit(self, name: str, signature: OperationSignature) -> list[Note]:
         """Return what to tell the coordinator when the program submits an operation."""
-        if self._has_waited:  # not in between: a group of which something was submitted before would break
+        if self._has_waited:  # only then: a group whose first operations are submitted already would break
             self._has_waited = False
             self._apply_plan()
         known = self._numbers.get(name)
@@ -316,7 +316,7 @@ class Coordinator:
         return [self._named[member] for member in self._groups.get(number, (number,))]
 
     def _begin_whole(self, number: int) -> bool:
-        """Count the ranks that say a number, if nothing else was said of its operations; return whether this does."""
+        """Begin to count the ranks that say a number; return False if its operations were announced otherwise, too."""
         names = [name for name, _ in self._operations(number)]
         if self._joined or any(name in self._claims or name in self._whole_of for name in names):
             return False
@@ -452,7 +452,7 @@ class Coordinator:
         self._breaks.update(self._groups[group])
         return [["ungroup", group]]
 
-    # ---- ranks that come to an end ----
+    # ---- ranks that join, withdraw or leave ----
 
     def _join(self, rank: int) -> list[Note]:
         self._open_all()

@@ -1,4 +1,4 @@
-"""What is submitted to an engine, and what comes of it."""
+"""Operations: a program submits them to an engine, and they get a result or an error."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _UNNAMED = " without a name"
 
 
 class Operation:
-    """A named operation, and its handle: once it is done it has a result or an error.
+    """A named operation; once it is done it has a result or an error.
 
     Args:
         name: what matches it with the other ranks' operations.
@@ -248,15 +248,15 @@ class Withdrawal(NamedTuple):
 
 
 class UnderWay:
-    """What a rank has submitted and is not done, and who waits for it: shared by all threads of an engine.
+    """The operations of a rank that are not done, and who waits for them: shared by all threads of an engine.
 
     Args:
         instruments: who is told.
 
     Attributes:
-        inbox: what the program did, in order, and whoever drives has not read yet; None: it waited.
-        lock: held for moments, by its own name as a condition's takes four times as long. It guards what follows.
-        changed: an operation is done, or nobody drives.
+        inbox: what the program did, in order, as far as whoever drives has not read it; None: it waited.
+        lock: guards what follows; held for moments. Entering ``changed``, which wraps it, takes four times as long.
+        changed: notified when an operation is done, or nobody drives any more.
         count: how many operations are not done.
         waiters: how many threads wait for one.
         join: the join that is not done.

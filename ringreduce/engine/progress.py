@@ -339,11 +339,11 @@ class Progress:
         if self._under_way.failure is None:
             self._end_all(error)
             self._communicator.give_up(error)
-            with suppress(Exception):  # what fails may be the way to them; they will notice by their time limit
+            with suppress(Exception):  # the channel may be what fails; the others then notice by their time limit
                 self._take_leave(GivenUp.after(error))
 
     def disown(self, reason: str) -> None:
-        """Settle what is under way without a word to anybody: this process was forked by the rank."""
+        """End what is under way and tell nobody: this process was forked by the rank."""
         inbox = self._under_way.inbox
         while inbox:
             if isinstance(did := inbox.popleft(), Operation):
@@ -383,7 +383,7 @@ class Progress:
     # ---- the clock ----
 
     def _look_around(self, now: float) -> None:
-        """Look for operations that do not end."""
+        """Warn about operations that wait for long; end those that have waited for too long."""
         if self._under_way.count and (lost := self._find_lost(self._waits_for())) is not None:
             raise lost
         if self._coordinator is not None:
@@ -399,7 +399,7 @@ class Progress:
         return f"this rank waits for {operations[0] if operations else 'a join'}{more}"
 
     def _awaits_word(self) -> bool:
-        """Return whether the coordinator has to say something; speculative operations it may leave alone."""
+        """Return whether the coordinator owes this rank an answer: to speculative operations it need not give one."""
         return any(not queue[0].signature.speculative for queue in self._pending.values())
 
 

@@ -1,4 +1,4 @@
-"""The ways to carry calls between ranks: which can take a call, what it costs, and carrying it out.
+"""The paths, which carry calls between ranks: each says whether it takes a call and what that costs, and runs it.
 
 A `Path` is for arrays in host memory; `Gpu` knows those for device memory.
 """

@@ -1,4 +1,4 @@
-"""How work on a GPU ends: all parts of it, whatever fails; and host memory that the GPU may touch stays mapped."""
+"""Cleanup: closes every part even if one fails, and keeps host memory mapped that a GPU may still touch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _kept: list[object] = []
 
 
 def keep_mapped(memory: object) -> None:
-    """Refer to memory until the process ends."""
+    """Keep memory mapped until the process ends."""
     _kept.append(memory)
 
 
@@ -37,7 +37,7 @@ def close_all(*parts: Callable[[], object]) -> None:
 
 
 def abandon_all(*parts: Callable[[], object]) -> None:
-    """Let go of every part after a failure, of which errors of the device are only a consequence."""
+    """Give up every part after a failure; only log errors of the device, which follow from it."""
     for part in parts:
         try:
             part()

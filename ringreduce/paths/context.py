@@ -1,4 +1,4 @@
-"""What every collective of one process set needs: the ranks, their transports, and the way they meet."""
+"""What every collective of one process set needs: the ranks, their transports, and their rendezvous."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["Cache", "Context", "Signature"]
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a rank calls.
+    """What must agree between the ranks in a call.
 
     Attributes:
         text: for people.
@@ -56,7 +56,7 @@ class Context:
         config: equal on all ranks.
         called: says what this rank calls, and where, to ranks that call something else.
         agreement: compares signatures over messages, where not all ranks meet at one board.
-        single_node: whether they all do.
+        single_node: whether all ranks meet at one board.
         instruments: who is told of collectives and their steps.
     """
 
@@ -124,10 +124,10 @@ class Context:
         self.calls.refuse(reason)
 
     def meet_at_board(self, signature: Signature, location: Location | None) -> list[int]:
-        """Meet, and let the others of the node know where this rank's buffer lies.
+        """Do what `meet` does, and tell the others of the node where this rank's buffer is.
 
         Returns:
-            Where the buffers of the other ranks of the node lie, packed, in the order of ``board.peers``; `NOWHERE`
+            Where the buffers of the other ranks of the node are, packed, in the order of ``board.peers``; `NOWHERE`
             for one in private memory.
 
         Raises:
@@ -143,11 +143,11 @@ class Context:
             raise
 
     def recover(self, mismatch: MismatchError, number: int) -> None:
-        """Go on after a mismatch between nodes: take what is under way off the network, count calls alike. Collective.
+        """Go on after a mismatch between nodes: end the messages under way, and count calls alike. Collective.
 
         Args:
-            mismatch: the error of a call that was the same on all ranks, as far as these have said. If one of them had
-                left that call behind when it heard of the others', the error says from now on that they are not.
+            mismatch: the error, which says that the ranks are in step. If one of them had already left the call when it
+                heard of the mismatch, they are not, and from now on the error says so.
             number: of the call that this rank was in.
 
         Raises:
@@ -169,7 +169,7 @@ class Context:
         return 1 + signature.code % room * STREAMS
 
     def leave(self, failure: BaseException | None = None) -> None:
-        """Tell the others that this rank takes part in no further call; None: as it shuts down."""
+        """Tell the others that this rank takes part in no further call; no failure: because it shuts down."""
         why = GivenUp.after(failure)
         self.board.leave(why)
         if not self.single_node:

@@ -37,7 +37,7 @@ Bytes = npt.NDArray[np.uint8]
 
 _NOTHING: Floats = np.empty(0, np.float32)
 
-#: Of an encoded message. Of 64 KiB, Open MPI over TCP asks the receiver before it sends, and meanwhile the link idles.
+#: The largest encoded message. From 64 KiB on, Open MPI over TCP asks the receiver first, and meanwhile the link idles.
 _MESSAGE_NBYTES = 32 << 10
 _MANY = 1 << 20
 
@@ -49,9 +49,10 @@ class Feedback:
         keep: whether it is added the next time; if not, it is only measured.
 
     Attributes:
-        sent: lost of what was sent to the ranks that sum up; as long as the part of the array that this rank sends.
-        summed: lost of the sums that this rank has sent out; as long as the part that it sums up. None like ``sent``
-            before the first call, and on a rank without a lane; empty where nothing is encoded.
+        sent: the loss of the values that went to the ranks that sum up; as long as the part of the array that this rank
+            sends.
+        summed: the loss of the sums that this rank has sent out; as long as the part that it sums up. None like
+            ``sent`` before the first call, and on a rank without a lane; empty where nothing is encoded.
     """
 
     def __init__(self, *, keep: bool = True) -> None:
@@ -80,7 +81,7 @@ class Feedback:
             np.add(values, kept, out=values)
 
     def note(self, meant: Floats, arrived: Floats, kept: Floats) -> None:
-        """Take note of what was meant and what arrived."""
+        """Keep the difference of the values meant and the values that arrived, and measure it."""
         np.subtract(meant, arrived, out=kept)
         self._meant += float(np.dot(meant, meant))
         lost = float(np.dot(kept, kept))
@@ -94,7 +95,7 @@ def codec_for(wire: str, dtype: DType, op: ReduceOp, *, deterministic: bool) -> 
     """Return the format in which an allreduce is to travel.
 
     Raises:
-        ConfigError: there is none of this name, or nothing is to be rounded, or not with this op.
+        ConfigError: no format has this name, or settings forbid rounding, or the op does not allow it.
         UnsupportedBufferError: the elements are no floats.
     """
     codec = CODECS.get(wire)
@@ -113,7 +114,7 @@ class Formats:
     """Carries out allreduces in wire formats on one process set that spans several nodes."""
 
     transport = "messages"
-    #: Whose every element is encoded twice, whatever the number of ranks.
+    #: It encodes every element twice, whatever the number of ranks.
     algorithm = "hierarchical_direct"
 
     def __init__(self, context: Context) -> None:
@@ -198,8 +199,8 @@ class _Plan:
         """Reduce in place.
 
         Args:
-            data: what lies at the location; without one, any array of this length.
-            others: where the arrays of the node's other ranks lie, packed.
+            data: the array at the location; without a location, any array of this length.
+            others: where the arrays of the node's other ranks are, packed.
             feedback: of this array.
         """
         if self._coding is not None:
@@ -215,7 +216,7 @@ class _Plan:
 
 
 def _segments(lanes: Segment, nnodes: int, limit: int, align: int) -> list[Segment]:
-    """Cut each lane by itself, in ``nnodes`` blocks a segment; a segment of the whole has one of each lane."""
+    """Cut each lane into segments of ``nnodes`` blocks; a segment of the array holds one of each lane."""
     cuts = [
         [
             tuple(slice(lane.start + block.start, lane.start + block.stop) for block in segment)

@@ -34,7 +34,7 @@ class Mailbox(Path):
 
     @staticmethod
     def holds(nbytes: int) -> bool:
-        """Return whether a mailbox has room for so many bytes."""
+        """Return whether so many bytes fit into a mailbox."""
         return nbytes <= MAILBOX_NBYTES
 
     @classmethod
@@ -45,7 +45,7 @@ class Mailbox(Path):
     @classmethod
     def cost(cls, algorithm: str, call: Call) -> Work:
         share, nbytes = work_of_one_byte(algorithm, call.topology), call.nbytes
-        # Data lies beside the flags of one barrier, and every rank reads all others'.
+        # The data is beside the flags of one barrier, and every rank reads that of all others.
         return Work(0, 0, 1, share.sent * nbytes, share.reduced * nbytes)
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""The paths over messages: all that leaves a node, and what was asked for by the name of such an algorithm.
+"""The paths over messages: for calls on several nodes, and for algorithms with messages that were asked for by name.
 
-Where the algorithm also touches the memory of other ranks of the node, that is in the arena: all meet at the board.
+An algorithm that also touches the memory of other ranks of the node works in the arena: all ranks meet at the board.
 
 Plans are kept for memory that is ours (the arena), never for the caller's: a kept plan would keep the array alive. A
 private array of moderate size travels through a buffer of the plan; a large one gets a plan for the one call.
@@ -146,7 +146,7 @@ class Library(Path):
 
 
 class _LibraryReduction(Reduction):
-    """The allreduce of the MPI library. It compares nothing, so the ranks do each time."""
+    """The allreduce of the MPI library. It compares no signatures, so the ranks do, in each call."""
 
     def __init__(self, context: Context, task: Task) -> None:
         self._context = context
@@ -192,7 +192,7 @@ class _Reduction(Reduction):
         return None
 
     def _run(self, location: Location | None, count: int, source: Array | None, target: Array | None) -> None:
-        """Reduce in the target's own memory, which lies at a location of the arena, or in a buffer of the plan.
+        """Reduce in the target's own memory, at a location of the arena, or in a buffer of the plan.
 
         ``source`` is copied in first and the result copied to ``target``, unless these are None.
         """
@@ -253,7 +253,7 @@ class _Plan:
 
 
 class BoundPlan:
-    """The plan of an allreduce; it is bound again when a peer's buffer lies elsewhere than in the last call.
+    """The plan of an allreduce; it is bound again when a peer's buffer is elsewhere than in the last call.
 
     Args:
         context: the ranks.
@@ -280,7 +280,7 @@ class BoundPlan:
         self._plan: Plan | None = None
 
     def run(self, others: list[int]) -> None:
-        """Carry it out; ``others``: where the buffers of the node's other ranks lie, packed, if they are touched."""
+        """Carry it out; ``others``: where the buffers of the node's other ranks are, packed, if they are touched."""
         if self._plan is None or others != self._others:
             self.close()
             self._plan, self._others = self._bind(others), others
@@ -310,5 +310,5 @@ class BoundPlan:
 
 
 def _summing(op: ReduceOp) -> ReduceOp:
-    """Return what messages reduce: an average is divided at the end."""
+    """Return the op that messages reduce with: an average is summed, and divided at the end."""
     return ReduceOp.SUM if op is ReduceOp.AVERAGE else op

@@ -1,4 +1,4 @@
-"""The arrays of a call: checked against each other, and lent in host memory where they lie in a GPU's."""
+"""The arrays of a call: checked against each other, and lent in host memory where they are in a GPU's."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ AnyOperand = Operand | DeviceOperand
 
 
 class Operands:
-    """What becomes of the arrays that a rank passes to its calls.
+    """Checks the arrays that a rank passes to its calls, and lends them in host memory.
 
     Args:
-        standing: says whether there may be calls.
+        standing: says whether calls may be made.
         gpu: this rank's.
     """
 
@@ -37,7 +37,7 @@ class Operands:
         """Refuse what cannot be used here, before the ranks meet.
 
         Raises:
-            UnsupportedBufferError: it lies on another GPU than this rank's.
+            UnsupportedBufferError: it is on another GPU than this rank's.
             ConfigError, ShutdownError, TransportError: there are no calls any more.
         """
         self._standing.require_open()
@@ -76,7 +76,7 @@ class Operands:
     def on_host(
         self, source: AnyOperand, target: AnyOperand, *, fetch: bool = True, store: bool = True
     ) -> AbstractContextManager[tuple[Operand, Operand]]:
-        """Lend arrays in host memory for these two, which `result` checked: themselves, where they lie there.
+        """Lend two arrays that `result` checked, in host memory: themselves if they are there, else copies.
 
         Args:
             source: what goes into the collective.

@@ -1,4 +1,4 @@
-"""What a path is: one way to carry the calls of a process set; and `Itself`, the path of a rank that is alone.
+"""What a path is, which carries the calls of a process set; and `Itself`, the path of a rank that is alone.
 
 Each path answers three questions: can it take a call, what would that cost, and carry it out. The first two depend on
 nothing but the call, so they are asked of the class, and every rank gets the same answers. The third takes an instance,
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 Array = npt.NDArray[Any]
-#: Repeats a call in place on the array that it is given; None: what is worth repeating is looked up each time.
+#: Repeats a call in place on the array that it is given. None: nothing is saved, each call looks everything up.
 Repetition = Callable[[Any], object] | None
 
 #: The name that asks for sums in the order of ranks: the same bits from every algorithm that it stands for, so that
@@ -51,10 +51,10 @@ DETERMINISTIC = "deterministic"
 #: The name under which the MPI library's own allreduce is one more algorithm.
 VENDOR = "mpi"
 
-#: The name under which NCCL is one, for arrays in device memory.
+#: The name under which NCCL is one more algorithm, for arrays in device memory.
 NCCL = "nccl"
 
-#: The schedules of whole nodes are looked at until there were so many ranks; those that do most are among the first.
+#: Schedules are examined node by node, up to so many ranks: the busiest ranks are among the first.
 _RANKS_WALKED = 32
 
 
@@ -187,7 +187,7 @@ class Chosen(NamedTuple):
         choice: how it is carried out.
         signature: what must agree in it.
         run: carries it out; takes the arrays, as the methods of a `Path` do.
-        reduction: of an allreduce; ``run`` is its.
+        reduction: whose ``run`` this is, of an allreduce; else None.
     """
 
     choice: Choice
@@ -197,9 +197,9 @@ class Chosen(NamedTuple):
 
 
 class Path(ABC):
-    """One way to carry the calls of a process set.
+    """Carries calls of a process set.
 
-    Arrays are flat, C-contiguous and of storage types, but in allreduces.
+    Arrays are flat, C-contiguous and of storage types, except in allreduces.
     """
 
     transport: ClassVar[str]

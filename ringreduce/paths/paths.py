@@ -92,7 +92,7 @@ def _reduce_scatter_wide(
 
 
 def _narrow(wide: Array, call: Call, target: Array) -> None:
-    """Store results of the wider type; of averages of integers, sums come in."""
+    """Store results of the wider type in the narrow one; averages of integers come as sums, and are divided here."""
     if call.averages_integers:
         divide_toward_zero(wide, call.topology.size)
     narrow(wide, call.dtype, target)

@@ -1,7 +1,7 @@
 """The path through memory that the ranks of one node share: each loads from the others, or stores to them.
 
-Every rank publishes where its input lies: itself where that is in the arena, else a copy of it; large private arrays of
-an allreduce pass through the board's staging areas, piece by piece.
+Every rank publishes where its input is in the arena, or, if it is elsewhere, where it has put a copy. Large private
+arrays of an allreduce pass through the board's staging areas, piece by piece.
 
 Plans are kept for memory that is ours (the arena), never for the caller's: a kept plan would keep the array alive.
 """
@@ -53,7 +53,7 @@ class SharedMemory(Path):
         self._two_shots.close()
 
     def allreduce(self, task: Task, shape: tuple[int, ...]) -> _Reduction:
-        # On one node the hierarchies are the two-shot, too.
+        # On one node the hierarchical algorithms are the two-shot, too.
         return _Reduction(self._context, self._two_shots, task)
 
     def broadcast(self, task: Task, data: Array, root: int) -> None:
@@ -110,7 +110,7 @@ class SharedMemory(Path):
 
     @contextmanager
     def _published(self, data: Array | None, *, copy: bool = False) -> Iterator[Location | None]:
-        """Make ``data`` reachable for the node's other ranks until the block ends, which all ranks do together."""
+        """Make ``data`` reachable for the node's other ranks until the context ends, on all ranks together."""
         arena = self._context.arena
         if data is None:
             yield None
@@ -192,9 +192,9 @@ class _Reduction(Reduction):
 
 
 class _TwoShot:
-    """The two-shot on one node: in place where all ranks' buffers lie in the arena, else through the staging areas.
+    """The two-shot on one node: in place where all ranks' buffers are in the arena, else through the staging areas.
 
-    Bound to this rank's location; bound again when a peer's buffer lies elsewhere than in the last call.
+    Bound to this rank's location; bound again when a peer's buffer is elsewhere than in the last call.
     """
 
     def __init__(self, context: Context, task: Task, count: int, location: Location | None) -> None:
@@ -213,7 +213,7 @@ class _TwoShot:
         self._calls: list[Callable[[], object]] | None = None
 
     def run_located(self, _: object = None) -> None:
-        """Reduce what lies at the location, in place."""
+        """Reduce the buffer at the location, in place."""
         board = self._board
         others = board.arrive(self._text, self._code, self._location)
         if others != self._others:
@@ -244,7 +244,7 @@ class _TwoShot:
         staged.run(source, target)
 
     def _run_mixed(self) -> None:
-        """Stage what lies at the location, as the peers do whose buffers are private."""
+        """Stage the buffer at the location, as the peers do whose buffers are private."""
         assert self._mine is not None
         staged = self._staged()
         staged.copy_in(self._mine)
@@ -283,7 +283,7 @@ def touches_memory(algorithm: str, call: Call) -> bool:
 
 
 def locate(context: Context, operand: Operand) -> Location | None:
-    """Return where the operand lies in the arena, None if peers cannot reach it as it is."""
+    """Return where the operand is in the arena, None if peers cannot reach it."""
     return context.arena.locate(operand.address, operand.nbytes) if operand.contiguous else None
 
 

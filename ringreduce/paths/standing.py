@@ -47,7 +47,7 @@ class Standing:
         self._context = context
         self._forget = forget
         self._calls = context.calls
-        self._behind = 0  # so many calls had been begun when the present one came in
+        self._behind = 0  # how many calls this rank had begun before the present one
         self._closed = False
         self._disowned = ""
         self._failure: BaseException | None = None
@@ -69,7 +69,7 @@ class Standing:
         return self._failure is not None
 
     def require_open(self) -> None:
-        """Raise what a call gets where none is made."""
+        """Raise why no call can be made, unless one can."""
         if self._disowned:
             raise ConfigError(self._disowned)
         if self._closed:
@@ -84,7 +84,7 @@ class Standing:
 
         Args:
             collective: what the other ranks are told if this one cannot make it.
-            carry_out: does it with the arguments; gives `fail` whatever ends it once it has begun to run.
+            carry_out: makes the call, with the arguments; passes `fail` every error after the call has begun to run.
             arguments: for that.
         """
         try:
@@ -118,7 +118,7 @@ class Standing:
     # ---- what ends calls ----
 
     def fail(self, error: BaseException) -> None:
-        """Decide what an error means that ended a call on its way; see the module."""
+        """Decide what an error that has ended a call means for later calls; see the module."""
         if not self._unheard(error):
             self.break_off(error)
 
@@ -158,7 +158,7 @@ class Standing:
         self._context.leave()
 
     def _unheard(self, error: BaseException) -> bool:
-        """Return whether the other ranks do not know yet that this one is in a call, which has failed here alone."""
+        """Return whether a call has failed on this rank alone, before any other rank has heard of it."""
         begun = self._calls.number != self._behind
         ours = isinstance(error, Exception) and not isinstance(error, CollectiveError)
         return ours and self.open and not begun
@@ -179,7 +179,7 @@ class Standing:
 
 
 def require_alone(error: BaseException) -> None:
-    """Say it in our words if a call could not begin, as another one was under way.
+    """Raise a `ConfigError` if a call could not begin because another one was under way.
 
     Args:
         error: what came out of running in `Standing.quiet`, where it was caught.

@@ -24,7 +24,7 @@ _Result = TypeVar("_Result")
 
 
 class Tensors:
-    """An `Arrays` of `ringreduce.training.framework`."""
+    """Torch's tensors, in the terms of `ringreduce.training.framework.Arrays`."""
 
     expected = "a torch tensor"
     conversion = "torch.as_tensor(...)"
@@ -43,7 +43,7 @@ class Tensors:
             if target is not source:
                 target.copy_(source)
             return
-        # On whatever thread this is, tensors that were made in inference mode may be changed in it alone.
+        # Tensors that were made in inference mode may be changed only in it, on any thread.
         with torch.inference_mode(target.is_inference()), torch.no_grad():
             if source.is_floating_point() or source.is_complex():
                 torch.mul(source, factor, out=target)
@@ -68,7 +68,7 @@ class Tensors:
         if torch.is_grad_enabled() and any(each.requires_grad for each in arrays):
             result: Sequence[torch.Tensor] = _Differentiable.apply(run, rule(), *arrays)  # type: ignore[no-untyped-call]
             return result
-        return run([self.without_graph(each) for each in arrays])  # half as long
+        return run([self.without_graph(each) for each in arrays])  # takes half the time
 
     def place(self, array: torch.Tensor) -> str:
         return array.device.type
@@ -99,7 +99,7 @@ class Tensors:
         return crossing.around(run), crossing.finish
 
 
-#: The only one.
+#: The only instance.
 TENSORS = Tensors()
 
 #: A context in which tensors become a request: ``preparing("allreduce", name, process_set)``.

@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 #: How many tensors hold a storage. Private to torch; without it only the holders of the gradient itself are noticed.
 _storage_uses: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
 
-_NESTED = 64  # so many passes may be within each other
+_NESTED = 64  # so many passes may be nested
 
 #: What runs a backward pass; private to torch. Without it passes within others count like those.
 _RUN = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
@@ -40,7 +40,7 @@ class Slot:
 
     Args:
         parameter: of any strides.
-        memory: room for the gradient, an array of bytes where the parameter is: NumPy's or CuPy's.
+        memory: of the place, an array of bytes on the parameter's device: NumPy's or CuPy's.
 
     Attributes:
         place: a tensor with the parameter's shape and, if those are dense, its strides, so that optimizers see
@@ -72,12 +72,11 @@ class Slot:
         return moved or parameter.dtype != self._dtype or parameter.shape != self.place.shape
 
     def is_kept(self) -> bool:
-        """Whether the place, while it is not ``p.grad``, still is something to somebody; takes about 0.3 us."""
+        """Whether somebody holds the place, or a view of it, while it is not ``p.grad``; takes about 0.3 us."""
         return self._references() > self._unshared or self.place.data_ptr() != self._address
 
     def _references(self) -> int:
-        # Whoever holds the tensor itself counts in the first, whoever holds a view of any kind (`detach`, `numpy`) in
-        # the second.
+        # The first counts holders of the tensor itself, the second holders of a view of any kind (`detach`, `numpy`).
         storage = self.place.untyped_storage()
         return sys.getrefcount(self.place) + _storage_uses(storage._cdata)
 
@@ -246,7 +245,7 @@ class _Passes:
         self._watchers: dict[int, list[weakref.ref[Watcher]]] = {}  # by the number of the pass
 
     def note(self, watcher: Watcher) -> None:
-        """Tell a watcher when the pass ends that this thread is in."""
+        """Have a watcher told when the pass ends in which this thread is now."""
         task = torch._C._current_graph_task_id()
         watchers = self._watchers.get(task)
         if watchers is None:

@@ -32,7 +32,7 @@ __all__ = ["DistributedOptimizer"]
 _KIND = "DistributedOptimizer"
 _COMPRESSION = "compression"  # a key of state dicts
 
-#: The method in which a GradScaler, or a class made of it, looks at an optimizer's gradients; private to torch.
+#: The method in which a GradScaler, or a subclass of it, reads an optimizer's gradients; private to torch.
 _UNSCALING = "_unscale_grads_"
 
 _stepping: set[int] = set()  # ids of wrapped optimizers that make a step for their wrapper
@@ -43,40 +43,42 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     It is a `torch.optim.Optimizer` for learning-rate schedulers and everything else that asks, and shares parameter
     groups, state, defaults and hooks with the wrapped optimizer, so that either can be used in the other's place for
-    all but `step`: where the wrapped one steps by itself a warning says so, once.
+    all but `step`: if a program calls `step` of the wrapped one, a warning says so, once.
 
     Every rank ends a step with the same weights, bit by bit, if it began with the same ones (call
-    `broadcast_parameters` first) and has the same hyper-parameters. Whether the ranks did is looked at in the first
-    step, and whether they have in steps 1, 2, 4, 8 and so on; a warning tells if not.
+    `broadcast_parameters` first) and has the same hyper-parameters. The ranks compare their hyper-parameters in steps
+    1, 2, 4, 8 and so on, and their weights in the first of these, and in the others while buckets overlap; a warning
+    says what differs.
 
     Gradients of any number of backward passes add up locally until `step` reduces them, once. If only some ranks have
     a gradient for a parameter, the others count as zeros; if none has, it becomes zeros as in Horovod, or stays None
-    as in torch with ``skip_unused``. With op `Average`, gradients that were reduced already and got more added reduce
-    to the right thing again; with `Sum` they must be zeroed after every reduction.
+    as in torch with ``skip_unused``. With op `Average`, gradients that were reduced and then added to are right when
+    they are reduced again; with `Sum` they must be zeroed after every reduction.
 
     With ``reduce_in="backward"`` the gradients are averages when ``backward()`` returns, as with torch's DDP, so that a
     program may clip them, scale them or look at them before it steps; `step` does not reduce them again. All ranks then
     make the same backward passes, and a rank that does not is an error on the others within the time limit. Gradients
     that no rank has stay None. Passes but the last of a step are made within `no_sync`, or declared.
 
-    Between nodes, complete buckets are reduced while the backward pass goes on (``overlap``). It begins once two steps
-    have shown the declared number of passes, and gradients that nobody changes between the last pass and the step. A
-    program that does change them gets a warning and no overlap. One that begins to later, so that gradients are lost
-    which other ranks have given, gets a `ConfigError` from `step`, on all ranks. Writes by ``p.grad.data`` or NumPy,
-    which torch does not count, are not seen. Who only looks at gradients before the step calls `synchronize` first, as
-    some may be averages already.
+    Between nodes, complete buckets are reduced while the backward pass goes on (``overlap``). Overlap begins after two
+    steps with the declared number of passes in which nobody changed gradients between the last pass and the step. A
+    program that changes them gets a warning and no overlap. If it begins to change them later, so that gradients of
+    other ranks are lost, `step` raises a `ConfigError` on all ranks. Writes by ``p.grad.data`` or NumPy, which torch
+    does not count, are not seen there, only by the comparison of weights. A program that only looks at gradients before
+    the step calls `synchronize` first, as some may be averages already. Where a whole model is made of reentrant
+    checkpoints, passes cannot be counted: use `no_sync` then, and not ``backward_passes_per_step``.
 
     A reduction writes into ``p.grad``, whoever else holds it. After ``zero_grad()`` a gradient that was kept, or a view
     of it, keeps its values, as in torch; steps are a little slower while it is. Memory that is held as a bare
     ``p.grad.data_ptr()`` or ``untyped_storage()`` is not kept.
 
     Construction and `add_param_group` are collective, and so are `step` and `synchronize`: they must be called on all
-    ranks, each optimizer's in the same order. A rank that has no more data calls `join`; over whom the others
-    average then, `ringreduce.conventions` says. `torch.amp.GradScaler` can be used as with any optimizer: before it
-    looks at the gradients they are reduced, so that all ranks see the same overflows. So can classes made of it, unless
-    they look for overflows elsewhere than in its ``_unscale_grads_``; there, call `synchronize` first.
+    ranks, each optimizer's in the same order. A rank that has no more data calls `join`; `ringreduce.conventions` says
+    over how many ranks the others average then. `torch.amp.GradScaler` can be used as with any optimizer: the gradients
+    are reduced before it reads them, so that all ranks see the same overflows. So can its subclasses, unless they look
+    for overflows outside of ``_unscale_grads_``; then call `synchronize` first.
 
-    With op `Adasum` every rank makes the step with its own gradients, and what it changed in the parameters is combined
+    With op `Adasum` every rank steps with its own gradients; then the ranks combine the changes of their parameters
     (see `ringreduce.adasum`), each parameter by itself.
 
     Parameters may be on this rank's GPU, on all ranks alike. Their gradients are in memory that the GPUs of a node
@@ -115,8 +117,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         UnsupportedBufferError: parameters are on a GPU that this process cannot use, or on several; or are sharded.
     """
 
-    # An optimizer that says so gets the scale of a GradScaler as attributes, and those would end here, not in the
-    # wrapped one. Without, GradScaler unscales the gradients itself.
+    # If this were true, a GradScaler would set its scale as attributes here, where the wrapped optimizer does not see
+    # them. As it is false, GradScaler unscales the gradients itself.
     _step_supports_amp_scaling = False
 
     def __new__(cls, optimizer: torch.optim.Optimizer, *arguments: Any, **options: Any) -> DistributedOptimizer:
@@ -177,7 +179,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             TorchParameters(training.communicator).require_usable(self._parameters())
         self._op, self._adasum = options.op, options.adasum
         self._synchronized = False
-        # A GradScaler that has made it reduce a step's gradients, and what that notes about the step.
+        # The GradScaler for which this step's gradients were reduced, and the state that it keeps for the step.
         self._scaler: tuple[weakref.ref[Any], dict[str, Any]] | None = None
         self._skipping = False
         training.begin(type(optimizer).__name__, self._named, options, settings)
@@ -215,7 +217,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self._step_wrapped()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients. None costs less memory traffic than zeros, here as well."""
+        """Clear the gradients. None costs less memory traffic than zeros."""
         self._synchronized, self._scaler = False, None
         with self._training.gradients.clearing():
             self._optimizer.zero_grad(set_to_none)
@@ -267,15 +269,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backward passes only add up gradients, on this rank, as in torch's DDP.
 
-        They are none of the ``backward_passes_per_step``. To be used for all passes of a step but the last, or for one
-        whose gradients are not for the next step.
+        Those passes do not count among the ``backward_passes_per_step``. Use it for all passes of a step but the last,
+        or for a pass whose gradients are not for the next step.
         """
         return self._training.gradients.no_sync()
 
     def rejoin(self) -> None:
         """Go on in the world there is now, if ``shutdown()`` and ``init()`` came since the last time. Collective.
 
-        `step` and `synchronize` do so by themselves. It is to be called where a rank may `join` before it steps again.
+        `step` and `synchronize` do so by themselves. Call it where a rank may `join` before it steps again.
         What compression has kept is lost: it was of other buckets, and perhaps of other ranks. Does nothing while the
         process set is not registered.
 
@@ -364,8 +366,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state, as it would save it itself, and what compression keeps on this rank.
 
-        The latter, under the key ``"compression"``, is this rank's own: a checkpoint that shall lose nothing of it is
-        saved on every rank.
+        The latter, under the key ``"compression"``, is this rank's own: to lose nothing of it, save a checkpoint on
+        every rank.
         """
         state: dict[str, Any] = self._optimizer.state_dict()
         if kept := self._training.state_dict():
@@ -417,7 +419,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Let a GradScaler see the same overflows on all ranks, so that all make the step or none.
 
         Args:
-            caller: what looks at the parameter groups; does nothing if that is no method of a GradScaler.
+            caller: the frame that reads the parameter groups; nothing happens unless it is a method of a GradScaler.
         """
         code = caller.f_code
         scaler = caller.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
@@ -429,11 +431,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not self._training.gradients.pending:
             return
         noted = scaler._per_optimizer_states[id(self)]
-        # A method of a class made of it may look, and then call the one of GradScaler, which looks again.
+        # The method of a subclass may read the groups, and then call the one of GradScaler, which reads them again.
         reduced = self._synchronized or (self._scaler is not None and self._scaler[1] is noted)
         if not reduced:
             self.synchronize()
-            self._synchronized, self._scaler = False, (weakref.ref(scaler), noted)  # for the one step that it looks for
+            self._synchronized, self._scaler = False, (weakref.ref(scaler), noted)  # for this one step
 
     def _reduced_for_scaler(self) -> bool:
         """Whether a GradScaler that is about to make this step, and not an earlier one, has had gradients reduced."""
@@ -443,7 +445,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return bool(scaler._per_optimizer_states[id(self)]["found_inf_per_device"])  # forgotten once a step is over
 
     def _share_overflows(self) -> None:
-        """Make this rank's gradients overflow if those of any rank do; what Adasum reduces comes after the step."""
+        """Make this rank's gradients overflow if those of any rank do: Adasum reduces nothing before the step."""
         if self._training.alone:
             return
         grads = [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
@@ -463,7 +465,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return common.to(loss.device, loss.dtype) if isinstance(loss, torch.Tensor) else common.item()
 
     def _step_wrapped(self, *closure: Callable[[], Any]) -> Any:
-        """Let the wrapped optimizer step, which is no mistake then."""
+        """Let the wrapped optimizer step, without the warning of `_stepped_by_itself`."""
         stepping = id(self._optimizer)
         _stepping.add(stepping)
         try:
@@ -532,7 +534,7 @@ class _StepWatch:
 
 
 def _watch(optimizer: torch.optim.Optimizer, wrapper: DistributedOptimizer) -> Callable[[], object]:
-    """Notice steps that an optimizer makes by itself; return what ends that, as the end of the wrapper does."""
+    """Tell the wrapper of each step of its optimizer; return a function that ends this. So does the wrapper's end."""
     hook = None
     with suppress(AttributeError):  # an optimizer that has no hooks
         hook = optimizer.register_step_pre_hook(_StepWatch(weakref.ref(wrapper)))

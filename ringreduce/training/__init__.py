@@ -1,1 +1,1 @@
-"""Data-parallel training whatever the framework; `ringreduce.training.framework` says how one is bound."""
+"""Data-parallel training for any framework; `ringreduce.training.framework` says how to bind one."""

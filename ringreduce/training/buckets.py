@@ -1,11 +1,11 @@
-"""Gradients that travel together: buckets in communication memory, with every gradient a part of one.
+"""Buckets: communication memory in which gradients travel together, each at its place.
 
-What a gradient *is*, the framework and the program decide: None, or the array that the backward pass or the program
-made. A bucket only decides where it is kept. Before a bucket is reduced, it collects its gradients: it copies them to
-their places in the bucket, which then are the gradients until somebody replaces them.
+The framework and the program decide what a gradient is: None, or the array that the backward pass or the program made.
+A bucket decides only where its values are. Before a bucket is reduced it collects its gradients: it copies each to its
+place, and from then on the place is the gradient, until somebody replaces it.
 
-A program may hold on to an array that was a gradient in an earlier step, as code does that compares the gradients of
-several tasks. While it does, nothing is written to that place: the bucket is reduced in other memory.
+A program may keep an array that was a gradient in an earlier step, for example to compare the gradients of several
+tasks. While it does, the bucket writes nothing to that place, and is reduced in other memory.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from ringreduce.training.framework import Parameters
 
 __all__ = ["ALIGNMENT_NBYTES", "LARGE_NBYTES", "Bucket", "Buckets"]
 
-#: From this size on (bytes), gradients are collected as soon as they are there. It is where glibc's malloc begins to
-#: hand freed memory back to the kernel: gradients that live until they are cleared cost a page fault per 4 KiB.
+#: Gradients of at least so many bytes are collected as soon as the backward pass has made them. From this size on,
+#: glibc's malloc hands freed memory back to the kernel, so that gradients which live until they are cleared cost a page
+#: fault per 4 KiB.
 LARGE_NBYTES = 128 << 10
 
 #: Gradients begin on cache lines.
@@ -33,17 +34,17 @@ class Bucket:
     """Some gradients in one piece of communication memory.
 
     Args:
-        framework: theirs.
+        framework: the parameters'.
         parameters: whose gradients; all of one kind.
         communicator: makes the memory.
-        moved: where a bucket notes gradients that it has moved to their places: by the ``id`` of the parameter, the
-            ``id`` of the place and its version then.
+        moved: gets an entry for each gradient that the bucket moves to its place: by the ``id`` of the parameter, the
+            ``id`` of the place and its version at that time.
 
     Attributes:
         flat: all of it, one-dimensional.
         slots: the parameters, in order, and their places.
         places: where these are in ``flat``.
-        reducer: what compresses it, with what that keeps from step to step; None: it travels as it is.
+        reducer: compresses the bucket, and keeps state from step to step; None: the bucket travels as it is.
     """
 
     __slots__ = ("_communicator", "_framework", "_hooks", "_moved", "flat", "places", "reducer", "slots")
@@ -65,7 +66,7 @@ class Bucket:
         self._hooks: list[Any] = []
 
     def collect_at_once(self) -> None:
-        """From now on, collect large gradients as soon as they are there."""
+        """From now on, collect large gradients as soon as the backward pass has made them."""
         for slot in self.slots:
             if self._framework.is_on_host(slot.parameter) and self._framework.kind(slot.parameter)[1] >= LARGE_NBYTES:
                 # The whole bucket, not only this gradient: small gradients that stay where they are (a bias) would
@@ -79,11 +80,11 @@ class Bucket:
         self._hooks.clear()
 
     def is_kept(self) -> bool:
-        """Return whether somebody holds, from earlier, what reducing this bucket would overwrite."""
+        """Return whether the program holds an earlier gradient that reducing this bucket would overwrite."""
         return any(not slot.is_filled() and slot.is_kept() for slot in self.slots)
 
     def collect(self) -> None:
-        """Move the gradients that are there to their places, but for those that cannot be, or whose place is kept."""
+        """Move gradients to their places, but for those that cannot be moved and those whose place is kept."""
         framework = self._framework
         self._move(
             [
@@ -97,7 +98,7 @@ class Bucket:
         )
 
     def fill_for_now(self) -> bool:
-        """Bring the gradients to their places, zeros where there is none yet; return whether all of them are there.
+        """Move gradients to their places, zeros where there is none yet; return False if some cannot be moved.
 
         Parameters without a gradient keep None.
         """
@@ -139,7 +140,7 @@ class Bucket:
         return any(id(slot.parameter) in parameters for slot in self.slots)
 
     def placed(self) -> list[Any]:
-        """Return the slots whose place is the gradient, wherever its values are."""
+        """Return the slots whose place is the gradient, even if the program has given it other memory."""
         return [slot for slot in self.slots if self._framework.gradient(slot.parameter) is slot.place]
 
     def adopt(self, used: frozenset[int]) -> None:
@@ -155,11 +156,11 @@ class Bucket:
         return made
 
     def take_back(self, apart: Bucket, placed: Sequence[Any]) -> None:
-        """Take the gradients out of what `apart` returned, into places only where they were before.
+        """Take the gradients out of a bucket that `apart` returned: to their places here if they were there before.
 
         Args:
             apart: filled and reduced.
-            placed: the slots of this bucket that were filled before.
+            placed: what `placed` returned before ``apart`` was filled.
         """
         framework = self._framework
         for slot in apart.slots:
@@ -179,19 +180,20 @@ class Bucket:
 class Buckets:
     """The buckets of one optimizer.
 
-    Parameters get their place when a reduction first meets their gradient on any rank. All ranks learn of that in the
-    same reduction, so that they make the same buckets, whether a parameter was there from the start, was added or
+    A parameter gets its place in the first reduction in which some rank has a gradient for it. All ranks learn of that
+    in the same reduction and so make the same buckets, whether a parameter was there from the start, was added or
     thawed later, or is never used and takes no memory.
 
     Args:
         framework: the gradients'.
         communicator: makes the memory.
         nbytes: a bucket that holds so many bytes is closed; must agree on all ranks.
-        groups: the number of its group for each parameter, by id, that travels in a bucket with its group.
-        compression: of the buckets that it reduces.
+        groups: numbers of groups, by the ids of their parameters; the gradients of a group, if of one kind, share a
+            bucket.
+        compression: makes the reducers of buckets; without effect here if it does not reduce buckets itself.
 
     Attributes:
-        layout: says which parameter is where; equal on ranks whose buckets are.
+        layout: which parameters are in which bucket, as text; equal on ranks whose buckets are equal.
         moved: as for `Bucket`.
     """
 
@@ -254,12 +256,12 @@ class Buckets:
         return {number: state for number, state in (self._saved | kept).items() if state}
 
     def load_state_dict(self, state: Mapping[int, State]) -> None:
-        """Go on from what `state_dict` has returned, with buckets that are there and those that will be made.
+        """Load what `state_dict` returned, for the buckets that exist and for those that will be made.
 
-        A bucket of which it holds nothing begins anew.
+        A bucket for which it holds nothing begins anew.
 
         Raises:
-            ConfigError: it is of other buckets.
+            ConfigError: it was saved for other buckets.
         """
         self._saved = dict(state)
         for number, bucket in enumerate(self._buckets):

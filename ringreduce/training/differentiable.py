@@ -1,4 +1,4 @@
-"""Collectives that gradients flow through: each is the operation forwards, and the one that turns it back backwards.
+"""Collectives that gradients flow through: the operation in the forward pass, its adjoint in the backward pass.
 
 | forwards      | backwards                                                     | by the conventions                 |
 |---------------|---------------------------------------------------------------|------------------------------------|
@@ -35,12 +35,12 @@ __all__ = ["Differentiable"]
 
 _Values = Sequence[Any]
 
-#: For operations without a name, counted alike on all ranks of a set.
+#: Numbers the gradients of operations without a name, alike on all ranks of a set.
 _numbers: WeakKeyDictionary[Engine, itertools.count[int]] = WeakKeyDictionary()
 
 
 class Differentiable:
-    """Blocking collectives on arrays of a framework that gradients flow through. Collective, backwards too.
+    """Blocking collectives that gradients flow through, on a framework's arrays. The backward pass is collective, too.
 
     Args:
         arrays: the framework's.
@@ -81,7 +81,7 @@ class Differentiable:
         return self._flow("allgather", lambda prepare, sources: prepare.allgather(sources, list), adjoint, values)
 
     def broadcast(self, value: Any, root: int) -> Any:
-        """Return the array of a rank of the set."""
+        """Return the root's array; ``root`` is a rank of the set."""
 
         def adjoint(back: Differentiable, grads: _Values) -> _Values:
             totals = back.allreduce(grads, self._conventions.gradient_op)
@@ -143,7 +143,7 @@ class Differentiable:
         return self._arrays.differentiable(run, lambda: partial(adjoint, self._back()), values)
 
     def _back(self) -> Differentiable:
-        """Return what the backward pass uses, under a name of its own: several may come in any order."""
+        """Return the collectives of the backward pass, under a name of their own: passes may come in any order."""
         if self._backwards:
             name = f"{self._name}'"
         elif self._name is not None:

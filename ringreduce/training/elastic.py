@@ -21,7 +21,7 @@ __all__ = ["EpochDivision", "HandlingState", "SamplerStateHandler", "StateHandle
 class StateHandler:
     """Keeps one object by its state dict: a learning-rate scheduler, a GradScaler.
 
-    Subclasses keep objects of other kinds, in whatever way. It saves as soon as a state is given the object.
+    Subclasses keep objects of other kinds. A state that is given an object saves it at once.
 
     Args:
         value: the object.
@@ -36,7 +36,7 @@ class StateHandler:
 
     def restore(self) -> None:
         """Go back to the copy that was taken last."""
-        self.value.load_state_dict(copy.deepcopy(self._saved))  # which may keep the arrays that it is given
+        self.value.load_state_dict(copy.deepcopy(self._saved))  # a copy: the object may keep these arrays
 
     def sync(self) -> None:
         """Make it equal to rank 0's. Collective."""
@@ -63,9 +63,9 @@ class SamplerStateHandler(StateHandler):
 
 
 class HandlingState(ObjectState):
-    """Attributes of which some are kept by a `StateHandler`, as the objects that they are; the others by value.
+    """Attributes: a `StateHandler` keeps those that are objects with a state; the others are kept by value.
 
-    An attribute that is given another object later keeps that one.
+    When the program assigns another object to an attribute, that one is kept.
 
     Args:
         **kwargs: the attributes; those that are None are left out.
@@ -76,7 +76,7 @@ class HandlingState(ObjectState):
         super().__init__(broadcast_object, rank, **{name: value for name, value in kwargs.items() if value is not None})
 
     def _find_handler(self, value: Any) -> StateHandler | None:
-        """Return what keeps an object as the object that it is; None: it is kept by value."""
+        """Return a handler for an object; None: it is kept by value."""
         return StateHandler(value) if hasattr(value, "state_dict") and hasattr(value, "load_state_dict") else None
 
     def save(self) -> None:
@@ -99,14 +99,14 @@ class HandlingState(ObjectState):
         try:
             super().check_host_updates()
         except HostsUpdatedInterrupt:
-            # Now, while those that go can still say what they have processed, and because a sync may be skipped.
+            # Now, while ranks that will go can still say what they have processed, and because a sync may be skipped.
             for handler in self._handlers.values():
                 if isinstance(handler, SamplerStateHandler):
                     handler.sync()
             raise
 
     def reset(self) -> None:
-        """Divide what is left of the epoch among the ranks there are now, and let optimizers work with them."""
+        """Let all handlers prepare for the ranks there are now: divide what is left of the epoch, rejoin."""
         for handler in self._handlers.values():
             handler.reset()
 
@@ -128,9 +128,9 @@ class HandlingState(ObjectState):
 class EpochDivision:
     """Divides what is left of an epoch among the ranks there are.
 
-    Every rank gets the same number of indices: the last few may be given out twice. The program says which it has
-    processed, with `record_batch`; a `HandlingState` puts these together over the ranks. Without a world there is one
-    rank. Subclasses say how an epoch is shuffled.
+    Every rank gets the same number of indices: the last few may be given out twice. The program records which it has
+    processed, with `record_batch`; a `HandlingState` collects these from all ranks. Without a world there is one rank.
+    Subclasses say how an epoch is shuffled.
 
     Args:
         dataset: has a length; the same on all ranks.
@@ -205,11 +205,11 @@ class EpochDivision:
         return {"epoch": self.epoch, "processed_indices": processed, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there, divided among the ranks there are now.
+        """Go on from a saved state, divided among the ranks there are now.
 
         Args:
-            state_dict: what `state_dict` has returned, or Horovod's, which knows a number alone: so many indices count
-                as processed, the first in the order of the epoch here. (Horovod's order is another.)
+            state_dict: what `state_dict` has returned, or Horovod's, which holds only a number: so many indices count
+                as processed, the first in the order of the epoch here. (Horovod orders them differently.)
         """
         by_number = "processed_num" in state_dict and "processed_indices" not in state_dict
         form = "processed_num" if by_number else "processed_indices"

@@ -1,4 +1,4 @@
-"""What ringreduce has to know of a framework: the page to read first for whoever binds another one.
+"""What ringreduce must know of a framework: read this page first if you bind another one.
 
 A framework has arrays and, for training, parameters with gradients. `Arrays` describes the former, `Parameters` the
 latter; `ringreduce.torch.arrays` and `ringreduce.torch.gradients` are complete, `ringreduce.testing.toy` is small. With
@@ -11,17 +11,18 @@ an `Arrays`, a collective of the binding is a few lines:
             request = prepare.allreduce([array], [ARRAYS.empty_like(array)], op, 1.0, 1.0)
         return request.submit()  # a Handle, for poll() and synchronize(); carry_out() waits
 
-What is wrong with the arguments is raised inside the ``with``, and the other ranks hear of it. A binding is a part of
-this package, so that the lines which errors name, and ranks compare, are the program's and not the binding's.
+Wrong arguments raise inside the ``with``, and the other ranks hear of it. A binding must be a part of this package:
+errors name, and ranks compare, the lines of source that call the package, which are then the program's.
 
-Names, negotiation, fusion, errors and `join` come from below. So do, in the other modules of this package, handles,
-`barrier`, gradients through collectives, parameters that are broadcast and compared, elastic training, and objects,
-for which a binding enters its arrays in `ringreduce.training.objects.REDUCERS`.
+A binding gets names, negotiation, fusion, errors and `join` from below. The other modules of this package give it
+handles, `barrier`, gradients through collectives, broadcasts and checks of parameters, elastic training, and objects,
+for which it enters its arrays in `ringreduce.training.objects.REDUCERS`.
 
-With a `Parameters`, a distributed optimizer is a `Training` of `ringreduce.training.optimizer` and the framework's own
-step: it calls `Training.begin` when it is made and `Gradients.reduce` before each step; the framework's hooks call a
-`Watcher` around each backward pass. The methods of a `Parameters` are local: they touch the framework's arrays and call
-nothing of ringreduce but `Communicator.empty`. `ringreduce.testing.training` checks any binding.
+With a `Parameters`, a distributed optimizer is the framework's own optimizer with a `Training` of
+`ringreduce.training.optimizer`: it calls `Training.begin` when it is made and `Gradients.reduce` before each step; the
+framework's hooks call a `Watcher` in each backward pass. The methods of a `Parameters` are local: they touch the
+framework's arrays and call nothing of ringreduce but `Communicator.empty`. `ringreduce.testing.training` checks any
+binding.
 
 Arrays have a ``shape`` (a tuple of whole numbers) and a ``dtype`` (that prints as NumPy's or torch's do); both can be
 hashed. Memory is read and written by `ringreduce.buffers`, which takes NumPy arrays, torch tensors, CuPy arrays and
@@ -60,8 +61,8 @@ class Arrays(Protocol):
     """The arrays of a framework.
 
     Attributes:
-        expected: what errors say was expected: ``"a torch tensor"``.
-        conversion: what makes an array of other things: ``"torch.as_tensor(...)"``.
+        expected: what errors call one of its arrays: ``"a torch tensor"``.
+        conversion: how users make one of other things, for errors: ``"torch.as_tensor(...)"``.
     """
 
     expected: str
@@ -112,8 +113,8 @@ class Arrays(Protocol):
 
         Args:
             run: takes the arrays `without_graph` and returns others.
-            rule: returns what makes gradients of the arrays of those of the results. Called once, before ``run``, if a
-                gradient may be asked for, and else never.
+            rule: returns a function that takes the gradients of the results and returns those of the arrays. Called
+                once, before ``run``, if a gradient may be asked for; otherwise never.
             arrays: of any number.
         """
         ...
@@ -141,7 +142,7 @@ class Arrays(Protocol):
     def on_callers_stream(
         self, run: Callable[[Communicator], _Result], device: Any
     ) -> Callable[[Communicator], _Result]:
-        """Return a function that does what ``run`` does on the stream that is current now, on whichever thread.
+        """Return a function that calls ``run`` on the stream that is current now, from any thread.
 
         For operations that the caller waits for.
         """
@@ -150,7 +151,7 @@ class Arrays(Protocol):
     def beside_callers_stream(
         self, run: Callable[[Communicator], _Result], arrays: Sequence[Any]
     ) -> tuple[Callable[[Communicator], _Result], Callable[[object], object]]:
-        """Return a function that does what ``run`` does on another stream, after what the caller has enqueued by now.
+        """Return a function that calls ``run`` on another stream, after all that the caller has enqueued by now.
 
         Args:
             run: of an operation that the caller does not wait for.
@@ -191,24 +192,24 @@ class Slot(Protocol):
 
 
 class Watcher(Protocol):
-    """What a framework calls in a backward pass.
+    """Hears from a framework what happens in a backward pass.
 
     Attributes:
-        number: of several, the first made has the lowest.
+        number: lower than those of watchers that were made later.
     """
 
     number: int
 
     def before_adding(self, record: Any) -> None:
-        """To be called before a gradient is added to, where the framework can."""
+        """Hear that a gradient is about to be added to; only where the framework can say so."""
         ...
 
     def added(self, record: Any) -> None:
-        """To be called after that."""
+        """Hear that a gradient was added to."""
         ...
 
     def pass_ended(self, nested: bool = False) -> None:
-        """To be called at the end of a pass that has called `added`; on several watchers in the order of their numbers.
+        """Hear that a pass has ended that called `added`; several watchers hear it in the order of their numbers.
 
         Args:
             nested: whether the pass was made within another one.
@@ -217,10 +218,10 @@ class Watcher(Protocol):
 
 
 class Handover(Protocol):
-    """The order, on a GPU, around a bucket that the backward pass fills, and that is reduced beside it."""
+    """Orders the work on a bucket on a GPU: the backward pass fills it on one stream, and it is reduced on another."""
 
     def note(self) -> None:
-        """To be called where a gradient of the bucket is added to."""
+        """Remember the current stream, on which a gradient of the bucket is added to; `filling` waits for it."""
         ...
 
     def filling(self) -> AbstractContextManager[None]:
@@ -228,7 +229,7 @@ class Handover(Protocol):
         ...
 
     def working(self) -> AbstractContextManager[None]:
-        """Return a context to reduce the bucket in, on whichever thread."""
+        """Return a context to reduce the bucket in, on any thread."""
         ...
 
     def come_back(self) -> None:
@@ -247,9 +248,9 @@ class Removable(Protocol):
 class Parameters(Protocol):
     """The operations of one framework on parameters and their gradients.
 
-    Parameters are whatever the framework calls so, and are told apart by ``id``; gradients are its arrays. What has a
-    body here is right for a framework in host memory whose gradients are dense: a binding that derives from this
-    writes the others, and those where its framework can do more.
+    Parameters are whatever the framework calls so; they are told apart by ``id``. Gradients are its arrays. The methods
+    that have a body here serve a framework in host memory with dense gradients. A binding derives from this class,
+    writes all other methods, and overrides those where its framework can do more.
     """
 
     def gradient(self, parameter: Any) -> Any:
@@ -300,14 +301,14 @@ class Parameters(Protocol):
         ...
 
     def watch(self, parameter: Any, watcher: Watcher, record: Any) -> Sequence[Removable]:
-        """Have a watcher called around each time that the framework adds to a gradient, with a record.
+        """Call a watcher before and after each time that the framework adds to a gradient, with ``record``.
 
-        What this leaves with the parameter must not keep the watcher alive.
+        The hooks that the parameter keeps must not keep the watcher alive.
         """
         ...
 
     def after_adding(self, parameter: Any, action: Callable[[], object]) -> Sequence[Removable]:
-        """Have a function called each time that the framework has added to a gradient; nothing depends on it."""
+        """Call a function each time that the framework has added to a gradient; only speed depends on it."""
         return ()
 
     def found(self, parameter: Any) -> int:
@@ -323,11 +324,11 @@ class Parameters(Protocol):
         return 0
 
     def movable(self, slot: Slot) -> bool:
-        """Return whether the gradient, which is there, may become the slot's place without loss."""
+        """Return whether the parameter's gradient can be copied to the slot's place without loss; it has one."""
         return True
 
     def shape_in_memory(self, place: Any) -> tuple[int, ...]:
-        """Return the lengths of the dimensions, from the one that goes farthest in memory to the nearest."""
+        """Return the lengths of the dimensions, from the largest stride to the smallest."""
         return tuple(place.shape)
 
     def rows(self, parameter: Any, sparse_dims: int) -> tuple[Any, Any]:
@@ -340,7 +341,7 @@ class Parameters(Protocol):
         raise UnsupportedBufferError("sparse gradients are not supported on this rank")
 
     def set_rows(self, parameter: Any, places: Any, values: Any, divisor: int) -> None:
-        """Make what `rows` returned on all ranks, one after the other, the gradient: added up and divided."""
+        """Make a sparse gradient of the rows of all ranks: their sum, divided by ``divisor``."""
 
     # What follows is for devices.
 
@@ -360,12 +361,12 @@ class Parameters(Protocol):
         return nullcontext(flat)
 
     def handover(self, flat: Any) -> Handover | None:
-        """Return what orders the work of others on a bucket and that of the backward pass; None: nothing has to."""
+        """Return what orders the work on a bucket between streams; None: nothing has to."""
         return None
 
     def around(self, arrays: Sequence[Any]) -> Callable[[], AbstractContextManager[Any]] | None:
-        """Return what an operation on these arrays is to be carried out in, on whichever thread; None: in nothing.
+        """Return what makes a context in which to carry out an operation on these arrays, on any thread; None: in none.
 
-        Of a GPU: the stream on which the caller works now.
+        On a GPU the context is the stream on which the caller works now.
         """
         return None

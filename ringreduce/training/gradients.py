@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 _numbers = itertools.count()
 
-_UNSIGNED = bytes(8)  # what a rank says in place of `_signed` that does not take part in a comparison
+_UNSIGNED = bytes(8)  # what a rank that takes no part in a comparison says in place of `_signed`
 
 
 class Ranks:
@@ -39,7 +39,7 @@ class Ranks:
     Args:
         engine: carries them out.
         name: the optimizer's.
-        title: what errors call what it does.
+        title: what errors call these operations.
 
     Attributes:
         seconds: spent in them so far, waiting for others included.
@@ -86,13 +86,14 @@ class Gradients:
         bucket_nbytes: a bucket that holds so many bytes is closed; must agree on all ranks.
         compression: what travels in place of a bucket: a `BucketCompression`, or what has ``compress`` and
             ``decompress`` for the framework's arrays; None: the bucket itself.
-        predivide_factor: of an average, what gradients are divided by before they are summed; the rest comes after.
-        groups: the number of its group for each parameter, by id, that travels in a bucket with its group.
+        predivide_factor: of an average: gradients are divided by this before they are summed, and by the rest
+            afterwards.
+        groups: as for `Buckets`.
         skip_unused: whether trainable parameters that no rank used keep None instead of zeros.
         overlap: whether buckets are reduced during the backward pass; the same on all ranks.
         in_backward: whether gradients are reduced at the end of the backward pass; the same on all ranks.
-        settings: returns what the ranks step with, which is compared with the others' in the first step and then ever
-            more rarely, as that takes a while.
+        settings: returns this rank's hyper-parameters, as text by name. The ranks compare theirs in steps 1, 2, 4, 8
+            and so on, as that takes a while.
 
     Attributes:
         number: greater than those of optimizers that were made earlier.
@@ -135,27 +136,27 @@ class Gradients:
         overlap = overlap and engine.threaded and predivide_factor == 1.0 and self._compressor is None
         self._overlap = Overlap(framework, engine, self._name, described, op, self._buckets.moved, wanted=overlap)
         self._hooks: list[Any] = []
-        self._steps = 0  # so many calls of `reduce` on this rank, at least since the ranks have joined
+        self._steps = 0  # calls of `reduce` on this rank, counted anew when all ranks have joined
         self._joins = engine.joins
         self._stepped = 0  # so many steps of the optimizer, likewise
         self._compares = True  # weights, as long as they are equal
         self._found: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self.watch()
-        # The parameters keep their hooks, and the finalizer what it is to retire, but not this.
+        # The parameters keep their hooks, and the finalizer keeps what it retires; neither keeps this object.
         weakref.finalize(self, _retire, self._buckets, self._overlap, self._hooks).atexit = False
 
     # ---- what frameworks' hooks call ----
 
     def before_adding(self, record: Watched) -> None:
-        """To be called before a gradient is added to."""
+        """See `Watcher`."""
         self._overlap.before_adding(record)
 
     def added(self, record: Watched) -> None:
-        """To be called after that."""
+        """See `Watcher`."""
         self._overlap.added(record)
 
     def pass_ended(self, nested: bool = False) -> None:
-        """To be called at the end of a backward pass that has added to some gradient, on all optimizers in one order.
+        """See `Watcher`; with ``in_backward``, reduce the gradients after the last declared pass.
 
         Args:
             nested: whether it was made within another one, as by a checkpoint. Nobody may hear of the end of that one, so
@@ -184,7 +185,8 @@ class Gradients:
 
         Raises:
             UnsupportedBufferError: on all ranks, if some rank has a gradient that cannot be reduced.
-            ConfigError: on all ranks, if gradients are lost that were reduced during the backward pass.
+            ConfigError: on all ranks, if gradients are lost that were reduced during the backward pass, or if such a
+                pass has added to sums over the ranks.
         """
         try:
             self._reduce_all(self._parameters())
@@ -216,7 +218,7 @@ class Gradients:
 
     @contextmanager
     def clearing(self) -> Iterator[None]:
-        """To be entered while gradients are cleared: what is under way with them is ended first."""
+        """Return a context in which to clear the gradients; it first ends reductions that are under way."""
         self._overlap.stop()
         yield
         self._overlap.cleared()
@@ -237,7 +239,7 @@ class Gradients:
         return max((bucket.reducer.error for bucket in self._buckets if bucket.reducer is not None), default=0.0)
 
     def state_dict(self) -> dict[int, State]:
-        """See `Buckets.state_dict`; what is under way is ended first."""
+        """See `Buckets.state_dict`; ends reductions that are under way first."""
         self._overlap.stop()
         return self._buckets.state_dict()
 
@@ -252,7 +254,7 @@ class Gradients:
         return [parameter for _, parameter in self._named()]
 
     def watch(self) -> None:
-        """Have the framework say when it adds to gradients that are not watched yet, as long as that is of use."""
+        """Watch gradients that are not watched yet, as long as overlap or ``in_backward`` need it."""
         if not (self._overlap.watching or self._in_backward):
             _remove(self._hooks)
         elif self._engine.communicator.size > 1:
@@ -264,7 +266,7 @@ class Gradients:
                         self._overlap.watch(record)
 
     def _agree(self, parameters: Sequence[Any]) -> _Agreed:
-        """Tell the other ranks what there is on this one; return what there is on any."""
+        """Tell the other ranks which gradients this one has, and what it knows of them; return what all have told."""
         if self._joins != self._engine.joins:
             self._joins, self._steps, self._stepped = self._engine.joins, 1, 0  # ranks that had joined made fewer
         rows, said = self._overlap.report(parameters, self.passes)
@@ -315,7 +317,7 @@ class Gradients:
         return agreed
 
     def _states(self, parameters: Sequence[Any]) -> bytes:
-        """Return what this rank has found as the gradient of each parameter; the largest says what all ranks do."""
+        """Return which kind of gradient this rank has for each parameter; all ranks go by the largest."""
         framework = self._framework
         states = bytearray()
         for parameter in parameters:
@@ -328,7 +330,7 @@ class Gradients:
         return bytes(states)
 
     def _reduce(self, due: Sequence[Bucket], used: frozenset[int], agreed: _Agreed) -> None:
-        """Fill and reduce buckets; those that are compressed by a reducer of their own one by one."""
+        """Fill buckets and reduce them: together, but one by one those that have a `Reducer`."""
         together: dict[tuple[str | None, bool], list[Bucket]] = {}
         taken_back = []
         for bucket in due:
@@ -436,7 +438,7 @@ class _Agreed(NamedTuple):
     """What the ranks have said before a step; the same on all.
 
     Attributes:
-        found: what there is of each gradient.
+        found: the largest that a rank has said of each gradient, as in `Parameters.found`.
         rows: see `Overlap.report`.
         said: likewise.
         active: how many ranks take part.
@@ -449,13 +451,13 @@ class _Agreed(NamedTuple):
 
 
 def _signed(checksum: int) -> bytes:
-    """Return a checksum and its complement: the largest bytes of all ranks are complements, too, only if all agree."""
+    """Return a checksum and its complement. The largest bytes of all ranks are complements only if all ranks agree."""
     said = checksum.to_bytes(len(_UNSIGNED) // 2, "little")
     return said + bytes(255 - each for each in said)
 
 
 def _all_alike(largest: npt.NDArray[np.uint8]) -> bool:
-    """Whether these are the largest bytes of equal results of `_signed`, and of ranks that have not signed."""
+    """Return whether all ranks that signed have sent the same, given the largest bytes of all."""
     said, complement = largest.astype(np.int32).reshape(2, -1)
     return bool((said + complement == 255).all() or not largest.any())
 

@@ -4,8 +4,8 @@ Unpickling runs what the sender wrote: use these only among the processes of one
 arrays inside an object that is broadcast stays out of the pickle and travels as it is, so that the state of a large
 optimizer travels at full speed.
 
-Every rank goes through the same collectives whatever becomes of its object: a rank that cannot pack one sends the
-reason in its place, and objects are unpacked after the last collective.
+Every rank runs the same collectives even if it cannot pack its object: it sends the reason in its place. Ranks unpack
+objects after the last collective.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def broadcast_object(
     """Give every rank the root's object. Collective; for trusted jobs only, as it unpickles.
 
     Args:
-        obj: what to send, anything that pickles; looked at on the root only. Contiguous NumPy arrays in it travel as
+        obj: what to send, anything that pickles; used on the root only. Contiguous NumPy arrays in it travel as
             they are, and so do tensors once `ringreduce.torch` is imported on the root.
         root_rank: the sender, as a rank of the world; must agree on all ranks.
-        name: what matches it with the other ranks' calls; None: it meets the other calls without a name in their order.
+        name: what matches it with the other ranks' calls; None: calls without a name match in order.
         process_set: the ranks that take part.
 
     Returns:
@@ -89,11 +89,11 @@ def gather(communicator: Communicator, obj: Any) -> list[Any]:
 
 
 def _named(kind: str, name: str | None) -> str | None:
-    return f"{kind} {name}" if isinstance(name, str) else name  # what is no name is refused as it is
+    return f"{kind} {name}" if isinstance(name, str) else name  # `Preparing` refuses what is no name
 
 
 def _packed(pack: Callable[[], bytes]) -> tuple[bytes, Exception | None]:
-    """Return what ``pack`` does, or the reason why it failed, as text, and the error."""
+    """Return what ``pack`` returns, and None; or, if it fails, the reason as text, and the error."""
     try:
         return pack(), None
     except Exception as error:  # whatever an object's own methods raise
@@ -127,7 +127,7 @@ def _broadcast(
     failure: Exception | None,
     memories: list[npt.NDArray[np.uint8]],
 ) -> tuple[Any, list[npt.NDArray[np.uint8]]]:
-    """Give every rank what `_skeleton` made on the root, or raise why there is nothing, everywhere."""
+    """Give every rank what `_skeleton` made on the root; raise on all ranks if that has failed."""
     header = np.array([len(data), failure is not None, len(memories)], np.int64)
     nbytes, failed, count = communicator.broadcast(header, root).tolist()
     is_root = communicator.rank == root

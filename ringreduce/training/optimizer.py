@@ -1,4 +1,4 @@
-"""What a distributed optimizer has to do with the other ranks, in any framework."""
+"""The part of a distributed optimizer that is the same in every framework: all that it does with other ranks."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ class Options:
         """Return options from what a user gave.
 
         Args:
-            settings: say what a user left open.
+            settings: decide what a user left open.
             parameters: all of the optimizer's.
-            op: Adasum as well.
+            op: the attribute; `Adasum` as well.
             passes: likewise an attribute.
             compression: also the class of a compression that takes settings, for those it has by itself.
             predivide_factor: likewise an attribute.
@@ -121,7 +121,7 @@ class Options:
         )
 
     def in_words(self, parameters: Sequence[Any]) -> dict[str, object]:
-        """Return what must agree, by the names that users know, to be compared as it is printed."""
+        """Return the options that must agree, by the names that users know; ranks compare them as text."""
         return {
             "op": Adasum if self.adasum else self.op.value,
             "backward_passes_per_step": self.passes,
@@ -135,9 +135,9 @@ class Options:
 
 
 class Training:
-    """The part that one optimizer takes in the training of all ranks of a process set.
+    """What one optimizer does with the other ranks of a process set.
 
-    A process that is no member of the set trains alone.
+    A process outside of the set trains alone.
 
     Args:
         kind: what errors call the wrapper.
@@ -164,7 +164,7 @@ class Training:
         self._take_place()
 
     def checking(self, call: str) -> CheckingArguments:
-        """Return a context for what is done to arguments before the first collective of a call. Collective.
+        """Return a context in which to check the arguments of a call, before its first collective. Collective.
 
         If it fails on one rank, it fails on all: the others get a `MismatchError` with the reason, and all have the
         call behind them.
@@ -179,7 +179,7 @@ class Training:
         options: Options,
         settings: Callable[[], Mapping[str, str]] | None,
     ) -> None:
-        """Find out that the ranks train the same parameters in the same way, and watch their gradients. Collective.
+        """Check that all ranks train the same parameters in the same way, and watch the gradients. Collective.
 
         Args:
             optimizer: what errors call it: its class.
@@ -215,7 +215,7 @@ class Training:
         )
 
     def require_agreement(self) -> str:
-        """Return what the parameters are called, once all ranks have the same ones. Collective.
+        """Check that all ranks have the same parameters and options; return what errors call them. Collective.
 
         Raises:
             MismatchError: they have not.
@@ -234,7 +234,7 @@ class Training:
         process set is not registered.
 
         Returns:
-            Whether they did.
+            Whether they came.
 
         Raises:
             MismatchError: the ranks have different parameters.
@@ -274,18 +274,18 @@ class Training:
         return bool(found[0])
 
     def combine(self, changes: Sequence[Any]) -> None:
-        """Combine what the steps of all ranks have changed by Adasum, each array by itself, in place. Collective."""
+        """Combine by Adasum the changes that the ranks' steps have made, each array by itself, in place. Collective."""
         with self._arrays.on_host(changes) as lent:
             call = Call(f"step of {self._kind}", "step with Adasum", lambda ranks: adasum(ranks, lent))
             self._run(call, f"the step of {self.described}")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what compression keeps on this rank: by ``buckets``, with ``rank`` and ``size``; empty if nothing."""
+        """Return what compression keeps on this rank, as ``buckets``, ``rank`` and ``size``; empty if nothing."""
         kept = self.gradients.state_dict()
         return {"rank": self.communicator.rank, "size": self.communicator.size, "buckets": kept} if kept else {}
 
     def load_state_dict(self, rank: int, size: int, buckets: Mapping[int, State]) -> None:
-        """Go on from what `state_dict` has returned; what was kept on another rank, or among others, is left out."""
+        """Load what `state_dict` returned, unless it was on another rank or among another number of ranks."""
         if (rank, size) == (self.communicator.rank, self.communicator.size):
             self.gradients.load_state_dict(buckets)
 

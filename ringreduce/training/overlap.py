@@ -1,21 +1,21 @@
 """Buckets that are reduced while the backward pass goes on, where they are.
 
 Between nodes the network is the bottleneck, and it idles during the backward pass unless buckets travel as soon as they
-are complete. A bucket is complete when each of its gradients was added to as often as in the step before, in the pass
-that the program has declared to be the last before the step. It is submitted when the next gradient comes or the pass
-ends, so that hooks of the program which ran after ours have done what they do, and reduced in place by the engine's
-thread. The step finds out, on all ranks, which buckets every rank has submitted; those have been reduced by then. All
-others are withdrawn and reduced in the step.
+are complete. A bucket is complete when autograd has added to each of its gradients as often as in the step before, in
+all passes together. It is submitted when the next gradient comes or the pass ends, because the program's hooks that run
+after ours have run by then. The engine's thread reduces it in place. In the step the ranks tell each other which
+buckets they have submitted. Those that all have submitted are reduced; all others are withdrawn and reduced in the
+step.
 
-Nothing is guessed and nothing copied, so a gradient must not change between its last pass and the step. Versions of the
-gradients show it, and the ranks tell each other in the step:
+No copy of a bucket is reduced but the bucket itself, so a gradient must not change between its last pass and the step.
+The versions of the gradients show whether it did, and the ranks tell each other in the step:
 
 * Overlap begins after two steps in which no rank has changed a gradient by itself and all have made the declared number
   of passes. A program that changes its gradients (it clips them, say) gets no overlap, and a warning.
 * Autograd has added to a gradient again: if its bucket was not reduced yet, it is withdrawn. If it was, averages are
   averaged again, which gives the same as if all had been added up first; a sum is refused.
 * Gradients were cleared and computed anew: if so on all ranks, they are reduced again. If only on some, or if anything
-  else has written to one, all ranks raise a `MismatchError`: what the others had is gone.
+  else has written to one, all ranks raise a `ConfigError`: what the others had is gone.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ class Watched:
     """A parameter whose gradient is watched.
 
     Attributes:
-        parameter: it.
+        parameter: the parameter.
         times: how often its gradient was added to since the last step.
-        expected: how often it was before the last step in which it was.
-        gradient: the ``id`` of what was its gradient when it was added to last.
-        version: the version of that.
+        expected: the same in the last step that added to it at all.
+        gradient: the ``id`` of its gradient when that was added to, or submitted, last.
+        version: the version of its gradient then.
         was_empty: whether there was no gradient when its bucket was submitted.
         added: whether it was added to after its bucket was reduced.
-        cleared: whether the program has put something else in its place by itself.
-        changed: whether the program has written to it by itself.
+        cleared: whether the program has replaced its gradient, or set it to None.
+        changed: whether the program has written to its gradient.
         fresh: whether it was added to since the last step, in a pass that counts or not.
         summed: the ``id`` of the gradient that the last step has summed up over the ranks; 0: of none.
     """
@@ -81,7 +81,7 @@ class Watched:
         self.begin()
 
     def begin(self) -> None:
-        """Forget what has happened since the last step, but for how often the gradient was added to."""
+        """Begin the next step: forget all of the last one but how often it added to the gradient."""
         self.expected = self.times or self.expected
         self.times = self.gradient = self.version = 0
         self.added = self.cleared = self.changed = self.fresh = self.was_empty = False
@@ -91,19 +91,19 @@ class _Travelling:
     """A bucket that is to be reduced during the backward pass.
 
     Attributes:
-        bucket: it.
+        bucket: the bucket.
         handover: see `Parameters.handover`.
         members: its parameters.
-        missing: how many of them were not added to as often as expected.
+        missing: how many of them have not been added to as often as expected.
         part: its reduction, once it was submitted, until the step.
-        waits: whether it is left to the step.
+        waits: whether the step reduces it.
     """
 
     __slots__ = ("bucket", "generation", "handover", "members", "missing", "number", "part", "waits")
 
     def __init__(self, number: int, bucket: Bucket, members: Sequence[Watched], handover: Handover | None) -> None:
         self.number, self.bucket, self.members, self.handover = number, bucket, members, handover
-        self.generation = 0  # so many times was it withdrawn, on all ranks
+        self.generation = 0  # how often all ranks have withdrawn it; a part of its name
         self.begin()
 
     def begin(self) -> None:
@@ -175,7 +175,7 @@ class Overlap:
         self._watched[id(record.parameter)] = record
 
     def before_adding(self, record: Watched) -> None:
-        """See to it that nothing is under way with a gradient that is about to be added to."""
+        """Withdraw, or wait for, the reduction of a gradient that is about to be added to."""
         travelling = self._travelling.get(id(record.parameter))
         if travelling is None or travelling.part is None:
             return
@@ -211,7 +211,7 @@ class Overlap:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """While this lasts, passes do not count, and submit nothing."""
+        """Return a context in which passes do not count, and submit nothing."""
         before, self.suspends = self.suspends, True
         try:
             yield
@@ -221,7 +221,7 @@ class Overlap:
             self.suspends = before
 
     def stop(self) -> None:
-        """See to it that nothing is under way with any gradient."""
+        """Withdraw, or wait for, all reductions that are under way."""
         with self._lock:
             self._settle()
             for travelling in self._buckets:
@@ -252,7 +252,7 @@ class Overlap:
     # ---- the step ----
 
     def report(self, parameters: Sequence[Any], declared: int) -> tuple[npt.NDArray[np.uint8], bytes]:
-        """Return what the other ranks have to know; the largest of each number over the ranks goes to `conclude`.
+        """Return what this rank says of its gradients and passes; `conclude` takes the ranks' largest of each number.
 
         Args:
             parameters: all of the optimizer's, in registration order.
@@ -300,7 +300,7 @@ class Overlap:
             active: how many ranks contribute to the step.
 
         Raises:
-            ConfigError: gradients of some rank are lost, on all ranks.
+            ConfigError: on all ranks, if gradients of some rank are lost.
         """
         if not rows.any():
             return []
@@ -330,7 +330,7 @@ class Overlap:
         return reduced
 
     def next_step(self, said: Sequence[int], buckets: Buckets, *, again: bool) -> bool:
-        """Begin anew after a step; return whether a program turns out to change its gradients by itself.
+        """Prepare for the next step; return whether overlap is given up because a program changes its gradients.
 
         Args:
             said: the numbers about the step, the largest that any rank has reported.
@@ -406,7 +406,7 @@ class Overlap:
         self._travelling = {id(member.parameter): each for each in self._buckets for member in each.members}
 
     def _settle(self) -> None:
-        """Take in gradients that were added to, now that all hooks of the program have run; submit what is complete."""
+        """Count the additions after which the program's hooks have run by now; submit buckets that are complete."""
         pending, self._pending = self._pending, []
         for record in pending:
             self._note(record)
@@ -430,7 +430,7 @@ class Overlap:
         record.version = 0 if gradient is None else self._framework.version(gradient)
 
     def _look(self, record: Watched) -> None:
-        """Compare a gradient with what it was when it was added to, or submitted, last."""
+        """Find out whether the program has changed or replaced a gradient since it was added to, or submitted, last."""
         gradient = self._framework.gradient(record.parameter)
         now = id(gradient), 0 if gradient is None else self._framework.version(gradient)
         if now == (record.gradient, record.version) or now == self._moved.get(id(record.parameter)):
@@ -468,12 +468,12 @@ class Overlap:
         try:
             self._engine.submit(part)
         except (ConfigError, ShutdownError, TransportError):
-            travelling.waits = True  # this rank has joined, or nothing goes on any more: the step will say so
+            travelling.waits = True  # this rank has joined, or the engine has ended: the step will raise it
         else:
             travelling.part = part
 
     def _keep_out(self, travelling: _Travelling) -> bool:
-        """End what is under way with a bucket; return whether it was reduced."""
+        """Withdraw a bucket, or wait for it; return whether it was reduced."""
         if travelling.part is None:
             return False
         if not travelling.part.done:

@@ -1,6 +1,7 @@
-"""What must agree between ranks before they train: which parameters there are, their values, what optimizers step with.
+"""Checks and broadcasts of what must agree before ranks train: parameters, their values, hyper-parameters.
 
-Equal gradients and different rates make different weights, and so do equal gradients of different weights.
+Ranks that step with equal gradients still end with different weights if they began with different ones, or if their
+learning rates differ.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def require_same_arrays(
     devices: bool = False,
     options: Mapping[str, object] | None = None,
 ) -> None:
-    """Return if the named arrays have equal names, shapes and dtypes, in equal order, on all ranks. Collective.
+    """Check that the named arrays have equal names, shapes and dtypes, in equal order, on all ranks. Collective.
 
     Args:
         arrays: the framework's.
@@ -118,7 +119,7 @@ def _named(arrays: Arrays, params: Any) -> Named:
 
 
 def _in_order(params: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return the entries by name: ranks may have put them in in different orders."""
+    """Return the entries sorted by name: ranks may have entered them in different orders."""
     try:
         return sorted(params.items(), key=lambda entry: entry[0])
     except TypeError as error:
@@ -129,10 +130,11 @@ def _in_order(params: Mapping[str, Any]) -> list[tuple[str, Any]]:
 def hyperparameters(optimizer: Any) -> dict[str, str]:
     """Return an optimizer's class and the hyper-parameters of its groups, as text, by name.
 
-    Numbers, switches, words, tuples of these and arrays of one element count; objects differ from rank to rank anyway.
+    Only numbers, booleans, strings, tuples of these and arrays of one element: other objects print differently on each
+    rank.
 
     Args:
-        optimizer: has ``param_groups``, dicts, whose keys that are hyper-parameters are those of its ``defaults``.
+        optimizer: has ``param_groups``, dicts, and ``defaults``, whose keys are the names of the hyper-parameters.
     """
     said = {"the optimizer": type(optimizer).__name__}
     for number, group in enumerate(optimizer.param_groups):
@@ -145,7 +147,7 @@ def hyperparameters(optimizer: Any) -> dict[str, str]:
 
 def _in_words(value: Any) -> str | None:
     if hasattr(value, "item"):
-        with suppress(Exception):  # an array of more than one element, in whatever way its framework says so
+        with suppress(Exception):  # an array of several elements: frameworks raise different errors
             value = value.item()
     if isinstance(value, (tuple, list)):
         parts = [_in_words(each) for each in value]

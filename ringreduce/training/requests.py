@@ -1,4 +1,4 @@
-"""Requests: operations whose arguments are checked, and that only have to be started; handles of those that are.
+"""Requests, operations that are checked and only have to be started; and handles of those that were started.
 
 A binding turns the arguments of a call into a request within a context, `Preparing` or `PreparingArrays`. What it then
 returns to the program is the `Handle` of `Request.submit` or the result of `Request.carry_out`.
@@ -62,7 +62,9 @@ _numbers = itertools.count(1)
 
 
 class Handle:
-    """An operation on its way, to be given to `poll` and `synchronize`; ``int(handle)`` is its number, as in Horovod.
+    """Stands for an operation that was started; ``int(handle)`` is its number, as in Horovod.
+
+    `poll` and `synchronize` take it.
 
     It is no number itself: `torch.compile` would take it for a constant, and compile again for every operation.
     """
@@ -110,11 +112,11 @@ def join(device: int = -1) -> int:
 
     Allreduces of the others go on without this rank: it counts for nothing in sums, products, minima and maxima, and
     averages are over the ranks that are left (by Horovod's conventions over all, see `ringreduce.conventions`). Other
-    operations raise a `MismatchError` on the ranks that submit them. An optimizer's steps of the others leave this
-    rank's weights as they are: afterwards, broadcast those of the rank that joined last.
+    operations raise a `MismatchError` on the ranks that submit them. While the others step, this rank's weights stay as
+    they are: afterwards, broadcast those of the rank that joined last.
 
     Args:
-        device: without meaning here, taken for Horovod's sake.
+        device: ignored; Horovod has it.
 
     Returns:
         The rank that joined last: it has seen all steps.
@@ -160,7 +162,7 @@ class Request(NamedTuple):
 
 
 class DeviceRequest(NamedTuple):
-    """A request for a function that works on a device, in the order that its caller's stream has.
+    """A request to run a function on a device, in order with the caller's stream.
 
     Attributes:
         key: the operation's name.
@@ -195,18 +197,17 @@ class DeviceRequest(NamedTuple):
 class Preparing:
     """A context in which the arguments of an operation become a request.
 
-    If that fails on this rank, the others hear of it when they come to the operation: it ends for them, too, and the
-    next ones belong together again.
+    If that fails on this rank, the operation ends on the others with the reason as its error, and the next ones match
+    again.
 
     Args:
         kind: of collective; operations without a name are counted by it.
-        name: that the program gave the operation; None: it meets those of the other ranks in the order of their
-            submission.
+        name: that the program gave the operation; None: operations without a name match in the order of submission.
         process_set: the ranks that take part.
 
     Raises:
-        ConfigError: the name is neither text nor None, and the others hear of it where they gave none; or the process
-            set is none, or is not registered, and all ranks hear of it.
+        ConfigError: the name is neither text nor None (ranks that gave none hear of it); or this is no process set, or
+            one that is not registered (all ranks hear of it).
     """
 
     __slots__ = ("_kind", "_name", "_process_set")
@@ -225,11 +226,11 @@ class Preparing:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, Exception):
-            with suppress(ConfigError):  # no member, or no world: there is nobody to tell
+            with suppress(ConfigError):  # outside of the set, or no world: there is nobody to tell
                 set_to_tell(self._process_set).engine.refuse(Refusal(self._key, self._kind, error))
 
     def call(self, text: str, run: Callable[[Communicator], Any]) -> Request:
-        """Return a request for what a function of blocking collectives does; it is seen by the stall watch.
+        """Return a request to run a function of blocking collectives, under the stall watch.
 
         Args:
             text: what this rank wants; must agree on all ranks.
@@ -248,7 +249,7 @@ class Preparing:
 class PreparingArrays(Preparing):
     """A context in which arrays become the request for a collective.
 
-    Every method raises `ConfigError` or `UnsupportedBufferError` at once for what could not be carried out later.
+    Every method raises `ConfigError` or `UnsupportedBufferError` at once for arguments that cannot be used.
 
     Args:
         arrays: the framework's.
@@ -448,7 +449,7 @@ def _scale(
 
 
 def _reduction_by_hand(arrays: Arrays, op: Op, wire: str | None) -> Callable[..., object] | None:
-    """Return what reduces arrays where that is more than a `Reduction`, which may travel with others."""
+    """Return a function that reduces arrays where a `Reduction` cannot: Adasum, exact sums, wire formats; else None."""
     if wire is None and op not in (Adasum, ReproducibleSum):
         return None
 
@@ -473,13 +474,13 @@ def _reduction_by_hand(arrays: Arrays, op: Op, wire: str | None) -> Callable[...
 
 
 def set_to_tell(process_set: object) -> ProcessSet:
-    """Return who hears of wrong arguments: the ranks of the process set, all if it is none or is not registered."""
+    """Return whose ranks hear of wrong arguments: this process set, or all if it is none or is not registered."""
     registered = isinstance(process_set, ProcessSet) and process_set.process_set_id is not None
     return cast(ProcessSet, process_set) if registered else global_process_set
 
 
 def require_process_set(process_set: object) -> ProcessSet:
-    """Return it; raise `ConfigError` unless it is a process set."""
+    """Return a process set as it is; raise `ConfigError` for anything else."""
     if not isinstance(process_set, ProcessSet):
         raise ConfigError(
             f"process_set must be a ProcessSet, as add_process_set([0, 1]) returns it, got {process_set!r}"
@@ -493,7 +494,7 @@ def _require_some(group: Sequence[Any]) -> None:
 
 
 def chosen_op(op: Op | None, average: bool | None) -> Op:
-    """Return the reduce op from it and from the argument by which it was said before there were several."""
+    """Return the op that was chosen by ``op``, or by ``average``, which is deprecated."""
     if average is not None:
         if op is not None:
             raise ConfigError("give op or average, not both")

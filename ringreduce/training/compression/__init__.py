@@ -1,4 +1,4 @@
-"""Compressions that reduce whole buckets of gradients, on flat NumPy views of them: what they offer, and who is asked.
+"""Compressions that reduce whole buckets of gradients, on flat NumPy views of them: protocols and wire formats.
 
 A `BucketCompression` makes one `Reducer` for each bucket, which reduces it step after step and keeps what was lost, to
 send it in a later step. There are wire formats (here), `powersgd` and `topk`; what these two have not sent yet is in
@@ -146,8 +146,7 @@ class WireState:
 def has_reducers(compression: object) -> TypeGuard[BucketCompression]:
     """Return whether a compression reduces buckets itself, those of some dtypes at least.
 
-    A class that a user has made of one of ours does not if it has a ``compress`` or ``decompress`` of its own: these
-    are called.
+    A user's subclass of one of ours does not if it defines ``compress`` or ``decompress``: these are called instead.
     """
     return isinstance(compression, BucketCompression) and not (
         isinstance(compression, type) and any(_is_users(compression, name) for name in ("compress", "decompress"))
@@ -155,7 +154,7 @@ def has_reducers(compression: object) -> TypeGuard[BucketCompression]:
 
 
 def is_wire(compression: object) -> bool:
-    """Return whether a compression's reducers take buckets of any framework, on any device."""
+    """Return whether a compression is a wire format, which takes buckets of any framework, on any device."""
     return isinstance(compression, type) and issubclass(compression, WireFormat)
 
 
@@ -168,7 +167,7 @@ def reduces(compression: object, dtype: Any) -> bool:
 
 
 def signature_of(compression: object) -> str:
-    """Return what tells a compression from others, on all ranks alike: not where in memory it is."""
+    """Return text that tells compressions apart and is the same on all ranks: without addresses."""
     if isinstance(compression, type):
         return compression.__qualname__
     return repr(compression) if is_dataclass(compression) else type(compression).__qualname__

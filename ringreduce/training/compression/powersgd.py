@@ -13,10 +13,10 @@ For each matrix M_w (rows x cols) that rank w means to send, with a Q (cols x r)
     Q = sum or average over w of M_w^T B      one allreduce for all matrices
     result = B Q^T                            the sum or average of M_w, projected onto B
 
-What rank w has sent is B (M_w^T B)^T, its own part of that, and the rest of M_w is its residual. Taking the common
-result away instead, which has the same average over the ranks, would leave in each residual how this rank's gradients
-differ from the others'. Where ranks have different data these differences add up from step to step without limit, and
-what is to be compressed drowns in their rounding errors.
+What rank w has sent is B (M_w^T B)^T, its own part of that, and the rest of M_w is its residual. Subtracting the common
+result instead, which has the same average over the ranks, would leave in each residual how this rank's gradients
+differ from the others'. Where ranks have different data these differences add up from step to step without limit, until
+their rounding errors drown the gradients.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class _Product:
             unsent -= np.matmul(basis[:, rows].T, factor, out=scratch[: len(unsent)])
 
     def finish(self, result: Floats) -> None:
-        """Write the product of the basis and the reduced factor, which makes the guess of the next step."""
+        """Write the product of the basis and the reduced factor; the factor becomes the guess of the next step."""
         basis, factor = self._image, self._factor
         matrix = result.reshape(self._unsent.shape)
         for rows in self._tiles:

@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class Residual:
-    """Holds what a rank has not sent yet of one bucket: its gradients, and what earlier steps left if it is carried.
+    """What a rank has not sent yet of one bucket: of this step's gradients and, if carried, of earlier ones.
 
     In each step a reducer adds the gradients, subtracts what it sends from ``unsent``, and calls `settle`. Over any
     number of steps, what was sent and what is left add up to the gradients, to rounding: nothing is lost, only late.
@@ -68,7 +68,8 @@ class Residual:
         """Measure the error, once all that is sent has been subtracted from ``unsent``.
 
         Args:
-            finite: whether all that the ranks sent was. If not, nothing is carried: the step's result is of no use, and
+            finite: whether all that the ranks sent was finite. If not, nothing is carried: the step's result is of no
+                use, and
                 one bad step must not spoil all later ones.
         """
         left = _norm(self.unsent)

@@ -34,8 +34,8 @@ class TopK:
 
     Args:
         fraction: of a bucket's entries, how many travel; at least one does. Must agree on all ranks.
-        error_feedback: whether what was not sent is added to the next gradient. Without, it is lost, and training
-            with small fractions goes elsewhere.
+        error_feedback: whether what was not sent is added to the next gradient. Without, it is lost, and training with
+            small fractions ends elsewhere.
 
     Raises:
         ConfigError: ``fraction`` is not within (0, 1].
