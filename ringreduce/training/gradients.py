@@ -159,8 +159,8 @@ class Gradients:
         """See `Watcher`; with ``in_backward``, reduce the gradients after the last declared pass.
 
         Args:
-            nested: whether it was made within another one, as by a checkpoint. Nobody may hear of the end of that one, so
-                what such a pass has added is reduced at once where one pass makes a step.
+            nested: whether it was made within another one, as by a checkpoint. The end of that one may go unheard, so
+                where one pass makes a step, what this one has added is reduced at once.
         """
         passes = self._overlap.pass_ended(nested)
         complete = self.passes == 1 if nested else passes >= self.passes

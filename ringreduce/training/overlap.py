@@ -345,6 +345,7 @@ class Overlap:
             joined, self._joins = self._joins != self._engine.joins, self._engine.joins
             if joined:  # ranks that had joined have not counted what was withdrawn since
                 self._buckets.clear()
+                self._travelling.clear()
             if changed:
                 self.end()
                 return True
@@ -380,6 +381,7 @@ class Overlap:
             self._forget_step()
             self.begun, self._alike = False, 0
             for travelling in self._buckets:
+                travelling.generation += 1
                 travelling.begin()
 
     # ---- inside; the lock is held ----

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -305,6 +307,125 @@ def test_another_value_of_reduce_in_is_refused() -> None:
     """With the two that there are."""
     with pytest.raises(rr.ConfigError, match='"step" or "backward"'):
         hvd.DistributedOptimizer(torch.optim.SGD(make_model().parameters(), lr=0.1), reduce_in="forward")
+
+
+def two_layers(**options: Any) -> tuple[Any, Any, Any]:
+    """Two layers, the optimizer of the second, and batches of this rank."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    sgd = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(hvd.rank())
+    optimizer = hvd.DistributedOptimizer(sgd, reduce_in="backward", **options)
+    return model, optimizer, lambda: torch.randn(8, 4, generator=generator)
+
+
+def assert_gradients_are_equal(model: Any) -> None:
+    assert_equal_on_ranks([each.grad for each in model.parameters()])
+
+
+@pytest.mark.parametrize("thawed", [False, True])
+def test_parameters_that_come_later_are_reduced_as_well(thawed: bool) -> None:
+    """Those of a new group, and those that took no gradients before."""
+    model, optimizer, batch = two_layers()
+    model[0].requires_grad_(not thawed)
+    if thawed:
+        optimizer.add_param_group({"params": list(model[0].parameters())})
+    for step in range(5):
+        if step == 2 and thawed:
+            model[0].requires_grad_(True)
+        elif step == 2:
+            optimizer.add_param_group({"params": list(model[0].parameters())})
+        optimizer.zero_grad()
+        model(batch()).square().mean().backward()
+        if step >= 2:
+            assert_gradients_are_equal(model)
+        optimizer.step()
+
+
+def test_what_was_added_within_no_sync_alone_is_reduced_too() -> None:
+    """A layer that the last pass does not use."""
+    model, optimizer, batch = two_layers()
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+    for _ in range(3):
+        optimizer.zero_grad()
+        with optimizer.no_sync():
+            model(batch()).square().mean().backward()
+        model[1](batch()).square().mean().backward()
+        assert_gradients_are_equal(model)
+        optimizer.step()
+
+
+def test_a_pass_that_is_cleared_does_not_count() -> None:
+    """Of a last batch that makes no whole step."""
+    model, optimizer, batch = two_layers(backward_passes_per_step=2)
+    model[1](batch()).sum().backward()
+    optimizer.zero_grad()
+    for _ in range(2):
+        model[1](batch()).square().mean().backward()
+    assert_gradients_are_equal(model[1])
+
+
+def test_passes_within_passes_do_not_count() -> None:
+    """Those that reentrant checkpoints make, below a layer without."""
+    model, optimizer, batch = two_layers(backward_passes_per_step=2)
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+    for _ in range(3):
+        optimizer.zero_grad()
+        for _ in range(2):
+            inner = checkpoint(model[0], batch().requires_grad_(), use_reentrant=True)
+            model[1](checkpoint(torch.tanh, inner, use_reentrant=True)).square().mean().backward()
+        assert_gradients_are_equal(model)
+        optimizer.step()
+
+
+def test_sparse_gradients_can_be_made_dense() -> None:
+    """Before they are reduced, wherever that is."""
+    embedding = torch.nn.Embedding(8, 4, sparse=True)
+    sgd = torch.optim.SGD(embedding.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(sgd, sparse_as_dense=True, reduce_in="backward")
+    embedding(torch.tensor([hvd.rank(), 2])).sum().backward()
+    assert embedding.weight.grad.layout is torch.strided
+    assert embedding.weight.grad[2].tolist() == [1.0 + (hvd.size() > 2) / hvd.size()] * 4
+    assert optimizer
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_a_pass_that_fails_leaves_nothing() -> None:
+    """Neither the optimizer that it was for, nor a reduction: another one works."""
+    model, optimizer, batch = two_layers()
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+
+    def fail(_: Any) -> None:
+        raise MemoryError("on purpose")
+
+    middle = model[0](batch())
+    result = model[1](middle)
+    (middle if hvd.rank() == 0 else result).register_hook(fail)
+    with pytest.raises(MemoryError, match="on purpose"):
+        result.sum().backward()
+    kept = weakref.ref(optimizer._training.gradients)
+    del optimizer, middle, result
+    gc.collect()
+    assert kept() is None
+    again = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), reduce_in="backward")
+    again.zero_grad()
+    model(batch()).sum().backward()
+    assert_gradients_are_equal(model)
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_ranks_that_are_a_step_apart_are_told() -> None:
+    """A pass of one rank that adds to no gradient of the optimizer; all raise, and nobody averages different steps."""
+    model, optimizer, batch = two_layers()
+    other = torch.nn.Linear(4, 4)
+    for step in range(2):
+        optimizer.zero_grad()
+        skips = step == 1 and hvd.rank() == 1
+        if step == 0 or skips:
+            (other if skips else model[1])(batch()).sum().backward()
+            optimizer.step()
+    with pytest.raises(rr.ConfigError, match="different steps"):
+        model[1](batch()).sum().backward()
 
 
 # ---- ranks that do not run the same passes ----

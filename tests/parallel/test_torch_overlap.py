@@ -434,6 +434,56 @@ def test_a_rank_that_joins_in_the_middle_of_a_step_is_noticed() -> None:
     train(True, steps)
 
 
+@pytest.mark.sizes(2, 3, 4)
+def test_overlap_begins_again_after_ranks_have_joined() -> None:
+    """Also if others have withdrawn buckets meanwhile."""
+
+    def steps(model: Any, optimizer: Any, backward: Callable[..., None]) -> None:
+        for _ in range(2):
+            plainly(model, optimizer, backward)
+            for step in range(hvd.rank() + 1):
+                optimizer.zero_grad()
+                backward(whole=step % 2 == 0)
+                optimizer.step()
+            hvd.join()
+            hvd.broadcast_parameters(model.state_dict(), root_rank=hvd.size() - 1)
+            hvd.broadcast_optimizer_state(optimizer, root_rank=hvd.size() - 1)  # its momentum
+        plainly(model, optimizer, backward)
+        assert optimizer.overlaps
+
+    for weight in train(True, steps):
+        assert_equal_on_ranks(weight)
+
+
+def test_parameters_that_are_removed_or_unused_at_first() -> None:
+    """A group that goes, and a layer that some rank uses only after all have cleared what came before."""
+
+    def steps(model: Any, optimizer: Any, backward: Callable[..., None]) -> None:
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            backward(whole=hvd.rank() > 0)
+            optimizer.step()
+        optimizer.zero_grad()
+        backward(whole=hvd.rank() > 0)
+        optimizer.zero_grad()
+        backward()
+        optimizer.step()
+        extra = torch.nn.Linear(3, 3)
+        optimizer.add_param_group({"params": list(extra.parameters())})
+        for step in range(2 * STEPS):
+            if step == STEPS:
+                del optimizer.param_groups[1]
+            optimizer.zero_grad()
+            extra(torch.ones(1, 3)).sum().backward()
+            backward()
+            optimizer.step()
+
+    early, late = train(True, steps), train(False, steps)
+    for mine, expected in zip(early, late, strict=True):
+        assert torch.equal(mine, expected)
+        assert_equal_on_ranks(mine)
+
+
 class Tied(torch.nn.Module):
     """One layer used three times, each time within a checkpoint, and a layer that is used once."""
 
