@@ -14,6 +14,7 @@ from ringreduce.buffers import DType, Operand, divide, divide_toward_zero, narro
 from ringreduce.communicator import Communicator
 from ringreduce.engine.operations import Call, Gather, InPlace, Operation, Reduction
 from ringreduce.engine.orders import Kind, OperationSignature, Run
+from ringreduce.paths import Feedback
 from ringreduce.reduce_ops import AVERAGE, MIN, PRODUCT, SUM, ReduceOp
 
 __all__ = ["Executor", "RefusedError"]
@@ -102,6 +103,8 @@ class Executor:
                 dtype = DType.of(name)
                 array = self._neutral_array(op, dtype, count) if own is None else own.arrays[index]
                 feedback = own.feedbacks[index] if own is not None and own.feedbacks else None
+                if own is None and signature.feedback:
+                    feedback = Feedback(keep=False)  # all ranks give one, or none does
                 if 0 < divisor < self._size and wire is None:
                     view = Operand.of(array).flat()
                     self._average_over(divisor, dtype, count, [(view, view)])

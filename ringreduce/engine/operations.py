@@ -207,7 +207,8 @@ class InPlace(Operation):
     ) -> None:
         parts = tuple((dtype.name, count) for dtype, count in map(_elements, arrays))
         super().__init__(
-            name, OperationSignature(text, Kind.IN_PLACE, op.value, parts, wire or "", speculative=speculative)
+            name,
+            OperationSignature(text, Kind.IN_PLACE, op.value, parts, wire or "", bool(feedbacks), speculative),
         )
         self.op, self.arrays, self.wire, self.feedbacks, self.within = op, arrays, wire, feedbacks, within
         self.active = 0

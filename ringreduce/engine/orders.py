@@ -45,6 +45,7 @@ class OperationSignature(NamedTuple):
         counts: what a joined rank has to know: (dtype, number of elements), of a reduction for each dtype, of one in
             place for each array; of an allgather (dtype, elements of a row) for each array.
         wire: the format in which arrays that are reduced in place travel; empty: as they are.
+        feedback: whether what rounding to that loses is kept.
         speculative: whether other ranks may leave the operation out. Nobody waits for it, and it can be withdrawn.
     """
 
@@ -53,6 +54,7 @@ class OperationSignature(NamedTuple):
     op: str = ""
     counts: tuple[tuple[str, int], ...] = ()
     wire: str = ""
+    feedback: bool = False
     speculative: bool = False
 
     def encode(self) -> tuple[Any, ...]:

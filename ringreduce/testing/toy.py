@@ -164,7 +164,7 @@ class Toy:
 
     def step(self) -> None:
         self.training.rejoin()
-        if self.training.gradients.pending and not self.training.alone:
+        if self.training.gradients.pending:
             self.training.gradients.reduce()
         for _, weight in self.named:
             if weight.grad is not None:

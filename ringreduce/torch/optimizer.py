@@ -234,7 +234,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         self.rejoin()
         self._scaler = None
-        if not (self._training.alone or self._adasum) and self._training.gradients.pending:
+        if not self._adasum and self._training.gradients.pending:
             self._training.gradients.reduce()
         self._synchronized = True
 

@@ -188,6 +188,9 @@ class Gradients:
             ConfigError: on all ranks, if gradients are lost that were reduced during the backward pass, or if such a
                 pass has added to sums over the ranks.
         """
+        if self.ranks.size == 1:
+            self._states(self._parameters())  # which may make gradients dense
+            return
         try:
             self._reduce_all(self._parameters())
         except BaseException:

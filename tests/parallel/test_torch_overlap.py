@@ -262,7 +262,12 @@ WHERE_IT_MATTERS = [plainly, with_different_graphs, with_a_pass_that_is_thrown_a
     [
         *((steps, {}) for steps in SAME_BITS),
         *((steps, {"op": hvd.Sum}) for steps in WHERE_IT_MATTERS),
-        *((steps, {"compression": Compression.int8}) for steps in WHERE_IT_MATTERS),
+        # What rounding loses in a pass that is thrown away was sent all the same.
+        *(
+            (steps, {"compression": Compression.int8})
+            for steps in WHERE_IT_MATTERS
+            if steps is not with_a_pass_that_is_thrown_away
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", None) or str(list(value)),
 )

@@ -29,6 +29,7 @@ from ringreduce.errors import (
     TransportError,
     UnsupportedBufferError,
 )
+from ringreduce.paths import Feedback
 from ringreduce.reduce_ops import AVERAGE, MAX, MIN, SUM, ReduceOp
 from ringreduce.testing import caught, run_engines, run_ranks
 from ringreduce.testing.conformance import assert_close, assert_equal
@@ -393,17 +394,20 @@ def test_arrays_are_reduced_where_they_are(op: ReduceOp, expected: int, dtype: A
     assert run_engines(3, program, config=SETTINGS) == [(1, 0, [[0], [], [0]]), others, others]
 
 
-def test_arrays_in_a_wire_format_go_on_without_joined_ranks() -> None:
-    """Those learn the format from the others."""
+@pytest.mark.parametrize("keep", [None, False, True])
+@pytest.mark.parametrize("node_size", [1, 8])
+def test_arrays_in_a_wire_format_go_on_without_joined_ranks(node_size: int, keep: bool | None) -> None:
+    """Those learn from the others the format, and whether what rounding loses is kept."""
 
     def program(engine: Engine) -> Any:
         array = np.full(300, engine.communicator.rank, np.float32)
         if engine.communicator.rank:
-            engine.run(part("x", array, op=AVERAGE, wire="bf16"))
+            feedbacks = [] if keep is None else [Feedback(keep=keep)]
+            engine.run(part("x", array, op=AVERAGE, wire="bf16", feedbacks=feedbacks))
         engine.wait(engine.join())
         return sorted(set(array.tolist()))
 
-    assert run_engines(3, program, config=SETTINGS) == [[0.0], [1.5], [1.5]]
+    assert run_engines(3, program, config=SETTINGS, node_size=node_size) == [[0.0], [1.5], [1.5]]
 
 
 def test_rows_are_gathered_from_those_that_have_not_joined() -> None:

@@ -563,7 +563,7 @@ def test_nobody_waits_for_what_is_speculative() -> None:
     """It is in no list of what waits, runs when all ranks have submitted it, and can be withdrawn until then."""
     coordinator, participant = Coordinator(2, 1 << 20), Participant(2, plans=False)
     guess = participant.submit("part", GUESS)
-    assert guess == [["new", "part", ("a part", 2, "sum", (("float32", 3),), "", True)]]
+    assert guess == [["new", "part", ("a part", 2, "sum", (("float32", 3),), "", False, True)]]
     assert coordinator.hear(1, guess[0]) == []
     assert coordinator.waiting() == []
     (withdraw,) = participant.withdraw("part")
