@@ -191,7 +191,7 @@ class InPlace(Operation):
         active: how many ranks contributed, once it is done.
     """
 
-    __slots__ = ("active", "arrays", "feedbacks", "op", "wire", "within")
+    __slots__ = ("active", "arrays", "feedbacks", "within")
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class InPlace(Operation):
             name,
             OperationSignature(text, Kind.IN_PLACE, op.value, parts, wire or "", bool(feedbacks), speculative),
         )
-        self.op, self.arrays, self.wire, self.feedbacks, self.within = op, arrays, wire, feedbacks, within
+        self.arrays, self.feedbacks, self.within = arrays, feedbacks, within
         self.active = 0
 
 

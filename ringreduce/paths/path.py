@@ -240,15 +240,15 @@ class Path(ABC):
 
     def broadcast(self, task: Task, data: Array, root: int) -> None:
         """Copy the root's ``data`` into everyone's."""
-        raise NotImplementedError
+        raise NotImplementedError  # of a path that takes allreduces alone; nobody asks it
 
     def allgather(self, task: Task, mine: Array, counts: Sequence[int], out: Array) -> None:
         """Put rank q's ``counts[q]`` elements into ``out`` one after the other; ``mine`` holds this rank's."""
-        raise NotImplementedError
+        raise NotImplementedError  # of a path that takes allreduces alone; nobody asks it
 
     def reduce_scatter(self, task: Task, source: Array, counts: Sequence[int], out: Array) -> None:
         """Cut every rank's ``source`` into blocks of ``counts`` elements; reduce this rank's block into ``out``."""
-        raise NotImplementedError
+        raise NotImplementedError  # of a path that takes allreduces alone; nobody asks it
 
     def alltoall(self, task: Task, source: Array, counts: Array, out: Array) -> None:
         """Send block q of ``source`` to rank q; ``out`` is what the ranks sent here, in rank order.
@@ -259,7 +259,7 @@ class Path(ABC):
             counts: (size, size) elements: ``counts[i, j]`` is what rank i sends to rank j.
             out: takes ``counts[:, rank].sum()`` elements.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # of a path that takes allreduces alone; nobody asks it
 
     def close(self) -> None:  # noqa: B027  # a path without plans has nothing to do
         """Give the plans back."""

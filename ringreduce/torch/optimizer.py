@@ -15,7 +15,6 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch.nn.parameter import is_lazy
 
-from ringreduce.arguments import whole_number
 from ringreduce.errors import ConfigError, UnsupportedBufferError
 from ringreduce.process_sets import ProcessSet
 from ringreduce.reduce_ops import AVERAGE, SUM, ReduceOp
@@ -259,12 +258,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: it is not a positive whole number.
         """
-        self._training.gradients.passes = whole_number("backward_passes_per_step", passes, 1)
+        self._training.declare_passes(passes)
 
     @property
     def backward_passes_per_step(self) -> int:
         """How many backward passes come before each step."""
-        return self._training.gradients.passes
+        return self._training.options.passes
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backward passes only add up gradients, on this rank, as in torch's DDP.

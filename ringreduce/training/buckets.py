@@ -10,6 +10,7 @@ tasks. While it does, the bucket writes nothing to that place, and is reduced in
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -193,7 +194,7 @@ class Buckets:
         compression: makes the reducers of buckets; without effect here if it does not reduce buckets itself.
 
     Attributes:
-        layout: which parameters are in which bucket, as text; equal on ranks whose buckets are equal.
+        layout: a checksum of which parameter is where; equal on ranks whose buckets are.
         moved: as for `Bucket`.
     """
 
@@ -210,7 +211,7 @@ class Buckets:
         self._buckets: list[Bucket] = []
         self._placed: set[int] = set()
         self._saved: dict[int, State] = {}
-        self.layout = ""
+        self.layout = 0
         self.moved: dict[int, tuple[int, int]] = {}
 
     def __iter__(self) -> Iterator[Bucket]:
@@ -235,7 +236,8 @@ class Buckets:
         self._place(new)
         if outgrown or new:
             numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
-            self.layout = repr([[numbers.get(id(slot.parameter)) for slot in bucket.slots] for bucket in self._buckets])
+            where = [[numbers.get(id(slot.parameter)) for slot in bucket.slots] for bucket in self._buckets]
+            self.layout = zlib.crc32(repr(where).encode())
         return bool(outgrown or new)
 
     def clear(self) -> None:
@@ -244,7 +246,7 @@ class Buckets:
             bucket.retire()
         self._buckets.clear()
         self._placed.clear()
-        self.layout = ""
+        self.layout = 0
 
     def state_dict(self) -> dict[int, State]:
         """Return what compressing keeps on this rank, by the number of the bucket; empty where it keeps nothing."""

@@ -176,7 +176,7 @@ class Gradients:
     @property
     def pending(self) -> bool:
         """Whether a step has gradients to reduce; without ``in_backward``, always."""
-        return not self._in_backward or any(map(self._overlap.is_fresh, self._parameters()))
+        return not self._in_backward or any(self._overlap.fresh(self._parameters()))
 
     def reduce(self) -> None:
         """Replace the gradients by their average or sum over the ranks. Collective.
@@ -280,7 +280,7 @@ class Gradients:
         signatures = (
             _signed(self._framework.checksum(parameters)) if weights else _UNSIGNED,
             _UNSIGNED if settings is None else _signed(zlib.crc32(repr(settings).encode())),
-            _signed(zlib.crc32(self._buckets.layout.encode())),
+            _signed(self._buckets.layout),
             _signed(self._stepped) if self._in_backward else _UNSIGNED,
         )
         mine = b"".join((found, rows.tobytes(), said, *signatures))
@@ -322,15 +322,16 @@ class Gradients:
     def _states(self, parameters: Sequence[Any]) -> bytes:
         """Return which kind of gradient this rank has for each parameter; all ranks go by the largest."""
         framework = self._framework
-        states = bytearray()
-        for parameter in parameters:
-            state = framework.found(parameter)
-            if self._in_backward:
-                state = state if self._overlap.is_fresh(parameter) else NO_GRADIENT
-            elif state == NO_GRADIENT and not self._skip_unused and framework.is_trainable(parameter):
-                state = DENSE
-            states.append(state)
-        return bytes(states)
+        states = map(framework.found, parameters)
+        if self._in_backward:
+            fresh = self._overlap.fresh(parameters)
+            return bytes(state if new else NO_GRADIENT for state, new in zip(states, fresh, strict=True))
+        if self._skip_unused:
+            return bytes(states)
+        return bytes(
+            DENSE if state == NO_GRADIENT and framework.is_trainable(parameter) else state
+            for state, parameter in zip(states, parameters, strict=True)
+        )
 
     def _reduce(self, due: Sequence[Bucket], used: frozenset[int], agreed: _Agreed) -> None:
         """Fill buckets and reduce them: together, but one by one those that have a `Reducer`."""

@@ -7,7 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
@@ -250,6 +250,11 @@ class Training:
             self._bind(self._engine.communicator).require_usable([parameter for _, parameter in self._named()])
         self.begin(self._optimizer, self._named, self.options, self._settings)
         return True
+
+    def declare_passes(self, passes: int) -> None:
+        """Change how many backward passes come before each step; the same on all ranks."""
+        self.options = replace(self.options, passes=whole_number("backward_passes_per_step", passes, 1))
+        self.gradients.passes = self.options.passes
 
     @property
     def seconds(self) -> float:

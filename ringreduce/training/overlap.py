@@ -242,12 +242,15 @@ class Overlap:
                     record.cleared, record.was_empty = True, False
                     self._note(record)
 
-    def is_fresh(self, parameter: Any) -> bool:
-        """Return whether a parameter's gradient was added to since the last step, as far as is known."""
+    def fresh(self, parameters: Sequence[Any]) -> list[bool]:
+        """Return for each parameter whether its gradient was added to since the last step, as far as is known."""
         with self._lock:
             self._settle()
-            record = self._watched.get(id(parameter))
-            return self._framework.gradient(parameter) is not None if record is None else record.fresh
+            records = [self._watched.get(id(parameter)) for parameter in parameters]
+            return [
+                self._framework.gradient(parameter) is not None if record is None else record.fresh
+                for parameter, record in zip(parameters, records, strict=True)
+            ]
 
     # ---- the step ----
 

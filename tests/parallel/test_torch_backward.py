@@ -365,6 +365,20 @@ def test_a_pass_that_is_cleared_does_not_count() -> None:
     assert_gradients_are_equal(model[1])
 
 
+def test_passes_that_are_declared_later_stay_declared(no_world: None) -> None:
+    """In the world that comes after this one, too."""
+    rr.init()
+    model, optimizer, batch = two_layers()
+    optimizer.set_backward_passes_per_step(2)
+    rr.shutdown()
+    rr.init()
+    optimizer.rejoin()
+    assert optimizer.backward_passes_per_step == 2
+    for _ in range(2):
+        model[1](batch()).square().mean().backward()
+    assert_gradients_are_equal(model[1])
+
+
 def test_passes_within_passes_do_not_count() -> None:
     """Those that reentrant checkpoints make, below a layer without."""
     model, optimizer, batch = two_layers(backward_passes_per_step=2)
