@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, overload
 
@@ -71,6 +71,10 @@ class Member:
     def find_lost(self, doing: str) -> CollectiveError | None:
         """Return the error about a rank of this node that is gone, None if none is; ``doing``: what this rank does."""
         return self._context.board.find_lost(doing)
+
+    def wait_patiently(self, when: Callable[[], bool]) -> None:
+        """Nap from the start of each wait, as long as ``when()`` holds; for `Engine`."""
+        self._context.waiter.patient = when
 
     # ---- buffers, and what would run ----
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,6 +30,9 @@ Bytes = npt.NDArray[np.uint8]
 
 #: Segments in flight at once: with four receives posted a link never idles while a segment is reduced.
 STREAMS = 4
+#: While blocks of at least so many bytes travel, a rank checks all the time for so long, then naps in between:
+#: the other streams keep the link busy, and the program can use the core, or the kernel, which moves the data.
+_BULK_NBYTES, _BULK_YIELD_S = 128 << 10, 100e-6
 #: Bytes of direct accesses that are combined and copied on at a time: few enough to stay in L2.
 _INNER_NBYTES = 256 << 10
 
@@ -101,6 +103,7 @@ class Runner:
         waiter: how to wait for them.
         waiting_for: says, for error messages, what is waited for.
         instruments: who is told of steps.
+        bulk: whether messages are so large that a nap while they travel costs nothing.
     """
 
     def __init__(
@@ -110,11 +113,13 @@ class Runner:
         waiter: Waiter,
         waiting_for: Callable[[], str],
         instruments: Instruments,
+        *,
+        bulk: bool = False,
     ) -> None:
         self._streams = streams
         self._messages = messages
-        self._waiter = waiter
         self._waiting_for = waiting_for
+        self._wait = partial(waiter.until, yield_s=_BULK_YIELD_S) if bulk else waiter.until
         self._instruments = instruments
 
     def run(self) -> None:
@@ -187,7 +192,7 @@ class Runner:
     def _wait_for_all(self, requests: list[Request]) -> None:
         assert self._messages is not None
         if not self._messages.test_all(requests):
-            self._waiter.until(partial(self._messages.test_all, requests), self._waiting_for)
+            self._wait(partial(self._messages.test_all, requests), self._waiting_for)
 
     def _wait_for_some(self, requests: list[Request]) -> Sequence[int]:
         assert self._messages is not None
@@ -200,7 +205,7 @@ class Runner:
             return bool(done)
 
         if not done:
-            self._waiter.until(some, self._waiting_for)
+            self._wait(some, self._waiting_for)
         return done
 
 
@@ -215,8 +220,8 @@ class Plan:
         schedule: its steps.
         segments: the parts of the buffer that the schedule runs over, one after another in each of a few streams.
         memory: the buffers.
-        kernels: how blocks are reduced: all of the op where the schedule only touches memory directly; where it sends
-            messages an average comes out as a sum.
+        kernels: how blocks are reduced. An average is divided on the ranks that complete a block of an allreduce, and
+            moves divided from there; a reduce-scatter with messages takes sums.
         messages: what carries messages, None for a schedule without any.
         waiter: how to wait for them.
         signature: what the user called, for error messages.
@@ -244,6 +249,7 @@ class Plan:
         self._coding = coding
         self._rank = rank
         self._schedule = schedule
+        self._last = schedule.last_reductions()
         self._memory = memory
         self._kernels = kernels
         self._messages = messages
@@ -258,7 +264,9 @@ class Plan:
             streams[stream] += self._bind(index, segment, tag + stream, *scratches[stream])
         # Not a method of this: the cycle would keep the caller's memory until the collector comes.
         waiting_for = partial(_waiting_for, schedule, signature)
-        self._runner = Runner(streams, messages, waiter, waiting_for, self._instruments)
+        largest = max((block.stop - block.start for segment in segments for block in segment), default=0)
+        bulk = coding is None and largest * memory.mine.itemsize >= _BULK_NBYTES
+        self._runner = Runner(streams, messages, waiter, waiting_for, self._instruments, bulk=bulk)
         self.calls = [call for stream in streams for each in stream for call in each.before]
 
     def run(self) -> None:
@@ -291,11 +299,13 @@ class Plan:
             if self._coding is not None and (step.sends or step.recvs):
                 rounds += self._bind_coded(name, step, segment, tag, scratch, kept, known)
             else:
-                rounds.append(self._bind_step(name, step, index, segment, tag, scratch))
+                rounds.append(self._bind_step(name, step, self._last[number - 1], index, segment, tag, scratch))
                 known.clear()
         return rounds
 
-    def _bind_step(self, name: str, step: Step, index: int, segment: Segment, tag: int, scratch: _Scratch) -> Round:
+    def _bind_step(
+        self, name: str, step: Step, last: frozenset[int], index: int, segment: Segment, tag: int, scratch: _Scratch
+    ) -> Round:
         requests, reducing = [], []
         for each in step.sends:
             if (data := self._view(segment, each.blocks)).size:
@@ -308,8 +318,8 @@ class Plan:
                 requests.append(self._messages.recv(place, each.peer, tag))
                 if each.reduce:
                     reducing.append((each, place))
-        after = list(self._reductions(reducing, segment, step.by_rank))
-        return Round(name, requests, list(self._direct_calls(step, index, segment)), after)
+        after = list(self._reductions(reducing, segment, step.by_rank, last))
+        return Round(name, requests, list(self._direct_calls(step, index, segment, last)), after)
 
     def _bind_coded(
         self,
@@ -364,51 +374,57 @@ class Plan:
             yield Round(f"{name}: encode", [], encoding, [])
         yield Round(name, requests, [], after)
 
-    def _reductions(self, arrived: list[tuple[Transfer, Array]], segment: Segment, by_rank: bool) -> Iterator[Call]:
-        """Reduce what messages brought."""
+    def _reductions(
+        self, arrived: list[tuple[Transfer, Array]], segment: Segment, by_rank: bool, last: frozenset[int]
+    ) -> Iterator[Call]:
+        """Reduce what messages brought; ``last``: the blocks that this completes."""
         assert self._kernels is not None or not arrived
-        if not by_rank:
-            for each, place in arrived:
-                yield self._kernels.fold(self._view(segment, each.blocks), place)  # type: ignore[union-attr]
-            return
-        for blocks, group in groupby(arrived, key=lambda each: each[0].blocks):
-            target = self._view(segment, blocks)
-            yield self._combine([(each.peer, place) for each, place in group], target)
+        terms: dict[range, list[tuple[int, Array]]] = {}
+        for each, place in arrived:
+            terms.setdefault(each.blocks, []).append((each.peer, place))
+        for blocks, places in terms.items():
+            target, complete = self._view(segment, blocks), blocks.start in last
+            if by_rank:
+                yield self._combine(places, target, complete=complete)
+                continue
+            for number, (_, place) in enumerate(places, start=1):
+                ends = complete and number == len(places)
+                yield self._kernels.fold(target, place, complete=ends)  # type: ignore[union-attr]
 
-    def _direct_calls(self, step: Step, index: int, segment: Segment) -> Iterator[Call]:
+    def _direct_calls(self, step: Step, index: int, segment: Segment, last: frozenset[int]) -> Iterator[Call]:
         """Load and store piece by piece, so that a piece is stored to the peers while it lies in the cache."""
         touched = list(dict.fromkeys(each.blocks for each in step.loads + step.stores))
         for blocks in touched:
             loads = [(each, self._remote(index, segment, each)) for each in step.loads if each.blocks == blocks]
             stores = [(each, self._remote(index, segment, each)) for each in step.stores if each.blocks == blocks]
-            mine = self._view(segment, blocks)
+            mine, complete = self._view(segment, blocks), blocks.start in last
             for piece in pieces(0, mine.size, _INNER_NBYTES // mine.itemsize):
                 reducing = [(each.peer, remote[piece]) for each, remote in loads if each.reduce]
                 if len(reducing) > 1 and {each.peer for each, _ in stores} == {peer for peer, _ in reducing}:
-                    yield from self._combine_in_all(reducing, mine[piece])
+                    yield from self._combine_in_all(reducing, mine[piece], complete=complete)
                     continue
                 if reducing:
-                    yield self._combine(reducing, mine[piece])
+                    yield self._combine(reducing, mine[piece], complete=complete)
                 for each, remote in loads:
                     if not each.reduce:
                         yield partial(np.copyto, mine[piece], remote[piece])
                 for _, remote in stores:
                     yield partial(np.copyto, remote[piece], mine[piece])
 
-    def _combine(self, contributions: list[tuple[int, Array]], target: Array) -> Call:
+    def _combine(self, contributions: list[tuple[int, Array]], target: Array, *, complete: bool) -> Call:
         """Bind a reduction of ``target`` and the peers' views, in rank order whoever carries it out."""
         assert self._kernels is not None
         ordered = sorted([*contributions, (self._rank, target)], key=lambda each: each[0])
-        return partial(self._kernels.combine([view for _, view in ordered]), target)
+        return partial(self._kernels.combine([view for _, view in ordered], complete=complete), target)
 
-    def _combine_in_all(self, contributions: list[tuple[int, Array]], mine: Array) -> Iterator[Call]:
+    def _combine_in_all(self, contributions: list[tuple[int, Array]], mine: Array, *, complete: bool) -> Iterator[Call]:
         """Reduce into the lowest rank's view, where the sum begins, and copy to all others, mine among them.
 
         The result goes to all of them anyway, and a sum that grows in a source takes no scratch from the cache.
         """
         assert self._kernels is not None
         ordered = [view for _, view in sorted([*contributions, (self._rank, mine)], key=lambda each: each[0])]
-        yield partial(self._kernels.combine(ordered), ordered[0])
+        yield partial(self._kernels.combine(ordered, complete=complete), ordered[0])
         for view in ordered[1:]:
             yield partial(np.copyto, view, ordered[0])
 

@@ -102,6 +102,19 @@ class Schedule:
         """Whether any step touches a peer's memory."""
         return any(step.loads or step.stores for step in self.steps)
 
+    def last_reductions(self) -> list[frozenset[int]]:
+        """Return for each step the blocks that it reduces and that no later step of this rank changes.
+
+        In an allreduce, such a block is complete then: no term is missing. `verify` proves it.
+        """
+        found: list[frozenset[int]] = []
+        changed: set[int] = set()
+        for step in reversed(self.steps):
+            incoming = (*step.recvs, *step.loads)
+            found.append(frozenset(block for each in incoming if each.reduce for block in each.blocks) - changed)
+            changed.update(block for each in incoming for block in each.blocks)
+        return found[::-1]
+
 
 @dataclass(frozen=True, slots=True)
 class Cost:

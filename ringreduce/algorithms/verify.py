@@ -3,6 +3,8 @@
 What `run` holds every schedule to:
 
 * it computes the collective: after an allreduce each block holds every rank's term exactly once, and so on;
+* a block of an allreduce is complete where an average is divided (`Schedule.last_reductions`), on every rank that has
+  not got the divided one, and once;
 * every rank gets the same bits: the terms are combined in the same order on all ranks, without relying on
   ``a op b == b op a``;
 * it ends: messages between two ranks match first to first, with the same blocks at both ends. A step is complete only
@@ -164,6 +166,7 @@ def _volume(schedule: Schedule, *directions: str) -> int:
 def _check_form(rank: int, schedule: Schedule, nblocks: int, topology: Topology) -> None:
     if schedule.nblocks != nblocks:
         raise ScheduleError(f"has {schedule.nblocks} blocks where rank 0 has {nblocks}", rank)
+    last = schedule.last_reductions()
     for number, step in enumerate(schedule.steps, start=1):
         if (step.sends or step.recvs) and (step.loads or step.stores):
             raise ScheduleError("exchanges messages and touches memory in one step", rank, number)
@@ -184,6 +187,9 @@ def _check_form(rank: int, schedule: Schedule, nblocks: int, topology: Topology)
         for transfer in (*step.loads, *step.stores):
             if transfer.peer not in topology.node_of(rank):
                 raise ScheduleError("shares no memory with this rank", rank, number, transfer.peer)
+        for transfer in (*step.recvs, *step.loads):
+            if transfer.reduce and len({block in last[number - 1] for block in transfer.blocks}) > 1:
+                raise ScheduleError("is reduced for good in a part alone", rank, number, transfer.peer)
         _check_overwrites(rank, number, step)
 
 
@@ -264,11 +270,13 @@ class _Value(NamedTuple):
         block: which block of the ranks' buffers it was at the beginning.
         ranks: whose terms are in it, as a bit mask.
         tree: how they were combined.
+        divided: whether an average is divided already.
     """
 
     block: int
     ranks: int
     tree: _Tree
+    divided: bool = False
 
     def describe(self) -> str:
         ranks = ", ".join(str(rank) for rank in range(self.ranks.bit_length()) if self.ranks >> rank & 1)
@@ -321,6 +329,7 @@ class _World:
         self._sends: defaultdict[tuple[int, int], deque[_Post]] = defaultdict(deque)
         self._recvs: defaultdict[tuple[int, int], deque[_Post]] = defaultdict(deque)
         self._moves: list[Move] = []
+        self._last = [schedule.last_reductions() for schedule in schedules]
 
     def run(self) -> tuple[tuple[Move, ...], ...]:
         """Carry out all steps; return the moves of each round."""
@@ -419,7 +428,11 @@ class _World:
                 if result.block != value.block or result.ranks & value.ranks:
                     problem = f"combines {result.describe()} with {value.describe()}"
                     raise ScheduleError(problem, rank, number, peer, block)
+                if result.divided or value.divided:
+                    raise ScheduleError("combines what an average has divided", rank, number, peer, block)
                 result = _Value(result.block, result.ranks | value.ranks, (result.tree, value.tree))
+            if self.collective is Collective.ALLREDUCE and block in self._last[rank][number - 1]:
+                result = result._replace(divided=True)
             self.memory[rank][block] = result
 
     def _read(self, owner: int, block: int, rank: int, number: int, peer: int) -> _Value:
@@ -470,6 +483,8 @@ def _check_result(world: _World) -> None:
                 held = "nothing" if value is None else value.describe()
                 wanted = _Value(origin, ranks, 0).describe()
                 raise ScheduleError(f"ends with {held}, not with {wanted}", rank, block=block)
+            if world.collective is Collective.ALLREDUCE and world.size > 1 and not value.divided:
+                raise ScheduleError("ends with a sum where an average is divided", rank, block=block)
             reference = world.memory[0][block]
             if world.collective is Collective.ALLREDUCE and reference is not None and value.tree != reference.tree:
                 problem = f"is combined in the order {value.tree}, on rank 0 in the order {reference.tree}"

@@ -65,16 +65,20 @@ def quiet_context() -> contextvars.Context:
 class Kernels(Protocol):
     """The kernels of one dtype and reduce op over ``size`` ranks."""
 
-    def combine(self, sources: Sequence[Array]) -> Callable[[Array], object]:
-        """Bind the reduction of equal views, one of each rank in rank order.
+    def combine(self, sources: Sequence[Array], *, complete: bool = True) -> Callable[[Array], object]:
+        """Bind the reduction of equal views, in rank order.
 
         The bound call stores into the view it is given, which may be one of the sources and nothing that overlaps one.
-        All of the op is done: an average comes out divided, a 16-bit float rounded once.
+        A 16-bit float is rounded once.
+
+        Args:
+            sources: the terms of all ranks, or sums of these.
+            complete: whether no term is missing: only then is an average divided.
         """
         ...
 
-    def fold(self, target: Array, source: Array) -> Call:
-        """Bind ``target = target op source``, where the op is no average: that would divide at every fold."""
+    def fold(self, target: Array, source: Array, *, complete: bool = True) -> Call:
+        """Bind ``target = target op source``; ``complete`` as for `combine`."""
         ...
 
 
@@ -108,12 +112,12 @@ class UfuncKernels:
         self._size = size if op is ReduceOp.AVERAGE and size > 1 else None
         self._scratch = _Scratch(dtype.storage)
 
-    def combine(self, sources: Sequence[Array]) -> Callable[[Array], object]:
+    def combine(self, sources: Sequence[Array], *, complete: bool = True) -> Callable[[Array], object]:
         if len(sources) == 1:
             return partial(_copy_into, sources[0])
-        ufunc, size, last = self._ufunc, self._size, sources[-1]
+        ufunc, size, last = self._ufunc, self._size if complete else None, sources[-1]
         if len(sources) == 2:
-            return self._combine_pair(*sources)
+            return self._combine_pair(*sources, size)
         first, second, *middle = sources[:-1]
         scratch = self._scratch.like(first)
 
@@ -129,8 +133,8 @@ class UfuncKernels:
 
         return combine
 
-    def _combine_pair(self, left: Array, right: Array) -> Callable[[Array], object]:
-        ufunc, size = self._ufunc, self._size
+    def _combine_pair(self, left: Array, right: Array, size: int | None) -> Callable[[Array], object]:
+        ufunc = self._ufunc
         if size is None:
             return lambda target: ufunc(left, right, out=target)
 
@@ -140,7 +144,9 @@ class UfuncKernels:
 
         return combine
 
-    def fold(self, target: Array, source: Array) -> Call:
+    def fold(self, target: Array, source: Array, *, complete: bool = True) -> Call:
+        if complete and self._size is not None:
+            return partial(self._combine_pair(target, source, self._size), target)
         return partial(self._ufunc, target, source, out=target)
 
 
@@ -152,12 +158,12 @@ class NumpyHalfKernels:
         self._native = np.dtype(np.float16) if dtype.name == "float16" else ml_bfloat16()
         self._scratches = [_Scratch(np.float32) for _ in range(size + 1)]
 
-    def combine(self, sources: Sequence[Array]) -> Callable[[Array], object]:
+    def combine(self, sources: Sequence[Array], *, complete: bool = True) -> Callable[[Array], object]:
         natives = [source.view(self._native) for source in sources]
         total, *wides = (
             scratch.like(sources[0]) for scratch, _ in zip(self._scratches, [None, *sources], strict=False)
         )
-        reduce = self._wide.combine(wides)
+        reduce = self._wide.combine(wides, complete=complete)
 
         def combine(target: Array) -> None:
             for wide, native in zip(wides, natives, strict=True):
@@ -167,8 +173,8 @@ class NumpyHalfKernels:
 
         return combine
 
-    def fold(self, target: Array, source: Array) -> Call:
-        return partial(self.combine([target, source]), target)
+    def fold(self, target: Array, source: Array, *, complete: bool = True) -> Call:
+        return partial(self.combine([target, source], complete=complete), target)
 
 
 class TorchHalfKernels:
@@ -187,13 +193,14 @@ class TorchHalfKernels:
 
         return torch.from_numpy(array.view(np.int16)).view(self._dtype)
 
-    def combine(self, sources: Sequence[Array]) -> Callable[[Array], object]:
+    def combine(self, sources: Sequence[Array], *, complete: bool = True) -> Callable[[Array], object]:
         import torch
 
         if len(sources) == 1:
             return partial(_copy_into, sources[0])
         tensors = [self._tensor(source) for source in sources]
-        if len(tensors) == 2 and self._op is ReduceOp.SUM:
+        divides = self._op is ReduceOp.AVERAGE and complete
+        if len(tensors) == 2 and self._op in (ReduceOp.SUM, ReduceOp.AVERAGE) and not divides:
             # One pass: torch computes a 16-bit sum in float32 and rounds it once.
             return lambda target: torch.add(tensors[0], tensors[1], out=self._tensor(target))
         scratch = torch.from_numpy(self._scratch.like(sources[0]))
@@ -203,7 +210,7 @@ class TorchHalfKernels:
             scratch.copy_(tensors[0])
             for tensor in tensors[1:]:
                 fold(tensor)
-            if self._op is ReduceOp.AVERAGE:
+            if divides:
                 scratch.div_(self._size)
             self._tensor(target).copy_(scratch)
 
@@ -219,8 +226,8 @@ class TorchHalfKernels:
             return lambda tensor: choose(scratch, tensor.float(), out=scratch)
         return scratch.add_
 
-    def fold(self, target: Array, source: Array) -> Call:
-        return partial(self.combine([target, source]), target)
+    def fold(self, target: Array, source: Array, *, complete: bool = True) -> Call:
+        return partial(self.combine([target, source], complete=complete), target)
 
 
 def _copy_into(source: Array, target: Array) -> None:

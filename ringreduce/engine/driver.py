@@ -108,6 +108,10 @@ class Driver:
                 self._turn.release()
             self._under_way.wake_waiters()
 
+    def is_patient(self) -> bool:
+        """Return whether what is under way goes on beside the program, which needs the core more."""
+        return self._progress.overlaps and not self._under_way.waiters
+
     def close(self) -> None:
         """End everything that is under way, and the progress thread; does nothing the second time."""
         under_way = self._under_way

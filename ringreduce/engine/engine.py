@@ -46,6 +46,7 @@ class Engine:
         self._under_way = UnderWay(communicator.instruments)
         self._progress = Progress(communicator, channel, self._under_way, find_lost, clock)
         self._driver = Driver(self._progress, self._under_way, self._entrance, threads=threads, clock=clock)
+        communicator.wait_patiently(self._driver.is_patient)
         self._names: Counter[str] = Counter()  # by kind
 
     @property

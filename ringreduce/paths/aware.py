@@ -237,12 +237,12 @@ class _Kernels:
         self._table: Table | None = None
         driver.kernel("reduce", f"combine<{dtype.name},{op.value}>")  # compiled now, if it has to be
 
-    def combine(self, sources: Sequence[Array]) -> Callable[[Array], object]:
+    def combine(self, sources: Sequence[Array], *, complete: bool = True) -> Callable[[Array], object]:
         first = len(self._addresses)
         self._addresses += map(address_of, sources)
         return partial(self._run, first, len(sources), sources[0].size)
 
-    def fold(self, target: Array, source: Array) -> Call:
+    def fold(self, target: Array, source: Array, *, complete: bool = True) -> Call:
         assert self._op is not ReduceOp.AVERAGE
         return partial(self.combine([target, source]), target)
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.algorithms import Collective
-from ringreduce.algorithms.execute import Coding, Memory, Plan
+from ringreduce.algorithms.execute import STREAMS, Coding, Memory, Plan
 from ringreduce.buffers import Kernels, Operand, divide, kernels_for
 from ringreduce.partition import Partition, Segment, segments_of_blocks, segments_of_buffer
 from ringreduce.paths.context import Cache, Context
@@ -30,6 +30,8 @@ Array = npt.NDArray[Any]
 
 #: A private array of up to this many bytes is copied into a plan's own buffer, so that the plan can be kept.
 _OWN_BUFFER_NBYTES = 1 << 20
+#: A segment is not cut into more pieces than this to keep all streams busy: a message costs some 10 us of Python.
+_FEWER = 4
 
 
 class Messages(Path):
@@ -56,14 +58,14 @@ class Messages(Path):
     def broadcast(self, task: Task, data: Array, root: int) -> None:
         self._context.meet(task.signature)
         nblocks = self._context.schedule(Collective.BROADCAST, task.algorithm, root).nblocks
-        segments = segments_of_buffer(data.size, nblocks, self._limit(data))
+        segments = segments_of_buffer(data.size, nblocks, _segment_limit(self._context, data, data.size // nblocks))
         self._send(Collective.BROADCAST, task, Memory(data), segments, None, root)
 
     def allgather(self, task: Task, mine: Array, counts: Sequence[int], out: Array) -> None:
         partition = Partition.of_sizes(counts)
         np.copyto(out[partition.segment[self._context.rank]], mine)
         self._context.meet(task.signature)
-        segments = segments_of_blocks(partition, self._limit(out))
+        segments = segments_of_blocks(partition, _segment_limit(self._context, out, max(counts)))
         self._send(Collective.ALLGATHER, task, Memory(out), segments, None)
 
     def reduce_scatter(self, task: Task, source: Array, counts: Sequence[int], out: Array) -> None:
@@ -71,8 +73,9 @@ class Messages(Path):
         size = context.topology.size
         context.meet(task.signature)
         work = source.copy()
-        segments = segments_of_blocks(partition, self._limit(work))
-        kernels = kernels_for(task.dtype, _summing(task.op), size)
+        segments = segments_of_blocks(partition, _segment_limit(context, work, max(counts)))
+        op = ReduceOp.SUM if task.op is ReduceOp.AVERAGE else task.op  # only the own block is complete in the end
+        kernels = kernels_for(task.dtype, op, size)
         self._send(Collective.REDUCE_SCATTER, task, Memory(work), segments, kernels)
         np.copyto(out, work[partition.segment[context.rank]])
         if task.op is ReduceOp.AVERAGE:
@@ -86,7 +89,8 @@ class Messages(Path):
         self._context.meet(task.signature)
         work = np.concatenate([source, out])
         both = Partition.of_sizes([*sending, *receiving])
-        segments = segments_of_blocks(both, self._limit(work), int(counts.max()))
+        largest = int(counts.max())
+        segments = segments_of_blocks(both, _segment_limit(self._context, work, largest), largest)
         self._send(Collective.ALLTOALL, task, Memory(work), segments, None)
         np.copyto(out, work[source.size :])
 
@@ -116,9 +120,6 @@ class Messages(Path):
             plan.run()
         finally:
             plan.close()
-
-    def _limit(self, data: Array) -> int:
-        return max(1, self._context.config.segment_nbytes // data.itemsize)
 
 
 class Hierarchy(Messages):
@@ -232,7 +233,7 @@ class _Plan:
         assert self._location is not None
         self.memory = context.arena.view(self._location, task.dtype.storage, count)
         nblocks = context.schedule(Collective.ALLREDUCE, task.algorithm).nblocks
-        limit = max(1, context.config.segment_nbytes // task.dtype.itemsize)
+        limit = _segment_limit(context, self.memory, count // nblocks)
         self._bound = BoundPlan(context, task, self.memory, segments_of_buffer(count, nblocks, limit))
 
     def run(self) -> None:
@@ -242,8 +243,6 @@ class _Plan:
         self._bound.run(others)
         if self._shares_memory:
             context.board.barrier(self._task.signature.text)
-        if self._task.op is ReduceOp.AVERAGE:
-            divide(self.memory, context.topology.size)
 
     def close(self) -> None:
         self._bound.close()
@@ -257,10 +256,10 @@ class BoundPlan:
 
     Args:
         context: the ranks.
-        task: what to do; an average comes out as a sum.
+        task: what to do.
         memory: this rank's buffer, which must not be the caller's: it is kept.
         segments: of the buffer.
-        coding: how blocks travel, see `Plan`.
+        coding: how blocks travel, see `Plan`; it divides averages itself.
     """
 
     def __init__(
@@ -299,7 +298,7 @@ class BoundPlan:
             schedule=context.schedule(Collective.ALLREDUCE, task.algorithm),
             segments=self._segments,
             memory=Memory(memory, peer_views(context, others, memory.dtype, memory.size)),
-            kernels=kernels_for(task.dtype, _summing(task.op), context.topology.size),
+            kernels=kernels_for(task.dtype, task.op if self._coding is None else ReduceOp.SUM, context.topology.size),
             messages=context.messages,
             waiter=context.waiter,
             signature=task.signature.text,
@@ -309,6 +308,13 @@ class BoundPlan:
         )
 
 
-def _summing(op: ReduceOp) -> ReduceOp:
-    """Return the op that messages reduce with: an average is summed, and divided at the end."""
-    return ReduceOp.SUM if op is ReduceOp.AVERAGE else op
+def _segment_limit(context: Context, data: Array, largest: int) -> int:
+    """Return how many elements of a block travel at once: few enough that all streams of a plan have some.
+
+    Args:
+        context: has the setting.
+        data: the buffer.
+        largest: elements of its largest block, the same on all ranks.
+    """
+    most = context.config.segment_nbytes // data.itemsize
+    return max(1, min(most, max(most // _FEWER, -(-largest // STREAMS))))

@@ -96,13 +96,28 @@ def test_combining_equals_the_reference(name: str, op: ReduceOp, size: int, rng:
     assert len(set(results)) == 1
 
 
-@pytest.mark.parametrize(("name", "op"), [case for case in CASES if case[1] is not ReduceOp.AVERAGE])
-def test_folding_equals_the_reference(name: str, op: ReduceOp, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize(("name", "op"), CASES)
+def test_an_average_of_some_terms_is_a_sum(name: str, op: ReduceOp, rng: np.random.Generator) -> None:
+    """Of all kernels, averages alone care whether all terms are there: they are divided only then."""
+    row = DTYPES[name]
+    arrays = [random(name, rng) for _ in range(3)]
+    target = np.empty(COUNT, row.storage)
+    kernels_for(row, op, 3).combine([array.view(row.storage) for array in arrays], complete=False)(target)
+    wanted = reference(arrays, ReduceOp.SUM if op is ReduceOp.AVERAGE else op)
+    assert_agrees(name, target.view(native(name)), wanted, roundings=3)
+
+
+@pytest.mark.parametrize("complete", [False, True])
+@pytest.mark.parametrize(("name", "op"), CASES)
+def test_folding_equals_the_reference(name: str, op: ReduceOp, complete: bool, rng: np.random.Generator) -> None:
     """A fold is a combination of two that ends in the first, and can be called again."""
     row = DTYPES[name]
     target, source = random(name, rng), random(name, rng)
+    kernels = kernels_for(row, op, 2)
+    if op is ReduceOp.AVERAGE and not complete:
+        op = ReduceOp.SUM
     once = reference([target, source], op)
-    fold = kernels_for(row, op, 2).fold(target.view(row.storage), source.view(row.storage))
+    fold = kernels.fold(target.view(row.storage), source.view(row.storage), complete=complete)
     fold()
     assert_agrees(name, target, once, roundings=2)
     twice = reference([target, source], op)

@@ -90,6 +90,45 @@ def places(error: ScheduleError) -> tuple[int | None, int | None, int | None, in
             (1, None, None, 0), "in the order (1, 0), on rank 0 in the order (0, 1)", id="different bits",
         ),
         pytest.param(
+            Collective.ALLREDUCE,
+            made_of(
+                1,
+                [Step(loads=(Transfer(1, ZERO, reduce=True),)), Step(stores=SEND)],
+                [],
+                [Step(recvs=(Transfer(3, ZERO, reduce=True),)), Step(sends=(Transfer(3, ZERO),))],
+                [Step(sends=(Transfer(2, ZERO),)), Step(recvs=(Transfer(2, ZERO),))],
+            ),
+            (0, None, None, 0), "ends with block 0 of 0, 1, not with block 0 of 0, 1, 2, 3", id="two halves",
+        ),
+        pytest.param(
+            Collective.ALLREDUCE,
+            made_of(
+                1,
+                [Step(sends=SEND), Step(recvs=(Transfer(2, ZERO),))],
+                [Step(recvs=ADD), Step(sends=(Transfer(2, ZERO),))],
+                [Step(recvs=(Transfer(1, ZERO, reduce=True),)), Step(sends=(Transfer(0, ZERO),))],
+            ),
+            (2, 1, 1, 0), "combines what an average has divided", id="a part of an average divided",
+        ),
+        pytest.param(
+            Collective.ALLREDUCE,
+            made_of(
+                1,
+                [Step(recvs=(Transfer(1, ZERO, reduce=True),)), Step(sends=SEND), Step(recvs=(Transfer(1, ZERO),))],
+                [Step(sends=(Transfer(0, ZERO),)), Step(recvs=RECV), Step(sends=(Transfer(0, ZERO),))],
+            ),
+            (0, None, None, 0), "ends with a sum where an average is divided", id="an average divided nowhere",
+        ),
+        pytest.param(
+            Collective.ALLREDUCE,
+            made_of(
+                2,
+                [Step(recvs=(Transfer(1, range(2), reduce=True),)), Step(recvs=(Transfer(1, ONE),))],
+                [Step(sends=(Transfer(0, range(2)),)), Step(sends=(Transfer(0, ONE),))],
+            ),
+            (0, 1, 1, None), "in a part alone", id="an average divided in a part",
+        ),
+        pytest.param(
             Collective.BROADCAST, made_of(1, [Step(sends=SEND)], [Step(sends=(Transfer(0, ZERO),), recvs=RECV)]),
             (1, 1, 0, 0), "overwritten while it is sent", id="overwritten while it is sent",
         ),
