@@ -117,7 +117,7 @@ class UfuncKernels:
             return partial(_copy_into, sources[0])
         ufunc, size, last = self._ufunc, self._size if complete else None, sources[-1]
         if len(sources) == 2:
-            return self._combine_pair(*sources, size)
+            return self._combine_pair(sources[0], last, size)
         first, second, *middle = sources[:-1]
         scratch = self._scratch.like(first)
 

@@ -19,7 +19,8 @@ _NAP_S = 50e-6
 _LONG_NAP_S = 1e-3  # after a second without news
 _DOZE_S = 1e-3, 8e-3  # how long the progress thread dozes at a time: first, and at most when that was needless
 _LINGER_S = 20e-3  # it dozes while the last news is not older than this, then it sleeps
-_PROMPT = 2  # a program that has waited at once so often in a row will do so again
+_PROMPT_S = 200e-6  # a program that waits within this time has waited at once
+_PROMPT = 2  # if it has so often in a row, it will again
 _IDLE_S = 1.0  # how often the coordinator checks for messages while its rank is idle
 
 
@@ -37,7 +38,6 @@ class Driver:
 
     Attributes:
         threads: the argument.
-        prompt: how often in a row the program waited before anybody had read what it submitted.
     """
 
     def __init__(
@@ -50,7 +50,8 @@ class Driver:
         clock: Callable[[], float],
     ) -> None:
         self.threads = threads
-        self.prompt = 0
+        self._prompt = 0  # how often in a row the program has waited at once
+        self._submitted_s: float | None = None  # when it submitted something after it last waited
         self._progress = progress
         self._under_way = under_way
         self._inside = inside
@@ -72,15 +73,25 @@ class Driver:
         To wake it takes 15 us of this thread's time, as it wants the interpreter's lock at once. A program that has
         lately waited for what it submitted will do so again, and drive itself; if not, a dozing thread sees it soon.
         """
+        if self._submitted_s is None:
+            self._submitted_s = self._clock()
         if self._under_way.waiters:
             return
         if self._asleep:
-            if self._dozing and self.prompt >= _PROMPT:
+            if self._dozing and self._prompt >= _PROMPT:
                 return
             self._asleep = False
             self._ring()
         elif self._thread is None:
             self._start()
+
+    def observe_wait(self) -> None:
+        """Learn from the program's wait for what it has submitted whether to wake the progress thread next time."""
+        # Not from who has read what it submitted: the progress thread, once woken, may do so in any moment in which the
+        # program does not hold the interpreter's lock, and would then be woken, and in the way, each time.
+        submitted_s, self._submitted_s = self._submitted_s, None
+        if submitted_s is not None:
+            self._prompt = self._prompt + 1 if self._clock() - submitted_s < _PROMPT_S else 0
 
     def wait(self, operation: Operation) -> None:
         """Return when an operation is done; this thread, which is counted as a waiter, drives unless another does."""
@@ -169,8 +180,6 @@ class Driver:
                 doze_s = min(2 * doze_s, _DOZE_S[1])
                 continue
             doze_s = _DOZE_S[0]
-            if under_way.inbox:
-                self.prompt = 0
             with self._turn:
                 progress.overlaps = True
                 self._drive(lambda: bool(under_way.waiters) or not under_way.count, hurried=False)

@@ -171,13 +171,12 @@ class Engine:
             ShutdownError: this rank has shut down.
         """
         under_way, driver = self._under_way, self._driver
-        prompt = bool(under_way.inbox)
         under_way.add_wait()
+        driver.observe_wait()
         if not operation.done:
             with self._entrance:
                 with under_way.lock:
                     under_way.waiters += 1
-                    driver.prompt = driver.prompt + 1 if prompt else 0
                 driver.wait(operation)
         return _outcome(operation)
 
