@@ -3,20 +3,23 @@
     mpirun -np 2 python benchmarks/training.py                # 24 x 1024x1024 linear layers, 25 M parameters
     mpirun -np 2 python benchmarks/training.py --model cnn    # 80 convolutions, 162 small tensors
     mpirun -np 2 python benchmarks/training.py --device cuda  # on GPUs, which several ranks may share
+    mpirun -np 2 python benchmarks/training.py --contenders plain,ringreduce,no-overlap,gloo
 
 Contenders, each with a copy of the same model on the same data:
 
     plain       no communication: what the step costs without its peers
     ringreduce  ringreduce.torch.DistributedOptimizer
+    no-overlap  the same with overlap=False
+    backward    the same with reduce_in="backward"
     mpi         by hand: flatten the gradients, one MPI_Allreduce, copy them back
     gloo        torch's DistributedDataParallel over Gloo
 
 A step is zero_grad, forward, backward and optimizer.step; its time is the slowest rank's, the figure the median over
-the steps. The contenders take short turns. A turn begins with a heap like that of a process of its own: nobody holds
-gradients, and free memory has gone back to the kernel. Otherwise one contender's heap would keep memory at hand for the
-next, and gradients that are allocated anew in every step would cost none of the page faults that they cost in a
-training script. At the end the ranks' weights must be bitwise equal, and the contenders' equal within rounding; else
-the exit status is 1.
+the steps. The processor's time is the mean over steps and ranks, of all threads. The contenders take short turns. A
+turn begins with a heap like that of a process of its own: nobody holds gradients, and free memory has gone back to the
+kernel. Otherwise one contender's heap would keep memory at hand for the next, and gradients that are allocated anew in
+every step would cost none of the page faults that they cost in a training script. At the end the ranks' weights must be
+bitwise equal, and the contenders' equal within rounding; else the exit status is 1.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +58,12 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass
 class Contender:
-    """A model that is being trained: ``step`` does all of one step, forward to update."""
+    """A model that is being trained: ``step`` does all of one step, forward to update; ``cpu_s`` is what it took."""
 
     name: str
     model: nn.Module
     step: Callable[[torch.Tensor, torch.Tensor], None]
+    cpu_s: float = 0.0
 
 
 def mlp() -> tuple[nn.Module, tuple[int, ...], tuple[int, ...]]:
@@ -94,10 +99,10 @@ def plain(model: nn.Module) -> Contender:
     return Contender("plain", model, lambda x, y: descend(model, optimizer, x, y))
 
 
-def distributed_optimizer(model: nn.Module) -> Contender:
+def distributed_optimizer(name: str, model: nn.Module, **options: Any) -> Contender:
     """Train with the optimizer wrapped by ringreduce."""
-    optimizer = hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
-    return Contender("ringreduce", model, lambda x, y: descend(model, optimizer, x, y))
+    optimizer = hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters(), **options)
+    return Contender(name, model, lambda x, y: descend(model, optimizer, x, y))
 
 
 def flat_mpi(model: nn.Module) -> Contender:
@@ -135,6 +140,16 @@ def ddp_gloo(model: nn.Module) -> Contender:
     return Contender("gloo", model, lambda x, y: descend(wrapped, optimizer, x, y))
 
 
+CONTENDERS: dict[str, Callable[[nn.Module], Contender]] = {
+    "plain": plain,
+    "ringreduce": partial(distributed_optimizer, "ringreduce"),
+    "no-overlap": partial(distributed_optimizer, "no-overlap", overlap=False),
+    "backward": partial(distributed_optimizer, "backward", reduce_in="backward"),
+    "mpi": flat_mpi,
+    "gloo": ddp_gloo,
+}
+
+
 def measure(contenders: list[Contender], batches: Iterator[Batch], steps: int) -> Any:
     """Return the slowest rank's time (seconds) of ``steps`` steps of every contender, shape (contenders, steps)."""
     times = np.empty((len(contenders), steps))
@@ -148,10 +163,11 @@ def measure(contenders: list[Contender], batches: Iterator[Batch], steps: int) -
             for step, (x, y) in zip(turn, timed, strict=True):
                 finish(x)
                 ringreduce.barrier()
-                begin = time.perf_counter()
+                begin, cpu_begin = time.perf_counter(), time.process_time()
                 contender.step(x, y)
                 finish(x)
                 row[step] = time.perf_counter() - begin
+                contender.cpu_s += (time.process_time() - cpu_begin) / steps
     return ringreduce.allreduce(times, "max")
 
 
@@ -202,7 +218,8 @@ def weights_agree(contenders: list[Contender]) -> bool:
 
 
 def report(arguments: argparse.Namespace, contenders: list[Contender], times: Any, agree: bool) -> dict[str, Any]:
-    """Return the JSON report."""
+    """Return the JSON report. Collective."""
+    cpu = ringreduce.allreduce(np.array([each.cpu_s for each in contenders]) * 1e3, "average")
     medians = {each.name: float(np.median(row)) * 1e3 for each, row in zip(contenders, times, strict=True)}
     model = contenders[0].model
     return {
@@ -223,7 +240,8 @@ def report(arguments: argparse.Namespace, contenders: list[Contender], times: An
         },
         "median_ms": medians,
         "min_ms": {each.name: float(row.min()) * 1e3 for each, row in zip(contenders, times, strict=True)},
-        "ratios": {f"ringreduce/{name}": medians["ringreduce"] / ms for name, ms in medians.items()},
+        "cpu_ms": dict(zip(medians, cpu.tolist(), strict=True)),
+        "ratios": {f"ringreduce/{name}": medians.get("ringreduce", np.nan) / ms for name, ms in medians.items()},
         "weights_agree": agree,
     }
 
@@ -237,11 +255,12 @@ def table(found: dict[str, Any]) -> str:
         f"{config['threads']} threads per rank",
         f"median of {config['steps']} steps, contenders in turns of {TURN}",
         "",
-        f"{'contender':<12}{'median (ms)':>12}{'min (ms)':>12}{'ringreduce /':>14}",
+        f"{'contender':<12}{'median (ms)':>12}{'min (ms)':>12}{'cpu (ms)':>12}{'ringreduce /':>14}",
     ]
     for name, ms in found["median_ms"].items():
         ratio = found["ratios"][f"ringreduce/{name}"]
-        lines.append(f"{name:<12}{ms:>12.2f}{found['min_ms'][name]:>12.2f}{ratio:>14.2f}")
+        least, cpu = found["min_ms"][name], found["cpu_ms"][name]
+        lines.append(f"{name:<12}{ms:>12.2f}{least:>12.2f}{cpu:>12.2f}{ratio:>14.2f}")
     lines += ["", f"weights agree: {'yes' if found['weights_agree'] else 'NO'}"]
     return "\n".join(lines)
 
@@ -253,8 +272,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where to train (cpu)")
     parser.add_argument("--batch", type=int, default=16, help="samples per rank and step (16)")
     parser.add_argument("--steps", type=int, default=30, help="timed steps of each contender (30)")
+    names = ",".join(CONTENDERS)
+    parser.add_argument(
+        "--contenders", default="plain,ringreduce,mpi,gloo", help=f"some of {names} (plain,ringreduce,mpi,gloo)"
+    )
     parser.add_argument("-J", "--output_file", type=Path, help="write the JSON report there")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    arguments.contenders = arguments.contenders.split(",")
+    if unknown := set(arguments.contenders) - set(CONTENDERS):
+        parser.error(f"--contenders: {', '.join(sorted(unknown))} is none of {names}")
+    return arguments
 
 
 def main() -> int:
@@ -267,8 +294,7 @@ def main() -> int:
     model.to(device)
     with contextlib.ExitStack() as stack:
         stack.enter_context(gloo_process_group(ringreduce.world()))
-        makers = (plain, distributed_optimizer, flat_mpi, ddp_gloo)
-        contenders = [make(copy.deepcopy(model)) for make in makers]
+        contenders = [CONTENDERS[name](copy.deepcopy(model)) for name in arguments.contenders]
         batches = endless_batches(arguments.batch, sample, target, device)
         times = measure(contenders, batches, arguments.steps)
         found = report(arguments, contenders, times, weights_agree(contenders))
