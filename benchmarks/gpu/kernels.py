@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +17,10 @@ from ringreduce.buffers.cuda import kernels
 from ringreduce.buffers.cuda.driver import Driver
 from ringreduce.buffers.cuda.kernels import FAMILIES, Peers, Table
 from ringreduce.reduce_ops import ReduceOp
-from ringreduce.testing.device import check_driver
-from ringreduce.testing.device_kernels import reduced
+
+sys.path.append(str(Path(__file__).parents[2] / "tests"))
+from gpu_doubles.driver import check_driver
+from gpu_doubles.kernels import reduced
 
 Array = npt.NDArray[Any]
 

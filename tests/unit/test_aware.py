@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from gpu_doubles.driver import HostArray, HostDriver, HostMachine
+from gpu_doubles.ranks import run_gpu_ranks
 
 import ringreduce as rr
 from ringreduce.buffers import DTYPES
@@ -22,11 +24,9 @@ from ringreduce.testing import (
     assert_equal,
     caught,
     expected,
-    run_gpu_ranks,
     run_ranks,
     sample,
 )
-from ringreduce.testing.device import HostArray, HostDriver, HostMachine
 from ringreduce.transport.messages import Messages
 
 WORLDS = pytest.mark.parametrize(("size", "node_size"), [(2, 1), (3, 1), (4, 1), (3, None), (4, None)])

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from gpu_doubles.driver import HostArray, HostDriver, HostMachine
 
 from ringreduce.buffers import DTYPES, DType
 from ringreduce.config import Config
@@ -20,7 +21,6 @@ from ringreduce.paths.context import Cache
 from ringreduce.paths.device import DeviceAllreduce, _Shots
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.testing import assert_close, caught, expected, run_threads, sample
-from ringreduce.testing.device import HostArray, HostDriver, HostMachine
 from ringreduce.transport.device import DeviceBlock, DeviceNode, join_devices
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.node import join

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gpu_doubles.driver import HostDriver, HostMachine
 
 from ringreduce.buffers.cuda.driver import Driver
 from ringreduce.config import Config
 from ringreduce.errors import TransportError, UnsupportedBufferError
 from ringreduce.testing import run_threads
-from ringreduce.testing.device import HostDriver, HostMachine
 from ringreduce.transport.device import DeviceArena, DeviceNode, join_devices
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.messages import Messages

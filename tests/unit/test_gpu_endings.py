@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gpu_doubles.driver import HostDriver, HostMachine
+from gpu_doubles.nccl import HostNccl
 
 import ringreduce as rr
 from ringreduce.buffers.cuda.arrays import DeviceOperand
@@ -20,8 +22,6 @@ from ringreduce.paths.cleanup import close_all
 from ringreduce.paths.staged import Staging
 from ringreduce.process_sets import Parts
 from ringreduce.testing import caught, run_engines, run_ranks
-from ringreduce.testing.device import HostDriver, HostMachine
-from ringreduce.testing.nccl import HostNccl
 from ringreduce.transport import nccl as transport
 from ringreduce.transport.shared import Arena, PrivateSegments
 from ringreduce.transport.waiting import Waiter

@@ -1,7 +1,7 @@
 """What ringreduce asks of a GPU: memory, streams, events, copies, kernels; and how it gets at one.
 
 Everything above works on addresses and opaque handles and asks a `Driver`. There is one over CuPy, and one that does
-all of it in host memory and keeps a record, for tests (`ringreduce.testing.device`).
+all of it in host memory and keeps a record, for tests (`tests/gpu_doubles`).
 """
 
 from __future__ import annotations
