@@ -9,12 +9,13 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 from ringreduce.algorithms import Collective
 from ringreduce.buffers import DType, Operand
 from ringreduce.buffers.cuda.arrays import DeviceOperand, empty_on_device
-from ringreduce.buffers.cuda.driver import Driver, Stream
+from ringreduce.buffers.cuda.driver import Driver
+from ringreduce.buffers.cuda.kernels import Reduction
 from ringreduce.config import gpu_switches
 from ringreduce.errors import CollectiveTimeoutError, ConfigError, PeerLostError, TransportError, UnsupportedBufferError
 from ringreduce.paths.aware import AwareAllreduce, agree_on_awareness
@@ -22,6 +23,7 @@ from ringreduce.paths.cleanup import abandon_all, close_all
 from ringreduce.paths.context import Context, Signature
 from ringreduce.paths.device import DeviceAllreduce
 from ringreduce.paths.nccl import NcclAllreduce
+from ringreduce.paths.on_device import OnDevice
 from ringreduce.paths.path import DETERMINISTIC, NCCL, Choice, Chosen
 from ringreduce.paths.staged import Staging
 from ringreduce.paths.standing import Standing
@@ -30,7 +32,7 @@ from ringreduce.transport.device import DeviceNode, join_devices
 from ringreduce.transport.messages import StepFailedError
 from ringreduce.transport.nccl import Nccl
 
-__all__ = ["STAGED", "Gpu", "OnDevice", "ordinal"]
+__all__ = ["STAGED", "Gpu", "ordinal"]
 
 _log = logging.getLogger(__name__)
 
@@ -43,47 +45,6 @@ STAGED = Choice("staged", Staging, _THROUGH_HOST)
 #: What the ranks meet under to find out about each other's device memory.
 _FIRST_USE = Signature.of("the first use of device memory: an allreduce of arrays there, or empty(device=...)")
 _FIRST_NCCL = Signature.of("the first use of NCCL: an allreduce of arrays in device memory with algorithm 'nccl'")
-
-
-class OnDevice(Protocol):
-    """An allreduce of device memory that leaves it there: `DeviceAllreduce`, `AwareAllreduce`, `NcclAllreduce`.
-
-    Attributes:
-        transport: as for `Choice`.
-        choice: what it is called.
-        description: how it is done.
-    """
-
-    @property
-    def transport(self) -> str: ...
-
-    @property
-    def choice(self) -> Choice: ...
-
-    @property
-    def description(self) -> str: ...
-
-    def supports(self, dtype: DType, op: ReduceOp) -> bool:
-        """Return whether `run` takes such elements; the same on all ranks."""
-        ...
-
-    def run(
-        self, source: int, target: int, count: int, dtype: DType, op: ReduceOp, stream: Stream, signature: Signature
-    ) -> bool:
-        """Reduce; False on all ranks if it cannot be done so. See `DeviceAllreduce.run`. Collective."""
-        ...
-
-    def close(self) -> None:
-        """Give everything back."""
-        ...
-
-    def idle(self) -> bool:
-        """Return whether the GPU has done all that it was given."""
-        ...
-
-    def abandon(self) -> None:
-        """Give up after a failure: wait for nothing, and let nothing wait or be used that others might have."""
-        ...
 
 
 class Gpu:
@@ -99,7 +60,7 @@ class Gpu:
         drivers, libraries: the same.
         kernels: what reduces device memory without the host's; None where that cannot be, and before `join`.
         nccl: what does so if NCCL is asked for; None where that cannot be, and before `join_nccl`.
-        way: how arrays on it are reduced, in words; None before `join`.
+        path: how arrays on it are reduced, in words; None before `join`.
     """
 
     def __init__(
@@ -119,10 +80,10 @@ class Gpu:
         self._devices: DeviceNode | None = None
         self.kernels: OnDevice | None = None
         self.nccl: OnDevice | None = None
-        self.way: str | None = None
+        self.path: str | None = None
 
     def staging(self, number: int | None = None) -> Staging:
-        """Return the way of arrays between the GPU and this rank's host memory. Local.
+        """Return what carries arrays between the GPU and this rank's host memory. Local.
 
         Args:
             number: the GPU's ordinal, None for the current one. The first that is asked for is this rank's for good.
@@ -150,26 +111,26 @@ class Gpu:
         if self._joined:
             return
         context, driver = self._context, self.staging().driver
-        self.way = _THROUGH_HOST
+        self.path = _THROUGH_HOST
         if context.topology.size == 1:
-            self.way = "there is one rank"
+            self.path = "there is one rank"
         else:
             context.meet(_FIRST_USE)
             self._find_kernels(driver)
         self._joined = True
         if context.rank == 0:
-            _log.info("allreduce of arrays in device memory: %s", self.way)
+            _log.info("allreduce of arrays in device memory: %s", self.path)
 
     def _find_kernels(self, driver: Driver) -> None:
         context = self._context
         if context.topology.single_node:
             self._devices = join_devices(context.messages, context.node, lambda: driver)
-            self.kernels = DeviceAllreduce.of(context, self._devices)
+            if self._devices is not None:
+                self.kernels = DeviceAllreduce(context, self._devices)
         if self.kernels is None:
-            why_not = self._find_awareness(driver)
-            self.way = f"{_THROUGH_HOST} ({why_not})"
+            self.path = f"{_THROUGH_HOST} ({self._find_awareness(driver)})"
         if self.kernels is not None:
-            self.way = self.kernels.description
+            self.path = self.kernels.description
 
     def _find_awareness(self, driver: Driver) -> str:
         """Let CUDA-aware MPI do it, or say why it does not."""
@@ -272,11 +233,10 @@ class Gpu:
             reducers[segment.count].run(segment, segment)
 
         choice = STAGED if kernels is None else kernels.choice
+        reduction = Reduction(source.dtype, op, source.count)
         with running(choice.algorithm), staging.in_order(source, target) as stream:
             addresses = source.address, target.address
-            if kernels is None:
-                staging.allreduce(source, target, parts, reduce)
-            elif not kernels.run(*addresses, source.count, source.dtype, op, stream, whole.signature):
+            if kernels is None or not kernels.run(*addresses, reduction, stream, whole.signature):
                 choice = STAGED
                 staging.allreduce(source, target, parts, reduce)
         return choice
@@ -302,16 +262,16 @@ class Gpu:
         """
         if not self.takes(wanted):
             return None
-        ways = (self.nccl if wanted == NCCL else None, self.kernels)
-        return next((way for way in ways if way is not None and way.supports(dtype, op)), None)
+        paths = (self.nccl if wanted == NCCL else None, self.kernels)
+        return next((path for path in paths if path is not None and path.supports(dtype, op)), None)
 
     def choice(self, dtype: DType, op: ReduceOp, algorithm: str | None) -> Choice:
         """Return what carries out an allreduce, where there are several ranks; see `Communicator.way_on_device`."""
         wanted = self._wanted(algorithm)
         if wanted is not None and not self.takes(wanted):
             return replace(STAGED, algorithm=wanted)
-        way = self.find(dtype, op, wanted)
-        return STAGED if way is None else way.choice
+        path = self.find(dtype, op, wanted)
+        return STAGED if path is None else path.choice
 
     def _wanted(self, algorithm: str | None = None) -> str | None:
         """Return the name of what is asked for, of a call or of all."""
@@ -324,7 +284,7 @@ class Gpu:
             return _WHOLE
         wanted = self._wanted()
         if self._context.topology.size > 1 and not self.takes(wanted):
-            also = "" if self.kernels is None else f"; also possible: {self.way}"
+            also = "" if self.kernels is None else f"; also possible: {self.path}"
             return f"{_THROUGH_HOST}, as {wanted} is asked for by name{also}"
         if not self._joined:
             return (
@@ -332,23 +292,23 @@ class Gpu:
                 "ranks: kernels on the GPUs if the ranks reach each other's memory, else CUDA-aware MPI, else through "
                 "host memory"
             )
-        assert self.way is not None
+        assert self.path is not None
         if self._context.topology.size == 1:
-            return self.way
+            return self.path
         if wanted == NCCL and self.nccl is not None:
-            return f"{self.nccl.description}, asked for by name; also possible: {self.way}"
+            return f"{self.nccl.description}, asked for by name; also possible: {self.path}"
         others = [] if self.kernels is None else [_THROUGH_HOST + ", by the name of an algorithm"]
         if not self._joined_nccl:
             others.append("NCCL, if it is there, by the name nccl")
         elif self.nccl is not None:
             others.append("NCCL, by its name")
-        return f"{self.way}; also possible: {'; '.join(others) or 'nothing else'}"
+        return f"{self.path}; also possible: {'; '.join(others) or 'nothing else'}"
 
     def remark(self, collective: Collective) -> str:
         """Return a line to add to what is said of arrays in host memory; nothing where device memory was not used."""
-        if collective is not Collective.ALLREDUCE or self.way is None:
+        if collective is not Collective.ALLREDUCE or self.path is None:
             return ""
-        return f"\nin device memory: {self.way if self.takes(self._wanted()) else _THROUGH_HOST}"
+        return f"\nin device memory: {self.path if self.takes(self._wanted()) else _THROUGH_HOST}"
 
     def empty(self, shape: Sequence[int], dtype: DType) -> Any:
         """Return an uninitialised CuPy array, in memory that the ranks share where they can; after `join`. Local.

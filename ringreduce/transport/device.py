@@ -17,7 +17,7 @@ import ctypes
 import logging
 import secrets
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
@@ -164,6 +164,21 @@ class DeviceNode:
         """Open a peer's events."""
         for events, handle in zip((self.ready, self.finished), handles, strict=True):
             events[peer] = self.driver.open_event(handle)
+
+    def addresses(self, own: int, places: Mapping[int, int]) -> list[int]:
+        """Return where things in the ranks' arenas are for this rank.
+
+        Args:
+            own: of this rank's.
+            places: of all ranks', by rank: packed locations.
+
+        Raises:
+            TransportError: one cannot be reached.
+        """
+        return [
+            own if rank == self.rank else self.arena.peer_address(rank, Location.unpack(place))
+            for rank, place in places.items()
+        ]
 
     def read(self, address: int, nbytes: int) -> bytes:
         """Return bytes of device memory, as they are now."""

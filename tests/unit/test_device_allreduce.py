@@ -12,8 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from gpu_doubles.driver import HostArray, HostDriver, HostMachine
+from gpu_doubles.ranks import run_gpu_ranks
 
+import ringreduce as rr
 from ringreduce.buffers import DTYPES, DType
+from ringreduce.buffers.cuda.kernels import Reduction
 from ringreduce.config import Config
 from ringreduce.errors import CollectiveTimeoutError, MismatchError, TransportError
 from ringreduce.paths import Context, Signature
@@ -55,7 +58,7 @@ class Rank:
         """Reduce one array into another."""
         dtype = DType.of(source.dtype)
         signature = Signature.of(f"allreduce of {source.size} {dtype.name}, {op.value}")
-        return self.allreduce.run(source.address, target.address, source.size, dtype, op, stream, signature)
+        return self.allreduce.run(source.address, target.address, Reduction(dtype, op, source.size), stream, signature)
 
 
 def on_ranks(
@@ -77,10 +80,8 @@ def on_ranks(
         waiter.crowded = True
         context = Context(messages, waiter, node, CONFIG)
         devices = join_devices(messages, node, lambda: drivers[rank])
-        allreduce = DeviceAllreduce.of(context, devices)
         assert devices is not None
-        assert allreduce is not None
-        made = Rank(rank, len(gpus), drivers[rank], devices, context, allreduce)
+        made = Rank(rank, len(gpus), drivers[rank], devices, context, DeviceAllreduce(context, devices))
         result = function(made)
         made.allreduce.close()
         devices.close(waiter)
@@ -260,20 +261,30 @@ def test_the_way_has_a_description(gpus: tuple[int, ...], description: str):
     assert set(on_ranks(gpus, lambda rank: rank.allreduce.description)) == {description}
 
 
-def test_several_nodes_are_left_to_others():
-    """Ranks share device memory within their node; an allreduce over nodes takes another way, on all ranks."""
+def test_ranks_of_several_nodes_share_memory_within_each():
+    """Every node has leaders of its own."""
     config, machines = replace(CONFIG, node_size=2), [HostMachine(), HostMachine()]
     drivers = [machine.driver() for machine in machines for _ in range(2)]
     world = MemoryWorld(4, CONFIG.timeout_s)
 
-    def run(rank: int) -> tuple[tuple[int, ...], DeviceAllreduce | None]:
+    def run(rank: int) -> tuple[int, ...]:
         messages, waiter = world.messages(rank), Waiter(CONFIG.timeout_s, crowded=True)
         node = join(messages, waiter, config, "machine", lambda pids: world.segments_of(rank))
         devices = join_devices(messages, node, lambda: drivers[rank])
         assert devices is not None
-        return devices.leaders, DeviceAllreduce.of(Context(messages, waiter, node, config), devices)
+        return devices.leaders
 
-    assert run_threads(4, run, on_error=world.meeting.abort) == [((0,), None)] * 2 + [((2,), None)] * 2
+    assert run_threads(4, run, on_error=world.meeting.abort) == [(0,)] * 2 + [(2,)] * 2
+
+
+def test_several_nodes_are_left_to_others():
+    """An allreduce over nodes takes another path, on all ranks."""
+
+    def function(communicator: rr.Communicator, driver: HostDriver) -> bool:
+        communicator.gpu.use(None)
+        return communicator.gpu.kernels is None
+
+    assert run_gpu_ranks(4, function, node_size=2, config=CONFIG) == [True] * 4
 
 
 def test_mismatched_calls_are_noticed():
@@ -444,8 +455,7 @@ def test_closing_waits_for_what_is_under_way(seed: int):
         array = rank.driver.put(np.ones(1000, np.float32), 0)
         assert rank.run(array, array)
         rank.context.meet(Signature.of("barrier"))
-        other = DeviceAllreduce.of(rank.context, rank.devices)
-        assert other is not None
+        other = DeviceAllreduce(rank.context, rank.devices)
         rank.allreduce.close()
         rank.allreduce = other
         block = rank.devices.arena.allocate(16 << 20)
