@@ -67,7 +67,7 @@ class Operand:  # a frozen dataclass would take three times as long to make
             return cls(array, dtype)
         if isinstance(array, np.ma.MaskedArray):
             raise UnsupportedBufferError("masked arrays are not supported; pass array.data, or fill them")
-        view = np.asarray(array)  # subclasses (np.matrix) reshape in ways of their own
+        view = np.asarray(array)  # subclasses (np.matrix) reshape in their own manner
         return cls(view.view(dtype.storage) if view.dtype != dtype.storage else view, dtype)
 
     @classmethod
@@ -90,7 +90,7 @@ class Operand:  # a frozen dataclass would take three times as long to make
 
     @property
     def address(self) -> int:
-        """Where the first element lies."""
+        """Where the first element is."""
         address: int = self.view.__array_interface__["data"][0]
         return address
 
@@ -109,7 +109,7 @@ class Operand:  # a frozen dataclass would take three times as long to make
 
     @property
     def contiguous(self) -> bool:
-        """Whether the elements lie one after the other in C order."""
+        """Whether the elements are one after the other in C order."""
         return bool(self.view.flags.c_contiguous)
 
     def flat(self) -> npt.NDArray[Any]:

@@ -154,9 +154,7 @@ class NumpyHalfKernels:
 
     def combine(self, sources: Sequence[Array]) -> Callable[[Array], object]:
         natives = [source.view(self._native) for source in sources]
-        total, *wides = (
-            scratch.like(sources[0]) for scratch, _ in zip(self._scratches, [None, *sources], strict=False)
-        )
+        total, *wides = (scratch.like(sources[0]) for scratch in self._scratches[: len(sources) + 1])
         reduce = self._wide.combine(wides)
 
         def combine(target: Array) -> None:

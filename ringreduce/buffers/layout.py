@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 
 __all__ = ["c_order", "is_c_order", "overlaps_itself"]
 
 
 def c_order(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Return the strides, in bytes, of elements that lie one after the other in C order."""
-    strides = [itemsize]
-    for length in reversed(shape[1:]):
-        strides.append(strides[-1] * length)
-    return tuple(reversed(strides)) if shape else ()
+    """Return the strides, in bytes, of elements that are one after the other in C order."""
+    strides = tuple(accumulate(reversed(shape[1:]), mul, initial=itemsize))
+    return strides[::-1] if shape else ()
 
 
 def is_c_order(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Return whether elements lie one after the other in C order; strides that are never walked do not count."""
+    """Return whether elements are one after the other in C order; strides that are never walked do not count."""
     wanted = c_order(shape, itemsize)
     return 0 in shape or all(n == 1 or has == wants for n, has, wants in zip(shape, strides, wanted, strict=True))
 

@@ -33,9 +33,8 @@ from ringreduce.paths.on_device import OnDevice
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.transport.cuda_awareness import CudaAwareness, cuda_awareness
 from ringreduce.transport.device import address_of, untouchable
-from ringreduce.transport.messages import together
 
-__all__ = ["AwareAllreduce", "agree_on_awareness"]
+__all__ = ["AwareAllreduce", "awareness"]
 
 Array = npt.NDArray[Any]
 
@@ -45,20 +44,16 @@ _SEGMENT_NBYTES = 1 << 20
 _GRAIN_NBYTES = 2 << 20
 
 
-def agree_on_awareness(context: Context, environ: Mapping[str, str]) -> str:
-    """Return how it is known that the ranks' MPI libraries all take addresses of GPU memory. Collective.
+def awareness(context: Context, environ: Mapping[str, str]) -> str:
+    """Return how it is known that this rank's MPI library takes addresses of GPU memory.
 
     Args:
         context: the ranks.
         environ: the switches of MPI libraries on this rank.
 
     Raises:
-        StepFailedError: on all ranks, if a library does not take them.
+        TransportError: it does not take them.
     """
-    return together(context.messages, lambda: _awareness(context, environ))
-
-
-def _awareness(context: Context, environ: Mapping[str, str]) -> str:
     told = context.config.cuda_aware
     if told is not None:
         found = CudaAwareness(told, f"RINGREDUCE_CUDA_AWARE is {int(told)}")
@@ -134,20 +129,10 @@ class AwareAllreduce(OnDevice):
 
         kernels = _Kernels(self._driver, reduction, context.topology.size, self._finish)
         mine = scratch(reduction.count)
-        schedule = context.schedule(Collective.ALLREDUCE, self.algorithm)
-        limit = max(1, _SEGMENT_NBYTES // dtype.itemsize)
-        plan = Plan(
-            context.rank,
-            schedule,
-            segments_of_buffer(reduction.count, schedule.nblocks, limit),
-            Memory(mine, room=scratch),
-            kernels,
-            context.messages,
-            context.waiter,
-            signature.text,
-            context.tag(signature),
-            instruments=context.instruments,
-        )
+        nblocks = context.schedule(Collective.ALLREDUCE, self.algorithm).nblocks
+        segments = segments_of_buffer(reduction.count, nblocks, max(1, _SEGMENT_NBYTES // dtype.itemsize))
+        memory = Memory(mine, room=scratch)
+        plan = context.plan(Collective.ALLREDUCE, self.algorithm, segments, memory, kernels, signature)
         try:
             self._finish(kernels.upload)
         except (MemoryError, TransportError):

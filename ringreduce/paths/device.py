@@ -184,7 +184,10 @@ class DeviceAllreduce(OnDevice):
         places = self._meet(call.begin, NOWHERE if location is None else location.packed)
         self._step("meet")
         if min(places.values()) == NOWHERE:
-            self._say(_first(places), f"has no device memory left for {call.begin.text}{problem}")
+            rank = _first(places)
+            if rank == self._devices.rank:  # which knows more than the others
+                what = f"rank {rank} has no device memory left for {call.begin.text}{problem}"
+                _log.warning("arrays on GPUs go through host memory: %s", what)
             return None
         return places
 
@@ -226,11 +229,6 @@ class DeviceAllreduce(OnDevice):
         instruments = self._context.instruments
         if instruments.observers:
             instruments.step(step)
-
-    def _say(self, rank: int, problem: str) -> None:
-        """Let the rank that knows more say why all ranks take another path."""
-        if rank == self._devices.rank:
-            _log.warning("arrays on GPUs go through host memory: rank %d %s", rank, problem)
 
     def _set_up_shots(self) -> _Shots | None:
         """Make what kernels take that meet on the device, None on all ranks if they cannot."""

@@ -127,7 +127,7 @@ def _share(messages: Messages, arena: Arena, members: Sequence[int], why_not: st
         why_not: why memory cannot be shared, as far as this rank knows already.
 
     Returns:
-        Where the boards of the members lie.
+        Where the boards of the members are.
 
     Raises:
         StepFailedError: on all ranks, if any rank of any node has a problem.

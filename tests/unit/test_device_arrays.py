@@ -145,7 +145,7 @@ def test_a_cupy_array_is_taken_as_it_is(alone: HostDriver) -> None:
     assert (operand.address, operand.shape, operand.strides) == (array.address, (3, 5), (10, 2))
     assert (operand.dtype.name, operand.device, operand.stream) == ("float16", 0, CupyArray.here.stream)
     assert (operand.count, operand.nbytes, operand.contiguous) == (15, 30, True)
-    assert operand.room() is operand
+    assert operand.scratch() is operand
 
 
 def test_an_interface_is_taken_as_it_is() -> None:

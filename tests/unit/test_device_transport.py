@@ -211,7 +211,7 @@ def test_blocks_are_used_again():
     gc.collect()
     assert arena.allocate(50).address == address
     assert second.address not in (address, address + 100)
-    arena.let_go()
+    arena.segments.close_opened()
     arena.free()
     driver.view(second.address, 100)
 

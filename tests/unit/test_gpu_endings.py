@@ -215,9 +215,9 @@ def test_nccl_is_aborted_where_the_gpu_fails_after_it_connected() -> None:
         driver = drivers[communicator.rank]
         communicator.gpu.drivers = lambda number: driver
         communicator.gpu.libraries = lambda number: HostNccl(driver, groups)
-        communicator.gpu.join()
+        communicator.gpu.use(None)
         driver.fail("make_event")
-        assert isinstance(caught(communicator.gpu.join_nccl), TransportError)
+        assert isinstance(caught(communicator.gpu.use, None, nccl=True), TransportError)
         assert driver.log[-1] == "nccl abort"
         communicator._standing._failure = TransportError("NCCL")
 

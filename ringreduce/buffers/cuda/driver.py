@@ -71,7 +71,7 @@ class Driver(Protocol):
         ...
 
     def open(self, handle: bytes) -> int:
-        """Return where another process's allocation lies in this one's addresses.
+        """Return where another process's allocation is in this one's addresses.
 
         Raises:
             TransportError: it cannot be reached from here; what else was opened stays.
@@ -134,7 +134,7 @@ class Driver(Protocol):
         """Copy between any two of device and host memory.
 
         If the host memory is not pinned, the call returns when the host may use it again: when the copy is done, or the
-        bytes are at least on their way to the device.
+        bytes are at least about to reach the device.
         """
         ...
 
