@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
 
-__all__ = ["c_order", "is_c_order", "overlaps_itself"]
+from ringreduce.errors import UnsupportedBufferError
+
+__all__ = ["c_order", "is_c_order", "overlaps_itself", "require_apart"]
 
 
 def c_order(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
@@ -31,3 +33,12 @@ def overlaps_itself(shape: Sequence[int], strides: Sequence[int], itemsize: int)
             return True
         reach = stride * (length - 1) + reach
     return False
+
+
+def require_apart(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> None:
+    """Raise an `UnsupportedBufferError` if several elements may share a place, so that no result can be stored."""
+    if overlaps_itself(shape, strides, itemsize):
+        raise UnsupportedBufferError(
+            f"elements of the array share memory (shape {shape}, strides {strides}), as after expand or broadcast_to; "
+            "pass a copy"
+        )

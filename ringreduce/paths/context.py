@@ -73,7 +73,7 @@ class Context:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "single_node", self.topology.single_node)
-        object.__setattr__(self, "agreement", Agreement(self.messages, self.waiter, called=self.called))
+        object.__setattr__(self, "agreement", Agreement(self.messages, self.waiter, self.called))
         self.board.called = self.called
         if not self.single_node:
             self.waiter.watchers.append(self.agreement.watch)

@@ -1,6 +1,6 @@
 """The allreduce of device memory inside one node, without a copy where the arrays are in the ranks' device arenas.
 
-Where ranks share GPUs, one rank of each GPU, the leader, launches a kernel that reduces its part of all ranks' arrays
+Where ranks share GPUs, the lowest rank on each GPU launches a kernel that reduces its part of all ranks' arrays
 and stores the result into all of them. No kernel waits for another, as processes that share a GPU may run in turns: the
 ranks meet at the board, on the host, and their streams wait for each other's events. A call, on each rank:
 
@@ -8,9 +8,9 @@ ranks meet at the board, on the host, and their streams wait for each other's ev
     copy the source into the target, or into a block of the arena if peers cannot reach that
     record `ready`
     rendezvous: the signature, and where the block is
-    a leader:   wait for the others' `ready`, launch, record `finished`
-    rendezvous: the leaders have recorded
-    wait for the leaders' `finished`
+    if it is to launch: wait for the others' `ready`, launch, record `finished`
+    rendezvous: those that launch have recorded
+    wait for their `finished`
     copy the block into the target, if it is not that
 
 Where every rank has a GPU of its own, all launch kernels that meet on the device: a one-shot for small arrays, which
@@ -61,7 +61,7 @@ _log = logging.getLogger(__name__)
 
 #: What a rank publishes in place of a location to say that it got that far.
 _WELL = 0
-#: Parts of the leaders begin on what the device's memory moves at once.
+#: The GPUs' parts begin on what the device's memory moves at once.
 _LINE_NBYTES = 128
 #: Blocks for private arrays come in multiples of this.
 _GRAIN_NBYTES = 16 << 20
@@ -87,8 +87,8 @@ class DeviceAllreduce(OnDevice):
         self._devices = devices
         self._block: DeviceBlock | None = None  # for private arrays
         self._shots = self._set_up_shots()
-        size, ngpus = context.topology.size, len(devices.leaders)
-        kind = "kernels that meet" if self._shots is not None else "leaders' kernels"
+        size, ngpus = context.topology.size, len(devices.launching)
+        kind = "kernels that meet" if self._shots is not None else "one kernel per GPU"
         self.description = f"{kind}, over the memory of {size} ranks on {ngpus} {'GPU' if ngpus == 1 else 'GPUs'}"
 
     def run(self, source: int, target: int, reduction: Reduction, stream: Stream, signature: Signature) -> bool:
@@ -167,7 +167,7 @@ class DeviceAllreduce(OnDevice):
             addresses = devices.addresses(target, places)
             if shots is not None:
                 return _TwoShot(devices, shots.peers, addresses, call.reduction)
-            return _Leader(devices, addresses, call.reduction) if devices.rank in devices.leaders else _Plan()
+            return _Part(devices, addresses, call.reduction) if devices.rank in devices.launching else _Plan()
 
         plan = self._plan((call.begin.code, *places.values()), make)
         if plan is None:
@@ -175,7 +175,7 @@ class DeviceAllreduce(OnDevice):
         if shots is not None:
             plan.launch(call.stream)
         else:
-            self._lead(call, plan)
+            self._launch(call, plan)
         self._step("enqueue")
         return True
 
@@ -191,8 +191,8 @@ class DeviceAllreduce(OnDevice):
             return None
         return places
 
-    def _lead(self, call: _Call, plan: _Plan) -> None:
-        """Let the leaders launch, and the stream wait for them."""
+    def _launch(self, call: _Call, plan: _Plan) -> None:
+        """Launch, where this rank is to, and let the stream wait for those that do."""
         devices = self._devices
         problem: Exception | None = None
         try:
@@ -202,9 +202,9 @@ class DeviceAllreduce(OnDevice):
         heard = self._meet(call.end, _WELL if problem is None else NOWHERE)
         if min(heard.values()) == NOWHERE:
             raise TransportError(f"the device of rank {_first(heard)} failed in {call.begin.text}") from problem
-        for leader in devices.leaders:
-            if leader != devices.rank:
-                self._driver.wait(call.stream, devices.finished[leader])
+        for rank in devices.launching:
+            if rank != devices.rank:
+                self._driver.wait(call.stream, devices.finished[rank])
 
     def _run_one_shot(self, peers: Peers, call: _Call, source: int, target: int) -> bool:
         def make() -> _Plan:
@@ -233,7 +233,7 @@ class DeviceAllreduce(OnDevice):
     def _set_up_shots(self) -> _Shots | None:
         """Make what kernels take that meet on the device, None on all ranks if they cannot."""
         devices, messages, timeout_s = self._devices, self._context.messages, self._context.waiter.timeout_s
-        if not (1 < len(devices.members) == len(devices.leaders) <= MAX_RANKS):
+        if not (1 < len(devices.members) == len(devices.launching) <= MAX_RANKS):
             return None
 
         def make_area() -> DeviceBlock:
@@ -293,7 +293,7 @@ class _Table(Rows):
 class _Plan:
     """What a rank enqueues for arrays at certain places; making one may raise `MemoryError` or `TransportError`.
 
-    This one is that of a rank whose leader does it all, and where nothing has to be prepared.
+    This one is that of a rank that launches nothing, and where nothing has to be prepared.
     """
 
     def launch(self, stream: Stream) -> None:
@@ -303,14 +303,14 @@ class _Plan:
         """Return when no kernel uses it any more."""
 
 
-class _Leader(_Plan):
-    """A leader's part of all ranks' arrays, which are at ``addresses`` in rank order."""
+class _Part(_Plan):
+    """What the lowest rank on a GPU reduces: a part of all ranks' arrays, which are at ``addresses`` in rank order."""
 
     def __init__(self, devices: DeviceNode, addresses: Sequence[int], reduction: Reduction) -> None:
         self._devices = devices
         dtype = reduction.dtype
-        bounds = Partition.even(reduction.count, len(devices.leaders), _LINE_NBYTES // dtype.itemsize).bounds
-        index = devices.leaders.index(devices.rank)
+        bounds = Partition.even(reduction.count, len(devices.launching), _LINE_NBYTES // dtype.itemsize).bounds
+        index = devices.launching.index(devices.rank)
         self._part = Reduction(dtype, reduction.op, bounds[index + 1] - bounds[index])
         reduction.compile(devices.driver, "reduce", "combine")  # now, if it has to be
         self._table = _Table(devices, addresses, bounds[index] * dtype.itemsize)

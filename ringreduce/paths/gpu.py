@@ -19,7 +19,7 @@ from ringreduce.buffers.cuda.kernels import Reduction
 from ringreduce.config import gpu_switches
 from ringreduce.errors import CollectiveTimeoutError, ConfigError, PeerLostError, TransportError, UnsupportedBufferError
 from ringreduce.paths.aware import AwareAllreduce, awareness
-from ringreduce.paths.cleanup import abandon_all, close_all
+from ringreduce.paths.cleanup import close_all
 from ringreduce.paths.context import Context, Signature
 from ringreduce.paths.device import DeviceAllreduce
 from ringreduce.paths.nccl import NcclAllreduce
@@ -328,9 +328,13 @@ class Gpu:
 
         Memory of the GPU that peers may have open stays until the process ends; so does host memory that it may use.
         """
-        parts = [part.abandon for part in (self.nccl, self.kernels, self._staging) if part is not None]
+        parts = [part for part in (self.nccl, self.kernels, self._staging) if part is not None]
         self._staging, self.kernels, self.nccl, self._devices = None, None, None, None
-        abandon_all(*parts)
+        for part in parts:
+            try:
+                part.abandon()
+            except Exception as error:  # of the device, which follows from the failure
+                _log.debug("in giving up the GPU: %s", error)
 
 
 class _Allocation:

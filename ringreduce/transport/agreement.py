@@ -35,24 +35,18 @@ class Agreement:
     Args:
         messages: carries the notes.
         waiter: how to wait for them.
-        patience: how often `watch` is called without data before a rank announces what it waits in.
         called: says what this rank calls, and where.
 
     Attributes:
         number: of the call that this rank is in, or was in last.
+        patience: how often `watch` is called without data before a rank announces what it waits in.
     """
 
-    def __init__(
-        self,
-        messages: Messages,
-        waiter: Waiter,
-        patience: int = _PATIENCE,
-        called: Callable[[str], Called] = Called.here,
-    ) -> None:
+    def __init__(self, messages: Messages, waiter: Waiter, called: Callable[[str], Called] = Called.here) -> None:
         self._messages = messages
         self._waiter = waiter
         self._called = called
-        self.patience = patience
+        self.patience = _PATIENCE
         self.number = 0
         self._settled_up_to = 0  # notes about calls up to this one are old
         self._known: set[str] = set()

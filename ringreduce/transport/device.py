@@ -120,7 +120,7 @@ class DeviceNode:
         arena: exportable memory on it.
         rank: this one.
         members: the ranks of the node, ascending.
-        leaders: the lowest rank on each GPU, ascending.
+        launching: the ranks that launch kernels for all of their GPU: the lowest on each, ascending.
         ready, finished: events of each member, by rank, which it records and the others wait for. An event stands for
             what it was recorded for last, so a rank must know (from the board) that it was recorded, and must have
             begun to wait before it is recorded again.
@@ -136,7 +136,7 @@ class DeviceNode:
         lowest: dict[str, int] = {}
         for member, uuid in zip(members, uuids, strict=True):
             lowest.setdefault(uuid, member)
-        self.leaders = tuple(lowest.values())
+        self.launching = tuple(lowest.values())
         self.ready: dict[int, Event] = {}
         self.finished: dict[int, Event] = {}
         self._stream: Stream = driver.make_stream()  # for copies that must not wait for the user's

@@ -78,7 +78,8 @@ def join(
     cores = sorted(os.sched_getaffinity(0))
     introduction = {"host": host, "pid": os.getpid(), "namespace": _pid_namespace(), "cores": cores}
     everyone = exchange_json(messages, introduction)
-    hosts = topology = _group([each["host"] for each in everyone], config)
+    node_size = config.node_size or messages.size
+    hosts = topology = Topology.from_hosts((each["host"], rank // node_size) for rank, each in enumerate(everyone))
     members = hosts.node_of(messages.rank)
     waiter.crowded = len(members) > len({core for member in members for core in everyone[member]["cores"]})
     arena = Arena(make_segments({member: everyone[member]["pid"] for member in members}))
@@ -106,11 +107,6 @@ def _pid_namespace() -> str:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
-
-
-def _group(hosts: list[str], config: Config) -> Topology:
-    node_size = config.node_size or len(hosts)
-    return Topology.from_hosts((host, rank // node_size) for rank, host in enumerate(hosts))
 
 
 def _share(messages: Messages, arena: Arena, members: Sequence[int], why_not: str) -> list[Location]:

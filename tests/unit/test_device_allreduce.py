@@ -183,7 +183,7 @@ def log_of_a_call(gpus: tuple[int, ...], private: bool, count: int = 5) -> list[
 
 
 def test_what_a_call_enqueues_on_one_gpu():
-    """The leader waits for its peer, launches once and tells it; the peer waits for that. The host waits for nobody."""
+    """One rank waits for its peer, launches once and tells it; the peer waits for that. The host waits for nobody."""
     assert log_of_a_call((0, 0), private=False) == [
         [
             "s0 waits for e6",
@@ -199,11 +199,11 @@ def test_what_a_call_enqueues_on_one_gpu():
 
 def test_what_a_call_enqueues_for_private_arrays():
     """They are copied into a block of the arena first, and back last, on the same stream."""
-    leader, follower = log_of_a_call((0, 0), private=True)
+    launching, follower = log_of_a_call((0, 0), private=True)
     copied_in = ["s0 waits for e6", "copy 20 m2 -> m3 on s0", "record e2 on s0"]
     copied_back = ["copy 20 m3 -> m2 on s0", "record e6 on s0"]
     launched = ["s0 waits for rank 1:e2", "launch reduce combine<float32,sum> on s0", "record e3 on s0"]
-    assert leader == [*copied_in, *launched, *copied_back]
+    assert launching == [*copied_in, *launched, *copied_back]
     assert follower == [*copied_in, "s0 waits for rank 0:e3", *copied_back]
 
 
@@ -251,8 +251,8 @@ def test_what_is_not_offered():
 @pytest.mark.parametrize(
     ("gpus", "description"),
     [
-        (ONE_GPU, "leaders' kernels, over the memory of 3 ranks on 1 GPU"),
-        (SOME_GPUS, "leaders' kernels, over the memory of 4 ranks on 2 GPUs"),
+        (ONE_GPU, "one kernel per GPU, over the memory of 3 ranks on 1 GPU"),
+        (SOME_GPUS, "one kernel per GPU, over the memory of 4 ranks on 2 GPUs"),
         (OWN_GPUS, "kernels that meet, over the memory of 3 ranks on 3 GPUs"),
     ],
 )
@@ -262,7 +262,7 @@ def test_the_way_has_a_description(gpus: tuple[int, ...], description: str):
 
 
 def test_ranks_of_several_nodes_share_memory_within_each():
-    """Every node has leaders of its own."""
+    """Every node has ranks that launch."""
     config, machines = replace(CONFIG, node_size=2), [HostMachine(), HostMachine()]
     drivers = [machine.driver() for machine in machines for _ in range(2)]
     world = MemoryWorld(4, CONFIG.timeout_s)
@@ -272,7 +272,7 @@ def test_ranks_of_several_nodes_share_memory_within_each():
         node = join(messages, waiter, config, "machine", lambda pids: world.segments_of(rank))
         devices = join_devices(messages, node, lambda: drivers[rank])
         assert devices is not None
-        return devices.leaders
+        return devices.launching
 
     assert run_threads(4, run, on_error=world.meeting.abort) == [(0,)] * 2 + [(2,)] * 2
 
@@ -380,8 +380,8 @@ def shrink(driver: HostDriver) -> None:
 
 
 @pytest.mark.parametrize("change", [refuse_to_pin, age, shrink])
-def test_without_kernels_that_meet_there_are_leaders(change: Callable[[HostDriver], None]):
-    """Where one of several GPUs cannot run kernels that meet, all ranks use leaders."""
+def test_without_kernels_that_meet_there_is_one_per_gpu(change: Callable[[HostDriver], None]):
+    """Where one of several GPUs cannot run kernels that meet, all ranks do without."""
 
     def function(rank: Rank) -> str:
         array = rank.driver.put(np.ones(3, np.float32))
@@ -390,7 +390,7 @@ def test_without_kernels_that_meet_there_are_leaders(change: Callable[[HostDrive
         return rank.allreduce.description
 
     found = on_ranks(OWN_GPUS, function, prepare=lambda drivers: change(drivers[1]))
-    assert set(found) == {"leaders' kernels, over the memory of 3 ranks on 3 GPUs"}
+    assert set(found) == {"one kernel per GPU, over the memory of 3 ranks on 3 GPUs"}
 
 
 def test_a_kernel_that_gave_up_waiting_is_an_error_later():
@@ -489,7 +489,7 @@ def test_memory_goes_while_work_on_it_is_under_way(gpus: tuple[int, ...], seed: 
 
 @pytest.mark.parametrize("error", [MemoryError, TransportError])
 def test_no_failure_of_a_launch_leaves_the_others_waiting(error: type[Exception]):
-    """Whatever a leader's launch raises, all ranks hear of it at once."""
+    """Whatever a launch raises, all ranks hear of it at once."""
 
     def function(rank: Rank) -> Exception | None:
         array = rank.driver.put(np.ones(3, np.float32))

@@ -17,7 +17,7 @@ import numpy as np
 
 from ringreduce.buffers.cuda.driver import Stream
 from ringreduce.buffers.dtypes import DType, ml_bfloat16
-from ringreduce.buffers.layout import c_order, is_c_order, overlaps_itself
+from ringreduce.buffers.layout import c_order, is_c_order, require_apart
 from ringreduce.errors import UnsupportedBufferError
 
 __all__ = ["INSTALL", "DeviceOperand", "empty_on_device", "install_command", "is_tensor", "not_plain", "on_device"]
@@ -106,11 +106,7 @@ class DeviceOperand:
         """
         if not self.writable:
             raise UnsupportedBufferError("the array is read-only, so no result can be stored in it; pass a copy")
-        if overlaps_itself(self.shape, self.strides, self.dtype.itemsize):
-            raise UnsupportedBufferError(
-                f"elements of the array share memory (shape {self.shape}, strides {self.strides}), "
-                "as after expand or broadcast_to; pass a copy"
-            )
+        require_apart(self.shape, self.strides, self.dtype.itemsize)
 
     def same_memory(self, other: DeviceOperand) -> bool:
         """Return whether two operands of one shape and dtype are one."""
