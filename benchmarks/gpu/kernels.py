@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,10 +15,12 @@ from gpu.report import Check
 from ringreduce.buffers import DTYPES, DType, narrow, widen
 from ringreduce.buffers.cuda import kernels
 from ringreduce.buffers.cuda.driver import Driver
-from ringreduce.buffers.cuda.kernels import FAMILIES, Peers, Table
+from ringreduce.buffers.cuda.kernels import FAMILIES, Peers, Reduction, Table
 from ringreduce.reduce_ops import ReduceOp
-from ringreduce.testing.device import check_driver
-from ringreduce.testing.device_kernels import reduced
+
+sys.path.append(str(Path(__file__).parents[2] / "tests"))
+from gpu_doubles.driver import check_driver
+from gpu_doubles.kernels import reduced
 
 Array = npt.NDArray[Any]
 
@@ -131,7 +135,7 @@ def combine_is_right(desk: Desk, name: str, rng: np.random.Generator) -> bool:
     shift = row.itemsize
     sources = [desk.put(array, shift * place) for place, array in enumerate(arrays)]
     targets = [desk.room(arrays[0].nbytes, shift), sources[1]]
-    kernels.combine(desk.driver, row, op, desk.table(sources), desk.table(targets), desk.count, 3, STREAM)
+    kernels.combine(desk.driver, Reduction(row, op, desk.count), desk.table(sources), desk.table(targets), 3, STREAM)
     with np.errstate(all="ignore"):
         wanted = reduced(arrays, row, op, 3)
     return all(same(desk.get(target, desk.count, row.storage), wanted, row, op) for target in targets)
@@ -143,15 +147,15 @@ def shot_is_right(desk: Desk, name: str, rng: np.random.Generator) -> bool:
     flags = desk.put(np.zeros(kernels.FLAGS_NBYTES, np.uint8))
     scratch, error = desk.room(kernels.SCRATCH_NBYTES), desk.put(np.zeros(1, np.uint32))
     peers = Peers(0, desk.table([flags]), desk.table([scratch]), error, 5.0)
-    good = True
+    good, reduction = True, Reduction(row, op, desk.count)
     for _ in range(3):
         values = numbers(row, desk.count, rng)
         source, target = desk.put(values), desk.room(values.nbytes)
         if name.startswith("one_shot"):
-            kernels.one_shot(desk.driver, row, op, peers, source, target, desk.count, 1, STREAM)
+            kernels.one_shot(desk.driver, reduction, peers, source, target, STREAM)
         else:
             tables = desk.table([source]), desk.table([target])
-            kernels.two_shot(desk.driver, row, op, peers, *tables, desk.count, 1, STREAM)
+            kernels.two_shot(desk.driver, reduction, peers, *tables, STREAM)
         with np.errstate(all="ignore"):
             wanted = reduced([values], row, op, 1)
         good &= same(desk.get(target, desk.count, row.storage), wanted, row, op)

@@ -12,7 +12,7 @@ from gpu.report import Check, allreduce_bound_s, ranks, staged_bound_s
 from ringreduce.buffers import DTYPES
 from ringreduce.buffers.cuda.arrays import DeviceOperand
 from ringreduce.buffers.cuda.driver import Driver
-from ringreduce.buffers.cuda.kernels import Table, combine
+from ringreduce.buffers.cuda.kernels import Reduction, Table, combine
 from ringreduce.cli import bench
 from ringreduce.cli.measure import Contender, time_in_turn
 from ringreduce.cli.places import OnDevice
@@ -92,7 +92,7 @@ def check_staged(
     label = f"allreduce of {nbytes >> 20} MiB float32 through host memory, {ranks(world.size)}"
     yield Check(f"{label}: results", alone.nwrong == 0, f"{alone.nwrong} wrong elements")
     staged = result.transport == "staged" and result.algorithm != "kernels"
-    yield Check(f"{label}: not by kernels", staged, f"{result.algorithm} over {result.transport}; {world.gpu.way}")
+    yield Check(f"{label}: not by kernels", staged, f"{result.algorithm} over {result.transport}; {world.gpu.path}")
     yield Check.stated("pinned copies, each way while both are under way", rate / 1e9, "GB/s")
     for each in (segment_nbytes, nbytes):
         times = _on_host(world, each, algorithm)
@@ -151,7 +151,8 @@ def _leader_alone(world: Communicator, place: OnDevice, nbytes: int) -> tuple[fl
     """Return what the leader's kernel takes on arrays of its own process, the others idle: events, wall clock."""
     times = np.zeros(2)
     if world.rank == 0:
-        row, driver, count = DTYPES["float32"], place.driver, nbytes // 4
+        driver, count = place.driver, nbytes // 4
+        reduction = Reduction(DTYPES["float32"], ReduceOp.SUM, count)
         arrays = [place.new(count, np.dtype(np.float32)) for _ in range(world.size)]
         for array in arrays:
             place.store(array, lambda values: values.fill(0))
@@ -161,9 +162,7 @@ def _leader_alone(world: Communicator, place: OnDevice, nbytes: int) -> tuple[fl
         for turn in range(-2, _TURNS):
             place.watch.ready()
             begin = time.perf_counter()
-            events = place.watch.time(
-                lambda: combine(driver, row, ReduceOp.SUM, table, table, count, world.size, stream)
-            )
+            events = place.watch.time(lambda: combine(driver, reduction, table, table, world.size, stream))
             taken[:, turn] = events, time.perf_counter() - begin
         table.close()
         times[:] = np.median(taken, axis=1)

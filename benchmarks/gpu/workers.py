@@ -40,7 +40,7 @@ def versions() -> dict[str, str]:
 
 def way() -> str:
     """Return how this rank's world reduces arrays on the GPU, as far as that is known."""
-    return (ringreduce.world().gpu.way or "") if ringreduce.is_initialized() else ""
+    return (ringreduce.world().gpu.path or "") if ringreduce.is_initialized() else ""
 
 
 def _awareness() -> str:
@@ -77,7 +77,7 @@ def check_collectives(note: Note, nranks: int) -> None:
         _, error = collectives.attempt(counter, functools.partial(_note_all, note, stage))
         if error is not None:
             note(Check(f"{name}: to its end", False, f"{type(error).__name__}: {error}"))
-    print(f"rank {world.rank}: {world.gpu.way}", flush=True)
+    print(f"rank {world.rank}: {world.gpu.path}", flush=True)
     ringreduce.shutdown()
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ringreduce.buffers.cuda.arrays import DeviceOperand, is_tensor, not_plain, on_device
 from ringreduce.buffers.dtypes import DType, ml_bfloat16
-from ringreduce.buffers.layout import overlaps_itself
+from ringreduce.buffers.layout import require_apart
 from ringreduce.errors import UnsupportedBufferError
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Operand:  # a frozen dataclass would take three times as long to make
             return cls(array, dtype)
         if isinstance(array, np.ma.MaskedArray):
             raise UnsupportedBufferError("masked arrays are not supported; pass array.data, or fill them")
-        view = np.asarray(array)  # subclasses (np.matrix) reshape in ways of their own
+        view = np.asarray(array)  # subclasses (np.matrix) reshape in their own manner
         return cls(view.view(dtype.storage) if view.dtype != dtype.storage else view, dtype)
 
     @classmethod
@@ -90,7 +90,7 @@ class Operand:  # a frozen dataclass would take three times as long to make
 
     @property
     def address(self) -> int:
-        """Where the first element lies."""
+        """Where the first element is."""
         address: int = self.view.__array_interface__["data"][0]
         return address
 
@@ -109,7 +109,7 @@ class Operand:  # a frozen dataclass would take three times as long to make
 
     @property
     def contiguous(self) -> bool:
-        """Whether the elements lie one after the other in C order."""
+        """Whether the elements are one after the other in C order."""
         return bool(self.view.flags.c_contiguous)
 
     def flat(self) -> npt.NDArray[Any]:
@@ -126,11 +126,8 @@ class Operand:  # a frozen dataclass would take three times as long to make
             raise UnsupportedBufferError(
                 "the array is read-only (or a lazy conjugate of another), so no result can be stored in it; pass a copy"
             )
-        if not self.contiguous and overlaps_itself(self.view.shape, self.view.strides, self.view.itemsize):
-            raise UnsupportedBufferError(
-                f"elements of the array share memory (shape {self.view.shape}, strides {self.view.strides}), "
-                "as after expand or broadcast_to; pass a copy"
-            )
+        if not self.contiguous:
+            require_apart(self.view.shape, self.view.strides, self.view.itemsize)
 
 
 def operand_of(array: Any) -> Operand | DeviceOperand:

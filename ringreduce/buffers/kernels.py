@@ -160,9 +160,7 @@ class NumpyHalfKernels:
 
     def combine(self, sources: Sequence[Array], *, complete: bool = True) -> Callable[[Array], object]:
         natives = [source.view(self._native) for source in sources]
-        total, *wides = (
-            scratch.like(sources[0]) for scratch, _ in zip(self._scratches, [None, *sources], strict=False)
-        )
+        total, *wides = (scratch.like(sources[0]) for scratch in self._scratches[: len(sources) + 1])
         reduce = self._wide.combine(wides, complete=complete)
 
         def combine(target: Array) -> None:

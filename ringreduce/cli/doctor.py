@@ -79,9 +79,9 @@ def probe_ipc(messages: Messages, node: Node, waiter: Waiter, find_driver: Calla
         reason = said[0].split(": ", 1)[-1] if said else "no rank has a GPU to try it with"
         remedy = "Arrays on GPUs go through host memory: start containers with --ipc=host and --pid=host."
         return Finding("CUDA IPC", reason, "warning" if said else "ok", remedy if said else "")
-    leaders = len(devices.leaders)
+    ngpus = len(devices.launching)
     devices.close(waiter)
-    return Finding("CUDA IPC", f"works between the ranks of a machine, on {plural(leaders, 'GPU')} here")
+    return Finding("CUDA IPC", f"works between the ranks of a machine, on {plural(ngpus, 'GPU')} here")
 
 
 def _probe(world: Communicator, gpus: int) -> Finding:

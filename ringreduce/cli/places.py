@@ -187,7 +187,7 @@ class OnDevice:
 
     def describe(self) -> str | None:
         ranks = "one rank" if self.sharing == 1 else f"{self.sharing} ranks"
-        return f"{self.driver.device.name}, {ranks} on a GPU; {self._world.gpu.way}"
+        return f"{self.driver.device.name}, {ranks} on a GPU; {self._world.gpu.path}"
 
     def _wait(self, stream: int) -> None:
         event = self.driver.make_event()

@@ -3,13 +3,12 @@
 A `Path` is for arrays in host memory; `Gpu` knows those for device memory.
 """
 
-from ringreduce.paths.bound import BoundCall
 from ringreduce.paths.cleanup import close_all
 from ringreduce.paths.context import Context, Signature
 from ringreduce.paths.formats import Feedback, Formats, codec_for
 from ringreduce.paths.gpu import STAGED, Gpu, ordinal
 from ringreduce.paths.operands import Operands
-from ringreduce.paths.path import DETERMINISTIC, NCCL, VENDOR, Call, Choice, Chosen, Path, Work
+from ringreduce.paths.path import DETERMINISTIC, NCCL, VENDOR, BoundCall, Call, Choice, Chosen, Path, Work
 from ringreduce.paths.paths import PATHS, Paths, path_for
 from ringreduce.paths.standing import Standing
 

@@ -2,7 +2,7 @@
 
 The library moves bytes and nothing else: its own reductions may go through the host, and round in other places. The
 schedule is `ringreduce.algorithms.direct`: one kernel adds up all ranks' parts of a block, in the order of ranks, so
-bits are those of the other ways, and 16-bit floats are rounded once.
+bits are those of the other paths, and 16-bit floats are rounded once.
 
 MPI knows of no streams: the host waits for the device before it starts messages, and for the kernels between the steps.
 All of it happens in memory of this module's own. That costs two copies inside the device, which are quick beside any
@@ -12,9 +12,9 @@ every library can send from.
 
 from __future__ import annotations
 
-import logging
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,24 +22,21 @@ import numpy.typing as npt
 
 from ringreduce.algorithms import Collective
 from ringreduce.algorithms.execute import Memory, Plan
-from ringreduce.buffers import Call, DType
+from ringreduce.buffers import Call
 from ringreduce.buffers.cuda.driver import Driver, Stream
-from ringreduce.buffers.cuda.kernels import Rows, Table, combine
+from ringreduce.buffers.cuda.kernels import Reduction, Table, combine
 from ringreduce.errors import TransportError
 from ringreduce.partition import segments_of_buffer
 from ringreduce.paths.cleanup import close_all
-from ringreduce.paths.context import Cache, Context, Signature
-from ringreduce.paths.path import Choice
+from ringreduce.paths.context import Context, Signature
+from ringreduce.paths.on_device import OnDevice
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.transport.cuda_awareness import CudaAwareness, cuda_awareness
 from ringreduce.transport.device import address_of, untouchable
-from ringreduce.transport.messages import StepFailedError, together
 
-__all__ = ["AwareAllreduce", "agree_on_awareness"]
+__all__ = ["AwareAllreduce", "awareness"]
 
 Array = npt.NDArray[Any]
-
-_log = logging.getLogger(__name__)
 
 #: The most bytes of a block that travel at once: a message that long keeps a fast link busy for longer than it takes to
 #: launch a kernel and wait for it.
@@ -47,20 +44,16 @@ _SEGMENT_NBYTES = 1 << 20
 _GRAIN_NBYTES = 2 << 20
 
 
-def agree_on_awareness(context: Context, environ: Mapping[str, str]) -> str:
-    """Return how it is known that the ranks' MPI libraries all take addresses of GPU memory. Collective.
+def awareness(context: Context, environ: Mapping[str, str]) -> str:
+    """Return how it is known that this rank's MPI library takes addresses of GPU memory.
 
     Args:
         context: the ranks.
         environ: the switches of MPI libraries on this rank.
 
     Raises:
-        StepFailedError: on all ranks, if a library does not take them.
+        TransportError: it does not take them.
     """
-    return together(context.messages, lambda: _awareness(context, environ))
-
-
-def _awareness(context: Context, environ: Mapping[str, str]) -> str:
     told = context.config.cuda_aware
     if told is not None:
         found = CudaAwareness(told, f"RINGREDUCE_CUDA_AWARE is {int(told)}")
@@ -76,58 +69,38 @@ def _awareness(context: Context, environ: Mapping[str, str]) -> str:
     return found.reason
 
 
-class AwareAllreduce:
-    """Carries out allreduces of one process set on device memory; one at a time, from one thread.
+class AwareAllreduce(OnDevice):
+    """Carries out allreduces of one process set by an MPI library that takes addresses of GPU memory, on all ranks.
 
     Args:
-        context: the ranks, whose MPI libraries take addresses of GPU memory, all of them.
+        context: the ranks.
         driver: this rank's GPU.
-        reason: how that is known.
-
-    Attributes:
-        transport, choice: what it is called.
-        description: how it is done, for `explain` and the log.
+        reason: how it is known that the libraries take them.
     """
 
     transport = "device+messages"
+    algorithm = "direct"
+    reason = "MPI moves what is on the GPUs, kernels reduce it there"
 
     def __init__(self, context: Context, driver: Driver, reason: str) -> None:
-        self._context = context
-        self._driver = driver
+        super().__init__(context, driver)
         self._stream = driver.make_stream()  # for kernels, which need not wait for the user's
-        self._computed = driver.make_event()
-        self._ready = driver.make_event()
-        self._done = driver.make_event()  # with the last call
-        self._plans: Cache[_Plan] = Cache()
-        self._rooms = _Rooms(driver)
-        self._broken = False
+        self._computed, self._ready = driver.make_event(), driver.make_event()
+        self._memory: dict[tuple[int, int], int] = {}  # (which piece of a plan, its bytes) -> where it is
         self.description = f"CUDA-aware MPI moves it and kernels reduce it ({reason})"
 
-    @property
-    def choice(self) -> Choice:
-        return Choice("direct", type(self), "MPI moves what lies on the GPUs, kernels reduce it there")
-
-    def supports(self, dtype: DType, op: ReduceOp) -> bool:
-        """Return whether `run` takes such elements; the same on all ranks."""
-        return not self._broken and not (op is ReduceOp.AVERAGE and dtype.kind in ("int", "uint", "bool"))
-
-    def run(
-        self, source: int, target: int, count: int, dtype: DType, op: ReduceOp, stream: Stream, signature: Signature
-    ) -> bool:
-        """Reduce C-contiguous arrays over all ranks; arguments and result as for `DeviceAllreduce.run`. Collective.
-
-        The host waits for what the stream holds and for the peers, not for the copy into the target.
+    def run(self, source: int, target: int, reduction: Reduction, stream: Stream, signature: Signature) -> bool:
+        """Reduce; see `OnDevice.run`. The host waits for what the stream holds and for the peers, not for the target.
 
         Raises:
             MismatchError, CollectiveTimeoutError, PeerLostError, TransportError: as for the collectives of the host.
         """
-        driver, nbytes = self._driver, count * dtype.itemsize
+        driver, nbytes = self._driver, reduction.nbytes
         self._context.meet(signature)
-        if count == 0:
+        if reduction.count == 0:
             return True
-        try:
-            plan = self._plans.get(signature.code, lambda: self._make(count, dtype, op, signature))
-        except StepFailedError:
+        plan = self._plan(signature.code, lambda: self._bind(reduction, signature))
+        if plan is None:
             return False
         driver.wait(stream, self._done)
         driver.copy(plan.address, source, nbytes, stream)
@@ -139,62 +112,46 @@ class AwareAllreduce:
         return True
 
     def close(self) -> None:
-        """Give everything back."""
-        self._driver.synchronize(self._done)
-        events = (partial(self._driver.free_event, each) for each in (self._computed, self._ready, self._done))
-        close_all(self._plans.close, self._rooms.close, *events, partial(self._driver.free_stream, self._stream))
-
-    def idle(self) -> bool:
-        """Return whether the GPU has done all that it was given."""
-        return self._driver.done(self._done)
+        driver = self._driver
+        driver.synchronize(self._done)
+        memory = (partial(driver.free, address) for address in self._memory.values())
+        events = (partial(driver.free_event, each) for each in (self._computed, self._ready, self._done))
+        close_all(self._plans.close, *memory, *events, partial(driver.free_stream, self._stream))
 
     def abandon(self) -> None:
         """Leave everything to the end of the process, as MPI may still use it; host memory is not touched here."""
 
-    def _make(self, count: int, dtype: DType, op: ReduceOp, signature: Signature) -> _Plan:
-        """Return a new plan. Collective: a signature is new to all ranks at once.
+    def _bind(self, reduction: Reduction, signature: Signature) -> _Plan:
+        context, dtype, taken = self._context, reduction.dtype, itertools.count()
 
-        Raises:
-            StepFailedError: on all ranks, if one has no memory for it; nothing is tried again.
-        """
-        make = partial(self._bind, count, dtype, op, signature)
-        try:
-            return together(self._context.messages, make, _Plan.close)
-        except StepFailedError as error:
-            self._broken = True
-            if self._context.rank == 0:
-                _log.warning("arrays on GPUs go through host memory from now on: %s", error)
-            raise
+        def scratch(length: int) -> Array:
+            return self._piece(next(taken), length * dtype.itemsize).view(dtype.storage)
 
-    def _bind(self, count: int, dtype: DType, op: ReduceOp, signature: Signature) -> _Plan:
-        context, driver = self._context, self._driver
-        rooms = self._rooms.taken_anew()
-
-        def room(length: int) -> Array:
-            return rooms.take(length * dtype.itemsize).view(dtype.storage)
-
-        kernels = _Kernels(driver, dtype, op, context.topology.size, self._finish)
-        mine = room(count)
-        schedule = context.schedule(Collective.ALLREDUCE, self.choice.algorithm)
-        limit = max(1, _SEGMENT_NBYTES // dtype.itemsize)
-        plan = Plan(
-            context.rank,
-            schedule,
-            segments_of_buffer(count, schedule.nblocks, limit),
-            Memory(mine, room=room),
-            kernels,
-            context.messages,
-            context.waiter,
-            signature.text,
-            context.tag(signature),
-            instruments=context.instruments,
-        )
+        kernels = _Kernels(self._driver, reduction, context.topology.size, self._finish)
+        mine = scratch(reduction.count)
+        nblocks = context.schedule(Collective.ALLREDUCE, self.algorithm).nblocks
+        segments = segments_of_buffer(reduction.count, nblocks, max(1, _SEGMENT_NBYTES // dtype.itemsize))
+        memory = Memory(mine, room=scratch)
+        plan = context.plan(Collective.ALLREDUCE, self.algorithm, segments, memory, kernels, signature)
         try:
             self._finish(kernels.upload)
         except (MemoryError, TransportError):
             plan.close()
             raise
         return _Plan(address_of(mine), plan, kernels)
+
+    def _piece(self, number: int, nbytes: int) -> Array:
+        """Return device memory for one piece of a plan. Plans share it, as one of them runs at a time.
+
+        Raises:
+            MemoryError: the GPU has no more.
+        """
+        # At most a quarter larger beyond a few megabytes, so that arrays of many sizes share pieces.
+        unit = max(_GRAIN_NBYTES, 1 << nbytes.bit_length() >> 3)
+        key = number, -(-nbytes // unit) * unit
+        if key not in self._memory:
+            self._memory[key] = self._driver.allocate(key[1])
+        return untouchable(self._memory[key], nbytes)
 
     def _finish(self, enqueue: Callable[[Stream], object]) -> None:
         """Enqueue something and return when it is done: only then may a message take what it made."""
@@ -223,27 +180,22 @@ class _Kernels:
     """
 
     def __init__(
-        self,
-        driver: Driver,
-        dtype: DType,
-        op: ReduceOp,
-        size: int,
-        finish: Callable[[Callable[[Stream], object]], None],
+        self, driver: Driver, reduction: Reduction, size: int, finish: Callable[[Callable[[Stream], object]], None]
     ) -> None:
         self._driver = driver
-        self._dtype, self._op, self._size = dtype, op, size
+        self._reduction, self._size = reduction, size
         self._finish = finish
         self._addresses: list[int] = []
         self._table: Table | None = None
-        driver.kernel("reduce", f"combine<{dtype.name},{op.value}>")  # compiled now, if it has to be
+        reduction.compile(driver, "reduce", "combine")  # now, if it has to be
 
     def combine(self, sources: Sequence[Array], *, complete: bool = True) -> Callable[[Array], object]:
         first = len(self._addresses)
         self._addresses += map(address_of, sources)
-        return partial(self._run, first, len(sources), sources[0].size)
+        return partial(self._run, first, len(sources), replace(self._reduction, count=sources[0].size))
 
     def fold(self, target: Array, source: Array, *, complete: bool = True) -> Call:
-        assert self._op is not ReduceOp.AVERAGE
+        assert self._reduction.op is not ReduceOp.AVERAGE
         return partial(self.combine([target, source]), target)
 
     def upload(self, stream: Stream) -> None:
@@ -256,50 +208,9 @@ class _Kernels:
         if self._table is not None:
             self._table.close()
 
-    def _run(self, first: int, nsources: int, count: int, target: Array) -> None:
+    def _run(self, first: int, nsources: int, reduction: Reduction, target: Array) -> None:
         assert self._table is not None
-        sources = Rows.of(self._table, first, nsources)
+        sources = self._table.part(first, nsources)
         # The target is one of the sources, so its address is in the table.
-        place = self._addresses.index(address_of(target), first, first + nsources)
-        targets = Rows.of(self._table, place, 1)
-        self._finish(
-            lambda stream: combine(self._driver, self._dtype, self._op, sources, targets, count, self._size, stream)
-        )
-
-
-class _Rooms:
-    """Device memory that plans share, as one of them runs at a time: the first piece of each, the second, ..."""
-
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
-        self._rooms: dict[tuple[int, int], int] = {}  # (which piece, its bytes) -> where it is
-        self._taken = 0
-
-    def taken_anew(self) -> _Rooms:
-        """Return this, for another plan."""
-        self._taken = 0
-        return self
-
-    def take(self, nbytes: int) -> Array:
-        """Return a piece of ``nbytes`` bytes that no other of the same plan has.
-
-        Raises:
-            MemoryError: the GPU has no more.
-        """
-        key = self._taken, _roomy(nbytes)
-        if key not in self._rooms:
-            self._rooms[key] = self._driver.allocate(key[1])
-        self._taken += 1
-        return untouchable(self._rooms[key], nbytes)
-
-    def close(self) -> None:
-        """Free it all."""
-        for address in self._rooms.values():
-            self._driver.free(address)
-        self._rooms.clear()
-
-
-def _roomy(nbytes: int) -> int:
-    """Return a size, at most a quarter larger beyond a few megabytes, so that arrays of many sizes share pieces."""
-    unit = max(_GRAIN_NBYTES, 1 << nbytes.bit_length() >> 3)
-    return -(-nbytes // unit) * unit
+        targets = self._table.part(self._addresses.index(address_of(target), first, first + nsources), 1)
+        self._finish(lambda stream: combine(self._driver, reduction, sources, targets, self._size, stream))

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NoReturn, Protocol, TypeVar
 
 from ringreduce.algorithms import Collective, Schedule, schedule_for
-from ringreduce.algorithms.execute import STREAMS
+from ringreduce.algorithms.execute import STREAMS, Coding, Memory, Plan
+from ringreduce.buffers import Kernels
 from ringreduce.calls import Called, GivenUp
 from ringreduce.config import Config
 from ringreduce.errors import MismatchError
 from ringreduce.instruments import Instruments
+from ringreduce.partition import Segment
 from ringreduce.paths.cleanup import close_all
 from ringreduce.topology import Topology
 from ringreduce.transport.agreement import Agreement
@@ -71,7 +73,7 @@ class Context:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "single_node", self.topology.single_node)
-        object.__setattr__(self, "agreement", Agreement(self.messages, self.waiter, called=self.called))
+        object.__setattr__(self, "agreement", Agreement(self.messages, self.waiter, self.called))
         self.board.called = self.called
         if not self.single_node:
             self.waiter.watchers.append(self.agreement.watch)
@@ -95,6 +97,34 @@ class Context:
     def schedule(self, collective: Collective, algorithm: str, root: int = 0) -> Schedule:
         """Return this rank's steps."""
         return schedule_for(collective, algorithm, self.rank, self.topology, root)
+
+    def plan(
+        self,
+        collective: Collective,
+        algorithm: str,
+        segments: Sequence[Segment],
+        memory: Memory,
+        kernels: Kernels | None,
+        signature: Signature,
+        *,
+        root: int = 0,
+        coding: Coding | None = None,
+    ) -> Plan:
+        """Return this rank's steps bound to memory, with messages; arguments as for `Plan`."""
+        return Plan(
+            self.rank,
+            schedule_for(collective, algorithm, self.rank, self.topology, root),
+            segments,
+            memory,
+            kernels,
+            self.messages,
+            self.waiter,
+            signature.text,
+            # The first of a few tags that stand for a signature, so that messages of two calls never match.
+            1 + signature.code % ((self.messages.max_tag - 1) // STREAMS - 1) * STREAMS,
+            instruments=self.instruments,
+            coding=coding,
+        )
 
     @property
     def calls(self) -> Board | Agreement:
@@ -162,11 +192,6 @@ class Context:
         self.messages.renew()
         self.agreement.resume(number)
         self.board.resume(max(each[1] for each in members), max(each[2] for each in members))
-
-    def tag(self, signature: Signature) -> int:
-        """Return the first of a few tags that stand for a signature, so that messages of two calls never match."""
-        room = (self.messages.max_tag - 1) // STREAMS - 1
-        return 1 + signature.code % room * STREAMS
 
     def leave(self, failure: BaseException | None = None) -> None:
         """Tell the others that this rank takes part in no further call; no failure: because it shuts down."""

@@ -80,7 +80,7 @@ class Feedback:
         if self.keep:
             np.add(values, kept, out=values)
 
-    def note(self, meant: Floats, arrived: Floats, kept: Floats) -> None:
+    def measure(self, meant: Floats, arrived: Floats, kept: Floats) -> None:
         """Keep the difference of the values meant and the values that arrived, and measure it."""
         np.subtract(meant, arrived, out=kept)
         self._meant += float(np.dot(meant, meant))
@@ -290,7 +290,7 @@ class _Coding:
         feedback.correct(meant, kept)
         self._codec.encode(meant, target)
         self._codec.decode(target, arrived)
-        feedback.note(meant, arrived, kept)
+        feedback.measure(meant, arrived, kept)
 
     def _sum(self, part: slice, before: Sequence[Bytes], after: Sequence[Bytes], target: Bytes) -> None:
         own, feedback = self._data[part], self._feedback
@@ -310,4 +310,4 @@ class _Coding:
         self._codec.decode(target, own)
         if feedback is not None:
             assert feedback.summed is not None
-            feedback.note(total, own, feedback.summed[self._kept[part.start]])
+            feedback.measure(total, own, feedback.summed[self._kept[part.start]])

@@ -9,28 +9,30 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 from ringreduce.algorithms import Collective
 from ringreduce.buffers import DType, Operand
 from ringreduce.buffers.cuda.arrays import DeviceOperand, empty_on_device
-from ringreduce.buffers.cuda.driver import Driver, Stream
+from ringreduce.buffers.cuda.driver import Driver
+from ringreduce.buffers.cuda.kernels import Reduction
 from ringreduce.config import gpu_switches
 from ringreduce.errors import CollectiveTimeoutError, ConfigError, PeerLostError, TransportError, UnsupportedBufferError
-from ringreduce.paths.aware import AwareAllreduce, agree_on_awareness
-from ringreduce.paths.cleanup import abandon_all, close_all
+from ringreduce.paths.aware import AwareAllreduce, awareness
+from ringreduce.paths.cleanup import close_all
 from ringreduce.paths.context import Context, Signature
 from ringreduce.paths.device import DeviceAllreduce
 from ringreduce.paths.nccl import NcclAllreduce
+from ringreduce.paths.on_device import OnDevice
 from ringreduce.paths.path import DETERMINISTIC, NCCL, Choice, Chosen
 from ringreduce.paths.staged import Staging
 from ringreduce.paths.standing import Standing
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.transport.device import DeviceNode, join_devices
-from ringreduce.transport.messages import StepFailedError
+from ringreduce.transport.messages import StepFailedError, together
 from ringreduce.transport.nccl import Nccl
 
-__all__ = ["STAGED", "Gpu", "OnDevice", "ordinal"]
+__all__ = ["STAGED", "Gpu", "ordinal"]
 
 _log = logging.getLogger(__name__)
 
@@ -45,47 +47,6 @@ _FIRST_USE = Signature.of("the first use of device memory: an allreduce of array
 _FIRST_NCCL = Signature.of("the first use of NCCL: an allreduce of arrays in device memory with algorithm 'nccl'")
 
 
-class OnDevice(Protocol):
-    """An allreduce of device memory that leaves it there: `DeviceAllreduce`, `AwareAllreduce`, `NcclAllreduce`.
-
-    Attributes:
-        transport: as for `Choice`.
-        choice: what it is called.
-        description: how it is done.
-    """
-
-    @property
-    def transport(self) -> str: ...
-
-    @property
-    def choice(self) -> Choice: ...
-
-    @property
-    def description(self) -> str: ...
-
-    def supports(self, dtype: DType, op: ReduceOp) -> bool:
-        """Return whether `run` takes such elements; the same on all ranks."""
-        ...
-
-    def run(
-        self, source: int, target: int, count: int, dtype: DType, op: ReduceOp, stream: Stream, signature: Signature
-    ) -> bool:
-        """Reduce; False on all ranks if it cannot be done so. See `DeviceAllreduce.run`. Collective."""
-        ...
-
-    def close(self) -> None:
-        """Give everything back."""
-        ...
-
-    def idle(self) -> bool:
-        """Return whether the GPU has done all that it was given."""
-        ...
-
-    def abandon(self) -> None:
-        """Give up after a failure: wait for nothing, and let nothing wait or be used that others might have."""
-        ...
-
-
 class Gpu:
     """The GPU of this rank in one process set.
 
@@ -97,9 +58,9 @@ class Gpu:
 
     Attributes:
         drivers, libraries: the same.
-        kernels: what reduces device memory without the host's; None where that cannot be, and before `join`.
-        nccl: what does so if NCCL is asked for; None where that cannot be, and before `join_nccl`.
-        way: how arrays on it are reduced, in words; None before `join`.
+        kernels: what reduces device memory without the host's; None where that cannot be, and before `use`.
+        nccl: what does so if NCCL is asked for; None where that cannot be, and before `use` with NCCL.
+        path: how arrays on it are reduced, in words; None before `use`.
     """
 
     def __init__(
@@ -114,15 +75,14 @@ class Gpu:
         self.drivers = drivers
         self.libraries = libraries
         self._staging: Staging | None = None
-        self._joined = False
         self._joined_nccl = False
         self._devices: DeviceNode | None = None
         self.kernels: OnDevice | None = None
         self.nccl: OnDevice | None = None
-        self.way: str | None = None
+        self.path: str | None = None
 
     def staging(self, number: int | None = None) -> Staging:
-        """Return the way of arrays between the GPU and this rank's host memory. Local.
+        """Return what carries arrays between the GPU and this rank's host memory. Local.
 
         Args:
             number: the GPU's ordinal, None for the current one. The first that is asked for is this rank's for good.
@@ -140,65 +100,6 @@ class Gpu:
             )
         return self._staging
 
-    def join(self) -> None:
-        """Find out what the ranks share of their device memory; nothing to do the second time. Collective.
-
-        Raises:
-            MismatchError: not all ranks call this for the first time.
-            UnsupportedBufferError: as `staging` does.
-        """
-        if self._joined:
-            return
-        context, driver = self._context, self.staging().driver
-        self.way = _THROUGH_HOST
-        if context.topology.size == 1:
-            self.way = "there is one rank"
-        else:
-            context.meet(_FIRST_USE)
-            self._find_kernels(driver)
-        self._joined = True
-        if context.rank == 0:
-            _log.info("allreduce of arrays in device memory: %s", self.way)
-
-    def _find_kernels(self, driver: Driver) -> None:
-        context = self._context
-        if context.topology.single_node:
-            self._devices = join_devices(context.messages, context.node, lambda: driver)
-            self.kernels = DeviceAllreduce.of(context, self._devices)
-        if self.kernels is None:
-            why_not = self._find_awareness(driver)
-            self.way = f"{_THROUGH_HOST} ({why_not})"
-        if self.kernels is not None:
-            self.way = self.kernels.description
-
-    def _find_awareness(self, driver: Driver) -> str:
-        """Let CUDA-aware MPI do it, or say why it does not."""
-        context = self._context
-        try:
-            reason = agree_on_awareness(context, gpu_switches())
-        except StepFailedError as error:
-            return f"MPI does not take it from the GPU: {error}"
-        if not context.topology.single_node and any(len(node) > 1 for node in context.topology.nodes):
-            # Every rank would send every block to other nodes; through the host, each node sends each block once.
-            return "MPI could take it from the GPU, but several ranks of each node would send the same blocks"
-        self.kernels = AwareAllreduce(context, driver, reason)
-        return ""
-
-    def join_nccl(self) -> None:
-        """Find out whether the ranks can use NCCL; nothing to do the second time. After `join`. Collective.
-
-        Raises:
-            MismatchError: not all ranks call this for the first time.
-        """
-        assert self._joined
-        if self._joined_nccl:
-            return
-        context = self._context
-        if context.topology.size > 1:
-            context.meet(_FIRST_NCCL)
-            self.nccl = NcclAllreduce.of(context, self.staging().driver, self.libraries, gpu_switches())
-        self._joined_nccl = True
-
     def use(self, number: int | None, *, nccl: bool = False) -> None:
         """Find out what the ranks share of device memory, and of NCCL, if nobody did; collective then.
 
@@ -207,16 +108,53 @@ class Gpu:
             nccl: whether it is asked for.
 
         Raises:
-            UnsupportedBufferError, MismatchError: as `staging`, `join` and `join_nccl`.
+            UnsupportedBufferError: as `staging` does.
+            MismatchError: not all ranks call this for the first time.
         """
         self.staging(number)  # which may be refused, and that is this rank's affair
         try:
-            self.join()
-            if nccl:
-                self.join_nccl()
+            if self.path is None:
+                self._join()
+            if nccl and not self._joined_nccl:
+                self._join_nccl()
         except BaseException as error:
             self._standing.break_off(error)
             raise
+
+    def _join(self) -> None:
+        context, path = self._context, "there is one rank"
+        if context.topology.size > 1:
+            context.meet(_FIRST_USE)
+            path = self._find_kernels(self.staging().driver)
+        self.path = path
+        if context.rank == 0:
+            _log.info("allreduce of arrays in device memory: %s", path)
+
+    def _find_kernels(self, driver: Driver) -> str:
+        """Find what reduces device memory without the host's, if anything does; return how it is done, in words."""
+        context = self._context
+        if context.topology.single_node:
+            self._devices = join_devices(context.messages, context.node, lambda: driver)
+            if self._devices is not None:
+                self.kernels = DeviceAllreduce(context, self._devices)
+                return self.kernels.description
+        try:
+            reason = together(context.messages, lambda: awareness(context, gpu_switches()))
+        except StepFailedError as error:
+            return f"{_THROUGH_HOST} (MPI does not take it from the GPU: {error})"
+        if not context.topology.single_node and any(len(node) > 1 for node in context.topology.nodes):
+            # Every rank would send every block to other nodes; through the host, each node sends each block once.
+            why_not = "MPI could take it from the GPU, but several ranks of each node would send the same blocks"
+            return f"{_THROUGH_HOST} ({why_not})"
+        self.kernels = AwareAllreduce(context, driver, reason)
+        return self.kernels.description
+
+    def _join_nccl(self) -> None:
+        context = self._context
+        if context.topology.size > 1:
+            context.meet(_FIRST_NCCL)
+            self.nccl = NcclAllreduce.of(context, self.staging().driver, self.libraries, gpu_switches())
+        self._joined_nccl = True
 
     def segments(self, source: DeviceOperand) -> list[slice]:
         """Return the segments in which such an array goes through host memory; see `Staging.segments`."""
@@ -226,7 +164,7 @@ class Gpu:
     def in_c_order(self, source: DeviceOperand, target: DeviceOperand) -> Iterator[tuple[DeviceOperand, DeviceOperand]]:
         """Lend operands for `allreduce` in place of arrays of any layout: themselves, or copies."""
         staging = self.staging(source.device)
-        given, taken = staging.in_c_order(source), target.room()
+        given, taken = staging.in_c_order(source), target.scratch()
         if given.may_overlap(taken) and not given.same_memory(taken):
             given = staging.in_c_order(given, copy=True)
         yield given, taken
@@ -272,11 +210,10 @@ class Gpu:
             reducers[segment.count].run(segment, segment)
 
         choice = STAGED if kernels is None else kernels.choice
+        reduction = Reduction(source.dtype, op, source.count)
         with running(choice.algorithm), staging.in_order(source, target) as stream:
             addresses = source.address, target.address
-            if kernels is None:
-                staging.allreduce(source, target, parts, reduce)
-            elif not kernels.run(*addresses, source.count, source.dtype, op, stream, whole.signature):
+            if kernels is None or not kernels.run(*addresses, reduction, stream, whole.signature):
                 choice = STAGED
                 staging.allreduce(source, target, parts, reduce)
         return choice
@@ -293,7 +230,7 @@ class Gpu:
     def find(self, dtype: DType, op: ReduceOp, wanted: str | None) -> OnDevice | None:
         """Return what reduces such elements without host memory; None if nothing does. Local; the same on all ranks.
 
-        After `join`, and after `join_nccl` where NCCL is wanted.
+        After `use`, with NCCL where that is wanted.
 
         Args:
             dtype: of the elements.
@@ -302,16 +239,16 @@ class Gpu:
         """
         if not self.takes(wanted):
             return None
-        ways = (self.nccl if wanted == NCCL else None, self.kernels)
-        return next((way for way in ways if way is not None and way.supports(dtype, op)), None)
+        paths = (self.nccl if wanted == NCCL else None, self.kernels)
+        return next((path for path in paths if path is not None and path.supports(dtype, op)), None)
 
     def choice(self, dtype: DType, op: ReduceOp, algorithm: str | None) -> Choice:
         """Return what carries out an allreduce, where there are several ranks; see `Communicator.way_on_device`."""
         wanted = self._wanted(algorithm)
         if wanted is not None and not self.takes(wanted):
             return replace(STAGED, algorithm=wanted)
-        way = self.find(dtype, op, wanted)
-        return STAGED if way is None else way.choice
+        path = self.find(dtype, op, wanted)
+        return STAGED if path is None else path.choice
 
     def _wanted(self, algorithm: str | None = None) -> str | None:
         """Return the name of what is asked for, of a call or of all."""
@@ -324,40 +261,39 @@ class Gpu:
             return _WHOLE
         wanted = self._wanted()
         if self._context.topology.size > 1 and not self.takes(wanted):
-            also = "" if self.kernels is None else f"; also possible: {self.way}"
+            also = "" if self.kernels is None else f"; also possible: {self.path}"
             return f"{_THROUGH_HOST}, as {wanted} is asked for by name{also}"
-        if not self._joined:
+        if self.path is None:
             return (
                 "not known before the first use, which is an allreduce of arrays there or empty(device='cuda') on all "
                 "ranks: kernels on the GPUs if the ranks reach each other's memory, else CUDA-aware MPI, else through "
                 "host memory"
             )
-        assert self.way is not None
         if self._context.topology.size == 1:
-            return self.way
+            return self.path
         if wanted == NCCL and self.nccl is not None:
-            return f"{self.nccl.description}, asked for by name; also possible: {self.way}"
+            return f"{self.nccl.description}, asked for by name; also possible: {self.path}"
         others = [] if self.kernels is None else [_THROUGH_HOST + ", by the name of an algorithm"]
         if not self._joined_nccl:
             others.append("NCCL, if it is there, by the name nccl")
         elif self.nccl is not None:
             others.append("NCCL, by its name")
-        return f"{self.way}; also possible: {'; '.join(others) or 'nothing else'}"
+        return f"{self.path}; also possible: {'; '.join(others) or 'nothing else'}"
 
     def remark(self, collective: Collective) -> str:
         """Return a line to add to what is said of arrays in host memory; nothing where device memory was not used."""
-        if collective is not Collective.ALLREDUCE or self.way is None:
+        if collective is not Collective.ALLREDUCE or self.path is None:
             return ""
-        return f"\nin device memory: {self.way if self.takes(self._wanted()) else _THROUGH_HOST}"
+        return f"\nin device memory: {self.path if self.takes(self._wanted()) else _THROUGH_HOST}"
 
     def empty(self, shape: Sequence[int], dtype: DType) -> Any:
-        """Return an uninitialised CuPy array, in memory that the ranks share where they can; after `join`. Local.
+        """Return an uninitialised CuPy array, in memory that the ranks share where they can; after `use`. Local.
 
         Raises:
             UnsupportedBufferError: CuPy is missing, or has no such elements.
             MemoryError: the GPU has no more.
         """
-        assert self._joined
+        assert self.path is not None
         driver, nbytes = self.staging().driver, prod(shape) * dtype.itemsize
         block = _Allocation(driver, nbytes) if self._devices is None else self._devices.arena.allocate(nbytes)
         return empty_on_device(block.address, max(1, nbytes), shape, dtype, driver.device.number, block)
@@ -392,9 +328,13 @@ class Gpu:
 
         Memory of the GPU that peers may have open stays until the process ends; so does host memory that it may use.
         """
-        parts = [part.abandon for part in (self.nccl, self.kernels, self._staging) if part is not None]
+        parts = [part for part in (self.nccl, self.kernels, self._staging) if part is not None]
         self._staging, self.kernels, self.nccl, self._devices = None, None, None, None
-        abandon_all(*parts)
+        for part in parts:
+            try:
+                part.abandon()
+            except Exception as error:  # of the device, which follows from the failure
+                _log.debug("in giving up the GPU: %s", error)
 
 
 class _Allocation:

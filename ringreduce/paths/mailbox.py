@@ -13,7 +13,7 @@ from ringreduce.algorithms.fused import Mailbox as Boxes
 from ringreduce.algorithms.fused import OneShot
 from ringreduce.buffers import Operand, kernels_for
 from ringreduce.partition import Partition
-from ringreduce.paths.context import Cache, Context, Signature
+from ringreduce.paths.context import Signature
 from ringreduce.paths.path import Call, Path, Reduction, Repetition, Task, Work, work_of_one_byte
 from ringreduce.transport.board import MAILBOX_NBYTES
 
@@ -27,10 +27,6 @@ class Mailbox(Path):
 
     transport = "shared"
     reduces_halves = True
-
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
-        self._boxes: Cache[Boxes] = Cache()
 
     @staticmethod
     def holds(nbytes: int) -> bool:
@@ -47,9 +43,6 @@ class Mailbox(Path):
         share, nbytes = work_of_one_byte(algorithm, call.topology), call.nbytes
         # The data is beside the flags of one barrier, and every rank reads that of all others.
         return Work(0, 0, 1, share.sent * nbytes, share.reduced * nbytes)
-
-    def close(self) -> None:
-        self._boxes.close()
 
     def allreduce(self, task: Task, shape: tuple[int, ...]) -> _OneShot:
         context = self._context
@@ -84,7 +77,7 @@ class Mailbox(Path):
     def _swap(self, signature: Signature, source: Array, count: int) -> list[Array]:
         """Give this rank's elements to the others and return everyone's; ``count``: of the rank that gives most."""
         context, storage = self._context, source.dtype
-        boxes = self._boxes.get(
+        boxes: Boxes = self._plans.get(
             (signature.code, count),
             lambda: Boxes(context.board, context.instruments, signature.text, storage, (count,)),
         )

@@ -18,7 +18,7 @@ from ringreduce.algorithms import Collective
 from ringreduce.algorithms.execute import STREAMS, Coding, Memory, Plan
 from ringreduce.buffers import Kernels, Operand, divide, kernels_for
 from ringreduce.partition import Partition, Segment, segments_of_blocks, segments_of_buffer
-from ringreduce.paths.context import Cache, Context
+from ringreduce.paths.context import Context
 from ringreduce.paths.path import VENDOR, Call, Path, Reduction, Repetition, Task
 from ringreduce.paths.shared import locate, peer_views, touches_memory
 from ringreduce.reduce_ops import ReduceOp
@@ -41,32 +41,25 @@ class Messages(Path):
     #: Whether the ranks of a node touch each other's memory, too.
     shares_memory: ClassVar[bool] = False
 
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
-        self._plans: Cache[_Plan] = Cache()
-
     @classmethod
     def takes(cls, algorithm: str, call: Call) -> bool:
         return touches_memory(algorithm, call) == cls.shares_memory
 
-    def close(self) -> None:
-        self._plans.close()
-
     def allreduce(self, task: Task, shape: tuple[int, ...]) -> _Reduction:
-        return _Reduction(self._context, self._plans, task, self.shares_memory)
+        return _Reduction(self, task)
 
     def broadcast(self, task: Task, data: Array, root: int) -> None:
         self._context.meet(task.signature)
         nblocks = self._context.schedule(Collective.BROADCAST, task.algorithm, root).nblocks
         segments = segments_of_buffer(data.size, nblocks, _segment_limit(self._context, data, data.size // nblocks))
-        self._send(Collective.BROADCAST, task, Memory(data), segments, None, root)
+        self._send(Collective.BROADCAST, task, Memory(data), segments, root=root)
 
     def allgather(self, task: Task, mine: Array, counts: Sequence[int], out: Array) -> None:
         partition = Partition.of_sizes(counts)
         np.copyto(out[partition.segment[self._context.rank]], mine)
         self._context.meet(task.signature)
         segments = segments_of_blocks(partition, _segment_limit(self._context, out, max(counts)))
-        self._send(Collective.ALLGATHER, task, Memory(out), segments, None)
+        self._send(Collective.ALLGATHER, task, Memory(out), segments)
 
     def reduce_scatter(self, task: Task, source: Array, counts: Sequence[int], out: Array) -> None:
         context, partition = self._context, Partition.of_sizes(counts)
@@ -91,7 +84,7 @@ class Messages(Path):
         both = Partition.of_sizes([*sending, *receiving])
         largest = int(counts.max())
         segments = segments_of_blocks(both, _segment_limit(self._context, work, largest), largest)
-        self._send(Collective.ALLTOALL, task, Memory(work), segments, None)
+        self._send(Collective.ALLTOALL, task, Memory(work), segments)
         np.copyto(out, work[source.size :])
 
     def _send(
@@ -100,22 +93,10 @@ class Messages(Path):
         task: Task,
         memory: Memory,
         segments: Sequence[Segment],
-        kernels: Kernels | None,
+        kernels: Kernels | None = None,
         root: int = 0,
     ) -> None:
-        context = self._context
-        plan = Plan(
-            context.rank,
-            context.schedule(collective, task.algorithm, root),
-            segments,
-            memory,
-            kernels,
-            context.messages,
-            context.waiter,
-            task.signature.text,
-            context.tag(task.signature),
-            instruments=context.instruments,
-        )
+        plan = self._context.plan(collective, task.algorithm, segments, memory, kernels, task.signature, root=root)
         try:
             plan.run()
         finally:
@@ -171,11 +152,10 @@ class _LibraryReduction(Reduction):
 class _Reduction(Reduction):
     """The allreduce of arrays of one shape, in whatever memory; finds or makes its plan in each call."""
 
-    def __init__(self, context: Context, plans: Cache[_Plan], task: Task, shares_memory: bool) -> None:
-        self._context = context
-        self._plans = plans
+    def __init__(self, path: Messages, task: Task) -> None:
+        self._path = path
+        self._context = path._context
         self._task = task
-        self._shares_memory = shares_memory
 
     def run(self, source: Operand, target: Operand) -> None:
         location = locate(self._context, target)
@@ -197,14 +177,14 @@ class _Reduction(Reduction):
 
         ``source`` is copied in first and the result copied to ``target``, unless these are None.
         """
-        if not self._shares_memory:
+        if not self._path.shares_memory:
             self._context.meet(self._task.signature)  # otherwise at the board of the node, with the location
         kept = location is not None or count * self._task.dtype.itemsize <= _OWN_BUFFER_NBYTES
         if kept:
             key = self._task.signature.code, self._task.algorithm, location
-            plan = self._plans.get(key, lambda: self._make(location, count))
+            plan = self._path._plans.get(key, lambda: _Plan(self._path, self._task, count, location))
         else:
-            plan = self._make(location, count)
+            plan = _Plan(self._path, self._task, count, location)
         try:
             if source is not None:
                 np.copyto(plan.memory.reshape(source.shape), source)
@@ -215,19 +195,14 @@ class _Reduction(Reduction):
             if not kept:
                 plan.close()
 
-    def _make(self, location: Location | None, count: int) -> _Plan:
-        return _Plan(self._context, self._task, count, location, shares_memory=self._shares_memory)
-
 
 class _Plan:
     """An allreduce with messages, on a location of the arena or in a buffer of its own."""
 
-    def __init__(
-        self, context: Context, task: Task, count: int, location: Location | None, *, shares_memory: bool
-    ) -> None:
-        self._context = context
+    def __init__(self, path: Messages, task: Task, count: int, location: Location | None) -> None:
+        context = self._context = path._context
+        self._shares_memory = path.shares_memory
         self._task = task
-        self._shares_memory = shares_memory
         self._own = context.arena.allocate(count * task.dtype.itemsize) if location is None else None
         self._location = self._own.location if self._own is not None else location
         assert self._location is not None
@@ -293,17 +268,13 @@ class BoundPlan:
 
     def _bind(self, others: list[int]) -> Plan:
         context, task, memory = self._context, self._task, self._memory
-        return Plan(
-            rank=context.rank,
-            schedule=context.schedule(Collective.ALLREDUCE, task.algorithm),
-            segments=self._segments,
-            memory=Memory(memory, peer_views(context, others, memory.dtype, memory.size)),
-            kernels=kernels_for(task.dtype, task.op if self._coding is None else ReduceOp.SUM, context.topology.size),
-            messages=context.messages,
-            waiter=context.waiter,
-            signature=task.signature.text,
-            tag=context.tag(task.signature),
-            instruments=context.instruments,
+        return context.plan(
+            Collective.ALLREDUCE,
+            task.algorithm,
+            self._segments,
+            Memory(memory, peer_views(context, others, memory.dtype, [memory.size] * context.topology.size)),
+            kernels_for(task.dtype, task.op if self._coding is None else ReduceOp.SUM, context.topology.size),
+            task.signature,
             coding=self._coding,
         )
 

@@ -15,9 +15,11 @@ from collections.abc import Callable, Mapping
 
 from ringreduce.buffers import DType
 from ringreduce.buffers.cuda.driver import Driver, Stream
+from ringreduce.buffers.cuda.kernels import Reduction
 from ringreduce.errors import MismatchError, RingReduceError, TransportError
 from ringreduce.paths.context import Context, Signature
-from ringreduce.paths.path import NCCL, Choice
+from ringreduce.paths.on_device import OnDevice
+from ringreduce.paths.path import NCCL
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.transport.nccl import Nccl, NcclRanks, code_of_dtype, code_of_op, join_nccl, version_text
 
@@ -26,27 +28,18 @@ __all__ = ["NcclAllreduce"]
 _log = logging.getLogger(__name__)
 
 
-class NcclAllreduce:
-    """Carries out allreduces of one process set on device memory; one at a time, from one thread. See `of`.
-
-    Attributes:
-        transport, choice: what it is called.
-        description: how it is done, for `explain` and the log.
-    """
+class NcclAllreduce(OnDevice):
+    """Carries out allreduces of one process set by NCCL. See `of`."""
 
     transport = NCCL
+    algorithm = NCCL
+    reason = "asked for by name"
 
     def __init__(self, context: Context, driver: Driver, nccl: Nccl, ranks: NcclRanks) -> None:
-        self._context = context
-        self._driver = driver
+        super().__init__(context, driver)
         self._version = nccl.version
         self._ranks: NcclRanks | None = ranks
-        self._done = driver.make_event()  # with the last call
         self.description = f"NCCL {version_text(nccl.version)}"
-
-    @property
-    def choice(self) -> Choice:
-        return Choice(NCCL, type(self), "asked for by name")
 
     @classmethod
     def of(
@@ -61,27 +54,24 @@ class NcclAllreduce:
             switches: see `join_nccl`.
         """
         joined = join_nccl(context.messages, context.waiter, driver, find, switches)
-        made: NcclAllreduce | None = None
-        if not isinstance(joined, str):
-            try:
-                made = cls(context, driver, *joined)
-            except TransportError:
-                joined[1].abort()  # or Python would destroy it, which waits for all ranks
-                raise
-        if context.rank == 0 and made is None:
-            _log.warning("NCCL is not used, though asked for: %s", joined)
-        elif context.rank == 0 and made is not None:
+        if isinstance(joined, str):
+            if context.rank == 0:
+                _log.warning("NCCL is not used, though asked for: %s", joined)
+            return None
+        try:
+            made = cls(context, driver, *joined)
+        except TransportError:
+            joined[1].abort()  # or Python would destroy it, which waits for all ranks
+            raise
+        if context.rank == 0:
             _log.info("allreduce of arrays in device memory: %s where it is asked for by name", made.description)
         return made
 
     def supports(self, dtype: DType, op: ReduceOp) -> bool:
-        """Return whether `run` takes such elements; the same on all ranks."""
         return code_of_dtype(dtype, self._version) is not None and code_of_op(op, dtype, self._version) is not None
 
-    def run(
-        self, source: int, target: int, count: int, dtype: DType, op: ReduceOp, stream: Stream, signature: Signature
-    ) -> bool:
-        """Reduce C-contiguous arrays over all ranks; arguments as for `DeviceAllreduce.run`. Collective.
+    def run(self, source: int, target: int, reduction: Reduction, stream: Stream, signature: Signature) -> bool:
+        """Reduce; see `OnDevice.run`.
 
         Returns:
             True.
@@ -91,38 +81,39 @@ class NcclAllreduce:
                 were both made before can be confused, and then NCCL waits, or mixes them up.
             TransportError: NCCL failed, in this call or an earlier one.
         """
-        types = code_of_dtype(dtype, self._version), code_of_op(op, dtype, self._version)
-        assert types[0] is not None and types[1] is not None, "see `supports`"
+        dtype = code_of_dtype(reduction.dtype, self._version)
+        op = code_of_op(reduction.op, reduction.dtype, self._version)
+        assert dtype is not None and op is not None, "see `supports`"
         try:
             ranks = self._working()
             self._context.meet(signature)
-            if count == 0:
+            if reduction.count == 0:
                 return True
             # NCCL's calls have one order on all ranks, whatever streams they are on.
             self._driver.wait(stream, self._done)
-            ranks.allreduce(source, target, count, types[0], types[1], stream)
+            ranks.allreduce(source, target, reduction.count, dtype, op, stream)
             self._driver.record(self._done, stream)
         except MismatchError:
             raise  # nothing was enqueued, and all ranks know
         except RingReduceError:
-            self._abort()
+            self.abandon()
             raise
         return True
 
-    def idle(self) -> bool:
-        """Return whether the GPU has done all that it was given."""
-        return self._driver.done(self._done)
-
     def close(self) -> None:
-        """Give everything back, once `idle`."""
         ranks, self._ranks = self._ranks, None
         if ranks is not None:
             ranks.close()
         self._driver.free_event(self._done)
 
     def abandon(self) -> None:
-        """End what waits for others that will not come: NCCL would wait for it wherever Python lets go of it."""
-        self._abort()
+        """End kernels that wait for what will not come: they would keep the GPU busy for good.
+
+        NCCL itself would wait for it wherever Python drops the ranks.
+        """
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.abort()
 
     def _working(self) -> NcclRanks:
         if self._ranks is None:
@@ -131,9 +122,3 @@ class NcclAllreduce:
         if problem is not None:
             raise TransportError(f"NCCL reports {problem}")
         return self._ranks
-
-    def _abort(self) -> None:
-        """End kernels that wait for what will not come: they would keep the GPU busy for good."""
-        ranks, self._ranks = self._ranks, None
-        if ranks is not None:
-            ranks.abort()

@@ -64,7 +64,7 @@ class Operands:
             target = operand_of(out)
             self.require_usable(target)
         if type(target) is not type(source):
-            raise UnsupportedBufferError("array and out must both lie in host memory or both in device memory")
+            raise UnsupportedBufferError("array and out must both be in host memory or both in device memory")
         if target.shape != shape or target.dtype != source.dtype:
             raise UnsupportedBufferError(
                 f"out has shape {target.shape} and dtype {target.dtype.name}, "
@@ -88,19 +88,7 @@ class Operands:
             assert isinstance(target, Operand)
             return nullcontext((source, target))
         assert isinstance(target, DeviceOperand)
-        return self._staged(source, target, fetch, store)
-
-    @contextmanager
-    def _staged(
-        self, source: DeviceOperand, target: DeviceOperand, fetch: bool, store: bool
-    ) -> Iterator[tuple[Operand, Operand]]:
-        staging = self._gpu.staging(source.device)
-        given = staging.in_c_order(source) if fetch else source
-        taken = given if target is source and source.contiguous else target.room()
-        with staging.lend(given, taken, fetch=fetch, store=store) as lent:
-            yield lent
-        if store:
-            staging.store(target, taken)
+        return self._gpu.staging(source.device).lend(source, target, fetch=fetch, store=store)
 
 
 def new_result(array: Any, source: AnyOperand, shape: tuple[int, ...]) -> tuple[Any, AnyOperand]:

@@ -7,6 +7,7 @@ which holds what connects the ranks, and the plans that can be used again.
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from ringreduce import algorithms
 from ringreduce.algorithms import Collective
 from ringreduce.buffers import DTYPES, DType, Operand, wider
-from ringreduce.paths.context import Context, Signature
+from ringreduce.paths.context import Cache, Context, Signature
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.topology import Topology
 
@@ -27,6 +28,7 @@ __all__ = [
     "DETERMINISTIC",
     "NCCL",
     "VENDOR",
+    "BoundCall",
     "Call",
     "Carrier",
     "Choice",
@@ -180,6 +182,44 @@ class Reduction(ABC):
         return None
 
 
+class BoundCall:
+    """An in-place call that was looked up once, for as long as its array lives.
+
+    Attributes:
+        array: a weak reference to it.
+        op, algorithm: the arguments, as they were given.
+        nbytes: of its array.
+        still_there: returns whether an array, known to be that one, has the memory and layout that it had.
+        run: repeats the call.
+    """
+
+    __slots__ = ("algorithm", "array", "nbytes", "op", "run", "still_there")
+
+    def __init__(
+        self,
+        array: Any,
+        target: Operand,
+        op: ReduceOp | str,
+        algorithm: str | None,
+        run: Callable[[Any], object],
+        forget: Callable[[object], object],
+    ) -> None:
+        self.array = weakref.ref(array, forget)
+        self.op = op
+        self.nbytes = target.nbytes
+        self.algorithm = algorithm
+        self.run = run
+        self.still_there: Callable[[Any], bool]
+        if isinstance(array, np.ndarray):  # it can be given another shape and dtype; a weak reference forbids `resize`
+            shape, dtype = array.shape, array.dtype
+            self.still_there = lambda same: same.shape == shape and same.dtype is dtype
+        else:  # `set_`, `resize_`, ``data =`` and `t_` change a tensor
+            address, shape, strides = target.address, target.shape, array.stride()
+            self.still_there = lambda same: (
+                same.data_ptr() == address and same.shape == shape and same.stride() == strides
+            )
+
+
 class Chosen(NamedTuple):
     """A kind of call that was looked up.
 
@@ -208,6 +248,7 @@ class Path(ABC):
 
     def __init__(self, context: Context) -> None:
         self._context = context
+        self._plans: Cache[Any] = Cache()
 
     @classmethod
     @abstractmethod
@@ -261,8 +302,9 @@ class Path(ABC):
         """
         raise NotImplementedError  # of a path that takes allreduces alone; nobody asks it
 
-    def close(self) -> None:  # noqa: B027  # a path without plans has nothing to do
+    def close(self) -> None:
         """Give the plans back."""
+        self._plans.close()
 
 
 class Itself(Path):

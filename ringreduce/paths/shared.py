@@ -41,20 +41,13 @@ class SharedMemory(Path):
     transport = "shared"
     reduces_halves = True
 
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
-        self._two_shots: Cache[_TwoShot] = Cache()
-
     @classmethod
     def takes(cls, algorithm: str, call: Call) -> bool:
         return call.topology.single_node and touches_memory(algorithm, call)
 
-    def close(self) -> None:
-        self._two_shots.close()
-
     def allreduce(self, task: Task, shape: tuple[int, ...]) -> _Reduction:
         # On one node the hierarchical algorithms are the two-shot, too.
-        return _Reduction(self._context, self._two_shots, task)
+        return _Reduction(self._context, self._plans, task)
 
     def broadcast(self, task: Task, data: Array, root: int) -> None:
         context = self._context
@@ -74,11 +67,9 @@ class SharedMemory(Path):
         np.copyto(out[partition.segment[context.rank]], mine)
         with self._published(mine) as location:
             others = context.meet_at_board(task.signature, location)
-            peers: dict[int, Array] = {}
-            places: dict[int, list[Segment]] = {}
-            for peer, place in zip(context.board.peers, others, strict=True):
-                peers[peer] = context.arena.peer_view(peer, Location.unpack(place), mine.dtype, counts[peer])
-                places[peer] = [(slice(0, counts[peer]),) * len(counts)]  # a peer publishes its own block alone
+            peers = peer_views(context, others, mine.dtype, counts)
+            # A peer publishes its own block alone.
+            places = {peer: [(slice(0, counts[peer]),) * len(counts)] for peer in peers}
             self._load(Collective.ALLGATHER, task, Memory(out, peers, places), partition.segment)
 
     def reduce_scatter(self, task: Task, source: Array, counts: Sequence[int], out: Array) -> None:
@@ -87,7 +78,7 @@ class SharedMemory(Path):
             assert location is not None
             others = context.meet_at_board(task.signature, location)
             work = context.arena.view(location, source.dtype, source.size)
-            memory = Memory(work, peer_views(context, others, source.dtype, source.size))
+            memory = Memory(work, peer_views(context, others, source.dtype, [source.size] * context.topology.size))
             kernels = kernels_for(task.dtype, task.op, context.topology.size)
             self._load(Collective.REDUCE_SCATTER, task, memory, segment, kernels=kernels)
             np.copyto(out, work[segment[context.rank]])
@@ -100,12 +91,8 @@ class SharedMemory(Path):
         nothing = (slice(0, 0),) * len(receiving)
         with self._published(source) as location:
             others = context.meet_at_board(task.signature, location)
-            places = dict(zip(context.board.peers, others, strict=True))
-            peers = {
-                peer: context.arena.peer_view(peer, Location.unpack(place), source.dtype, int(counts[peer].sum()))
-                for peer, place in places.items()
-            }
-            memory = Memory(out, peers, {peer: [sending[peer] + nothing] for peer in places})
+            peers = peer_views(context, others, source.dtype, counts.sum(axis=1).tolist())
+            memory = Memory(out, peers, {peer: [sending[peer] + nothing] for peer in peers})
             self._load(Collective.ALLTOALL, task, memory, nothing + receiving)
 
     @contextmanager
@@ -263,7 +250,7 @@ class _TwoShot:
             rank=context.rank,
             schedule=schedule,
             segments=[Partition.even(mine.size, schedule.nblocks, _LINE_NBYTES // mine.itemsize).segment],
-            memory=Memory(mine, peer_views(context, others, mine.dtype, mine.size)),
+            memory=Memory(mine, peer_views(context, others, mine.dtype, [mine.size] * context.topology.size)),
             kernels=self._kernels,
             messages=None,
             waiter=context.waiter,
@@ -287,9 +274,9 @@ def locate(context: Context, operand: Operand) -> Location | None:
     return context.arena.locate(operand.address, operand.nbytes) if operand.contiguous else None
 
 
-def peer_views(context: Context, others: list[int], storage: np.dtype[Any], count: int) -> dict[int, Array]:
-    """Return the buffers of the other ranks of the node, by rank."""
+def peer_views(context: Context, others: list[int], storage: np.dtype[Any], counts: Sequence[int]) -> dict[int, Array]:
+    """Return the buffers of the other ranks of the node, by rank; ``counts``: the elements of every rank's."""
     return {
-        peer: context.arena.peer_view(peer, Location.unpack(place), storage, count)
+        peer: context.arena.peer_view(peer, Location.unpack(place), storage, counts[peer])
         for peer, place in zip(context.board.peers, others, strict=False)
     }

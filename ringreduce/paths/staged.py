@@ -45,7 +45,7 @@ _ALTERNATING_NBYTES = 4 << 20
 
 
 class Staging:
-    """The way of one GPU's arrays through this rank's host memory. Local: what the ranks do together is the caller's.
+    """Takes one GPU's arrays through this rank's host memory. Local: what the ranks do together is the caller's.
 
     Operands are of this driver's GPU, and in C order unless it says otherwise. Not thread-safe.
 
@@ -62,7 +62,7 @@ class Staging:
         self._down, self._up = driver.make_stream(), driver.make_stream()
         self._called = driver.make_event()
         self._slots: list[_HostBlock] = []
-        self._rooms: dict[tuple[str, int], _HostBlock] = {}
+        self._kept: dict[tuple[str, int], _HostBlock] = {}
         self._turn = 0
 
     def copy(self, source: DeviceOperand, target: DeviceOperand) -> None:
@@ -85,17 +85,17 @@ class Staging:
 
     def in_c_order(self, source: DeviceOperand, *, copy: bool = False) -> DeviceOperand:
         """Return an operand as it is if it is in C order, else (or with ``copy``) a copy that is."""
-        made = source.room(new=copy)
+        made = source.scratch(new=copy)
         if made is not source:
             with self.in_order(source, made):
                 made.assign(source)
         return made
 
-    def store(self, target: DeviceOperand, room: DeviceOperand) -> None:
-        """Copy from what ``target.room()`` gave, unless that is the target."""
-        if room is not target:
-            with self.in_order(target, room):
-                target.assign(room)
+    def store(self, target: DeviceOperand, scratch: DeviceOperand) -> None:
+        """Copy from what ``target.scratch()`` gave, unless that is the target."""
+        if scratch is not target:
+            with self.in_order(target, scratch):
+                target.assign(scratch)
 
     def segments(self, source: DeviceOperand) -> list[slice]:
         """Return the segments of an allreduce: one at least, maybe empty; all but the last have the same length."""
@@ -145,7 +145,7 @@ class Staging:
     def lend(
         self, source: DeviceOperand, target: DeviceOperand, *, fetch: bool = True, store: bool = True
     ) -> Iterator[tuple[Operand, Operand]]:
-        """Lend host memory in place of two arrays: with the content of ``source``, and for that of ``target``.
+        """Lend host memory in place of two arrays of any layout: with the content of ``source``, and for ``target``'s.
 
         The host waits for the source to come down, not for the target to go up (unless that has more than 64 MiB).
 
@@ -156,35 +156,41 @@ class Staging:
             store: whether the target gets what is there at the end; it does not after an error.
         """
         driver = self.driver
+        given = self.in_c_order(source) if fetch else source
+        taken = given if target is source and source.contiguous else target.scratch()
         self._turn = 1 - self._turn
-        given = self._room("given", source.nbytes)
-        taken = given if target is source else self._room("taken", target.nbytes)
+        down = self._block("given", given.nbytes)
+        up = down if taken is given else self._block("taken", taken.nbytes)
         try:
-            for room in (given, taken):
-                room.wait_until_sent()
+            for block in (down, up):
+                block.wait_until_sent()
             if fetch:
-                self._order_after(source.stream)
-                given.fetch(source.address, source.nbytes, self._down)
-                driver.synchronize(given.arrived)
-            here = Operand(given.view(source.dtype, source.shape), source.dtype)
-            yield here, here if taken is given else Operand(taken.view(target.dtype, target.shape), target.dtype)
+                self._order_after(given.stream)
+                down.fetch(given.address, given.nbytes, self._down)
+                driver.synchronize(down.arrived)
+            here = Operand(down.view(given.dtype, given.shape), given.dtype)
+            yield here, here if up is down else Operand(up.view(taken.dtype, taken.shape), taken.dtype)
             if store:
-                driver.record(self._called, target.stream)
+                driver.record(self._called, taken.stream)
                 driver.wait(self._up, self._called)
-                taken.send(target.address, target.nbytes, self._up)
-                driver.wait(target.stream, taken.sent)
+                up.send(taken.address, taken.nbytes, self._up)
+                driver.wait(taken.stream, up.sent)
         finally:
-            for room in {id(given): given, id(taken): taken}.values():
-                if room not in self._rooms.values():
-                    room.close()
+            for block in dict.fromkeys((down, up)):
+                if block not in self._kept.values():
+                    block.close()
+        if store:
+            self.store(target, taken)
 
     def close(self) -> None:
         """Give everything back; waits for the copies that are under way."""
-        close_all(*(block.close for block in self._blocks()), *self._order())
+        blocks = (block.close for block in self._blocks())
+        streams = (partial(self.driver.free_stream, stream) for stream in (self._down, self._up))
+        close_all(*blocks, partial(self.driver.free_event, self._called), *streams)
 
     def idle(self) -> bool:
         """Return whether no copy is under way."""
-        return all(block.idle() for block in (*self._slots, *self._rooms.values()))
+        return all(block.idle() for block in (*self._slots, *self._kept.values()))
 
     def abandon(self) -> None:
         """Leave everything as it is until the process ends. Even to unpin memory may wait for the device."""
@@ -193,15 +199,10 @@ class Staging:
 
     def _blocks(self) -> list[_HostBlock]:
         """Return all host memory, of which this knows no longer."""
-        blocks = [*self._slots, *self._rooms.values()]
+        blocks = [*self._slots, *self._kept.values()]
         self._slots.clear()
-        self._rooms.clear()
+        self._kept.clear()
         return blocks
-
-    def _order(self) -> list[Callable[[], None]]:
-        """Return what frees streams and events."""
-        streams = [partial(self.driver.free_stream, stream) for stream in (self._down, self._up)]
-        return [partial(self.driver.free_event, self._called), *streams]
 
     def _order_after(self, *streams: Stream) -> None:
         """Let what comes down from now on wait for what these streams hold."""
@@ -209,17 +210,17 @@ class Staging:
             self.driver.record(self._called, stream)
             self.driver.wait(self._down, self._called)
 
-    def _room(self, name: str, nbytes: int) -> _HostBlock:
+    def _block(self, name: str, nbytes: int) -> _HostBlock:
         """Return host memory for a whole array."""
         if nbytes > _KEPT_NBYTES:
             return _HostBlock(self.driver, self._arena, nbytes, pinned=False)
         key = name, self._turn if nbytes <= _ALTERNATING_NBYTES else 0
-        room = self._rooms.get(key)
-        if room is None or room.nbytes < nbytes:
-            if room is not None:
-                room.close()
-            room = self._rooms[key] = _HostBlock(self.driver, self._arena, 1 << max(16, (nbytes - 1).bit_length()))
-        return room
+        block = self._kept.get(key)
+        if block is None or block.nbytes < nbytes:
+            if block is not None:
+                block.close()
+            block = self._kept[key] = _HostBlock(self.driver, self._arena, 1 << max(16, (nbytes - 1).bit_length()))
+        return block
 
 
 class _HostBlock:

@@ -8,7 +8,7 @@ from ringreduce.testing.conformance import (
     check_messages,
 )
 from ringreduce.testing.doubles import FailingMessages, RecordingMessages
-from ringreduce.testing.ranks import caught, run_engines, run_gpu_ranks, run_process_sets, run_ranks, run_threads
+from ringreduce.testing.ranks import caught, run_engines, run_process_sets, run_ranks, run_threads
 from ringreduce.testing.samples import expected, sample
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "check_messages",
     "expected",
     "run_engines",
-    "run_gpu_ranks",
     "run_process_sets",
     "run_ranks",
     "run_threads",

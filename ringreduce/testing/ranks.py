@@ -14,13 +14,12 @@ from ringreduce.engine import Engine
 from ringreduce.errors import RingReduceError
 from ringreduce.paths import Context
 from ringreduce.process_sets import Parts, ProcessSet
-from ringreduce.testing.device import HostDriver, HostMachine
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.messages import Messages
 from ringreduce.transport.node import join
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["caught", "run_engines", "run_gpu_ranks", "run_process_sets", "run_ranks", "run_threads"]
+__all__ = ["caught", "run_engines", "run_process_sets", "run_ranks", "run_threads"]
 
 T = TypeVar("T")
 
@@ -74,43 +73,6 @@ def _communicator(
     context = Context(messages, waiter, node, settings, called)
     context.agreement.patience = 16  # a false suspicion costs nothing here, a test that waits does
     return Communicator(context)
-
-
-def run_gpu_ranks(
-    size: int,
-    function: Callable[[Communicator, HostDriver], T],
-    *,
-    gpu: Callable[[int], int] = lambda rank: 0,
-    exports: bool = True,
-    seed: int = 0,
-    nbytes: int = 1 << 30,
-    **options: Any,
-) -> list[T]:
-    """Call ``function(communicator, driver)`` on ``size`` ranks with GPUs in host memory; otherwise as `run_ranks`.
-
-    All drivers exist before any rank does something, so that rank r's is named "rank r" and who shares a GPU is known
-    from the start. Each has made stream 1, for nobody to use: in an array's interface 1 means the default stream.
-
-    Args:
-        size, function: as for `run_ranks`.
-        gpu: rank -> its GPU.
-        exports: whether the GPUs let other ranks open their memory.
-        seed, nbytes: of the `HostMachine`.
-        options: as for `run_ranks`.
-    """
-    machine = HostMachine(seed, nbytes)
-    drivers = [machine.driver(gpu(rank)) for rank in range(size)]
-    for driver in drivers:
-        driver.make_stream()
-        if not exports:
-            driver.fail("export")
-
-    def run(communicator: Communicator) -> T:
-        driver = drivers[communicator.rank]
-        communicator.gpu.drivers = lambda number: driver
-        return function(communicator, driver)
-
-    return run_ranks(size, run, **options)
 
 
 def run_engines(

@@ -1,8 +1,8 @@
-"""Do all ranks call the same collective? Signatures are compared when one is met for the first time.
+"""Do all ranks call the same collective? Signatures are compared when one is seen for the first time.
 
-Every call has a number and a signature (the collective, its op, dtype and shape, as text). A rank that meets a
+Every call has a number and a signature (the collective, its op, dtype and shape, as text). A rank that sees a
 signature for the first time announces it to all and waits until it has heard everyone's. Ranks that run the same
-program meet it in the same call. A rank that already knows the signature of its own call goes on to wait for data,
+program see it in the same call. A rank that already knows the signature of its own call goes on to wait for data,
 and answers there when it hears the announcement: so a mismatch is seen by all at once, and not at the time limit.
 
 Two known signatures can be confused too. Their messages do not match (the signature is part of the tag), so both
@@ -35,24 +35,18 @@ class Agreement:
     Args:
         messages: carries the notes.
         waiter: how to wait for them.
-        patience: how often `watch` is called without data before a rank announces what it waits in.
         called: says what this rank calls, and where.
 
     Attributes:
         number: of the call that this rank is in, or was in last.
+        patience: how often `watch` is called without data before a rank announces what it waits in.
     """
 
-    def __init__(
-        self,
-        messages: Messages,
-        waiter: Waiter,
-        patience: int = _PATIENCE,
-        called: Callable[[str], Called] = Called.here,
-    ) -> None:
+    def __init__(self, messages: Messages, waiter: Waiter, called: Callable[[str], Called] = Called.here) -> None:
         self._messages = messages
         self._waiter = waiter
         self._called = called
-        self.patience = patience
+        self.patience = _PATIENCE
         self.number = 0
         self._settled_up_to = 0  # notes about calls up to this one are old
         self._known: set[str] = set()

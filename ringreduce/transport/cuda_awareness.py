@@ -58,24 +58,23 @@ def conclude(
         find: returns a C function of the library by name, None if there is no such function.
         environ: the environment.
     """
+    variable = next((each for name, each in _SWITCHES if name in library.upper()), None)
     if "cuda" in (kind.split(":")[0].strip() for kind in kinds.split(",")):
         return CudaAwareness(True, f"mpi_memory_alloc_kinds is {kinds}")
     # MPICH has both functions, and in some versions the one that Open MPI has too ends the program (a wrong assertion).
-    for name, ask in (("MPIX_GPU_query_support", _ask_mpich), ("MPIX_Query_cuda_support", _ask_open_mpi)):
+    for name, ask in (
+        ("MPIX_GPU_query_support", _ask_mpich),
+        ("MPIX_Query_cuda_support", _ask_open_mpi),
+    ):
         function = find(name)
         if function is not None:
             aware = ask(function)
-            if aware or not _switch(library):
+            if aware or variable is None:
                 return CudaAwareness(aware, f"{name} says {'yes' if aware else 'no'}")
-    variable = _switch(library)
-    if variable:
+    if variable is not None:
         aware = environ.get(variable) == "1"
         return CudaAwareness(aware, f"{variable} is {'1' if aware else 'not 1'}")
     return CudaAwareness(False, "the library does not say that it is")
-
-
-def _switch(library: str) -> str | None:
-    return next((variable for name, variable in _SWITCHES if name in library.upper()), None)
 
 
 def _ask_open_mpi(function: Callable[..., Any]) -> bool:

@@ -17,7 +17,7 @@ import ctypes
 import logging
 import secrets
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
@@ -70,18 +70,15 @@ class DeviceArena:
         host: memory that the ranks of the node share, for the directory.
 
     Attributes:
-        directory: where the directory lies in ``host``; peers are told before they open anything.
+        segments: what it hands out pieces of, and what is open of the peers'.
+        directory: where the directory is in ``host``; peers are told before they open anything.
     """
 
     def __init__(self, driver: Driver, host: Arena) -> None:
-        self._segments = _DeviceSegments(driver, host)
-        self._arena = Arena(self._segments)
-        self.directory = self._segments.block.location
+        self.segments = _DeviceSegments(driver, host)
+        self._arena = Arena(self.segments)
+        self.directory = self.segments.block.location
         self._lent: list[tuple[weakref.ref[Array], int]] = []  # what is not back yet, and the segment it is in
-
-    def know(self, directories: dict[int, Location]) -> None:
-        """Learn where the directories of the peers lie: rank -> location."""
-        self._segments.directories.update(directories)
 
     def allocate(self, nbytes: int) -> DeviceBlock:
         """Return a block of undefined content.
@@ -99,28 +96,20 @@ class DeviceArena:
         return DeviceBlock(address, nbytes, location, owner)
 
     def locate(self, address: int, nbytes: int) -> Location | None:
-        """Return where ``nbytes`` bytes at ``address`` lie in the arena, None if they are not part of it."""
+        """Return where ``nbytes`` bytes at ``address`` are in the arena, None if they are not part of it."""
         return self._arena.locate(address, nbytes)
 
     def peer_address(self, rank: int, location: Location) -> int:
-        """Return where something in a peer's arena lies for this rank; opens the segment when it is asked for first.
+        """Return where something in a peer's arena is for this rank; opens the segment when it is asked for first.
 
         Raises:
             TransportError: it cannot be reached.
         """
-        return address_of(self._segments.open(rank, location.segment)) + location.offset
-
-    def let_go(self) -> None:
-        """Close what was opened of the peers'; nothing enqueued may still use it."""
-        self._segments.close_opened()
-
-    def wait_for_peers(self, waiter: Waiter) -> bool:
-        """Return whether all peers that live have let go; they are waited for, but not long."""
-        return self._segments.wait_for_peers(waiter)
+        return address_of(self.segments.open(rank, location.segment)) + location.offset
 
     def free(self) -> None:
         """Free what no peer has open; what a user still has stays until the process ends."""
-        self._segments.free({segment for lent, segment in self._lent if lent() is not None})
+        self.segments.free({segment for lent, segment in self._lent if lent() is not None})
 
 
 class DeviceNode:
@@ -131,7 +120,7 @@ class DeviceNode:
         arena: exportable memory on it.
         rank: this one.
         members: the ranks of the node, ascending.
-        leaders: the lowest rank on each GPU, ascending.
+        launching: the ranks that launch kernels for all of their GPU: the lowest on each, ascending.
         ready, finished: events of each member, by rank, which it records and the others wait for. An event stands for
             what it was recorded for last, so a rank must know (from the board) that it was recorded, and must have
             begun to wait before it is recorded again.
@@ -147,23 +136,38 @@ class DeviceNode:
         lowest: dict[str, int] = {}
         for member, uuid in zip(members, uuids, strict=True):
             lowest.setdefault(uuid, member)
-        self.leaders = tuple(lowest.values())
+        self.launching = tuple(lowest.values())
         self.ready: dict[int, Event] = {}
         self.finished: dict[int, Event] = {}
         self._stream: Stream = driver.make_stream()  # for copies that must not wait for the user's
         self._copied: Event | None = None
 
-    def introduce(self) -> list[bytes]:
+    def make_events(self) -> list[bytes]:
         """Make this rank's events; return what the peers open them with."""
         self._copied = self.driver.make_event()
         for events in (self.ready, self.finished):
             events[self.rank] = self.driver.make_event(shared=True)
         return [self.driver.export_event(events[self.rank]) for events in (self.ready, self.finished)]
 
-    def meet(self, peer: int, handles: Sequence[bytes]) -> None:
+    def open_events(self, peer: int, handles: Sequence[bytes]) -> None:
         """Open a peer's events."""
         for events, handle in zip((self.ready, self.finished), handles, strict=True):
             events[peer] = self.driver.open_event(handle)
+
+    def addresses(self, own: int, places: Mapping[int, int]) -> list[int]:
+        """Return where things in the ranks' arenas are for this rank.
+
+        Args:
+            own: of this rank's.
+            places: of all ranks', by rank: packed locations.
+
+        Raises:
+            TransportError: one cannot be reached.
+        """
+        return [
+            own if rank == self.rank else self.arena.peer_address(rank, Location.unpack(place))
+            for rank, place in places.items()
+        ]
 
     def read(self, address: int, nbytes: int) -> bytes:
         """Return bytes of device memory, as they are now."""
@@ -178,19 +182,19 @@ class DeviceNode:
     def _copy(self, target: int, source: int, nbytes: int) -> None:
         assert self._copied is not None
         self.driver.copy(target, source, nbytes, self._stream)
-        # A copy from host memory that is not pinned may return when it has left that, on its way to the device.
+        # A copy from host memory that is not pinned may return when it has left that, and is not yet on the device.
         self.driver.record(self._copied, self._stream)
         self.driver.synchronize(self._copied)
 
-    def let_go(self) -> None:
+    def close_opened(self) -> None:
         """Give back what is of the peers; nothing enqueued may still use it."""
         for events in (self.ready, self.finished):
             for peer in [peer for peer in events if peer != self.rank]:
                 self.driver.free_event(events.pop(peer))
-        self.arena.let_go()
+        self.arena.segments.close_opened()
 
     def free(self) -> None:
-        """Give back what is this rank's, once the peers have let go."""
+        """Give back what is this rank's, once the peers have closed it."""
         own = [*self.ready.values(), *self.finished.values()]
         for event in own if self._copied is None else (*own, self._copied):
             self.driver.free_event(event)
@@ -201,12 +205,12 @@ class DeviceNode:
         self.arena.free()
 
     def close(self, waiter: Waiter) -> None:
-        """Give everything back, as soon as the peers have let go of it; while the host arena still exists.
+        """Give everything back, as soon as the peers have closed it; while the host arena still exists.
 
-        Every rank does, but they need not meet: what a peer does not let go of stays until the process ends.
+        Every rank does, but they need not meet: what a peer does not close stays until the process ends.
         """
-        self.let_go()
-        if self.arena.wait_for_peers(waiter):
+        self.close_opened()
+        if self.arena.segments.wait_for_peers(waiter):
             self.free()
 
 
@@ -225,7 +229,7 @@ def join_devices(messages: Messages, node: Node, find_driver: Callable[[], Drive
     driver = None
     try:
         driver = together(messages, find_driver)
-        return _Joining(messages, node, driver, exchange_json(messages, driver.device.uuid)).run()
+        return _join(messages, node, driver)
     except StepFailedError as error:
         no_gpu = driver is None and len(error.reasons) == messages.size
         if messages.rank == 0 and not no_gpu:
@@ -233,76 +237,64 @@ def join_devices(messages: Messages, node: Node, find_driver: Callable[[], Drive
         return None
 
 
-class _Joining:
-    """The steps of `join_devices` from the first that takes anything, all of which is given back if one fails."""
+def _join(messages: Messages, node: Node, driver: Driver) -> DeviceNode:
+    """Take the steps of `join_devices` that need a GPU.
 
-    def __init__(self, messages: Messages, node: Node, driver: Driver, uuids: Sequence[str]) -> None:
-        self._messages = messages
-        self._node = node
-        self._driver = driver
-        members = node.board.members
-        self._members = members
-        self._uuids = [uuids[member] for member in members]
-        self._secret = secrets.token_hex(_SECRET_NBYTES // 2)
-        self._made: DeviceNode | None = None
+    Raises:
+        StepFailedError: on all ranks, if one of them failed; what was made is given back, unless one cannot close what
+            it opened of its peers'. Then all of it stays until the processes end.
+    """
+    members = node.board.members
+    uuids = exchange_json(messages, driver.device.uuid)
+    secret = secrets.token_hex(_SECRET_NBYTES // 2)
+    made: list[DeviceNode] = []
+    blocks: list[DeviceBlock] = []
 
-    def run(self) -> DeviceNode:
-        """Return what this rank shares.
-
-        Raises:
-            StepFailedError: on all ranks, if one of them failed.
-        """
-        blocks: list[DeviceBlock] = []
-        try:
-            everyone = exchange_json(self._messages, together(self._messages, lambda: self._make(blocks)))
-            together(self._messages, lambda: self._look(everyone))
-        except StepFailedError:
-            self._give_back(blocks)
-            raise
-        assert self._made is not None
-        return self._made
-
-    def _make(self, blocks: list[DeviceBlock]) -> dict[str, Any]:
+    def make() -> dict[str, Any]:
         """Make memory with a secret in it, and events; return what the peers need to find them."""
-        arena = DeviceArena(self._driver, self._node.arena)
-        made = self._made = DeviceNode(self._driver, arena, self._messages.rank, self._members, self._uuids)
-        handles = made.introduce()
-        block = made.arena.allocate(_SECRET_NBYTES)
+        arena = DeviceArena(driver, node.arena)
+        devices = DeviceNode(driver, arena, messages.rank, members, [uuids[member] for member in members])
+        made.append(devices)
+        handles = devices.make_events()
+        block = arena.allocate(_SECRET_NBYTES)
         blocks.append(block)
-        made.write(block.address, self._secret.encode())
+        devices.write(block.address, secret.encode())
         return {
-            "directory": astuple(made.arena.directory),
+            "directory": astuple(arena.directory),
             "place": astuple(block.location),
-            "secret": self._secret,
+            "secret": secret,
             "events": [handle.hex() for handle in handles],
         }
 
-    def _look(self, everyone: Sequence[dict[str, Any]]) -> None:
+    def look() -> None:
         """Open what the peers made and look whether it is that."""
-        made = self._made
-        assert made is not None
-        peers = {member: everyone[member] for member in self._members if member != self._messages.rank}
-        made.arena.know({peer: Location(*said["directory"]) for peer, said in peers.items()})
+        (devices,) = made
+        peers = {member: everyone[member] for member in members if member != messages.rank}
+        devices.arena.segments.directories = {peer: Location(*said["directory"]) for peer, said in peers.items()}
         for peer, said in peers.items():
-            address = made.arena.peer_address(peer, Location(*said["place"]))
-            if made.read(address, _SECRET_NBYTES) != said["secret"].encode():
+            address = devices.arena.peer_address(peer, Location(*said["place"]))
+            if devices.read(address, _SECRET_NBYTES) != said["secret"].encode():
                 raise TransportError(f"it finds other device memory in place of rank {peer}'s")
-            made.meet(peer, [bytes.fromhex(each) for each in said["events"]])
+            devices.open_events(peer, [bytes.fromhex(each) for each in said["events"]])
 
-    def _give_back(self, blocks: list[DeviceBlock]) -> None:
-        """Give back what was made; all of that stays until the processes end if one cannot let go of its peers'."""
+    try:
+        everyone = exchange_json(messages, together(messages, make))
+        together(messages, look)
+    except StepFailedError:
         blocks.clear()
 
-        def let_go() -> None:
-            if self._made is not None:
-                self._made.let_go()
+        def close_opened() -> None:
+            for devices in made:
+                devices.close_opened()
 
         try:
-            together(self._messages, let_go)  # nobody frees what a peer has open
-            if self._made is not None:
-                self._made.free()
+            together(messages, close_opened)  # nobody frees what a peer has open
+            for devices in made:
+                devices.free()
         except (StepFailedError, TransportError) as error:
             _log.debug("device memory stays until the process ends: %s", error)
+        raise
+    return made[0]
 
 
 class _DeviceSegments(Segments):
@@ -319,7 +311,7 @@ class _DeviceSegments(Segments):
         self.block: Block = host.allocate(_SEGMENTS * _ENTRY_NBYTES)
         self._entries = self.block.memory[: _SEGMENTS * _ENTRY_NBYTES].reshape(_SEGMENTS, _ENTRY_NBYTES)
         self._entries[0, :8].view(np.int64)[0] = 0
-        self.directories: dict[int, Location] = {}
+        self.directories: dict[int, Location] = {}  # where those of the peers are, by rank
         self._own: list[Array] = []
         self._opened: dict[tuple[int, int], Array] = {}
 
@@ -344,7 +336,7 @@ class _DeviceSegments(Segments):
     def settle(self) -> None:
         """Wait for the device.
 
-        Arrays of `ringreduce.empty` come back when Python lets go of them, while copies and kernels on any stream may
+        Arrays of `ringreduce.empty` come back when Python drops them, while copies and kernels on any stream may
         still be under way. This ends, for nothing that is enqueued waits for a host: kernels that wait for those of
         peers are launched when all ranks have met on the host, and no rank waits on the host between that and its own
         launch; events of peers were recorded before that. Kernels of a peer that is lost are given up after a while.
@@ -367,13 +359,16 @@ class _DeviceSegments(Segments):
         return self._host.alive(rank)
 
     def close_opened(self) -> None:
-        """Close what was opened of the peers', and tell them."""
+        """Close what was opened of the peers', and tell them; nothing enqueued may still use it."""
         while self._opened:
             self._driver.close(address_of(self._opened.popitem()[1]))
         self._entries[0, :8].view(np.int64)[0] = 1
 
     def wait_for_peers(self, waiter: Waiter) -> bool:
-        """Return whether all peers that live have closed what they opened, some of which may be this rank's."""
+        """Return whether all peers that live have closed what they opened, some of which may be this rank's.
+
+        They are waited for, but not long.
+        """
         flags = {rank: self._directory(rank)[0, :8].view(np.int64) for rank in self.directories}
 
         def left() -> list[int]:
@@ -381,7 +376,7 @@ class _DeviceSegments(Segments):
 
         patient = Waiter(min(_CLOSING_S, waiter.timeout_s), waiter.crowded)
         try:
-            patient.until(lambda: not left(), lambda: f"ranks {left()} to let go of device memory")
+            patient.until(lambda: not left(), lambda: f"ranks {left()} to close device memory")
         except CollectiveTimeoutError as error:
             _log.debug("device memory stays until the process ends: %s", error)
             return False

@@ -33,18 +33,8 @@ __all__ = ["MpiMessages", "MpiRanks", "library", "subworld", "world", "world_ran
 
 Array = npt.NDArray[Any]
 
-_TYPES = {
-    "float32": MPI.FLOAT,
-    "float64": MPI.DOUBLE,
-    "int8": MPI.INT8_T,
-    "int16": MPI.INT16_T,
-    "int32": MPI.INT32_T,
-    "int64": MPI.INT64_T,
-    "uint8": MPI.UINT8_T,
-    "uint16": MPI.UINT16_T,
-    "uint32": MPI.UINT32_T,
-    "uint64": MPI.UINT64_T,
-}
+#: What the library reduces; mpi4py finds MPI's names for them.
+_TYPES = frozenset(("float32", "float64", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))))
 _OPS = {
     ReduceOp.SUM: MPI.SUM,
     ReduceOp.AVERAGE: MPI.SUM,
@@ -83,7 +73,7 @@ class _Copy(NamedTuple):
 
 
 class MpiMessages:
-    """Messages on communicators of our own, so that nothing the user sends can meet them.
+    """Messages on communicators of our own, so that nothing the user sends can be taken for them.
 
     Args:
         comm: the ranks; duplicated, collectively.
@@ -170,7 +160,7 @@ class MpiMessages:
         # Neither the blocking form, which waits for ever for a rank that is lost, nor the persistent one: Open MPI 5.0
         # never gives back the memory that this takes, as much as the data.
         with _translated():
-            request = self._data.Iallreduce(MPI.IN_PLACE, [data, _TYPES[dtype]], _OPS[op])
+            request = self._data.Iallreduce(MPI.IN_PLACE, data, _OPS[op])
             self._unfinished.append((request, data))  # which stay if a rank does not come
             self._waiter.until(request.Test, lambda: "all ranks in the MPI library's own allreduce")
             self._unfinished.pop()
@@ -263,27 +253,27 @@ class MpiMessages:
     def renew(self) -> None:
         given_up, self._given_up = self._given_up, []
         sends = exchange_json(self, [(each.peer, each.tag, each.nbytes) for each in given_up if each.is_send])
-        # Of one sender and tag, messages and receives meet in their order. So of messages on the way to this rank, or
+        # Of one sender and tag, messages and receives match in their order. So of messages coming to this rank, or
         # of its receives, the last ones are too many.
-        coming: dict[tuple[int, int], list[int]] = {}
+        coming: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         for peer, theirs in enumerate(sends):
             for receiver, tag, nbytes in theirs:
                 if receiver == self.rank:
-                    coming.setdefault((peer, tag), []).append(nbytes)
-        receives: dict[tuple[int, int], list[MPI.Prequest]] = {}
+                    coming[peer, tag].append(nbytes)
+        receives: defaultdict[tuple[int, int], list[MPI.Prequest]] = defaultdict(list)
         for each in given_up:
             if not each.is_send:
-                receives.setdefault((each.peer, each.tag), []).append(each.request)
-        ending: list[MPI.Request] = [each.request for each in given_up]
+                receives[each.peer, each.tag].append(each.request)
+        left: list[MPI.Request] = [each.request for each in given_up]
         with _translated():
             for source, mine in receives.items():
-                for request in mine[len(coming.get(source, ())) :]:
+                for request in mine[len(coming[source]) :]:
                     request.Cancel()
             for (peer, tag), sizes in coming.items():
-                for nbytes in sizes[len(receives.get((peer, tag), ())) :]:
-                    ending.append(self._data.Irecv([bytearray(nbytes), MPI.BYTE], peer, tag))
-            self._unfinished.append((ending, given_up))
-            self._waiter.until(lambda: MPI.Request.Testall(ending), lambda: "messages of a call that was given up")
+                for nbytes in sizes[len(receives[peer, tag]) :]:
+                    left.append(self._data.Irecv([bytearray(nbytes), MPI.BYTE], peer, tag))
+            self._unfinished.append((left, given_up))
+            self._waiter.until(lambda: MPI.Request.Testall(left), lambda: "messages of a call that was given up")
             self._unfinished.pop()
         self.exchange(b"")  # nobody may send before the receives are gone that were given up
         freeing, self._to_free = self._to_free, []
@@ -349,7 +339,7 @@ class MpiMessages:
 
     def _part(self) -> bool:
         """Tell the others how many notes they were sent, and wait a little for theirs; return whether all have come."""
-        peers = [rank for rank in range(self.size) if rank != self.rank]
+        peers = self._peers(self._control)
         expected = np.zeros(self.size, np.int64)
         requests = [self._control.Irecv([expected[peer:], 1, MPI.INT64_T], peer, _LAST_TAG) for peer in peers]
         requests += [self._control.Isend([self._sent[peer:], 1, MPI.INT64_T], peer, _LAST_TAG) for peer in peers]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
 
@@ -23,22 +24,10 @@ from ringreduce.transport.waiting import Waiter
 
 __all__ = ["Nccl", "NcclRanks", "code_of_dtype", "code_of_op", "cupy_nccl", "join_nccl", "version_text"]
 
-# Values of nccl.h. CuPy passes on whatever it is given, and has no names for the last dtype and the last op.
-_DTYPES = {
-    "int8": 0,
-    "uint8": 1,
-    "int32": 2,
-    "uint32": 3,
-    "int64": 4,
-    "uint64": 5,
-    "float16": 6,
-    "float32": 7,
-    "float64": 8,
-    "bfloat16": 9,
-}
+# As nccl.h numbers them. CuPy passes on whatever it is given, and has no names for the last dtype and the last op.
+_DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "bfloat16")
 _OPS = {ReduceOp.SUM: 0, ReduceOp.PRODUCT: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3, ReduceOp.AVERAGE: 4}
-_OLDEST_WITH_AVERAGE = 21000
-_OLDEST_WITH_BFLOAT16 = 21000
+_OLDEST_WITH_AVERAGE = _OLDEST_WITH_BFLOAT16 = 21000
 #: The first that takes several ranks on one GPU, and the variable in which "1" asks for that.
 _OLDEST_WITH_SHARED_GPUS = 23000
 _SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
@@ -95,13 +84,13 @@ def code_of_dtype(dtype: DType, version: int) -> int | None:
     """Return NCCL's number of a dtype, None if that version has none."""
     if dtype.name == "bfloat16" and version < _OLDEST_WITH_BFLOAT16:
         return None
-    return _DTYPES.get(dtype.name)
+    return _DTYPES.index(dtype.name) if dtype.name in _DTYPES else None
 
 
 def code_of_op(op: ReduceOp, dtype: DType, version: int) -> int | None:
     """Return NCCL's number of an op, None if it does something else than this package has it do.
 
-    NCCL leaves open what MIN and MAX make of a NaN, and rounds averages of integers in its own way.
+    NCCL leaves open what MIN and MAX make of a NaN, and rounds averages of integers as it likes.
     """
     floating = dtype.kind in ("float", "complex")
     if op in (ReduceOp.MIN, ReduceOp.MAX) and floating:
@@ -171,39 +160,33 @@ def _connect(nccl: Nccl, messages: Messages, waiter: Waiter, unique_id: bytes) -
     Raises:
         TransportError: NCCL failed, or the others did not come.
     """
-    made: list[NcclRanks] = []
-    errors: list[BaseException] = []
-    given_up, deciding = [False], threading.Lock()
+    made: Future[NcclRanks] = Future()
 
     def connect() -> None:
         try:
             ranks = nccl.connect(messages.size, unique_id, messages.rank)
-            with deciding:
-                made.append(ranks)
-                late = given_up[0]
-            if late:
-                ranks.abort()  # left to Python, it would wait for all the others once more
         except BaseException as error:
-            errors.append(error)
+            if made.set_running_or_notify_cancel():
+                made.set_exception(error)
+            return
+        if made.set_running_or_notify_cancel():
+            made.set_result(ranks)
+        else:
+            ranks.abort()  # left to Python, it would wait for all the others once more
 
-    thread = threading.Thread(target=connect, name="ringreduce nccl", daemon=True)
-    thread.start()
+    threading.Thread(target=connect, name="ringreduce nccl", daemon=True).start()
     # Shorter than the ranks wait for each other over messages, where one that failed at once is by then.
     patient = Waiter(min(_CONNECTING_S, waiter.timeout_s / 2), waiter.crowded)
     try:
-        patient.until(lambda: not thread.is_alive(), lambda: "all ranks to connect over NCCL")
+        patient.until(made.done, lambda: "all ranks to connect over NCCL")
     except CollectiveTimeoutError as error:
-        with deciding:
-            given_up[0] = True
-            come = list(made)
-        for ranks in come:
-            ranks.abort()
+        if not made.cancel() and made.exception() is None:
+            made.result().abort()
         raise TransportError(str(error)) from error
-    if errors:
-        if isinstance(errors[0], TransportError):
-            raise errors[0]
-        raise TransportError(f"NCCL: {errors[0]}") from errors[0]
-    return made[0]
+    failure = made.exception()
+    if failure is not None and not isinstance(failure, TransportError):
+        raise TransportError(f"NCCL: {failure}") from failure
+    return made.result()
 
 
 def version_text(code: int) -> str:
@@ -226,20 +209,15 @@ def cupy_nccl(number: int) -> Nccl:
         import cupy
     except ImportError as error:
         raise UnsupportedBufferError(f"NCCL takes CuPy: {INSTALL} ({error})") from error
-    library = _library()
+    try:
+        import cupy.cuda.nccl as library
+    except ImportError:  # with CuPy, but the shared library is missing
+        library = None
     if not getattr(library, "available", False):
         raise UnsupportedBufferError(
             f"CuPy {cupy.__version__} finds no NCCL: pip install nvidia-nccl-cu12, or nvidia-nccl-cu13"
         )
     return _CupyNccl(cupy, library, number)
-
-
-def _library() -> Any:
-    try:
-        import cupy.cuda.nccl as library
-    except ImportError:  # with CuPy, but the shared library is missing
-        return None
-    return library
 
 
 class _CupyNccl:

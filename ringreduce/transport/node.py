@@ -78,7 +78,8 @@ def join(
     cores = sorted(os.sched_getaffinity(0))
     introduction = {"host": host, "pid": os.getpid(), "namespace": _pid_namespace(), "cores": cores}
     everyone = exchange_json(messages, introduction)
-    hosts = topology = _group([each["host"] for each in everyone], config)
+    node_size = config.node_size or messages.size
+    hosts = topology = Topology.from_hosts((each["host"], rank // node_size) for rank, each in enumerate(everyone))
     members = hosts.node_of(messages.rank)
     waiter.crowded = len(members) > len({core for member in members for core in everyone[member]["cores"]})
     arena = Arena(make_segments({member: everyone[member]["pid"] for member in members}))
@@ -108,11 +109,6 @@ def _pid_namespace() -> str:
         return ""
 
 
-def _group(hosts: list[str], config: Config) -> Topology:
-    node_size = config.node_size or len(hosts)
-    return Topology.from_hosts((host, rank // node_size) for rank, host in enumerate(hosts))
-
-
 def _share(messages: Messages, arena: Arena, members: Sequence[int], why_not: str) -> list[Location]:
     """Make every rank's part of its board and make sure that each member of a node reaches those of the others.
 
@@ -127,7 +123,7 @@ def _share(messages: Messages, arena: Arena, members: Sequence[int], why_not: st
         why_not: why memory cannot be shared, as far as this rank knows already.
 
     Returns:
-        Where the boards of the members lie.
+        Where the boards of the members are.
 
     Raises:
         StepFailedError: on all ranks, if any rank of any node has a problem.

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from gpu_doubles.torch_streams import TorchStreams
 
 import ringreduce as rr
-from ringreduce.testing.torch_streams import TorchStreams
 
 torch = pytest.importorskip("torch")
 import ringreduce.torch as hvd  # noqa: E402

@@ -25,7 +25,8 @@ class Rank:
         self.rank = rank
         self.messages = world.messages(rank)
         self.waiter = Waiter(timeout_s, crowded=True)
-        self.agreement = Agreement(self.messages, self.waiter, patience)
+        self.agreement = Agreement(self.messages, self.waiter)
+        self.agreement.patience = patience
         self.waiter.watchers.append(self.agreement.watch)
 
     def call(self, signature: str) -> Exception | None:

@@ -11,8 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from gpu_doubles.driver import HostArray, HostDriver, HostMachine
+from gpu_doubles.ranks import run_gpu_ranks
 
+import ringreduce as rr
 from ringreduce.buffers import DTYPES, DType
+from ringreduce.buffers.cuda.kernels import Reduction
 from ringreduce.config import Config
 from ringreduce.errors import CollectiveTimeoutError, MismatchError, TransportError
 from ringreduce.paths import Context, Signature
@@ -20,7 +24,6 @@ from ringreduce.paths.context import Cache
 from ringreduce.paths.device import DeviceAllreduce, _Shots
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.testing import assert_close, caught, expected, run_threads, sample
-from ringreduce.testing.device import HostArray, HostDriver, HostMachine
 from ringreduce.transport.device import DeviceBlock, DeviceNode, join_devices
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.node import join
@@ -55,7 +58,7 @@ class Rank:
         """Reduce one array into another."""
         dtype = DType.of(source.dtype)
         signature = Signature.of(f"allreduce of {source.size} {dtype.name}, {op.value}")
-        return self.allreduce.run(source.address, target.address, source.size, dtype, op, stream, signature)
+        return self.allreduce.run(source.address, target.address, Reduction(dtype, op, source.size), stream, signature)
 
 
 def on_ranks(
@@ -77,10 +80,8 @@ def on_ranks(
         waiter.crowded = True
         context = Context(messages, waiter, node, CONFIG)
         devices = join_devices(messages, node, lambda: drivers[rank])
-        allreduce = DeviceAllreduce.of(context, devices)
         assert devices is not None
-        assert allreduce is not None
-        made = Rank(rank, len(gpus), drivers[rank], devices, context, allreduce)
+        made = Rank(rank, len(gpus), drivers[rank], devices, context, DeviceAllreduce(context, devices))
         result = function(made)
         made.allreduce.close()
         devices.close(waiter)
@@ -182,7 +183,7 @@ def log_of_a_call(gpus: tuple[int, ...], private: bool, count: int = 5) -> list[
 
 
 def test_what_a_call_enqueues_on_one_gpu():
-    """The leader waits for its peer, launches once and tells it; the peer waits for that. The host waits for nobody."""
+    """One rank waits for its peer, launches once and tells it; the peer waits for that. The host waits for nobody."""
     assert log_of_a_call((0, 0), private=False) == [
         [
             "s0 waits for e6",
@@ -198,11 +199,11 @@ def test_what_a_call_enqueues_on_one_gpu():
 
 def test_what_a_call_enqueues_for_private_arrays():
     """They are copied into a block of the arena first, and back last, on the same stream."""
-    leader, follower = log_of_a_call((0, 0), private=True)
+    launching, follower = log_of_a_call((0, 0), private=True)
     copied_in = ["s0 waits for e6", "copy 20 m2 -> m3 on s0", "record e2 on s0"]
     copied_back = ["copy 20 m3 -> m2 on s0", "record e6 on s0"]
     launched = ["s0 waits for rank 1:e2", "launch reduce combine<float32,sum> on s0", "record e3 on s0"]
-    assert leader == [*copied_in, *launched, *copied_back]
+    assert launching == [*copied_in, *launched, *copied_back]
     assert follower == [*copied_in, "s0 waits for rank 0:e3", *copied_back]
 
 
@@ -250,8 +251,8 @@ def test_what_is_not_offered():
 @pytest.mark.parametrize(
     ("gpus", "description"),
     [
-        (ONE_GPU, "leaders' kernels, over the memory of 3 ranks on 1 GPU"),
-        (SOME_GPUS, "leaders' kernels, over the memory of 4 ranks on 2 GPUs"),
+        (ONE_GPU, "one kernel per GPU, over the memory of 3 ranks on 1 GPU"),
+        (SOME_GPUS, "one kernel per GPU, over the memory of 4 ranks on 2 GPUs"),
         (OWN_GPUS, "kernels that meet, over the memory of 3 ranks on 3 GPUs"),
     ],
 )
@@ -260,20 +261,30 @@ def test_the_way_has_a_description(gpus: tuple[int, ...], description: str):
     assert set(on_ranks(gpus, lambda rank: rank.allreduce.description)) == {description}
 
 
-def test_several_nodes_are_left_to_others():
-    """Ranks share device memory within their node; an allreduce over nodes takes another way, on all ranks."""
+def test_ranks_of_several_nodes_share_memory_within_each():
+    """Every node has ranks that launch."""
     config, machines = replace(CONFIG, node_size=2), [HostMachine(), HostMachine()]
     drivers = [machine.driver() for machine in machines for _ in range(2)]
     world = MemoryWorld(4, CONFIG.timeout_s)
 
-    def run(rank: int) -> tuple[tuple[int, ...], DeviceAllreduce | None]:
+    def run(rank: int) -> tuple[int, ...]:
         messages, waiter = world.messages(rank), Waiter(CONFIG.timeout_s, crowded=True)
         node = join(messages, waiter, config, "machine", lambda pids: world.segments_of(rank))
         devices = join_devices(messages, node, lambda: drivers[rank])
         assert devices is not None
-        return devices.leaders, DeviceAllreduce.of(Context(messages, waiter, node, config), devices)
+        return devices.launching
 
-    assert run_threads(4, run, on_error=world.meeting.abort) == [((0,), None)] * 2 + [((2,), None)] * 2
+    assert run_threads(4, run, on_error=world.meeting.abort) == [(0,)] * 2 + [(2,)] * 2
+
+
+def test_several_nodes_are_left_to_others():
+    """An allreduce over nodes takes another path, on all ranks."""
+
+    def function(communicator: rr.Communicator, driver: HostDriver) -> bool:
+        communicator.gpu.use(None)
+        return communicator.gpu.kernels is None
+
+    assert run_gpu_ranks(4, function, node_size=2, config=CONFIG) == [True] * 4
 
 
 def test_mismatched_calls_are_noticed():
@@ -369,8 +380,8 @@ def shrink(driver: HostDriver) -> None:
 
 
 @pytest.mark.parametrize("change", [refuse_to_pin, age, shrink])
-def test_without_kernels_that_meet_there_are_leaders(change: Callable[[HostDriver], None]):
-    """Where one of several GPUs cannot run kernels that meet, all ranks use leaders."""
+def test_without_kernels_that_meet_there_is_one_per_gpu(change: Callable[[HostDriver], None]):
+    """Where one of several GPUs cannot run kernels that meet, all ranks do without."""
 
     def function(rank: Rank) -> str:
         array = rank.driver.put(np.ones(3, np.float32))
@@ -379,7 +390,7 @@ def test_without_kernels_that_meet_there_are_leaders(change: Callable[[HostDrive
         return rank.allreduce.description
 
     found = on_ranks(OWN_GPUS, function, prepare=lambda drivers: change(drivers[1]))
-    assert set(found) == {"leaders' kernels, over the memory of 3 ranks on 3 GPUs"}
+    assert set(found) == {"one kernel per GPU, over the memory of 3 ranks on 3 GPUs"}
 
 
 def test_a_kernel_that_gave_up_waiting_is_an_error_later():
@@ -444,8 +455,7 @@ def test_closing_waits_for_what_is_under_way(seed: int):
         array = rank.driver.put(np.ones(1000, np.float32), 0)
         assert rank.run(array, array)
         rank.context.meet(Signature.of("barrier"))
-        other = DeviceAllreduce.of(rank.context, rank.devices)
-        assert other is not None
+        other = DeviceAllreduce(rank.context, rank.devices)
         rank.allreduce.close()
         rank.allreduce = other
         block = rank.devices.arena.allocate(16 << 20)
@@ -479,7 +489,7 @@ def test_memory_goes_while_work_on_it_is_under_way(gpus: tuple[int, ...], seed: 
 
 @pytest.mark.parametrize("error", [MemoryError, TransportError])
 def test_no_failure_of_a_launch_leaves_the_others_waiting(error: type[Exception]):
-    """Whatever a leader's launch raises, all ranks hear of it at once."""
+    """Whatever a launch raises, all ranks hear of it at once."""
 
     def function(rank: Rank) -> Exception | None:
         array = rank.driver.put(np.ones(3, np.float32))

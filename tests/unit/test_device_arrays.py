@@ -14,6 +14,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from gpu_doubles.driver import HostArray, HostDriver, HostMachine
+from gpu_doubles.ranks import run_gpu_ranks
 
 import ringreduce as rr
 from ringreduce.buffers import Operand, operand_of
@@ -24,8 +26,7 @@ from ringreduce.buffers.cuda.measuring import CupyTools
 from ringreduce.buffers.layout import c_order, is_c_order, overlaps_itself
 from ringreduce.config import Config
 from ringreduce.errors import ConfigError, MismatchError, TransportError, UnsupportedBufferError
-from ringreduce.testing import assert_equal, caught, expected, run_gpu_ranks, run_ranks, sample
-from ringreduce.testing.device import HostArray, HostDriver, HostMachine
+from ringreduce.testing import assert_equal, caught, expected, run_ranks, sample
 
 
 class CupyArray(HostArray):
@@ -144,7 +145,7 @@ def test_a_cupy_array_is_taken_as_it_is(alone: HostDriver) -> None:
     assert (operand.address, operand.shape, operand.strides) == (array.address, (3, 5), (10, 2))
     assert (operand.dtype.name, operand.device, operand.stream) == ("float16", 0, CupyArray.here.stream)
     assert (operand.count, operand.nbytes, operand.contiguous) == (15, 30, True)
-    assert operand.room() is operand
+    assert operand.scratch() is operand
 
 
 def test_an_interface_is_taken_as_it_is() -> None:

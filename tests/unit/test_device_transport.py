@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gpu_doubles.driver import HostDriver, HostMachine
 
 from ringreduce.buffers.cuda.driver import Driver
 from ringreduce.config import Config
 from ringreduce.errors import TransportError, UnsupportedBufferError
 from ringreduce.testing import run_threads
-from ringreduce.testing.device import HostDriver, HostMachine
 from ringreduce.transport.device import DeviceArena, DeviceNode, join_devices
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.messages import Messages
@@ -117,11 +117,11 @@ def test_what_is_asked_of_a_driver():
     ]
 
 
-@pytest.mark.parametrize(("gpus", "leaders"), [((0, 0, 0), (0,)), ((0, 1, 2), (0, 1, 2)), ((1, 0, 1, 0), (0, 1))])
-def test_every_gpu_has_a_leader(gpus: tuple[int, ...], leaders: tuple[int, ...]):
+@pytest.mark.parametrize(("gpus", "launching"), [((0, 0, 0), (0,)), ((0, 1, 2), (0, 1, 2)), ((1, 0, 1, 0), (0, 1))])
+def test_one_rank_launches_on_every_gpu(gpus: tuple[int, ...], launching: tuple[int, ...]):
     """Ranks that share a GPU know that from its name, and its lowest rank leads."""
-    found = on_ranks(drivers_on(gpus), len(gpus), lambda devices, *_: devices and devices.leaders)
-    assert found == [leaders] * len(gpus)
+    found = on_ranks(drivers_on(gpus), len(gpus), lambda devices, *_: devices and devices.launching)
+    assert found == [launching] * len(gpus)
 
 
 FAULTS = ("make_stream", "make_event", "export_event", "allocate", "export", "open", "open_event", "copy")
@@ -211,7 +211,7 @@ def test_blocks_are_used_again():
     gc.collect()
     assert arena.allocate(50).address == address
     assert second.address not in (address, address + 100)
-    arena.let_go()
+    arena.segments.close_opened()
     arena.free()
     driver.view(second.address, 100)
 

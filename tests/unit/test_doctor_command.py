@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from gpu_doubles.driver import HostDriver, HostMachine
 
 import ringreduce
 from ringreduce.buffers.cuda.driver import Device
@@ -22,7 +23,6 @@ from ringreduce.cli.findings import Finding, by_rank, examine
 from ringreduce.config import Config
 from ringreduce.errors import MismatchError, UnsupportedBufferError
 from ringreduce.testing import run_threads
-from ringreduce.testing.device import HostDriver, HostMachine
 from ringreduce.transport.cuda_awareness import conclude
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.node import join

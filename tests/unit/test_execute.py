@@ -185,7 +185,7 @@ def test_requests_are_given_back() -> None:
 
         def free(self, requests: list[object]) -> None:
             self.freed += len(requests)
-            super().free(requests)
+            self._inner.free(requests)
 
     messages = Counting(MemoryWorld(3).messages(0))
     make: Callable[[str], Plan] = lambda name: Plan(  # noqa: E731

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gpu_doubles.driver import HostDriver, HostMachine
+from gpu_doubles.nccl import HostNccl
 
 import ringreduce as rr
 from ringreduce.buffers.cuda.arrays import DeviceOperand
@@ -20,8 +22,6 @@ from ringreduce.paths.cleanup import close_all
 from ringreduce.paths.staged import Staging
 from ringreduce.process_sets import Parts
 from ringreduce.testing import caught, run_engines, run_ranks
-from ringreduce.testing.device import HostDriver, HostMachine
-from ringreduce.testing.nccl import HostNccl
 from ringreduce.transport import nccl as transport
 from ringreduce.transport.shared import Arena, PrivateSegments
 from ringreduce.transport.waiting import Waiter
@@ -215,9 +215,9 @@ def test_nccl_is_aborted_where_the_gpu_fails_after_it_connected() -> None:
         driver = drivers[communicator.rank]
         communicator.gpu.drivers = lambda number: driver
         communicator.gpu.libraries = lambda number: HostNccl(driver, groups)
-        communicator.gpu.join()
+        communicator.gpu.use(None)
         driver.fail("make_event")
-        assert isinstance(caught(communicator.gpu.join_nccl), TransportError)
+        assert isinstance(caught(communicator.gpu.use, None, nccl=True), TransportError)
         assert driver.log[-1] == "nccl abort"
         communicator._standing._failure = TransportError("NCCL")
 

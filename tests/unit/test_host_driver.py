@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
+from gpu_doubles.driver import HostArray, HostDriver, HostMachine, check_driver
+from gpu_doubles.kernels import KernelCode, View
 
 from ringreduce.buffers import DTYPES
 from ringreduce.errors import TransportError
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.testing import assert_close, expected, run_threads, sample
-from ringreduce.testing.device import HostArray, HostDriver, HostMachine, check_driver
-from ringreduce.testing.device_kernels import KernelCode, View
 
 SEEDS = range(20)
 

@@ -9,6 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gpu_doubles.driver import HostDriver
+from gpu_doubles.nccl import HostNccl
+from gpu_doubles.ranks import run_gpu_ranks
 
 import ringreduce as rr
 from ringreduce.buffers import DTYPES
@@ -16,9 +19,7 @@ from ringreduce.config import Config
 from ringreduce.errors import ConfigError, MismatchError, TransportError, UnsupportedBufferError
 from ringreduce.paths import gpu
 from ringreduce.reduce_ops import ReduceOp
-from ringreduce.testing import assert_close, assert_equal, caught, expected, run_gpu_ranks, sample
-from ringreduce.testing.device import HostDriver
-from ringreduce.testing.nccl import HostNccl
+from ringreduce.testing import assert_close, assert_equal, caught, expected, sample
 from ringreduce.transport import nccl as transport
 from ringreduce.transport.nccl import Nccl, code_of_dtype, code_of_op
 

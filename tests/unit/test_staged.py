@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from gpu_doubles.driver import HostArray, HostDriver
+from gpu_doubles.ranks import run_gpu_ranks
 
 import ringreduce as rr
 from ringreduce.buffers import DTYPES
@@ -16,8 +18,7 @@ from ringreduce.errors import MismatchError, TransportError, UnsupportedBufferEr
 from ringreduce.paths import staged
 from ringreduce.paths.staged import Staging
 from ringreduce.reduce_ops import ReduceOp
-from ringreduce.testing import assert_equal, caught, expected, run_gpu_ranks, run_ranks, sample
-from ringreduce.testing.device import HostArray, HostDriver
+from ringreduce.testing import assert_equal, caught, expected, run_ranks, sample
 from ringreduce.transport.shared import Arena, PrivateSegments
 
 SHARED = pytest.mark.parametrize("shared", [False, True], ids=["staged", "kernels"])

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from ringreduce.testing.torch_streams import TorchStreams
+from gpu_doubles.torch_streams import TorchStreams
 
 torch = pytest.importorskip("torch")
 from ringreduce.torch import streams  # noqa: E402

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from ringreduce.buffers.cuda.driver import Stream
 from ringreduce.buffers.dtypes import DType, ml_bfloat16
-from ringreduce.buffers.layout import c_order, is_c_order, overlaps_itself
+from ringreduce.buffers.layout import c_order, is_c_order, require_apart
 from ringreduce.errors import UnsupportedBufferError
 
 __all__ = ["INSTALL", "DeviceOperand", "empty_on_device", "install_command", "is_tensor", "not_plain", "on_device"]
@@ -39,27 +41,16 @@ INSTALL = f"{install_command(12000)}, or for a driver of CUDA 13 {install_comman
 _LEGACY_STREAM = 1
 
 
-class _Library(Protocol):
-    """What the library of an array does with it, on its current stream."""
-
-    def empty(self, shape: Sequence[int], dtype: DType, device: int | None) -> Any:
-        """Return an uninitialised array in C order."""
-        ...
-
-    def assign(self, target: Any, source: Any) -> None:
-        """Copy between two arrays of one shape."""
-        ...
-
-
+@dataclass(eq=False, slots=True)
 class DeviceOperand:
-    """An argument of a collective that lies in device memory.
+    """An argument of a collective in device memory.
 
     What the caller enqueued on ``stream`` before the call is done to the array first; what is enqueued there after the
     call comes after it.
 
     Attributes:
         array: the caller's array, which must live as long as this is used.
-        address: where its first element lies.
+        address: where its first element is.
         shape: its shape.
         strides: in bytes.
         dtype: the type of its elements.
@@ -68,34 +59,18 @@ class DeviceOperand:
         writable: whether results may be stored there.
     """
 
-    __slots__ = ("_library", "address", "array", "device", "dtype", "shape", "stream", "strides", "writable")
-
-    def __init__(
-        self,
-        array: Any,
-        address: int,
-        shape: Sequence[int],
-        strides: Sequence[int] | None,
-        dtype: DType,
-        *,
-        library: _Library,
-        device: int | None = None,
-        stream: Stream = 0,
-        writable: bool = True,
-    ) -> None:
-        self.array = array
-        self.address = address
-        self.shape = tuple(shape)
-        self.strides = c_order(self.shape, dtype.itemsize) if strides is None else tuple(strides)
-        self.dtype = dtype
-        self.device = device
-        self.stream = stream
-        self.writable = writable
-        self._library = library
+    array: Any
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: DType
+    device: int | None
+    stream: Stream
+    writable: bool = True
 
     @classmethod
     def of(cls, array: Any) -> DeviceOperand | None:
-        """Look at an array without a copy; None if it does not lie in device memory.
+        """Look at an array without a copy; None if it is not in device memory.
 
         Raises:
             UnsupportedBufferError: it does, and its elements or layout are not supported.
@@ -120,7 +95,7 @@ class DeviceOperand:
 
     @property
     def contiguous(self) -> bool:
-        """Whether the elements lie one after the other in C order."""
+        """Whether the elements are one after the other in C order."""
         return is_c_order(self.shape, self.strides, self.dtype.itemsize)
 
     def require_writable(self) -> None:
@@ -131,11 +106,7 @@ class DeviceOperand:
         """
         if not self.writable:
             raise UnsupportedBufferError("the array is read-only, so no result can be stored in it; pass a copy")
-        if overlaps_itself(self.shape, self.strides, self.dtype.itemsize):
-            raise UnsupportedBufferError(
-                f"elements of the array share memory (shape {self.shape}, strides {self.strides}), "
-                "as after expand or broadcast_to; pass a copy"
-            )
+        require_apart(self.shape, self.strides, self.dtype.itemsize)
 
     def same_memory(self, other: DeviceOperand) -> bool:
         """Return whether two operands of one shape and dtype are one."""
@@ -148,9 +119,15 @@ class DeviceOperand:
 
     def like(self, shape: Sequence[int] | None = None) -> Any:
         """Return an uninitialised array of the same library, device and dtype (and shape, unless one is given)."""
-        return self._library.empty(self.shape if shape is None else shape, self.dtype, self.device)
+        dims = self.shape if shape is None else tuple(shape)
+        torch: Any = sys.modules.get("torch")
+        if is_tensor(self.array, torch):
+            return torch.empty(dims, dtype=getattr(torch, self.dtype.name), device=f"cuda:{self.device}")
+        cupy = _cupy("a result in device memory")
+        with nullcontext() if self.device is None else cupy.cuda.Device(self.device):
+            return cupy.empty(dims, _native(self.dtype))
 
-    def room(self, *, new: bool = False) -> DeviceOperand:
+    def scratch(self, *, new: bool = False) -> DeviceOperand:
         """Return this if it is in C order, else (or if it is to be ``new``) memory of that kind, on `like`'s stream."""
         if self.contiguous and not new:
             return self
@@ -159,8 +136,14 @@ class DeviceOperand:
         return made
 
     def assign(self, source: DeviceOperand) -> None:
-        """Copy from ``source``: one of the two is what `room` returned for the other, on whose stream this is done."""
-        self._library.assign(self.array, source.array)
+        """Copy from ``source``. One of the two is what `scratch` gave for the other, on whose stream this is done."""
+        if is_tensor(self.array, sys.modules.get("torch")):
+            self.array.detach().copy_(source.array)
+            return
+        cupy = _cupy("an array in device memory that is not in C order")
+        target = cupy.asarray(self.array)  # no copy
+        with target.device:
+            target[...] = cupy.asarray(source.array)
 
     def _bounds(self) -> tuple[int, int]:
         """Return the addresses of the first byte and of the one after the last."""
@@ -173,7 +156,7 @@ class DeviceOperand:
 
 
 def on_device(array: Any) -> bool:
-    """Return whether an array lies in device memory."""
+    """Return whether an array is in device memory."""
     torch = sys.modules.get("torch")
     if is_tensor(array, torch):
         return bool(array.is_cuda)
@@ -205,34 +188,6 @@ def empty_on_device(address: int, nbytes: int, shape: Sequence[int], dtype: DTyp
 # ---- the libraries ----
 
 
-class _Cupy:
-    def empty(self, shape: Sequence[int], dtype: DType, device: int | None) -> Any:
-        cupy = _cupy("a result in device memory")
-        if device is None:
-            return cupy.empty(tuple(shape), _native(dtype))
-        with cupy.cuda.Device(device):
-            return cupy.empty(tuple(shape), _native(dtype))
-
-    def assign(self, target: Any, source: Any) -> None:
-        cupy = _cupy("an array in device memory that is not in C order")
-        target, source = cupy.asarray(target), cupy.asarray(source)  # no copies
-        with target.device:
-            target[...] = source
-
-
-class _Torch:
-    def empty(self, shape: Sequence[int], dtype: DType, device: int | None) -> Any:
-        import torch
-
-        return torch.empty(tuple(shape), dtype=getattr(torch, dtype.name), device=f"cuda:{device}")
-
-    def assign(self, target: Any, source: Any) -> None:
-        target.detach().copy_(source)
-
-
-_CUPY, _TORCH = _Cupy(), _Torch()
-
-
 def _of_torch(tensor: Any, torch: Any) -> DeviceOperand:
     if tensor.layout is not torch.strided:
         raise UnsupportedBufferError(f"tensors of layout {tensor.layout} are not supported; pass a dense one")
@@ -243,55 +198,32 @@ def _of_torch(tensor: Any, torch: Any) -> DeviceOperand:
     lazy = tensor.is_conj() or tensor.is_neg()
     if lazy:
         tensor = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-    strides = [stride * dtype.itemsize for stride in tensor.stride()]
+    strides = tuple(stride * dtype.itemsize for stride in tensor.stride())
     stream = torch.cuda.current_stream(tensor.device).cuda_stream
-    return DeviceOperand(
-        tensor,
-        tensor.data_ptr(),
-        tensor.shape,
-        strides,
-        dtype,
-        library=_TORCH,
-        device=tensor.device.index,
-        stream=stream,
-        writable=not lazy,
-    )
+    shape, device = tuple(tensor.shape), tensor.device.index
+    return DeviceOperand(tensor, tensor.data_ptr(), shape, strides, dtype, device, stream, writable=not lazy)
 
 
 def _of_cupy(array: Any, cupy: Any) -> DeviceOperand:
     device = array.device.id
     with array.device:
         stream = cupy.cuda.get_current_stream().ptr
-    return DeviceOperand(
-        array,
-        array.data.ptr,
-        array.shape,
-        array.strides,
-        DType.of(array.dtype),
-        library=_CUPY,
-        device=device,
-        stream=stream,
-    )
+    dtype = DType.of(array.dtype)
+    return DeviceOperand(array, array.data.ptr, tuple(array.shape), tuple(array.strides), dtype, device, stream)
 
 
 def _of_interface(array: Any, interface: Mapping[str, Any]) -> DeviceOperand:
     if interface.get("mask") is not None:
         raise UnsupportedBufferError("masked arrays are not supported; fill them")
     address, read_only = interface["data"]
-    dtype = np.dtype(interface["typestr"])
-    if dtype.kind == "V":  # what NumPy has no code for; bfloat16, if its own dtype says so
-        dtype = getattr(array, "dtype", dtype)
+    named = np.dtype(interface["typestr"])
+    if named.kind == "V":  # what NumPy has no code for; bfloat16, if its own dtype says so
+        named = getattr(array, "dtype", named)
+    dtype, shape, strides = DType.of(named), tuple(interface["shape"]), interface.get("strides")
+    strides = c_order(shape, dtype.itemsize) if strides is None else tuple(strides)
     stream = interface.get("stream")  # None: the array may be used at once, on any stream
-    return DeviceOperand(
-        array,
-        address,
-        interface["shape"],
-        interface.get("strides"),
-        DType.of(dtype),
-        library=_CUPY,
-        stream=0 if stream in (None, _LEGACY_STREAM) else stream,
-        writable=not read_only,
-    )
+    stream = 0 if stream in (None, _LEGACY_STREAM) else stream
+    return DeviceOperand(array, address, shape, strides, dtype, None, stream, writable=not read_only)
 
 
 def _cupy(what: str) -> Any:

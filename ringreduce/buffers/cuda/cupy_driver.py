@@ -99,14 +99,13 @@ class CupyDriver:
     # ---- memory ----
 
     def allocate(self, nbytes: int) -> int:
-        room = max(1, -(-nbytes // _EXPORTED_NBYTES)) * _EXPORTED_NBYTES
+        rounded = max(1, -(-nbytes // _EXPORTED_NBYTES)) * _EXPORTED_NBYTES
         try:
-            address: int = self._ask(self._runtime.malloc, room)
+            return int(self._ask(self._runtime.malloc, rounded))
         except TransportError as error:
             if getattr(error.__cause__, "status", None) != _NO_MEMORY:
                 raise
             raise MemoryError(f"GPU {self._number} has not that much free memory: {error.__cause__}") from error
-        return address
 
     def free(self, address: int) -> None:
         self.synchronize_device()  # which `cudaFree` may do or not
@@ -116,8 +115,7 @@ class CupyDriver:
         return bytes(self._ask(self._runtime.ipcGetMemHandle, address))
 
     def open(self, handle: bytes) -> int:
-        address: int = self._ask(self._runtime.ipcOpenMemHandle, handle)
-        return address
+        return int(self._ask(self._runtime.ipcOpenMemHandle, handle))
 
     def close(self, address: int) -> None:
         self._ask(self._runtime.ipcCloseMemHandle, address)
@@ -131,23 +129,20 @@ class CupyDriver:
     # ---- order ----
 
     def make_stream(self) -> Stream:
-        stream: int = self._ask(self._runtime.streamCreateWithPriority, _NON_BLOCKING, _HIGHEST_PRIORITY)
-        return stream
+        return int(self._ask(self._runtime.streamCreateWithPriority, _NON_BLOCKING, _HIGHEST_PRIORITY))
 
     def free_stream(self, stream: Stream) -> None:
         self._ask(self._runtime.streamDestroy, stream)
 
     def make_event(self, *, shared: bool = False) -> Event:
         flags = _EVENT_WITHOUT_TIMING | (_EVENT_SHARED if shared else 0)
-        event: int = self._ask(self._runtime.eventCreateWithFlags, flags)
-        return event
+        return int(self._ask(self._runtime.eventCreateWithFlags, flags))
 
     def export_event(self, event: Event) -> bytes:
         return bytes(self._ask(self._runtime.ipcGetEventHandle, event))
 
     def open_event(self, handle: bytes) -> Event:
-        event: int = self._ask(self._runtime.ipcOpenEventHandle, handle)
-        return event
+        return int(self._ask(self._runtime.ipcOpenEventHandle, handle))
 
     def free_event(self, event: Event) -> None:
         self._ask(self._runtime.eventDestroy, event)
@@ -235,9 +230,7 @@ class CupyDriver:
         """Call the runtime, and translate its errors."""
         try:
             return function(*arguments)
-        except (
-            Exception
-        ) as error:  # CuPy's errors have no common base but RuntimeError, and its compiler's not even that
+        except Exception as error:  # CuPy's errors have no common base
             raise TransportError(f"GPU {self._number}: {error}") from error
 
 

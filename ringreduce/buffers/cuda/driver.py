@@ -1,7 +1,7 @@
 """What ringreduce asks of a GPU: memory, streams, events, copies, kernels; and how it gets at one.
 
 Everything above works on addresses and opaque handles and asks a `Driver`. There is one over CuPy, and one that does
-all of it in host memory and keeps a record, for tests (`ringreduce.testing.device`).
+all of it in host memory and keeps a record, for tests (`tests/gpu_doubles`).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Driver(Protocol):
         ...
 
     def open(self, handle: bytes) -> int:
-        """Return where another process's allocation lies in this one's addresses.
+        """Return where another process's allocation is in this one's addresses.
 
         Raises:
             TransportError: it cannot be reached from here; what else was opened stays.
@@ -134,7 +134,7 @@ class Driver(Protocol):
         """Copy between any two of device and host memory.
 
         If the host memory is not pinned, the call returns when the host may use it again: when the copy is done, or the
-        bytes are at least on their way to the device.
+        bytes are at least about to reach the device.
         """
         ...
 

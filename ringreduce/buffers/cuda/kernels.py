@@ -17,7 +17,7 @@ from typing import Final
 
 import numpy as np
 
-from ringreduce.buffers.cuda.driver import Driver, Stream
+from ringreduce.buffers.cuda.driver import Driver, Kernel, Stream
 from ringreduce.buffers.dtypes import DTYPES, DType
 from ringreduce.reduce_ops import ReduceOp
 
@@ -31,6 +31,7 @@ __all__ = [
     "OPTIONS",
     "SCRATCH_NBYTES",
     "Peers",
+    "Reduction",
     "Rows",
     "Table",
     "combine",
@@ -98,85 +99,92 @@ def expression(family: str, name: str) -> str:
     return f"ringreduce::{verb}<{','.join('ringreduce::' + each for each in types)}>"
 
 
-class Table:
-    """Addresses of arrays, in device memory, for kernels to read.
-
-    Args:
-        driver: where the memory is.
-        addresses: one at least.
-        stream: may use it at once; others once ``stream`` has come this far.
-    """
-
-    def __init__(self, driver: Driver, addresses: Sequence[int], stream: Stream) -> None:
-        rows = np.array(addresses, np.uint64)
-        assert len(rows) > 0
-        self._driver = driver
-        self._rows = rows  # which the copy may still read when the driver has returned
-        self.count = len(rows)
-        self.address = driver.allocate(rows.nbytes)
-        driver.copy(self.address, rows.ctypes.data, rows.nbytes, stream)
-
-    def close(self) -> None:
-        """Free the memory."""
-        self._driver.free(self.address)
-
-
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """Some addresses of a table, one after the other.
+class Reduction:
+    """What is done to how many elements.
 
     Attributes:
-        address: where they lie, in device memory.
+        dtype: of the arrays; 16-bit floats are accumulated in float32.
+        op: no average of integers or bools.
+        count: elements of each array.
+    """
+
+    dtype: DType
+    op: ReduceOp
+    count: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of each array."""
+        return self.count * self.dtype.itemsize
+
+    def compile(self, driver: Driver, family: str, kernel: str) -> Kernel:
+        """Return a kernel's instance for this; compiled when it is first asked for."""
+        return driver.kernel(family, f"{kernel}<{self.dtype.name},{self.op.value}>")
+
+
+@dataclass(eq=False)
+class Rows:
+    """Addresses of arrays, one after the other, in device memory, for kernels to read.
+
+    Attributes:
+        address: where they are.
         count: how many there are.
     """
 
     address: int
     count: int
 
-    @classmethod
-    def of(cls, table: Table, first: int, count: int) -> Rows:
-        """Return ``count`` addresses of a table from number ``first`` on."""
-        assert first + count <= table.count
-        return cls(table.address + 8 * first, count)
+    def part(self, first: int, count: int) -> Rows:
+        """Return ``count`` of them from number ``first`` on."""
+        assert first + count <= self.count
+        return Rows(self.address + 8 * first, count)
 
 
-def combine(
-    driver: Driver,
-    dtype: DType,
-    op: ReduceOp,
-    sources: Table | Rows,
-    targets: Table | Rows,
-    count: int,
-    size: int,
-    stream: Stream,
-) -> None:
-    """Reduce arrays of ``dtype``, in the order of the table, into all targets; a target may be one of the sources.
+class Table(Rows):
+    """Rows in device memory of their own.
+
+    Args:
+        driver: where the memory is.
+        addresses: one at least.
+        stream: may use them at once; others once ``stream`` has come this far.
+    """
+
+    def __init__(self, driver: Driver, addresses: Sequence[int], stream: Stream) -> None:
+        content = np.array(addresses, np.uint64)
+        assert len(content) > 0
+        self._driver = driver
+        self._content = content  # which the copy may still read when the driver has returned
+        super().__init__(driver.allocate(content.nbytes), len(content))
+        driver.copy(self.address, content.ctypes.data, content.nbytes, stream)
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._driver.free(self.address)
+
+
+def combine(driver: Driver, reduction: Reduction, sources: Rows, targets: Rows, size: int, stream: Stream) -> None:
+    """Reduce arrays, in the order of the rows, into all targets; a target may be one of the sources.
 
     Args:
         driver: of the GPU that does it.
-        dtype: of all arrays; 16-bit floats are accumulated in float32.
-        op: no average of integers or bools.
-        sources: addresses of arrays of ``count`` elements.
+        reduction: what is done.
+        sources: the arrays.
         targets: as ``sources``.
-        count: elements of each array.
         size: what an average is divided by.
         stream: on which the sources are ready.
     """
-    if count == 0:
-        return
-    _launch(
-        driver,
-        ("reduce", f"combine<{dtype.name},{op.value}>"),
-        _grid(driver, _ceil(count * dtype.itemsize, 16)),
-        (sources.address, np.uint32(sources.count), targets.address, np.uint32(targets.count)),
-        (np.uint64(count), np.uint32(size)),
-        stream,
-    )
+    arrays = sources.address, np.uint32(sources.count), targets.address, np.uint32(targets.count)
+    # As many threads as there are 16 bytes, or as many blocks as the device is given.
+    grid = min(_ceil(reduction.nbytes, 16 * _BLOCK), driver.device.multiprocessors * _BLOCKS_EACH)
+    counts = np.uint64(reduction.count), np.uint32(size)
+    if reduction.count:
+        reduction.compile(driver, "reduce", "combine").launch(grid, _BLOCK, (*arrays, *counts), stream)
 
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """What kernels that meet their peers know: ranks of one node, each with a GPU of its own.
+    """What kernels that wait for their peers' know: ranks of one node, each with a GPU of its own.
 
     Attributes:
         rank: this one's number.
@@ -188,8 +196,8 @@ class Peers:
     """
 
     rank: int
-    flags: Table
-    scratch: Table
+    flags: Rows
+    scratch: Rows
     error: int
     timeout_s: float
 
@@ -199,82 +207,40 @@ class Peers:
         assert self.flags.count == self.scratch.count <= MAX_RANKS
         return self.flags.count
 
-    def arguments(self, count: int, size: int) -> tuple[object, ...]:
-        """Return what kernels take after their arrays, for ``count`` elements and ``size`` ranks in an average."""
+    def arguments(self, count: int) -> tuple[object, ...]:
+        """Return what kernels take after their arrays of ``count`` elements; averages are over the ranks."""
         place = self.flags.address, np.uint32(self.rank), np.uint32(self.count)
-        return (*place, np.uint64(count), np.uint32(size), np.uint64(round(self.timeout_s * 1e9)), self.error)
+        return (*place, np.uint64(count), np.uint32(self.count), np.uint64(round(self.timeout_s * 1e9)), self.error)
 
 
-def two_shot(
-    driver: Driver,
-    dtype: DType,
-    op: ReduceOp,
-    peers: Peers,
-    sources: Table,
-    targets: Table,
-    count: int,
-    size: int,
-    stream: Stream,
-) -> None:
+def two_shot(driver: Driver, reduction: Reduction, peers: Peers, sources: Rows, targets: Rows, stream: Stream) -> None:
     """Allreduce arrays that all ranks can reach; collective, with the same arguments but for the addresses.
 
     Args:
         driver: of this rank's GPU.
-        dtype: of all arrays.
-        op: no average of integers or bools.
-        peers: the ranks, and how to meet them.
-        sources: the ranks' arrays of ``count`` elements, in rank order, as this rank reaches them.
+        reduction: what is done.
+        peers: the ranks, and how to wait for them.
+        sources: the ranks' arrays, in rank order, as this rank reaches them.
         targets: likewise; they may be the sources.
-        count: elements of each array.
-        size: what an average is divided by.
         stream: on which this rank's source is ready.
     """
     assert sources.count == targets.count == peers.count
-    if count == 0:
-        return
-    grid = min(_ceil(count * dtype.itemsize, 16 * _BLOCK * peers.count), _TWO_SHOT_BLOCKS)
-    arguments = peers.arguments(count, size)
-    name = f"two_shot<{dtype.name},{op.value}>"
-    _launch(driver, ("shots", name), grid, (sources.address, targets.address), arguments, stream)
+    grid = min(_ceil(reduction.nbytes, 16 * _BLOCK * peers.count), _TWO_SHOT_BLOCKS)
+    arguments = sources.address, targets.address, *peers.arguments(reduction.count)
+    if reduction.count:
+        reduction.compile(driver, "shots", "two_shot").launch(grid, _BLOCK, arguments, stream)
 
 
-def one_shot(
-    driver: Driver,
-    dtype: DType,
-    op: ReduceOp,
-    peers: Peers,
-    source: int,
-    target: int,
-    count: int,
-    size: int,
-    stream: Stream,
-) -> None:
+def one_shot(driver: Driver, reduction: Reduction, peers: Peers, source: int, target: int, stream: Stream) -> None:
     """Allreduce small arrays of any device memory, which may be the same; otherwise as `two_shot`.
 
     The arrays have ``ONE_SHOT_NBYTES`` at most.
     """
-    assert count * dtype.itemsize <= ONE_SHOT_NBYTES
-    if count == 0:
-        return
-    arguments = (peers.scratch.address, *peers.arguments(count, size))
-    name = f"one_shot<{dtype.name},{op.value}>"
-    _launch(driver, ("shots", name), _ceil(count * dtype.itemsize, _SHOT_NBYTES), (source, target), arguments, stream)
-
-
-def _launch(
-    driver: Driver,
-    kernel: tuple[str, str],
-    grid: int,
-    arrays: tuple[object, ...],
-    others: tuple[object, ...],
-    stream: Stream,
-) -> None:
-    driver.kernel(*kernel).launch(grid, _BLOCK, (*arrays, *others), stream)
-
-
-def _grid(driver: Driver, threads: int) -> int:
-    """Return the blocks for so many threads, or as many as the device is given."""
-    return min(_ceil(threads, _BLOCK), driver.device.multiprocessors * _BLOCKS_EACH)
+    assert reduction.nbytes <= ONE_SHOT_NBYTES
+    arguments = source, target, peers.scratch.address, *peers.arguments(reduction.count)
+    grid = _ceil(reduction.nbytes, _SHOT_NBYTES)
+    if reduction.count:
+        reduction.compile(driver, "shots", "one_shot").launch(grid, _BLOCK, arguments, stream)
 
 
 def _ceil(count: int, unit: int) -> int:

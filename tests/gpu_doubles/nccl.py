@@ -1,4 +1,4 @@
-"""NCCL that is not there: what connects drivers of `ringreduce.testing.device`, and waits for peers as NCCL does."""
+"""NCCL that is not there: what connects drivers of `gpu_doubles.driver`, and waits for peers as NCCL does."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from gpu_doubles.driver import HostDriver
+from gpu_doubles.kernels import View, reduced
 from ringreduce.buffers import DTYPES, DType
 from ringreduce.buffers.cuda.driver import Stream
 from ringreduce.errors import TransportError
 from ringreduce.reduce_ops import ReduceOp
-from ringreduce.testing.device import HostDriver
-from ringreduce.testing.device_kernels import View, reduced
 from ringreduce.transport.nccl import code_of_dtype, code_of_op
 
 __all__ = ["HostNccl"]

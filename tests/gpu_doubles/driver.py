@@ -10,7 +10,7 @@ result under most seeds, which on a GPU it does once a month. Beyond what a GPU 
 - no kernel waits for kernels of other processes on a GPU that they share.
 
 Breaches are assertions. Every driver keeps a list of what it was asked for, with names in place of addresses. What the
-kernels compute is in `ringreduce.testing.device_kernels`.
+kernels compute is in `gpu_doubles.kernels`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from gpu_doubles.kernels import FAMILIES, KernelCode
 from ringreduce.buffers.cuda.driver import Device, Driver, Event, Stream
 from ringreduce.errors import TransportError
-from ringreduce.testing.device_kernels import FAMILIES, KernelCode
 
 __all__ = ["HostArray", "HostDriver", "HostMachine", "check_driver"]
 

@@ -1,4 +1,4 @@
-"""What the kernels of the package compute, for the driver of `ringreduce.testing.device`, which runs them.
+"""What the kernels of the package compute, for the driver of `gpu_doubles.driver`, which runs them.
 
 A family makes from the name of an instance what that does: with the ABI of the CUDA source, on what the driver lets its
 rank touch, and waiting where the kernel would.
