@@ -10,7 +10,7 @@ import click
 import ringreduce
 from ringreduce.cli import asynchronous
 from ringreduce.cli import bench as benchmark
-from ringreduce.cli.cases import COLLECTIVES, OPS, TYPES, format_nbytes, native_dtype, sizes
+from ringreduce.cli.cases import COLLECTIVES, NCCL_TYPES, OPS, TYPES, format_nbytes, native_dtype, sizes
 from ringreduce.cli.formats import WRITERS, to_json
 from ringreduce.cli.peers import PEERS
 from ringreduce.cli.results import Settings
@@ -56,9 +56,6 @@ class _Names(click.ParamType[tuple[str, ...]]):
 
 
 _NBYTES = _Nbytes()
-_NCCL_TYPES = tuple(list(TYPES)[:10])
-
-
 _EXAMPLES = """\b
 Examples:
   mpirun -np 2 python -m ringreduce bench allreduce -b 8 -e 64M -f 8
@@ -95,7 +92,7 @@ Examples:
 @click.option(
     "-d",
     "--datatype",
-    type=_Names(tuple(TYPES), _NCCL_TYPES),
+    type=_Names(tuple(TYPES), NCCL_TYPES),
     default="float",
     show_default=True,
     help="Element types, or all (those of nccl-tests).",
