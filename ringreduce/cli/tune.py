@@ -7,12 +7,12 @@ the others.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from ringreduce.errors import ConfigError
 from ringreduce.paths import VENDOR, Call
 from ringreduce.reduce_ops import SUM
 from ringreduce.selection import choose
+from ringreduce.training.objects import gather
 from ringreduce.worlds import tuning_key
 
 __all__ = ["SIZES", "Measure", "calls_of", "command", "tune"]
@@ -181,12 +182,8 @@ class _Tuning:
             self._emit(text)
 
     def agree(self, decide: Callable[..., Any], *arguments: Any) -> Any:
-        """Return on every rank what rank 0 decides, as it comes out of JSON. Collective."""
-        communicator = self._communicator
-        text = json.dumps(decide(*arguments)).encode() if communicator.rank == 0 else b""
-        length = int(communicator.broadcast(np.array([len(text)]))[0])
-        message = np.frombuffer(text.ljust(length), np.uint8)
-        return json.loads(communicator.broadcast(message).tobytes())
+        """Return on every rank what rank 0 decides. Collective."""
+        return gather(self._communicator, decide(*arguments) if self._communicator.rank == 0 else None)[0]
 
     def fit(self) -> None:
         """Fit the model to a few calls of all algorithms at the smallest size, a middle one and a large one."""
@@ -222,12 +219,9 @@ class _Tuning:
 
     def table(self, busy_cores: float) -> Table:
         """Return what was found."""
-        key = tuning_key(self._communicator)
-        rows = [
-            Row(nbytes, tuple(map(Candidate.of_times, found.keys(), found.values())))
-            for nbytes, found in self._times.items()
-        ]
-        return Table.from_json(self.agree(Table(key, self._model, tuple(rows), busy_cores).to_json))
+        rows = (Row(nbytes, tuple(starmap(Candidate.of_times, times.items()))) for nbytes, times in self._times.items())
+        table: Table = self.agree(Table, tuning_key(self._communicator), self._model, tuple(rows), busy_cores)
+        return table
 
     def _probe(self, nbytes: int) -> None:
         self._time(self._probes, nbytes, self._names, _PROBES)
