@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import starmap
 from pathlib import Path
@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 import ringreduce
-from ringreduce.algorithms import Collective
-from ringreduce.autotune import Candidate, Model, Row, Sample, Table, distinct, fit, format_seconds
+from ringreduce.algorithms import Collective, Step, schedule_for
+from ringreduce.autotune import Candidate, Model, Row, Sample, Table, fit, format_seconds
 from ringreduce.cli.bystanders import Bystanders, Found, Usage
 from ringreduce.cli.bystanders import usage as usage_now
 from ringreduce.cli.cases import format_nbytes
@@ -32,10 +32,11 @@ from ringreduce.errors import ConfigError
 from ringreduce.paths import VENDOR, Call
 from ringreduce.reduce_ops import SUM
 from ringreduce.selection import choose
+from ringreduce.topology import Topology
 from ringreduce.training.objects import gather
 from ringreduce.worlds import tuning_key
 
-__all__ = ["SIZES", "Measure", "calls_of", "command", "tune"]
+__all__ = ["SIZES", "Measure", "calls_of", "command", "distinct", "tune"]
 
 Array = npt.NDArray[Any]
 
@@ -56,6 +57,7 @@ _KINDS = 2  # of buffers, of which each call takes one after the other
 _FIT_SHARE = 1 / 4  # of the time: the most that fitting the model may take
 _COMPLETE_SHARE = 1 / 10  # kept for measuring winners beside their sizes
 _SEEN_S = 1.0  # from which on a look at other processes says something
+_RANKS_WALKED = 32  # whose schedules are compared to find out whether two algorithms do the same
 _CONTENDING = 2.0  # an algorithm is measured if it should take at most so many times as long as the fastest
 
 
@@ -297,8 +299,29 @@ class _Tuning:
         measured = [*self._probes.items(), *self._times.items()]
         known = {size: statistics.median(found[name]) for size, found in measured if name in found}
         nearest = min(known, key=lambda size: abs(math.log(size / nbytes)))
-        here, there = (self._model.predict(name, size, self._communicator.topology) for size in (nbytes, nearest))
-        return known[nearest] * here / there if here > 0 and there > 0 else known[nearest]
+        return self._model.scale(name, known[nearest], nearest, nbytes, self._communicator.topology)
+
+
+def distinct(names: Iterable[str], topology: Topology) -> list[str]:
+    """Return the allreduce algorithms without those that do there what an earlier one does.
+
+    Hierarchical is the two-shot on one node and the ring where every rank has a node of its own.
+    """
+    kept: dict[object, str] = {}
+    for name in names:
+        kept.setdefault(name if name == VENDOR else _essence(name, topology), name)
+    return list(kept.values())
+
+
+def _essence(algorithm: str, topology: Topology) -> object:
+    """Return something that two algorithms have in common only if their first ranks do the same."""
+    essence = []
+    for rank in range(min(topology.size, _RANKS_WALKED)):
+        schedule = schedule_for(Collective.ALLREDUCE, algorithm, rank, topology)
+        # Loads come before stores, whether that is one step or two.
+        parts = [part for step in schedule.steps for part in (replace(step, stores=()), Step(stores=step.stores))]
+        essence.append((schedule.nblocks, *(part for part in parts if part != Step())))
+    return tuple(essence)
 
 
 def _calls(iterations: int) -> int:
