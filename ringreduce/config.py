@@ -276,24 +276,16 @@ def gpu_switches(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def _read(environ: Mapping[str, str], name: str, parse: Callable[[str], _T], default: _T) -> _T:
-    source, text = _look_up(environ, name)
-    if not text:
+    """Read a variable of ours or, where that is not set, those of Horovod's of the same meaning."""
+    said = {name: environ.get(name, "")}
+    said |= {theirs: convert(environ.get(theirs, "")) for theirs, (ours, convert) in HOROVOD.items() if ours == name}
+    source = next((each for each, text in said.items() if text), None)
+    if source is None:
         return default
     try:
-        return parse(text)
+        return parse(said[source])
     except ValueError as error:
         raise ConfigError(f"{source}={environ[source]!r} in the environment: {error}") from None
-
-
-def _look_up(environ: Mapping[str, str], name: str) -> tuple[str, str]:
-    """Return the text of a variable of ours, and which variable it comes from: itself or one of Horovod's."""
-    if environ.get(name):
-        return name, environ[name]
-    for theirs, (ours, convert) in HOROVOD.items():
-        text = convert(environ.get(theirs, "")) if ours == name else ""
-        if text:
-            return theirs, text
-    return name, ""
 
 
 def _caches(environ: Mapping[str, str]) -> str | None:

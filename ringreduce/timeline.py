@@ -5,7 +5,7 @@ be merged, holds what happened up to a crash, and is complete JSON between any t
 system, each has a file with its own ranks. Times are on one clock: that of rank 0, whose distance the ranks measure in
 `init`.
 
-The file is private, so only processes of this user can get in the way. No rank waits for them: while the file is locked
+The file is private, so only processes of this user can hold it up. No rank waits for them: while the file is locked
 it keeps what it sees, up to a limit, and tries again later. A piece first takes its space on the disk, as blanks behind
 the closing bracket, and then fills it; so a full disk is noticed while the file is whole.
 
@@ -141,8 +141,8 @@ class Timeline:
         self._due_s = 0.0  # when to try next
         self._begun = False  # whether anything of this trace is in the file
         self._failed = False  # whether writing was given up
-        self._describe("process_name", f"rank {rank} ({host})")
-        self._describe("process_sort_index", rank, key="sort_index")
+        self._describe("process_name", name=f"rank {rank} ({host})")
+        self._describe("process_sort_index", sort_index=rank)
         try:
             self.write()
         except OSError as error:
@@ -153,12 +153,13 @@ class Timeline:
         with self._lock:
             self._tracks += 1
             number = self._tracks
-        self._describe("thread_name", name, number)
+        self._describe("thread_name", number, name=name)
         return Track(self, number)
 
     def add(self, kind: str, name: str, at_s: float, track: int = 0, **more: Any) -> None:
         """Take an event down; ``at_s`` is a time of `perf_counter`."""
-        event = {"name": name, "ph": kind, "pid": self._rank, "tid": track, "ts": self._microseconds(at_s), **more}
+        ts = round((at_s - self._zero) * 1e6, 3)
+        event = {"name": name, "ph": kind, "pid": self._rank, "tid": track, "ts": ts, **more}
         with self._lock:
             if len(self._events) + self._waiting < _KEPT:
                 self._events.append(event)
@@ -243,7 +244,7 @@ class Timeline:
             with self._lock:
                 dropped, self._dropped = self._dropped, 0
             if dropped:
-                self._pieces.append(_encode(self._about("dropped_events", {"count": dropped})))
+                self._pieces.append(_encode(self._about("dropped_events", count=dropped)))
             _extend(descriptor, b",\n".join(self._pieces), len(self._head))
             self._begun = True
             return True
@@ -274,15 +275,12 @@ class Timeline:
             raise FileExistsError(errno.EEXIST, f"{complaint}; name another file")
         return descriptor
 
-    def _describe(self, what: str, value: Any, track: int = 0, key: str = "name") -> None:
+    def _describe(self, what: str, track: int = 0, **arguments: Any) -> None:
         with self._lock:
-            self._events.append(self._about(what, {key: value}, track))
+            self._events.append(self._about(what, track, **arguments))
 
-    def _about(self, what: str, arguments: dict[str, Any], track: int = 0) -> Event:
+    def _about(self, what: str, track: int = 0, **arguments: Any) -> Event:
         return {"name": what, "ph": "M", "pid": self._rank, "tid": track, "args": arguments}
-
-    def _microseconds(self, at_s: float) -> float:
-        return round((at_s - self._zero) * 1e6, 3)
 
 
 @dataclass(slots=True)

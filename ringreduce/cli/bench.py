@@ -119,12 +119,10 @@ class Bench:
         return Row(out_of_place, self._result(case, name, asked, inner, self._rivals(case), in_place=True))
 
     def _cases(self, type_name: str, op_name: str | None) -> Iterator[Case]:
-        settings, done = self._settings, None
-        for nbytes in sizes(settings.min_nbytes, settings.max_nbytes, settings.step_nbytes, settings.step_factor):
-            case = Case.of_nbytes(self._collective, type_name, op_name, settings.root, self._world.size, nbytes)
-            if case != done:  # all sizes below one element per rank are the same case
-                yield case
-            done = case
+        settings, shared = self._settings, (self._collective, type_name, op_name, self._settings.root, self._world.size)
+        wanted = sizes(settings.min_nbytes, settings.max_nbytes, settings.step_nbytes, settings.step_factor)
+        # All sizes below one element per rank are the same case.
+        yield from dict.fromkeys(Case.of_nbytes(*shared, nbytes) for nbytes in wanted)
 
     def _result(
         self,

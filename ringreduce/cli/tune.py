@@ -389,9 +389,7 @@ def _summary(table: Table, rules: Mapping[int, str]) -> str:
     show_default="where later runs look: $RINGREDUCE_TUNING, or the user's caches",
     help="Where the table goes.",
 )
-@click.option(
-    "--budget", type=click.FloatRange(1), default=60.0, show_default=True, help="Seconds that it may take, about."
-)
+@click.option("--budget", type=click.FloatRange(1), default=60.0, help="Seconds that it may take, about.")
 @click.option(
     "--even-if-busy", is_flag=True, help="Write the table although other processes took time meanwhile; it says so."
 )
