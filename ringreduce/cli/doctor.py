@@ -21,7 +21,7 @@ from ringreduce.buffers.cuda.cupy_driver import cuda_driver
 from ringreduce.buffers.cuda.driver import Driver
 from ringreduce.cli.cases import plural
 from ringreduce.cli.facts import Facts, World, collect, stranger
-from ringreduce.cli.findings import Finding, by_rank, examine
+from ringreduce.cli.findings import LEVELS, Finding, by_rank, examine
 from ringreduce.communicator import Communicator
 from ringreduce.config import VERSION, launched_rank
 from ringreduce.errors import MismatchError, RingReduceError
@@ -35,8 +35,6 @@ from ringreduce.transport.waiting import Waiter
 from ringreduce.worlds import tuning_key
 
 __all__ = ["command", "probe_ipc", "to_json", "to_text"]
-
-_COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 
 @click.command("doctor", short_help="Say what this machine offers, and what is wrong.")
@@ -157,7 +155,7 @@ def to_text(found: Mapping[str, Sequence[Finding]]) -> str:
     for section, row in found.items():
         lines += ["", section] if row else []
         for each in row:
-            level = click.style(f"{each.level:<7}", fg=_COLOURS[each.level])
+            level = click.style(f"{each.level:<7}", fg=LEVELS[each.level])
             lines.append(f"  {level}  {each.topic:<{width}}  {each.value}")
             lines += [f"  {'':7}  {'':{width}}  -> {each.remedy}"] if each.remedy else []
     levels = [each.level for row in found.values() for each in row]

@@ -15,8 +15,8 @@ from ringreduce.transport.nccl import version_text
 
 __all__ = ["LEVELS", "Finding", "by_rank", "examine"]
 
-#: From good to bad: as it should be, slower or smaller than need be, wrong.
-LEVELS = ("ok", "warning", "problem")
+#: From good to bad: as it should be, slower or smaller than need be, wrong; and the colours in which they are shown.
+LEVELS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 _SMALL_SHM_NBYTES = 64 << 20  # what container engines give where nobody asks for more
 #: The warnings of `ringreduce.init` that are findings of their own, by how they begin.
@@ -64,7 +64,7 @@ def _each(check: Callable[[Facts], Finding | None]) -> _Check:
         found = [(facts.rank, finding) for facts in ranks if (finding := check(facts)) is not None]
         if not found:
             return None
-        worst = max((finding for _, finding in found), key=lambda finding: LEVELS.index(finding.level))
+        worst = max((finding for _, finding in found), key=lambda finding: [*LEVELS].index(finding.level))
         return replace(worst, value=by_rank({rank: finding.value for rank, finding in found}, len(ranks)))
 
     return check_all

@@ -45,31 +45,24 @@ class Trainee(Protocol):
 
     def weights(self) -> Sequence[_Floats]:
         """Return the weights, as NumPy arrays, in the order of the names."""
-        ...
 
     def backward(self, x: _Floats, y: _Floats, *, extra: bool = True) -> None:
         """Add the gradient of half the mean, over the rows, of the summed squared error; ``extra`` may be left out."""
-        ...
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
-        ...
 
     def step(self) -> None:
         """Reduce the gradients, and step."""
-        ...
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Return a context in which passes only add up gradients."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the optimizer keeps."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
-        ...
 
 
 #: Makes a `Trainee` of weights by name, with options as users of the binding give them.
