@@ -165,7 +165,7 @@ class StagedMpi:
             return None
         place, source = self._place, self._place.new(case.input_count, case.dtype)
         result = source if case.collective.in_place else place.new(case.output_count, case.dtype)
-        for array in (inner.source, *([] if case.collective.in_place else [_whole(inner.call())])):
+        for array in (inner.source, inner.call()):
             self._pin(_whole(array))
 
         def call() -> Any:

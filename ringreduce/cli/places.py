@@ -17,7 +17,7 @@ from ringreduce.communicator import Communicator
 from ringreduce.paths import STAGED
 from ringreduce.training.objects import gather
 
-__all__ = ["OnDevice", "OnHost", "Place", "Tools"]
+__all__ = ["OnDevice", "OnHost", "Place", "Tools", "device_operand"]
 
 Array = npt.NDArray[Any]
 
@@ -127,27 +127,27 @@ class OnDevice:
 
     def down(self, target: Array, source: Any) -> None:
         """Copy to the host; returns when that is done."""
-        operand = _operand(source)
+        operand = device_operand(source)
         self.driver.copy(target.ctypes.data, operand.address, target.nbytes, operand.stream)
-        self._wait(operand.stream)
+        self.wait(operand.stream)
 
     def up(self, target: Any, source: Array) -> None:
         """Copy from the host; returns when that is done."""
-        operand = _operand(target)
+        operand = device_operand(target)
         self.driver.copy(operand.address, source.ctypes.data, source.nbytes, operand.stream)
-        self._wait(operand.stream)
+        self.wait(operand.stream)
 
     def copy(self, target: Any, source: Any, stream: int) -> None:
         """Enqueue a copy of as much as the target takes, on any stream."""
-        into = _operand(target)
-        self.driver.copy(into.address, _operand(source).address, into.nbytes, stream)
+        into = device_operand(target)
+        self.driver.copy(into.address, device_operand(source).address, into.nbytes, stream)
 
     def bounds(self, nbytes: int) -> list[Contender]:
         """Return the copy within the GPU: by one of its ranks, as often as there are ranks on it.
 
         Processes on one GPU run in turns, and events of one do not see the time that others take.
         """
-        source, target = (_operand(self._tools.empty(nbytes)) for _ in range(2))
+        source, target = (device_operand(self._tools.empty(nbytes)) for _ in range(2))
 
         def copy() -> Any:
             for _ in range(self._copies):
@@ -166,14 +166,16 @@ class OnDevice:
         ranks = "one rank" if self.sharing == 1 else f"{self.sharing} ranks"
         return f"{self.driver.device.name}, {ranks} on a GPU; {self._world.gpu.way}"
 
-    def _wait(self, stream: int) -> None:
+    def wait(self, stream: int) -> None:
+        """Return when all that was enqueued on a stream is done."""
         event = self.driver.make_event()
         self.driver.record(event, stream)
         self.driver.synchronize(event)
         self.driver.free_event(event)
 
 
-def _operand(array: Any) -> DeviceOperand:
+def device_operand(array: Any) -> DeviceOperand:
+    """Return the memory of an array on a GPU, and the stream that it is used on."""
     operand = DeviceOperand.of(array)
     assert operand is not None
     return operand
