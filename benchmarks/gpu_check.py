@@ -180,7 +180,7 @@ def run_part(
         mpirun: the launcher.
         problem: why there is none.
         environment: of the part.
-        log: gets its output; its report lies beside.
+        log: gets its output; its report is beside it.
         left_s: seconds that all parts have left.
     """
     if left_s < 5:
@@ -216,7 +216,7 @@ def work(name: str, found: Path, nranks: int, limit_s: float) -> int:
 
     checks: list[Check] = []
 
-    def note(check: Check) -> None:
+    def record(check: Check) -> None:
         checks.append(check)
         if workers.rank() != 0:
             return
@@ -227,7 +227,7 @@ def work(name: str, found: Path, nranks: int, limit_s: float) -> int:
         beside.write_text(json.dumps(content), encoding="utf-8")
         os.replace(beside, found)  # whole at any time, as the part may be ended at any time
 
-    workers.WORKERS[name](note, nranks)
+    workers.WORKERS[name](record, nranks)
     faulthandler.cancel_dump_traceback_later()
     return 0
 

@@ -172,7 +172,7 @@ def measure(contenders: list[Contender], batches: Iterator[Batch], steps: int) -
 
 
 def finish(tensor: torch.Tensor) -> None:
-    """Return when the GPU has done what it was given, if the tensor lies on one."""
+    """Return when the GPU has done what it was given, if the tensor is on one."""
     if tensor.is_cuda:
         torch.cuda.synchronize()
 
@@ -188,7 +188,7 @@ def choose_device(kind: str) -> torch.device:
 
 
 def empty_heap(contenders: list[Contender]) -> None:
-    """Let go of all gradients, and give free memory back to the kernel where the C library can."""
+    """Drop all gradients, and give free memory back to the kernel where the C library can."""
     for each in contenders:
         each.model.zero_grad()
     with contextlib.suppress(AttributeError):

@@ -22,7 +22,7 @@ import stat
 import statistics
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,24 +30,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce import algorithms
-from ringreduce.algorithms import Collective, Step
+from ringreduce.algorithms import Collective
 from ringreduce.errors import ConfigError
 from ringreduce.paths import Call, Work, path_for
 from ringreduce.topology import Topology
 
-__all__ = [
-    "Candidate",
-    "Decision",
-    "Key",
-    "Model",
-    "Row",
-    "Sample",
-    "Table",
-    "distinct",
-    "fit",
-    "format_seconds",
-    "work",
-]
+__all__ = ["Candidate", "Decision", "Key", "Model", "Row", "Sample", "Table", "fit", "format_seconds", "work"]
 
 Vector = npt.NDArray[np.float64]
 
@@ -63,8 +51,6 @@ _MOST_DIGITS = 20
 _TOLD = 200
 #: What ran just below a size keeps running unless something is faster by more than this: noise must not decide.
 _HYSTERESIS = 1.05
-#: So many ranks' schedules are compared to find out whether two algorithms do the same.
-_RANKS_WALKED = 32
 #: Seconds per byte reduced, at most: a processor that shares a core reduces faster. Algorithms that send more often
 #: reduce more too, and without a limit a fit can take a slow network for a slow processor.
 _MOST_GAMMA = 1e-9
@@ -87,33 +73,6 @@ def work(algorithm: str, nbytes: int, topology: Topology) -> Work:
     """
     call = Call(Collective.ALLREDUCE, nbytes, topology)
     return path_for(algorithm, call).cost(algorithm, call)
-
-
-def distinct(names: Iterable[str], topology: Topology) -> list[str]:
-    """Return the allreduce algorithms without those that do there what an earlier one does.
-
-    Hierarchical is the two-shot on one node and the ring where every rank has a node of its own.
-    """
-    kept: dict[object, str] = {}
-    for name in names:
-        kept.setdefault(_essence(name, topology) if _is_ours(name) else name, name)
-    return list(kept.values())
-
-
-def _essence(algorithm: str, topology: Topology) -> object:
-    """Return something that two algorithms have in common only if their first ranks do the same."""
-    essence = []
-    for rank in range(min(topology.size, _RANKS_WALKED)):
-        schedule = algorithms.schedule_for(Collective.ALLREDUCE, algorithm, rank, topology)
-        steps: list[Step] = []
-        for step in schedule.steps:
-            # Loads come before stores, whether that is one step or two.
-            if step.stores and not step.loads and steps and steps[-1].loads and not steps[-1].stores:
-                steps[-1] = replace(steps[-1], stores=step.stores)
-            else:
-                steps.append(step)
-        essence.append((schedule.nblocks, tuple(steps)))
-    return tuple(essence)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +107,15 @@ class Model:
             return self.vendor_alpha + self.vendor_beta * nbytes
         parameters = (self.alpha, self.beta, self.sync, self.copy, self.gamma)
         return sum(factor * each for factor, each in zip(work(algorithm, nbytes, topology), parameters, strict=True))
+
+    def scale(self, algorithm: str, seconds: float, measured: int, nbytes: int, topology: Topology) -> float:
+        """Carry a time that was taken at ``measured`` bytes over to ``nbytes``; as it is where the model says nothing.
+
+        Raises:
+            ConfigError: as `predict` does.
+        """
+        here, there = (self.predict(algorithm, size, topology) for size in (measured, nbytes))
+        return seconds * there / here if here > 0 and there > 0 else seconds
 
 
 def fit(samples: Iterable[Sample]) -> Model:
@@ -325,8 +293,7 @@ class Table:
         """Say in one line what the measurement and the model say of what `choose` takes, and what would be second."""
         found = self.choose(nbytes)
         model = self.model.predict(found.algorithm, nbytes, self.key.topology)
-        text = f"{self._origin(nbytes)} {format_seconds(found.seconds)}"
-        text += f", model {format_seconds(model)}; "
+        text = f"{self._origin(nbytes)} {format_seconds(found.seconds)}, model {format_seconds(model)}; "
         if found.second is None:
             text += "nothing else was measured"
         else:
@@ -421,20 +388,14 @@ class Table:
                 return both, [upper - 1, upper]
             if weight < 0.5:
                 upper -= 1
-        return self._scaled(self.rows[upper], nbytes), [upper]
+        row, topology = self.rows[upper], self.key.topology
+        scale = self.model.scale
+        return {name: scale(name, each, row.nbytes, nbytes, topology) for name, each in row.medians.items()}, [upper]
 
     def _works_alike(self, algorithm: str, *sizes: int) -> bool:
         """Return whether an algorithm takes the same path at these sizes; the MPI library's is not known."""
         calls = [Call(Collective.ALLREDUCE, nbytes, self.key.topology) for nbytes in sizes]
         return not _is_ours(algorithm) or len({path_for(algorithm, call) for call in calls}) == 1
-
-    def _scaled(self, row: Row, nbytes: int) -> dict[str, float]:
-        """Carry the times of one size over to another as the model says."""
-        times = {}
-        for name, seconds in row.medians.items():
-            here, there = (self.model.predict(name, size, self.key.topology) for size in (row.nbytes, nbytes))
-            times[name] = seconds * there / here if here > 0 and there > 0 else seconds
-        return times
 
     def _winners(self) -> list[str]:
         """Return what runs at each measured size: the fastest, or what runs at the size before if that is close."""
@@ -469,17 +430,13 @@ def _prefer(favourites: Sequence[str], times: Mapping[str, float]) -> str:
 
 def _read(path: Path) -> str:
     """Return the text of a file, which may be anything that somebody put there."""
-    with open(path, "rb", opener=_open_at_once) as file:
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ConfigError("no regular file")
         content = file.read(_MOST_NBYTES + 1)
     if len(content) > _MOST_NBYTES:
         raise ConfigError(f"more than {_MOST_NBYTES >> 20} MiB, which no tuning table has")
     return content.decode()
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
 
 
 def _told(text: str) -> str:

@@ -42,17 +42,19 @@ class Launcher(NamedTuple):
         name: for people.
         size: the variable that says how many ranks it has started.
         rank: the variable that says which of them a process is.
+        family: whose it is: ``"Open MPI"``, ``"MPICH"`` for all that is made from it, or empty: anybody's.
     """
 
     name: str
     size: str
     rank: str
+    family: str = ""
 
 
 LAUNCHERS = (
-    Launcher("Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-    Launcher("mpiexec of MPICH or Intel MPI", "PMI_SIZE", "PMI_RANK"),
-    Launcher("mpiexec of MVAPICH", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
+    Launcher("Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "Open MPI"),
+    Launcher("mpiexec of MPICH or Intel MPI", "PMI_SIZE", "PMI_RANK", "MPICH"),
+    Launcher("mpiexec of MVAPICH", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MPICH"),
     Launcher("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
     Launcher("PALS", "PALS_NRANKS", "PALS_RANKID"),
     Launcher("flux", "FLUX_JOB_SIZE", "FLUX_TASK_RANK"),
@@ -66,10 +68,6 @@ _PMIX_RANK = "PMIX_RANK"
 _GPU_SWITCHES = ("MV2_USE_CUDA", "MPICH_GPU_SUPPORT_ENABLED", "NCCL_MULTI_RANK_GPU_ENABLE")
 
 
-def _as_is(text: str) -> str:
-    return text
-
-
 def _unless_zero(text: str) -> str:
     return "" if text == "0" else text
 
@@ -79,15 +77,15 @@ def _unless_zero(text: str) -> str:
 HOROVOD: dict[str, tuple[str, Callable[[str], str]]] = {
     # Horovod's 0: nothing is fused. Here a group that holds a byte is closed.
     "HOROVOD_FUSION_THRESHOLD": ("RINGREDUCE_FUSION", lambda text: "1" if text == "0" else text),
-    "HOROVOD_LOG_LEVEL": ("RINGREDUCE_LOG_LEVEL", _as_is),
+    "HOROVOD_LOG_LEVEL": ("RINGREDUCE_LOG_LEVEL", str),
     # Before the next one, as it overrides it.
     "HOROVOD_STALL_CHECK_DISABLE": ("RINGREDUCE_STALL_WARNING", lambda text: "0" if _unless_zero(text) else ""),
-    "HOROVOD_STALL_CHECK_TIME_SECONDS": ("RINGREDUCE_STALL_WARNING", _as_is),
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": ("RINGREDUCE_STALL_WARNING", str),
     # Horovod's 0: wait for ever, which nothing does here.
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": ("RINGREDUCE_TIMEOUT", _unless_zero),
     # Horovod's DYNAMIC: the program starts it, which it always may here.
     "HOROVOD_TIMELINE": ("RINGREDUCE_TIMELINE", lambda text: "" if text == "DYNAMIC" else text),
-    "HOROVOD_TIMELINE_MARK_CYCLES": ("RINGREDUCE_TIMELINE_MARK_BATCHES", _as_is),
+    "HOROVOD_TIMELINE_MARK_CYCLES": ("RINGREDUCE_TIMELINE_MARK_BATCHES", str),
 }
 #: Variables of Horovod that ask for what is always so here.
 _HOROVOD_ALWAYS = {"HOROVOD_DYNAMIC_PROCESS_SETS"}
@@ -278,24 +276,16 @@ def gpu_switches(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def _read(environ: Mapping[str, str], name: str, parse: Callable[[str], _T], default: _T) -> _T:
-    source, text = _look_up(environ, name)
-    if not text:
+    """Read a variable of ours or, where that is not set, those of Horovod's of the same meaning."""
+    said = {name: environ.get(name, "")}
+    said |= {theirs: convert(environ.get(theirs, "")) for theirs, (ours, convert) in HOROVOD.items() if ours == name}
+    source = next((each for each, text in said.items() if text), None)
+    if source is None:
         return default
     try:
-        return parse(text)
+        return parse(said[source])
     except ValueError as error:
         raise ConfigError(f"{source}={environ[source]!r} in the environment: {error}") from None
-
-
-def _look_up(environ: Mapping[str, str], name: str) -> tuple[str, str]:
-    """Return the text of a variable of ours, and which variable it comes from: itself or one of Horovod's."""
-    if environ.get(name):
-        return name, environ[name]
-    for theirs, (ours, convert) in HOROVOD.items():
-        text = convert(environ.get(theirs, "")) if ours == name else ""
-        if text:
-            return theirs, text
-    return name, ""
 
 
 def _caches(environ: Mapping[str, str]) -> str | None:

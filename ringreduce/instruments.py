@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 __all__ = ["Instrument", "Instruments", "Tally"]
 
@@ -74,6 +75,7 @@ class Instruments:
         self.tell("step_finished", step)
 
 
+@dataclass(slots=True)
 class Tally:
     """What the calls of one collective add up to.
 
@@ -83,9 +85,6 @@ class Tally:
         seconds: how long they took, waiting for other ranks included.
     """
 
-    __slots__ = ("calls", "nbytes", "seconds")
-
-    def __init__(self) -> None:
-        self.calls = 0
-        self.nbytes = 0
-        self.seconds = 0.0
+    calls: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0

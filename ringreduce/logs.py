@@ -17,9 +17,7 @@ class _Handler(logging.Handler):
         who: names this process, and ends in a colon and a space; empty before it is known.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.who = ""
+    who = ""
 
     def emit(self, record: logging.LogRecord) -> None:
         others = [*_logger.handlers, *(logging.getLogger().handlers if _logger.propagate else ())]
@@ -32,6 +30,9 @@ class _Handler(logging.Handler):
             self.handleError(record)
 
 
+_handler = _Handler()
+
+
 def set_up(level: str | None, who: str) -> None:
     """Let records of the logger ``ringreduce`` be seen; each call takes the place of the one before.
 
@@ -39,10 +40,7 @@ def set_up(level: str | None, who: str) -> None:
         level: of the logger; None: as it is.
         who: this process, as in ``rank 1``.
     """
-    handler = next((each for each in _logger.handlers if isinstance(each, _Handler)), None)
-    if handler is None:
-        handler = _Handler()
-        _logger.addHandler(handler)
-    handler.who = f"{who}: " if who else ""
+    _logger.addHandler(_handler)  # once, as loggers see to it
+    _handler.who = f"{who}: " if who else ""
     if level is not None:
         _logger.setLevel(level)

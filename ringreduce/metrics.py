@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from ringreduce.process_sets import ProcessSet
 
@@ -61,12 +61,7 @@ class Metrics:
         communicators = [each.communicator for each in members] + [each.communicator for each in engines]
         collectives = {}
         for name in communicators[0].tallies if communicators else ():
-            tallies = [each.tallies[name] for each in communicators]
-            total = Total(
-                sum(tally.calls for tally in tallies),
-                sum(tally.nbytes for tally in tallies),
-                sum(tally.seconds for tally in tallies),
-            )
+            total = Total(*map(sum, zip(*(astuple(each.tallies[name]) for each in communicators), strict=True)))
             if total.calls:
                 collectives[name] = total
         late: list[tuple[float, int, float]] = []

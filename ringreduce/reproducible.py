@@ -33,7 +33,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -56,7 +56,7 @@ GROUP = 32
 
 _LIMB = 40  # bits of an accumulator's words
 _TERMS = 1 << 22  # that can be added to these before carries: 2^(40 + 22) fits into 63 bits
-_WORD = 62  # bits of a word on the wire, with room for the ranks' sum
+_WORD = 62  # bits of a word on the wire, those of the ranks' sum included
 _NOTHING = (-(1 << 20), -(1 << 20), 0)  # the window of zeros
 _NAME = "reproducible_allreduce"  # in errors
 
@@ -97,7 +97,7 @@ def reproducible_allreduce(
         values = source.flat()
         if out is not None and out is not array and np.may_share_memory(values, target.view):
             values = values.copy()
-    _meet(communicator, target)
+    _require_agreement(communicator, target)
     if whole:
         communicator.allreduce(array, SUM, out=result, algorithm=algorithm)
     else:
@@ -155,28 +155,12 @@ class ReproducibleAccumulator:
         with CheckingArguments(partial(communicator.refuse, _NAME)):
             result = new(self._shape, self._dtype, self._library) if out is None else out
             target = _target(result, self._shape, self._dtype)
-        _meet(communicator, target)
+        _require_agreement(communicator, target)
         _merge(communicator, self._blocks, target, algorithm)
         return result
 
 
 # ---- what the ranks exchange ----
-
-
-class _Block(Protocol):
-    """This rank's part of the sum of a block."""
-
-    def window(self) -> tuple[int, int, int]:
-        """Return (top, -low, special): all is below 2^top, and a multiple of 2^low; 1 for infinities and NaNs."""
-        ...
-
-    def fill(self, words: Array, low: int, radix: int) -> None:
-        """Add what is finite to words: row i counts units of 2^(low + i radix)."""
-        ...
-
-    def mark(self, special: Array) -> None:
-        """Add infinities and NaNs, in float32."""
-        ...
 
 
 @np.errstate(all="ignore")  # where warnings are errors, one would leave the other ranks waiting
@@ -200,7 +184,7 @@ def _merge_group(
     dtype: DType,
     algorithm: str | None,
 ) -> None:
-    """Sum blocks that lie one after the other into a part of the result, which may be where the terms are."""
+    """Sum blocks that stand one after the other into a part of the result, which may be where the terms are."""
     radix = _WORD - communicator.size.bit_length()
     places = list(pieces(0, part.size, BLOCK))
     lows = [-negated for _, negated, _ in windows.tolist()]
@@ -225,7 +209,7 @@ def _merge_group(
         narrow(total, dtype, part[place])
 
 
-def _meet(communicator: Communicator, target: Operand) -> None:
+def _require_agreement(communicator: Communicator, target: Operand) -> None:
     """Raise `MismatchError` on all ranks if shapes or dtypes differ."""
     communicator.meet(f"{_NAME}(shape {'x'.join(map(str, target.shape)) or 'scalar'}, {target.dtype.name})")
 
@@ -234,7 +218,7 @@ def _meet(communicator: Communicator, target: Operand) -> None:
 
 
 class _Term:
-    """A block of floats."""
+    """A block of floats, this rank's part of the sum of a block."""
 
     def __init__(self, values: Array, dtype: DType) -> None:
         self._values = values
@@ -244,6 +228,7 @@ class _Term:
         return widen(self._values, self._dtype) if self._dtype.half else self._values
 
     def window(self) -> tuple[int, int, int]:
+        """Return (top, -low, special): all is below 2^top, and a multiple of 2^low; 1 for infinities and NaNs."""
         values = self._wide()
         bits = values.view(np.uint32 if values.itemsize == 4 else np.uint64)
         bits = bits & np.array(~values.dtype.type(-0.0).view(bits.dtype))  # without the sign
@@ -261,6 +246,7 @@ class _Term:
         return math.frexp(largest)[1], -low, int(special)
 
     def fill(self, words: Sequence[Array] | Array, low: int, radix: int) -> None:
+        """Add what is finite to words: row i counts units of 2^(low + i radix)."""
         rest = self._wide().astype(np.float64)
         if not np.isfinite(rest).all():
             rest[~np.isfinite(rest)] = 0  # there is no integer for them
@@ -271,14 +257,15 @@ class _Term:
                 rest -= _scaled(word.astype(np.float64), low + index * radix)  # exact: the same leading bits
 
     def mark(self, special: Array) -> None:
+        """Add infinities and NaNs, in float32."""
         values = self._wide()
         special += np.where(np.isfinite(values), 0, values).astype(np.float32)
 
 
 class _Limbs:
-    """The sum of any number of terms of a block: words on a grid of `_LIMB` bits, those that were needed so far.
+    """The sum of any number of terms of a block, asked like `_Term`.
 
-    Word i counts units of 2^(i `_LIMB`).
+    It is kept in words on a grid of `_LIMB` bits, those that were needed so far. Word i counts units of 2^(i `_LIMB`).
     """
 
     def __init__(self, size: int) -> None:
@@ -345,6 +332,9 @@ class _Limbs:
     def mark(self, special: Array) -> None:
         if self._special is not None:
             special += self._special
+
+
+_Block = _Term | _Limbs
 
 
 # ---- words to floats ----

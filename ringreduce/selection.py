@@ -280,24 +280,22 @@ class Selection:
         """Return what reduces arrays like this one in host memory."""
         shape = source.view.shape
         key = op, algorithm, shape, source.dtype.name
-        found = self._chosen.get(key)
-        if found is None:
-            call = self.call(Collective.ALLREDUCE, source.nbytes, source.dtype, op)
-            found = self._keep(key, self._reduction(call, algorithm, shape, shape, op.value))
-        return found
+        if (found := self._chosen.get(key)) is not None:
+            return found
+        call = self.call(Collective.ALLREDUCE, source.nbytes, source.dtype, op)
+        return self._keep(key, self._reduction(call, algorithm, shape, shape, op.value))
 
     def in_format(self, source: AnyOperand, op: ReduceOp, codec: Codec, *, feedback: bool) -> Chosen:
         """Return what reduces arrays like this one in a wire format; ``feedback``: whether what is lost is kept."""
         key = codec.name, op, source.shape, source.dtype.name, feedback
-        found = self._chosen.get(key)
-        if found is None:
-            call = self.call(Collective.ALLREDUCE, source.nbytes, source.dtype, op)
-            choice = Choice(f"direct as {codec.name}", Formats, _BY_NAME)
-            argument = f"{op.value} as {codec.name}{' with feedback' if feedback else ''}"
-            signature = _signature(call, choice, None, source.shape, argument)
-            task = Task(Formats.algorithm, DTYPES["float32"], op, signature)
-            found = self._keep(key, Chosen(choice, signature, partial(self._formats.allreduce, codec, task)))
-        return found
+        if (found := self._chosen.get(key)) is not None:
+            return found
+        call = self.call(Collective.ALLREDUCE, source.nbytes, source.dtype, op)
+        choice = Choice(f"direct as {codec.name}", Formats, _BY_NAME)
+        argument = f"{op.value} as {codec.name}{' with feedback' if feedback else ''}"
+        signature = _signature(call, choice, None, source.shape, argument)
+        task = Task(Formats.algorithm, DTYPES["float32"], op, signature)
+        return self._keep(key, Chosen(choice, signature, partial(self._formats.allreduce, codec, task)))
 
     def segments(
         self, source: DeviceOperand, parts: Sequence[slice], op: ReduceOp, algorithm: str | None
@@ -312,17 +310,16 @@ class Selection:
 
     def _segment(self, source: DeviceOperand, count: int, usual: int, op: ReduceOp, algorithm: str | None) -> Chosen:
         key = "staged", op, algorithm, source.shape, source.dtype.name, count
-        found = self._chosen.get(key)
-        if found is None:
-            last = "" if count == usual else f", its last {count} elements"
-            by_nccl = algorithm == NCCL
-            if by_nccl and self._context.config.deterministic:
-                raise ConfigError("RINGREDUCE_DETERMINISTIC is set, so algorithm='nccl' cannot be asked for")
-            argument = f"{op.value} in device memory{' by nccl' if by_nccl else ''}{last}"
-            call = self.call(Collective.ALLREDUCE, count * source.dtype.itemsize, source.dtype, op)
-            asked = None if by_nccl else algorithm
-            found = self._keep(key, self._reduction(call, asked, (count,), source.shape, argument))
-        return found
+        if (found := self._chosen.get(key)) is not None:
+            return found
+        last = "" if count == usual else f", its last {count} elements"
+        by_nccl = algorithm == NCCL
+        if by_nccl and self._context.config.deterministic:
+            raise ConfigError("RINGREDUCE_DETERMINISTIC is set, so algorithm='nccl' cannot be asked for")
+        argument = f"{op.value} in device memory{' by nccl' if by_nccl else ''}{last}"
+        call = self.call(Collective.ALLREDUCE, count * source.dtype.itemsize, source.dtype, op)
+        asked = None if by_nccl else algorithm
+        return self._keep(key, self._reduction(call, asked, (count,), source.shape, argument))
 
     def other(
         self,
@@ -346,24 +343,22 @@ class Selection:
             op: of a reduce_scatter.
         """
         key = collective.value, argument, algorithm, shape, dtype.name, Mailbox.holds(nbytes)
-        found = self._chosen.get(key)
-        if found is None:
-            call = self.call(collective, nbytes, dtype, op)
-            choice = self.choose(call, algorithm)
-            signature = _signature(call, choice, algorithm, shape, argument)
-            found = self._keep(key, Chosen(choice, signature, self._paths.bind(call, choice, signature)))
-        return found
+        if (found := self._chosen.get(key)) is not None:
+            return found
+        call = self.call(collective, nbytes, dtype, op)
+        choice = self.choose(call, algorithm)
+        signature = _signature(call, choice, algorithm, shape, argument)
+        return self._keep(key, Chosen(choice, signature, self._paths.bind(call, choice, signature)))
 
     def rows(self, collective: Collective, dtype: DType, shape: tuple[object, ...], count: int) -> Chosen:
         """Return what gathers ``count`` numbers of rows of each rank, before a collective in which ranks may differ."""
         key = "rows", collective.value, shape, dtype.name
-        found = self._chosen.get(key)
-        if found is None:
-            call = self.call(Collective.ALLGATHER, count * _ROWS.itemsize, _ROWS, ReduceOp.SUM)
-            choice = self.choose(call)
-            signature = Signature.of(f"{collective.value}(rows of shape {shape_text(shape)}, {dtype.name})")
-            found = self._keep(key, Chosen(choice, signature, self._paths.bind(call, choice, signature)))
-        return found
+        if (found := self._chosen.get(key)) is not None:
+            return found
+        call = self.call(Collective.ALLGATHER, count * _ROWS.itemsize, _ROWS, ReduceOp.SUM)
+        choice = self.choose(call)
+        signature = Signature.of(f"{collective.value}(rows of shape {shape_text(shape)}, {dtype.name})")
+        return self._keep(key, Chosen(choice, signature, self._paths.bind(call, choice, signature)))
 
     def _reduction(
         self, call: Call, algorithm: str | None, shape: tuple[int, ...], whole: tuple[int, ...], argument: str

@@ -5,8 +5,8 @@ be merged, holds what happened up to a crash, and is complete JSON between any t
 system, each has a file with its own ranks. Times are on one clock: that of rank 0, whose distance the ranks measure in
 `init`.
 
-The file is private, so only processes of this user can get in the way. No rank waits for them: while the file is locked
-it keeps what it sees, up to a limit, and tries again later. A piece first takes its room on the disk, as spaces behind
+The file is private, so only processes of this user can hold it up. No rank waits for them: while the file is locked
+it keeps what it sees, up to a limit, and tries again later. A piece first takes its space on the disk, as blanks behind
 the closing bracket, and then fills it; so a full disk is noticed while the file is whole.
 
 The format is the JSON array of the Trace Event Format. Each rank is a process in it, with two rows of nested spans for
@@ -25,7 +25,7 @@ import os
 import stat
 import threading
 import uuid
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -141,8 +141,8 @@ class Timeline:
         self._due_s = 0.0  # when to try next
         self._begun = False  # whether anything of this trace is in the file
         self._failed = False  # whether writing was given up
-        self._describe("process_name", f"rank {rank} ({host})")
-        self._describe("process_sort_index", rank, key="sort_index")
+        self._describe("process_name", name=f"rank {rank} ({host})")
+        self._describe("process_sort_index", sort_index=rank)
         try:
             self.write()
         except OSError as error:
@@ -153,12 +153,13 @@ class Timeline:
         with self._lock:
             self._tracks += 1
             number = self._tracks
-        self._describe("thread_name", name, number)
+        self._describe("thread_name", number, name=name)
         return Track(self, number)
 
     def add(self, kind: str, name: str, at_s: float, track: int = 0, **more: Any) -> None:
         """Take an event down; ``at_s`` is a time of `perf_counter`."""
-        event = {"name": name, "ph": kind, "pid": self._rank, "tid": track, "ts": self._microseconds(at_s), **more}
+        ts = round((at_s - self._zero) * 1e6, 3)
+        event = {"name": name, "ph": kind, "pid": self._rank, "tid": track, "ts": ts, **more}
         with self._lock:
             if len(self._events) + self._waiting < _KEPT:
                 self._events.append(event)
@@ -243,7 +244,7 @@ class Timeline:
             with self._lock:
                 dropped, self._dropped = self._dropped, 0
             if dropped:
-                self._pieces.append(_encode(self._about("dropped_events", {"count": dropped})))
+                self._pieces.append(_encode(self._about("dropped_events", count=dropped)))
             _extend(descriptor, b",\n".join(self._pieces), len(self._head))
             self._begun = True
             return True
@@ -274,15 +275,20 @@ class Timeline:
             raise FileExistsError(errno.EEXIST, f"{complaint}; name another file")
         return descriptor
 
-    def _describe(self, what: str, value: Any, track: int = 0, key: str = "name") -> None:
+    def _describe(self, what: str, track: int = 0, **arguments: Any) -> None:
         with self._lock:
-            self._events.append(self._about(what, {key: value}, track))
+            self._events.append(self._about(what, track, **arguments))
 
-    def _about(self, what: str, arguments: dict[str, Any], track: int = 0) -> Event:
+    def _about(self, what: str, track: int = 0, **arguments: Any) -> Event:
         return {"name": what, "ph": "M", "pid": self._rank, "tid": track, "args": arguments}
 
-    def _microseconds(self, at_s: float) -> float:
-        return round((at_s - self._zero) * 1e6, 3)
+
+@dataclass(slots=True)
+class _Operation:
+    """An asynchronous operation in the trace."""
+
+    id: str
+    phase: str
 
 
 class Track(Instrument):
@@ -297,10 +303,8 @@ class Track(Instrument):
         self._moved_nbytes = 0
         self._lock = threading.RLock()  # Guards what follows, and is held for moments; handlers may submit as well.
         self._under_way = 0
-        # By name, the operations in each phase, in the order in which they were submitted.
-        self._submitted: defaultdict[str, deque[str]] = defaultdict(deque)
-        self._announced: defaultdict[str, deque[str]] = defaultdict(deque)
-        self._running: defaultdict[str, deque[str]] = defaultdict(deque)
+        # By name, the operations under way in the order in which they were submitted, and so go through their phases.
+        self._operations: defaultdict[str, list[_Operation]] = defaultdict(list)
 
     # ---- collectives and their steps: one thread at a time ----
 
@@ -324,7 +328,7 @@ class Track(Instrument):
         if self._timeline.mark_batches:
             self._timeline.add("i", f"batch of {len(names)}", now, self._number, s="p")
         for name in names:
-            self._enter("negotiate", self._announced, "run", self._running, name, now)
+            self._enter("negotiate", "run", name, now)
 
     def operations_finished(self, names: Sequence[str]) -> None:
         end = perf_counter()
@@ -341,49 +345,42 @@ class Track(Instrument):
 
     def operation_submitted(self, name: str) -> None:
         now = perf_counter()
-        operation = self._timeline.next_operation()
+        operation = _Operation(self._timeline.next_operation(), "queue")
         with self._lock:
             self._under_way += 1
             under_way = self._under_way
         self._mark("b", name, operation, now)
         self._mark("b", "queue", operation, now)
         with self._lock:
-            self._submitted[name].append(operation)
+            self._operations[name].append(operation)
         self._count("operations under way", now, under_way)
 
     def operation_announced(self, name: str) -> None:
-        self._enter("queue", self._submitted, "negotiate", self._announced, name, perf_counter())
+        self._enter("queue", "negotiate", name, perf_counter())
 
-    def _enter(
-        self,
-        phase: str,
-        places: dict[str, deque[str]],
-        next_phase: str,
-        next_places: defaultdict[str, deque[str]],
-        name: str,
-        now: float,
-    ) -> None:
+    def _enter(self, phase: str, next_phase: str, name: str, now: float) -> None:
         """Let the oldest operation of a name go from one phase to the next; those from before the trace have none."""
         with self._lock:
-            operation = _take(places, name)
-            if operation is not None:
-                next_places[name].append(operation)
-        if operation is not None:
-            self._mark("e", phase, operation, now)
-            self._mark("b", next_phase, operation, now)
+            operation = next((each for each in self._operations.get(name, ()) if each.phase == phase), None)
+            if operation is None:
+                return
+            operation.phase = next_phase
+        self._mark("e", phase, operation, now)
+        self._mark("b", next_phase, operation, now)
 
     def _leave(self, name: str, now: float) -> None:
         """End the oldest operation of a name, in whatever phase it is."""
-        for phase, places in (("run", self._running), ("negotiate", self._announced), ("queue", self._submitted)):
-            with self._lock:
-                operation = _take(places, name)
-            if operation is not None:
-                self._mark("e", phase, operation, now)
-                self._mark("e", name, operation, now)
+        with self._lock:
+            if name not in self._operations:
                 return
+            operation = self._operations[name].pop(0)
+            if not self._operations[name]:
+                del self._operations[name]
+        self._mark("e", operation.phase, operation, now)
+        self._mark("e", name, operation, now)
 
-    def _mark(self, kind: str, name: str, operation: str, now: float) -> None:
-        self._timeline.add(kind, name, now, self._number, cat="operation", id=operation)
+    def _mark(self, kind: str, name: str, operation: _Operation, now: float) -> None:
+        self._timeline.add(kind, name, now, self._number, cat="operation", id=operation.id)
 
     def _count(self, counter: str, now: float, value: int) -> None:
         self._timeline.add("C", f"{counter} ({self._number})", now, self._number, args={"value": value})
@@ -458,17 +455,6 @@ def _fill(descriptor: int, text: bytes, place: int) -> None:
     while text:
         written = os.pwrite(descriptor, text, place)
         text, place = text[written:], place + written
-
-
-def _take(places: dict[str, deque[str]], name: str) -> str | None:
-    """Return the oldest operation of a name and remove it; the lock of these places is held."""
-    queue = places.get(name)
-    if not queue:
-        return None
-    operation = queue.popleft()
-    if not queue:
-        del places[name]
-    return operation
 
 
 def _title(names: Sequence[str]) -> str:

@@ -66,12 +66,12 @@ class Desk:
         self.wait()
         return base + shift
 
-    def room(self, nbytes: int, shift: int = 0) -> int:
+    def poisoned(self, nbytes: int, shift: int = 0) -> int:
         """Return the address of memory that is full of 0xFF: NaNs."""
         return self.put(np.full(nbytes, 0xFF, np.uint8), shift)
 
     def get(self, address: int, count: int, dtype: npt.DTypeLike) -> Array:
-        """Return what lies there when all is done."""
+        """Return what is there when all is done."""
         values = np.zeros(count, dtype)
         self.wait()
         self.driver.copy(values.ctypes.data, address, values.nbytes, STREAM)
@@ -134,7 +134,7 @@ def combine_is_right(desk: Desk, name: str, rng: np.random.Generator) -> bool:
     arrays = [numbers(row, desk.count, rng) for _ in range(3)]
     shift = row.itemsize
     sources = [desk.put(array, shift * place) for place, array in enumerate(arrays)]
-    targets = [desk.room(arrays[0].nbytes, shift), sources[1]]
+    targets = [desk.poisoned(arrays[0].nbytes, shift), sources[1]]
     kernels.combine(desk.driver, Reduction(row, op, desk.count), desk.table(sources), desk.table(targets), 3, STREAM)
     with np.errstate(all="ignore"):
         wanted = reduced(arrays, row, op, 3)
@@ -145,12 +145,12 @@ def shot_is_right(desk: Desk, name: str, rng: np.random.Generator) -> bool:
     """Run a kernel that meets its peers with no peer but itself, three times: flags go on from where they were."""
     row, op = _row_and_op(name)
     flags = desk.put(np.zeros(kernels.FLAGS_NBYTES, np.uint8))
-    scratch, error = desk.room(kernels.SCRATCH_NBYTES), desk.put(np.zeros(1, np.uint32))
+    scratch, error = desk.poisoned(kernels.SCRATCH_NBYTES), desk.put(np.zeros(1, np.uint32))
     peers = Peers(0, desk.table([flags]), desk.table([scratch]), error, 5.0)
     good, reduction = True, Reduction(row, op, desk.count)
     for _ in range(3):
         values = numbers(row, desk.count, rng)
-        source, target = desk.put(values), desk.room(values.nbytes)
+        source, target = desk.put(values), desk.poisoned(values.nbytes)
         if name.startswith("one_shot"):
             kernels.one_shot(desk.driver, reduction, peers, source, target, STREAM)
         else:

@@ -45,7 +45,7 @@ def find_mpirun(environment: dict[str, str]) -> tuple[str | None, str]:
 
 
 def _folders(environment: Mapping[str, str]) -> Iterator[Path]:
-    """Yield where programs lie: of PREFIX/lib/python3.X/site-packages in PREFIX/bin."""
+    """Yield where programs are: of PREFIX/lib/python3.X/site-packages in PREFIX/bin."""
     for name in filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)):
         folder = Path(name).absolute()
         yield folder / "bin"

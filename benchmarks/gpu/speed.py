@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 from gpu.report import Check, allreduce_bound_s, ranks, staged_bound_s
 
 from ringreduce.buffers import DTYPES
-from ringreduce.buffers.cuda.arrays import DeviceOperand
-from ringreduce.buffers.cuda.driver import Driver
 from ringreduce.buffers.cuda.kernels import Reduction, Table, combine
 from ringreduce.cli import bench
 from ringreduce.cli.measure import Contender, time_in_turn
-from ringreduce.cli.places import OnDevice
+from ringreduce.cli.places import OnDevice, device_operand
 from ringreduce.cli.results import Report, Result, Settings
 from ringreduce.communicator import Communicator
 from ringreduce.reduce_ops import MAX, ReduceOp
@@ -156,8 +153,8 @@ def _leader_alone(world: Communicator, place: OnDevice, nbytes: int) -> tuple[fl
         arrays = [place.new(count, np.dtype(np.float32)) for _ in range(world.size)]
         for array in arrays:
             place.store(array, lambda values: values.fill(0))
-        stream = _place(arrays[0]).stream
-        table = Table(driver, [_place(array).address for array in arrays], stream)
+        stream = device_operand(arrays[0]).stream
+        table = Table(driver, [device_operand(array).address for array in arrays], stream)
         taken = np.empty((2, _TURNS))
         for turn in range(-2, _TURNS):
             place.watch.ready()
@@ -202,15 +199,16 @@ def _link_rate(place: OnDevice, nbytes: int) -> float:
     streams = [driver.make_stream(), driver.make_stream()]
     memory = np.zeros(2 * nbytes + 2 * _PAGE, np.uint8)
     host = memory.ctypes.data + -memory.ctypes.data % _PAGE
-    device = [_place(place.new(nbytes, np.dtype(np.uint8))).array for _ in range(2)]
-    near = [_place(each).address for each in device]
+    device = [place.new(nbytes, np.dtype(np.uint8)) for _ in range(2)]
+    near = [device_operand(each).address for each in device]
     driver.register(host, 2 * nbytes)
-    ways = ((host, near[0]), (near[1], host + nbytes))
+    copies = ((host, near[0]), (near[1], host + nbytes))
 
     def both() -> None:
-        for (target, source), stream in zip(ways, streams, strict=True):
+        for (target, source), stream in zip(copies, streams, strict=True):
             driver.copy(target, source, nbytes, stream)
-        _wait(driver, streams)
+        for stream in streams:
+            place.wait(stream)
 
     both()
     times = sorted(place.watch.time(both) for _ in range(7))
@@ -218,17 +216,3 @@ def _link_rate(place: OnDevice, nbytes: int) -> float:
     for stream in streams:
         driver.free_stream(stream)
     return nbytes / times[len(times) // 2]
-
-
-def _wait(driver: Driver, streams: list[int]) -> None:
-    for stream in streams:
-        event = driver.make_event()
-        driver.record(event, stream)
-        driver.synchronize(event)
-        driver.free_event(event)
-
-
-def _place(array: Any) -> DeviceOperand:
-    operand = DeviceOperand.of(array)
-    assert operand is not None
-    return operand

@@ -1,4 +1,4 @@
-"""What each part does on each of its ranks. Every one takes a function that notes a check, and how many there are."""
+"""What each part does on each of its ranks. Every one takes a function that records a check, and how many there are."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ringreduce.cli.peers import mpi_library
 from ringreduce.cli.places import OnDevice
 from ringreduce.transport.cuda_awareness import cuda_awareness
 
-Note = Callable[[Check], None]
+Record = Callable[[Check], None]
 
 
 def rank() -> int:
@@ -50,17 +50,17 @@ def _awareness() -> str:
         return f"cannot be asked: {error}"
 
 
-def check_kernels(note: Note, nranks: int) -> None:
+def check_kernels(record: Record, nranks: int) -> None:
     """Look at the driver, and at all families of kernels."""
     driver = cupy_tools().driver
-    note(kernels.check_contract(driver))
+    record(kernels.check_contract(driver))
     for check in kernels.check_kernels(driver, _seed()):
-        note(check)
+        record(check)
 
 
-def check_collectives(note: Note, nranks: int) -> None:
+def check_collectives(record: Record, nranks: int) -> None:
     """Look at all collectives on arrays of CuPy and of torch."""
-    world = _begin(note, nranks)
+    world = _begin(record, nranks)
     tools = cupy_tools(world.topology.local_rank(world.rank))
     place = OnDevice(world, tools)
     counter = collectives.Counter(world, place, int(world.broadcast(np.array([_seed()]))[0]))
@@ -74,52 +74,52 @@ def check_collectives(note: Note, nranks: int) -> None:
         "NCCL": lambda: [collectives.check_nccl(counter)] if world.size > 1 else (),
     }
     for name, stage in stages.items():
-        _, error = collectives.attempt(counter, functools.partial(_note_all, note, stage))
+        _, error = collectives.attempt(counter, functools.partial(_record_all, record, stage))
         if error is not None:
-            note(Check(f"{name}: to its end", False, f"{type(error).__name__}: {error}"))
+            record(Check(f"{name}: to its end", False, f"{type(error).__name__}: {error}"))
     print(f"rank {world.rank}: {world.gpu.path}", flush=True)
     ringreduce.shutdown()
 
 
-def check_leader(note: Note, nranks: int) -> None:
+def check_leader(record: Record, nranks: int) -> None:
     """Measure the allreduce of ranks that share a GPU."""
-    _measure(speed.check_leader, note, nranks)
+    _measure(speed.check_leader, record, nranks)
 
 
-def check_staged(note: Note, nranks: int) -> None:
+def check_staged(record: Record, nranks: int) -> None:
     """Measure the allreduce through host memory."""
-    _measure(speed.check_staged, note, nranks)
+    _measure(speed.check_staged, record, nranks)
 
 
-def _measure(work: Callable[..., Iterable[Check]], note: Note, nranks: int) -> None:
-    world = _begin(note, nranks)
+def _measure(work: Callable[..., Iterable[Check]], record: Record, nranks: int) -> None:
+    world = _begin(record, nranks)
     for check in work(world, OnDevice(world), lambda text: print(text, end="", flush=True)):
-        note(check)
+        record(check)
     ringreduce.shutdown()
 
 
-def _begin(note: Note, nranks: int) -> Communicator:
+def _begin(record: Record, nranks: int) -> Communicator:
     """Start the world, and look at it as `expect_ranks` does."""
     ringreduce.init()
     world = ringreduce.world()
-    expect_ranks(note, world, nranks)
+    expect_ranks(record, world, nranks)
     return world
 
 
-def expect_ranks(note: Note, world: Communicator, nranks: int) -> None:
-    """Note whether all ranks that were started are in one world.
+def expect_ranks(record: Record, world: Communicator, nranks: int) -> None:
+    """Record whether all ranks that were started are in one world.
 
     Raises:
         RuntimeError: they are not: the launcher and mpi4py are of different libraries, maybe.
     """
-    note(Check(f"ranks, {nranks} of them in one world", world.size == nranks, f"{world.size}"))
+    record(Check(f"ranks, {nranks} of them in one world", world.size == nranks, f"{world.size}"))
     if world.size != nranks:
         raise RuntimeError(f"{nranks} ranks were started, and the world has {world.size}")
 
 
-def _note_all(note: Note, stage: Callable[[], Iterable[Check]]) -> None:
+def _record_all(record: Record, stage: Callable[[], Iterable[Check]]) -> None:
     for check in stage():
-        note(check)
+        record(check)
 
 
 def _seed() -> int:
@@ -129,7 +129,7 @@ def _seed() -> int:
 
 
 #: Name of a worker -> what it does.
-WORKERS: dict[str, Callable[[Note, int], None]] = {
+WORKERS: dict[str, Callable[[Record, int], None]] = {
     "kernels": check_kernels,
     "collectives": check_collectives,
     "leader": check_leader,

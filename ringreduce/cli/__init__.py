@@ -6,7 +6,6 @@ Every rank runs the same command; rank 0 speaks for all. Wrong use is one line a
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 from typing import Any, NoReturn
 
@@ -23,19 +22,13 @@ __all__ = ["main"]
 class _WorldGroup(click.Group):
     """A group of commands that all ranks run at once, and leave at once."""
 
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        **extra: Any,
-    ) -> Any:
-        if not standalone_mode:
-            return super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
+    def main(self, *arguments: Any, **options: Any) -> Any:
+        if not options.get("standalone_mode", True):
+            return super().main(*arguments, **options)
+        options["standalone_mode"] = False
         try:
             with redirect_stdout(None) if launched_rank() else nullcontext():  # or every rank would print the help
-                status = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
+                status = super().main(*arguments, **options)
         except click.UsageError as error:
             hint = f" ({error.ctx.command_path} --help says more)" if error.ctx else ""
             return _leave(2, f"{error.format_message()}{hint}")
@@ -51,7 +44,7 @@ class _WorldGroup(click.Group):
 @click.group(
     cls=_WorldGroup,
     invoke_without_command=True,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120, "show_default": True},
 )
 @click.version_option(ringreduce.__version__, prog_name="ringreduce")
 @click.pass_context

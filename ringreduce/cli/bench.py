@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-import functools
 import importlib.metadata
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from ringreduce.cli.cases import COLLECTIVES, Case, sizes
 from ringreduce.cli.formats import WRITERS
 from ringreduce.cli.measure import Contender, Summary, iterations_for, time_in_turn, warmup_for
 from ringreduce.cli.ours import Ours
-from ringreduce.cli.peers import DEVICE_PEERS, PEERS, Peer, mpi_library, open_peers
+from ringreduce.cli.peers import PEERS, Peer, mpi_library
 from ringreduce.cli.places import OnDevice, OnHost, Place
 from ringreduce.cli.reference import Reference, rest_value
 from ringreduce.cli.results import Bound, Machine, Report, Result, Row, Settings
@@ -41,7 +41,7 @@ def run(world: Communicator, settings: Settings, write: Callable[[str], None], p
         world: the ranks to measure.
         settings: equal on all ranks.
         write: gets the text, row by row, on rank 0.
-        place: where the arrays lie; None: as the settings have it.
+        place: where the arrays are; None: as the settings have it.
 
     Returns:
         The report; ranks can differ in the count of wrong elements only where they fail to tell each other.
@@ -50,15 +50,13 @@ def run(world: Communicator, settings: Settings, write: Callable[[str], None], p
         ConfigError: an algorithm, peer or root that is not there; on every rank, before anything is measured.
         UnsupportedBufferError: arrays on a GPU are asked for, and it or CuPy is missing.
     """
-    show = write if world.rank == 0 else _say_nothing
+    show = write if world.rank == 0 else lambda text: None
     writer = WRITERS[settings.format](settings)
     _check(world, settings)
     if place is None:
         place = OnDevice(world) if settings.device == "cuda" else OnHost(world)
-    makers: Mapping[str, Callable[[Communicator], Peer]] = PEERS
-    if isinstance(place, OnDevice):
-        makers = {name: functools.partial(maker, place) for name, maker in DEVICE_PEERS.items()}
-    with open_peers(settings.peers, world, makers) as peers:
+    with contextlib.ExitStack() as stack:
+        peers = [stack.enter_context(contextlib.closing(PEERS[name](world, place))) for name in settings.peers]
         bench, rows = Bench(world, settings, peers, place), []
         machine = describe_machine(world, place)
         show(writer.head(machine))
@@ -82,7 +80,7 @@ class Bench:
         bounds: size in bytes -> the memory-traffic bound, as last measured for it.
     """
 
-    def __init__(self, world: Communicator, settings: Settings, peers: Mapping[str, Peer], place: Place) -> None:
+    def __init__(self, world: Communicator, settings: Settings, peers: Sequence[Peer], place: Place) -> None:
         self.bounds: dict[int, Bound] = {}
         self._world = world
         self._settings = settings
@@ -121,12 +119,10 @@ class Bench:
         return Row(out_of_place, self._result(case, name, asked, inner, self._rivals(case), in_place=True))
 
     def _cases(self, type_name: str, op_name: str | None) -> Iterator[Case]:
-        settings, done = self._settings, None
-        for nbytes in sizes(settings.min_nbytes, settings.max_nbytes, settings.step_nbytes, settings.step_factor):
-            case = Case.of_nbytes(self._collective, type_name, op_name, settings.root, self._world.size, nbytes)
-            if case != done:  # all sizes below one element per rank are the same case
-                yield case
-            done = case
+        settings, shared = self._settings, (self._collective, type_name, op_name, self._settings.root, self._world.size)
+        wanted = sizes(settings.min_nbytes, settings.max_nbytes, settings.step_nbytes, settings.step_factor)
+        # All sizes below one element per rank are the same case.
+        yield from dict.fromkeys(Case.of_nbytes(*shared, nbytes) for nbytes in wanted)
 
     def _result(
         self,
@@ -168,7 +164,7 @@ class Bench:
 
         One rank has none: what it puts in is the result, and no memory is touched.
         """
-        offered = [peer.contender(case) for peer in self._peers.values()]
+        offered = [peer.contender(case) for peer in self._peers]
         rivals = [each for each in offered if each is not None and not self._count_wrong(case, each)]
         if case.collective.name == "allreduce" and self._world.size > 1:
             rivals.append(self._bound_contender(case))
@@ -176,9 +172,9 @@ class Bench:
 
     def _bound_contender(self, case: Case) -> Contender:
         """Find the fastest way to read and write as many bytes in place; the same on all ranks."""
-        ways = self._place.bounds(case.nbytes)
-        times = time_in_turn(self._world, ways, _PROBES, 1, watch=self._place.watch)
-        fastest = ways[min(range(len(ways)), key=lambda way: float(np.median(times[way])))]
+        contenders = self._place.bounds(case.nbytes)
+        times = time_in_turn(self._world, contenders, _PROBES, 1, watch=self._place.watch)
+        fastest = contenders[int(np.median(times, axis=1).argmin())]
         self.bounds[case.nbytes] = Bound(case.nbytes, 0.0, fastest.name)
         return Contender(_BOUND, fastest.source, fastest.call)
 
@@ -204,9 +200,8 @@ class Bench:
 
 def describe_machine(world: Communicator, place: Place) -> Machine:
     """Collect what a reader of the figures has to know about where they came from."""
-    packages = ["numpy", "mpi4py"] + [name for name in ("torch", "ml_dtypes") if name in sys.modules]
     versions = {"ringreduce": ringreduce.__version__, "python": platform.python_version()}
-    for package in packages:
+    for package in ("numpy", "mpi4py", "torch", "ml_dtypes"):
         if package in sys.modules:
             versions[package] = importlib.metadata.version(package)
     if place.describe() is not None and "cupy" in sys.modules:
@@ -243,7 +238,3 @@ def _cpu_name() -> str:
     except OSError:
         names = []
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def _say_nothing(text: str) -> None:
-    """Stand in for the writer on the other ranks."""

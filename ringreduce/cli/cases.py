@@ -14,26 +14,15 @@ import numpy as np
 from ringreduce.buffers import DTYPES, DType, new
 from ringreduce.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
 
-__all__ = ["COLLECTIVES", "OPS", "TYPES", "Case", "Collective", "format_nbytes", "native_dtype", "plural", "sizes"]
+__all__ = ["COLLECTIVES", "NCCL_TYPES", "OPS", "TYPES", "Case", "format_nbytes", "native_dtype", "plural", "sizes"]
 
-#: nccl-tests' name -> our name of an element type; our own names are understood too.
-_NCCL_TYPES = {
-    "int8": "int8",
-    "uint8": "uint8",
-    "int32": "int32",
-    "uint32": "uint32",
-    "int64": "int64",
-    "uint64": "uint64",
-    "half": "float16",
-    "float": "float32",
-    "double": "float64",
-    "bfloat16": "bfloat16",
-}
+#: The types of nccl-tests, which ``-d all`` means.
+NCCL_TYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "half", "float", "double", "bfloat16")
+_OUR_NAMES = {"half": "float16", "float": "float32", "double": "float64"}
 
-#: Name on the command line and in the table -> element type. ``-d all`` means those of nccl-tests.
-TYPES: dict[str, DType] = {
-    **{name: DTYPES[ours] for name, ours in _NCCL_TYPES.items()},
-    **{name: row for name, row in DTYPES.items() if name not in _NCCL_TYPES.values()},
+#: Name on the command line and in the table -> element type: those of nccl-tests, then our others.
+TYPES: dict[str, DType] = {name: DTYPES[_OUR_NAMES.get(name, name)] for name in NCCL_TYPES} | {
+    name: row for name, row in DTYPES.items() if name not in {*NCCL_TYPES, *_OUR_NAMES.values()}
 }
 
 #: Name on the command line and in the table -> operation, in the order of ``-o all``.

@@ -10,7 +10,7 @@ import click
 import ringreduce
 from ringreduce.cli import asynchronous
 from ringreduce.cli import bench as benchmark
-from ringreduce.cli.cases import COLLECTIVES, OPS, TYPES, format_nbytes, native_dtype, sizes
+from ringreduce.cli.cases import COLLECTIVES, NCCL_TYPES, OPS, TYPES, format_nbytes, native_dtype, sizes
 from ringreduce.cli.formats import WRITERS, to_json
 from ringreduce.cli.peers import PEERS
 from ringreduce.cli.results import Settings
@@ -56,9 +56,6 @@ class _Names(click.ParamType[tuple[str, ...]]):
 
 
 _NBYTES = _Nbytes()
-_NCCL_TYPES = tuple(list(TYPES)[:10])
-
-
 _EXAMPLES = """\b
 Examples:
   mpirun -np 2 python -m ringreduce bench allreduce -b 8 -e 64M -f 8
@@ -70,58 +67,61 @@ Examples:
 
 @click.command(epilog=_EXAMPLES, short_help="Measure a collective.")
 @click.argument("collective", metavar="COLLECTIVE", type=click.Choice([*COLLECTIVES, "async"]))
-@click.option("-b", "--minbytes", type=_NBYTES, default="32M", show_default=True, help="First size; takes K, M, G.")
+@click.option("-b", "--minbytes", "min_nbytes", type=_NBYTES, default="32M", help="First size; takes K, M, G.")
 @click.option(
-    "-e", "--maxbytes", type=_NBYTES, show_default="32M, or --minbytes", help="Last size, measured too if jumped over."
+    "-e",
+    "--maxbytes",
+    "max_nbytes",
+    type=_NBYTES,
+    show_default="32M, or --minbytes",
+    help="Last size, measured too if jumped over.",
 )
-@click.option("-i", "--stepbytes", type=_NBYTES, default=None, help="From size to size, add this much ...")
-@click.option("-f", "--stepfactor", type=click.IntRange(2), default=2, show_default=True, help="... or multiply by it.")
+@click.option("-i", "--stepbytes", "step_nbytes", type=_NBYTES, help="From size to size, add this much ...")
+@click.option("-f", "--stepfactor", "step_factor", type=click.IntRange(2), default=2, help="... or multiply by it.")
 @click.option(
     "-n",
     "--iters",
+    "iterations",
     type=click.IntRange(1),
     show_default="300 to 16, by size; async: 2000 and 100",
     help="Timed iterations.",
 )
 @click.option(
-    "-w", "--warmup_iters", type=click.IntRange(0), show_default="10 or 3, by size", help="Calls before the timed ones."
+    "-w",
+    "--warmup_iters",
+    "warmup",
+    type=click.IntRange(0),
+    show_default="10 or 3, by size",
+    help="Calls before the timed ones.",
 )
-@click.option(
-    "-c", "--check", type=click.IntRange(0), default=1, show_default=True, help="Verify so often, and after; 0: never."
-)
-@click.option(
-    "-o", "--op", type=_Names(tuple(OPS), tuple(OPS)), default="sum", show_default=True, help="Operations, or all."
-)
+@click.option("-c", "--check", type=click.IntRange(0), default=1, help="Verify so often, and after; 0: never.")
+@click.option("-o", "--op", "ops", type=_Names(tuple(OPS), tuple(OPS)), default="sum", help="Operations, or all.")
 @click.option(
     "-d",
     "--datatype",
-    type=_Names(tuple(TYPES), _NCCL_TYPES),
+    "types",
+    type=_Names(tuple(TYPES), NCCL_TYPES),
     default="float",
-    show_default=True,
     help="Element types, or all (those of nccl-tests).",
 )
-@click.option("-r", "--root", type=click.IntRange(0), default=0, show_default=True, help="The rank that broadcasts.")
-@click.option("--algorithm", default="auto", show_default=True, help="auto, all, or a name as `explain` prints it.")
+@click.option("-r", "--root", type=click.IntRange(0), default=0, help="The rank that broadcasts.")
+@click.option("--algorithm", default="auto", help="auto, all, or a name as `explain` prints it.")
 @click.option(
     "--buffers",
     type=click.Choice(["shared", "private"]),
     default="private",
-    show_default=True,
     help="Arrays of ringreduce.empty, or of numpy.empty.",
 )
 @click.option(
     "--device",
     type=click.Choice(["cpu", "cuda"]),
     default="cpu",
-    show_default=True,
-    help="Where the arrays lie; on GPUs, which the ranks of a node take in turn, private ones are CuPy's own.",
+    help="Where the arrays are; on GPUs, which the ranks of a node take in turn, private ones are CuPy's own.",
 )
-@click.option("--vs", type=_Names(tuple(PEERS)), help="Measure mpi and/or gloo in turn with ours.")
-@click.option(
-    "--format", "layout", type=click.Choice(list(WRITERS)), default="nccl", show_default=True, help="Layout of results."
-)
+@click.option("--vs", "peers", type=_Names(tuple(PEERS)), default=(), help="Measure mpi and/or gloo in turn with ours.")
+@click.option("--format", type=click.Choice(list(WRITERS)), default="nccl", help="Layout of results.")
 @click.option("-J", "--output_file", type=click.Path(dir_okay=False), help="Write the JSON report there as well.")
-@click.option("-I", "--per_iter_timing", is_flag=True, help="Show how the times of the iterations spread.")
+@click.option("-I", "--per_iter_timing", "per_iteration", is_flag=True, help="Show how the iterations' times spread.")
 def bench(**options: Any) -> int:
     """Measure a COLLECTIVE: allreduce, reduce_scatter, allgather, broadcast or alltoall; or async.
 
@@ -143,7 +143,7 @@ def bench(**options: Any) -> int:
     """
     if options["collective"] == "async":
         ringreduce.init()
-        measured = asynchronous.run(options["iters"], options["layout"], lambda text: click.echo(text, nl=False))
+        measured = asynchronous.run(options["iterations"], options["format"], lambda text: click.echo(text, nl=False))
         return int(any(each.nwrong for each in measured))
     settings = _settings(options)
     ringreduce.init()
@@ -156,21 +156,18 @@ def bench(**options: Any) -> int:
 
 @click.command(short_help="Say what would run, and why.")
 @click.argument("collective", metavar="[COLLECTIVE]", type=click.Choice(list(COLLECTIVES)), default="allreduce")
-@click.option("-b", "--minbytes", type=_NBYTES, default="8", show_default=True, help="First size; takes K, M, G.")
+@click.option("-b", "--minbytes", type=_NBYTES, default="8", help="First size; takes K, M, G.")
 @click.option("-e", "--maxbytes", type=_NBYTES, show_default="64M, or --minbytes", help="Last size.")
-@click.option("-f", "--stepfactor", type=click.IntRange(2), default=8, show_default=True, help="From size to size.")
+@click.option("-f", "--stepfactor", type=click.IntRange(2), default=8, help="From size to size.")
 @click.option(
     "-d",
     "--datatype",
     metavar="TYPE",
     type=click.Choice(list(TYPES)),
     default="float",
-    show_default=True,
     help="Element type.",
 )
-@click.option(
-    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where the arrays lie."
-)
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Where the arrays are.")
 def explain(collective: str, minbytes: int, maxbytes: int | None, stepfactor: int, datatype: str, device: str) -> None:
     """Say for each size what a COLLECTIVE (allreduce unless named) would run here, and why."""
     last = _last_size(minbytes, maxbytes, 64 << 20)
@@ -185,30 +182,12 @@ def explain(collective: str, minbytes: int, maxbytes: int | None, stepfactor: in
 
 def _settings(options: dict[str, Any]) -> Settings:
     """Turn options into settings, and check what needs no other rank."""
-    for name in options["datatype"]:
+    for name in options["types"]:
         native_dtype(TYPES[name])
     if options["output_file"] and not Path(options["output_file"]).absolute().parent.is_dir():
         raise click.UsageError(f"the folder of {options['output_file']} does not exist")
-    return Settings(
-        collective=options["collective"],
-        min_nbytes=options["minbytes"],
-        max_nbytes=_last_size(options["minbytes"], options["maxbytes"], 32 << 20),
-        step_nbytes=options["stepbytes"],
-        step_factor=options["stepfactor"],
-        iterations=options["iters"],
-        warmup=options["warmup_iters"],
-        check=options["check"],
-        ops=options["op"],
-        types=options["datatype"],
-        root=options["root"],
-        algorithm=options["algorithm"],
-        shared_buffers=options["buffers"] == "shared",
-        peers=options["vs"] or (),
-        format=options["layout"],
-        output_file=options["output_file"],
-        per_iteration=options["per_iter_timing"],
-        device=options["device"],
-    )
+    options["max_nbytes"] = _last_size(options["min_nbytes"], options["max_nbytes"], 32 << 20)
+    return Settings(shared_buffers=options.pop("buffers") == "shared", **options)
 
 
 def _last_size(first: int, last: int | None, usual: int) -> int:

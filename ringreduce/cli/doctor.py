@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import click
-import numpy as np
 
 import ringreduce
 from ringreduce.buffers.cuda.cupy_driver import cuda_driver
@@ -27,6 +25,7 @@ from ringreduce.cli.findings import LEVELS, Finding, by_rank, examine
 from ringreduce.communicator import Communicator
 from ringreduce.config import VERSION, launched_rank
 from ringreduce.errors import MismatchError, RingReduceError
+from ringreduce.training.objects import gather
 from ringreduce.transport.device import join_devices
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.messages import Messages
@@ -36,8 +35,6 @@ from ringreduce.transport.waiting import Waiter
 from ringreduce.worlds import tuning_key
 
 __all__ = ["command", "probe_ipc", "to_json", "to_text"]
-
-_COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 
 @click.command("doctor", short_help="Say what this machine offers, and what is wrong.")
@@ -52,15 +49,15 @@ def command(as_json: bool, probe: bool) -> int:
     foreign = stranger(os.environ)
     world = World(nodes=((launched_rank(),),)) if foreign else _start_world()
     mine = collect(world, ringreduce.rank() if ringreduce.is_initialized() else launched_rank(), foreign)
-    ranks = _gather(ringreduce.world(), mine) if ringreduce.is_initialized() else [mine]
+    ranks = gather(ringreduce.world(), mine) if ringreduce.is_initialized() else [mine]
     found = examine(ranks)
     if probe and ringreduce.is_initialized():
         found["GPU"].append(_probe(ringreduce.world(), len(mine.gpu.devices)))
     if mine.rank or launched_rank():
         return 0  # rank 0 speaks for all, and must have spoken before a launcher hears of a failure
     # A launcher lends its ranks a terminal, wherever its own output goes: colours would be letters in a file.
-    paint = _paint if not mine.launcher[0] else _plain
-    click.echo(to_json(found, ranks) if as_json else to_text(found, paint), nl=False)
+    colours = False if mine.launcher[0] else None  # None: on terminals
+    click.echo(to_json(found, ranks) if as_json else to_text(found), nl=False, color=colours)
     return int(any(each.level == "problem" for row in found.values() for each in row))
 
 
@@ -79,9 +76,9 @@ def probe_ipc(messages: Messages, node: Node, waiter: Waiter, find_driver: Calla
         reason = said[0].split(": ", 1)[-1] if said else "no rank has a GPU to try it with"
         remedy = "Arrays on GPUs go through host memory: start containers with --ipc=host and --pid=host."
         return Finding("CUDA IPC", reason, "warning" if said else "ok", remedy if said else "")
-    ngpus = len(devices.launching)
+    gpus = plural(len(devices.launching), "GPU")
     devices.close(waiter)
-    return Finding("CUDA IPC", f"works between the ranks of a machine, on {plural(ngpus, 'GPU')} here")
+    return Finding("CUDA IPC", f"works between the ranks of a machine, on {gpus} here")
 
 
 def _probe(world: Communicator, gpus: int) -> Finding:
@@ -96,18 +93,10 @@ def _probe(world: Communicator, gpus: int) -> Finding:
     node = join(messages, waiter, world.config, host_name(), MemfdSegments, warn=False)
     local = world.hosts.local_rank(world.rank)
     finding = probe_ipc(messages, node, waiter, lambda: cuda_driver(local % gpus if gpus else None))
-    messages.exchange(b"")  # nobody lets go of the board while others still look at it
+    messages.exchange(b"")  # nobody closes the board while others still look at it
     node.arena.close()
     messages.close()
     return finding
-
-
-def _plain(text: str, level: str) -> str:
-    return text
-
-
-def _paint(text: str, level: str) -> str:
-    return click.style(text, fg=_COLOURS[level])
 
 
 def _start_world() -> World:
@@ -155,36 +144,23 @@ def _complaint(error: RingReduceError) -> str:
     return f"the ranks have different settings: {by_rank(own, len(own))}"
 
 
-def _gather(communicator: Communicator, facts: Facts) -> list[Facts]:
-    """Return the facts of all ranks. Collective."""
-    text = np.frombuffer(pickle.dumps(facts), np.uint8)
-    ends = np.cumsum(communicator.allgather(np.array([text.size])))
-    return [pickle.loads(part.tobytes()) for part in np.split(communicator.allgather(text), ends[:-1])]
-
-
-def to_text(found: Mapping[str, Sequence[Finding]], paint: Callable[[str, str], str]) -> str:
-    """Write the report: a line for each finding, and one more for each remedy.
+def to_text(found: Mapping[str, Sequence[Finding]]) -> str:
+    """Write the report, in colours: a line for each finding, and one more for each remedy.
 
     Args:
         found: section -> findings.
-        paint: gets a text and its level, and may colour it.
     """
     lines = [f"ringreduce {VERSION}"]
     width = max(len(each.topic) for row in found.values() for each in row)
     for section, row in found.items():
         lines += ["", section] if row else []
         for each in row:
-            lines.append(f"  {paint(f'{each.level:<7}', each.level)}  {each.topic:<{width}}  {each.value}")
+            level = click.style(f"{each.level:<7}", fg=LEVELS[each.level])
+            lines.append(f"  {level}  {each.topic:<{width}}  {each.value}")
             lines += [f"  {'':7}  {'':{width}}  -> {each.remedy}"] if each.remedy else []
-    counts = {level: sum(each.level == level for row in found.values() for each in row) for level in LEVELS}
-    return "\n".join([*lines, "", _verdict(counts["problem"], counts["warning"]), ""])
-
-
-def _verdict(problems: int, warned: int) -> str:
-    if not problems and not warned:
-        return "No problems."
-    parts = [(problems, "problem"), (warned, "warning")]
-    return ", ".join(plural(number, word) for number, word in parts if number) + "."
+    levels = [each.level for row in found.values() for each in row]
+    counts = [plural(levels.count(level), level) for level in ("problem", "warning") if level in levels]
+    return "\n".join([*lines, "", (", ".join(counts) or "No problems") + ".", ""])
 
 
 def to_json(found: Mapping[str, Sequence[Finding]], ranks: Sequence[Facts]) -> str:

@@ -23,16 +23,10 @@ __all__ = ["LIBRARIES", "ROOT_ALLOWED", "Facts", "Mpi", "World", "clash", "colle
 
 _CHILD_S = 30.0  # for what is looked at in a process of its own
 
-#: Whose the launchers are ("": anybody's), by the variable with the number of ranks.
-_LAUNCHERS = {each.size: (each.name, "") for each in LAUNCHERS} | {
-    "OMPI_COMM_WORLD_SIZE": ("mpirun of Open MPI", "Open MPI"),
-    "PMI_SIZE": ("mpiexec of MPICH or a relative", "MPICH"),
-    "MV2_COMM_WORLD_SIZE": ("mpirun of MVAPICH", "MPICH"),
-}
 #: What Open MPI's mpirun must find in the environment to start as root.
 ROOT_ALLOWED = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 _OTHER_VARIABLES = (
-    *_LAUNCHERS,
+    *(each.size for each in LAUNCHERS),
     *ROOT_ALLOWED,
     "CUDA_VISIBLE_DEVICES",
     "OMPI_MCA_mpi_ft_enable",
@@ -149,9 +143,9 @@ class Facts:
     @property
     def launcher(self) -> tuple[str, str, int]:
         """Return (what it is, whose it is, how many ranks it started); the first is empty without one."""
-        for variable, (name, family) in _LAUNCHERS.items():
-            if self.environ.get(variable, "").isdigit():
-                return name, family, int(self.environ[variable])
+        for each in LAUNCHERS:
+            if self.environ.get(each.size, "").isdigit():
+                return each.name, each.family, int(self.environ[each.size])
         return "", "", 1
 
 
@@ -216,12 +210,7 @@ def mpi_facts(environ: Mapping[str, str]) -> Mpi:
         from ringreduce.transport.cuda_awareness import cuda_awareness
     except (ImportError, OSError, RuntimeError) as error:
         return Mpi(problem=_first_line(error))
-    levels = {
-        MPI.THREAD_SINGLE: "single",
-        MPI.THREAD_FUNNELED: "funneled",
-        MPI.THREAD_SERIALIZED: "serialized",
-        MPI.THREAD_MULTIPLE: "multiple",
-    }
+    levels = {getattr(MPI, f"THREAD_{name.upper()}"): name for name in ("single", "funneled", "serialized", "multiple")}
     awareness = cuda_awareness(environ)
     return Mpi(
         library=" ".join(mpi.library().split()),

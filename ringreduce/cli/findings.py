@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,8 +15,8 @@ from ringreduce.transport.nccl import version_text
 
 __all__ = ["LEVELS", "Finding", "by_rank", "examine"]
 
-#: From good to bad: as it should be, slower or smaller than need be, wrong.
-LEVELS = ("ok", "warning", "problem")
+#: From good to bad: as it should be, slower or smaller than need be, wrong; and the colours in which they are shown.
+LEVELS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 _SMALL_SHM_NBYTES = 64 << 20  # what container engines give where nobody asks for more
 #: The warnings of `ringreduce.init` that are findings of their own, by how they begin.
@@ -47,7 +48,7 @@ def examine(ranks: Sequence[Facts]) -> dict[str, list[Finding]]:
     """Draw the conclusions.
 
     Args:
-        ranks: the facts of all ranks, by rank; of this one alone where they could not meet.
+        ranks: the facts of all ranks, by rank; of this one alone where they could not be gathered.
 
     Returns:
         Section -> findings.
@@ -63,7 +64,7 @@ def _each(check: Callable[[Facts], Finding | None]) -> _Check:
         found = [(facts.rank, finding) for facts in ranks if (finding := check(facts)) is not None]
         if not found:
             return None
-        worst = max((finding for _, finding in found), key=lambda finding: LEVELS.index(finding.level))
+        worst = max((finding for _, finding in found), key=lambda finding: [*LEVELS].index(finding.level))
         return replace(worst, value=by_rank({rank: finding.value for rank, finding in found}, len(ranks)))
 
     return check_all
@@ -175,11 +176,11 @@ def _faults(facts: Facts) -> Finding | None:
 
 
 def _cores(ranks: Sequence[Facts]) -> Finding:
-    rooms = [(node, _room(node)) for node in _nodes(ranks)]
-    texts = [f"{plural(len(node), 'rank')} on {plural(room, 'core')}" for node, room in rooms]
-    if len(rooms) > 1:
-        texts = [f"{node[0].host}: {text}" for (node, _), text in zip(rooms, texts, strict=True)]
-    crowded = [room for node, room in rooms if len(node) > room]
+    nodes = _nodes(ranks)
+    texts = [f"{plural(len(node), 'rank')} on {plural(_cores_of(node), 'core')}" for node in nodes]
+    if len(nodes) > 1:
+        texts = [f"{node[0].host}: {text}" for node, text in zip(nodes, texts, strict=True)]
+    crowded = [_cores_of(node) for node in nodes if len(node) > _cores_of(node)]
     if not crowded:
         return Finding("cores", "; ".join(texts))
     remedy = f"Ranks that share a core wait for each other's turn: start at most {max(1, int(min(crowded)))} there."
@@ -193,7 +194,7 @@ def _nodes(ranks: Sequence[Facts]) -> list[list[Facts]]:
     return [node for node in nodes if node] or [list(ranks)]
 
 
-def _room(node: Sequence[Facts]) -> float:
+def _cores_of(node: Sequence[Facts]) -> float:
     """Return how many cores the ranks of a machine have together."""
     cores = float(len({core for facts in node for core in facts.core_numbers}))
     return min([cores, *(facts.quota for facts in node if facts.quota)])
@@ -213,10 +214,10 @@ def _threads(ranks: Sequence[Facts]) -> Finding | None:
             text += f"; rank {facts.rank} is bound to {plural(cores, 'core')}"
             return Finding("threads", text, "warning", remedy)
     for node in _nodes(ranks):
-        number, room = sum(known.get(facts.rank, 0) for facts in node), _room(node)
-        if len(node) > 1 and number > max(room, len(node)):
-            remedy = f"export OMP_NUM_THREADS={max(1, int(room) // len(node))}: threads of other ranks take the cores."
-            return Finding("threads", f"{text}; {number} on {plural(room, 'core')}", "warning", remedy)
+        number, share = sum(known.get(facts.rank, 0) for facts in node), _cores_of(node)
+        if len(node) > 1 and number > max(share, len(node)):
+            remedy = f"export OMP_NUM_THREADS={max(1, int(share) // len(node))}: threads of other ranks take the cores."
+            return Finding("threads", f"{text}; {number} on {plural(share, 'core')}", "warning", remedy)
     return Finding("threads", text)
 
 
@@ -235,11 +236,9 @@ def _start(ranks: Sequence[Facts]) -> Finding | None:
 
 def _remarks(ranks: Sequence[Facts]) -> Finding | None:
     said = [text for text in ranks[0].world.said if not text.startswith(_KNOWN_WARNINGS)]
-    return (
-        Finding("start", "; ".join(said), "warning", "ringreduce.init() says this; the log has it too.")
-        if said
-        else None
-    )
+    if not said:
+        return None
+    return Finding("start", "; ".join(said), "warning", "ringreduce.init() says this; the log has it too.")
 
 
 def _node_map(ranks: Sequence[Facts]) -> Finding:
@@ -256,7 +255,6 @@ def _node_map(ranks: Sequence[Facts]) -> Finding:
 
 def _shared_memory(ranks: Sequence[Facts]) -> Finding | None:
     topic, world = "shared memory", ranks[0].world
-    way = "memfd, mapped through /proc/<pid>/fd"
     remedy = "All bytes go through MPI: let the ranks of a machine be of one user and see each other in /proc."
     if not world.shared:
         said = [text.split(": ", 1)[1] for text in world.said if text.startswith(_NO_MEMORY)]
@@ -268,7 +266,7 @@ def _shared_memory(ranks: Sequence[Facts]) -> Finding | None:
     broken = {facts.rank: facts.unshareable for facts in ranks if facts.unshareable}
     if broken and world.size == 1:
         return Finding(topic, f"none: {next(iter(broken.values()))}", "warning", remedy)
-    return Finding(topic, way)
+    return Finding(topic, "memfd, mapped through /proc/<pid>/fd")
 
 
 @_each
@@ -285,12 +283,12 @@ def _shm(facts: Facts) -> Finding | None:
 
 @_each
 def _variables(facts: Facts) -> Finding | None:
-    ours = {name: text for name, text in facts.environ.items() if name.startswith("RINGREDUCE_") and text}
-    theirs = {name: text for name, text in facts.environ.items() if name.startswith("HOROVOD_") and text}
-    if not ours and not theirs:
+    prefixes = ("RINGREDUCE_", "HOROVOD_")
+    given = {name: text for name, text in facts.environ.items() if name.startswith(prefixes) and text}
+    if not given:
         return Finding("settings", "no RINGREDUCE_* or HOROVOD_* variable is set")
-    text = ", ".join(f"{name}={text}" for name, text in sorted({**ours, **theirs}.items()))
-    unknown = ignored_variables({**ours, **theirs})
+    text = ", ".join(f"{name}={text}" for name, text in sorted(given.items()))
+    unknown = ignored_variables(given)
     if unknown:
         return Finding("settings", text, "warning", f"These mean nothing here: {', '.join(unknown)}.")
     return Finding("settings", text)
@@ -339,10 +337,7 @@ def _gpus(facts: Facts) -> Finding | None:
         hidden = "CUDA_VISIBLE_DEVICES" in facts.environ
         remedy = "CUDA_VISIBLE_DEVICES hides them." if hidden else "See whether nvidia-smi shows any."
         return Finding(topic, f"{gpu.packages[0]} sees none", "warning", remedy)
-    counts: dict[str, int] = {}
-    for each in gpu.devices:
-        kind = f"{each.name} ({each.nbytes / (1 << 30):.0f} GiB, sm_{each.capability})"
-        counts[kind] = counts.get(kind, 0) + 1
+    counts = Counter(f"{each.name} ({each.nbytes / (1 << 30):.0f} GiB, sm_{each.capability})" for each in gpu.devices)
     return Finding(topic, ", ".join(f"{number} x {kind}" for kind, number in counts.items()))
 
 

@@ -11,9 +11,8 @@ import io
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
-from ringreduce.cli.cases import COLLECTIVES, Collective, format_nbytes, plural
+from ringreduce.cli.cases import COLLECTIVES, format_nbytes, plural
 from ringreduce.cli.results import Machine, Report, Result, Row, Settings
 
 __all__ = ["WRITERS", "CsvWriter", "JsonWriter", "NcclWriter", "OsuWriter", "Writer", "to_json"]
@@ -24,31 +23,33 @@ _CSV_COLUMNS = (
 )
 
 
-class Writer(Protocol):
-    """One layout. Each method returns whole lines, each ended by a newline, or nothing."""
-
-    def __init__(self, settings: Settings) -> None: ...
-
-    def head(self, machine: Machine) -> str: ...
-
-    def row(self, row: Row) -> str: ...
-
-    def foot(self, report: Report) -> str: ...
-
-
 @dataclass(frozen=True, slots=True)
-class NcclWriter:
-    """The table of nccl-tests, then: algorithm, transport, share of the bound, speed-ups, spread of the iterations."""
+class Writer:
+    """One layout. Each method returns whole lines, each ended by a newline, or nothing."""
 
     settings: Settings
 
     def head(self, machine: Machine) -> str:
+        return ""
+
+    def row(self, row: Row) -> str:
+        return ""
+
+    def foot(self, report: Report) -> str:
+        return ""
+
+
+class NcclWriter(Writer):
+    """The table of nccl-tests, then: algorithm, transport, share of the bound, speed-ups, spread of the iterations."""
+
+    def head(self, machine: Machine) -> str:
         settings, collective = self.settings, COLLECTIVES[self.settings.collective]
+        step = f"{settings.step_nbytes}(bytes)" if settings.step_nbytes else f"{settings.step_factor}(factor)"
         lines = [
             f"ringreduce version {machine.versions['ringreduce']}, layout of nccl-tests",
             f"Collective test starting: {collective.nccl_name}",
             f"nRanks {machine.nranks} minBytes {settings.min_nbytes} maxBytes {settings.max_nbytes} "
-            f"step: {_step(settings)} warmup iters: {_or_auto(settings.warmup)} iters: {_or_auto(settings.iterations)} "
+            f"step: {step} warmup iters: {_or_auto(settings.warmup)} iters: {_or_auto(settings.iterations)} "
             f"agg iters: 1 validation: {settings.check}",
             f"{machine.placement}, {plural(machine.cores, 'core')}, {machine.cpu}; {machine.mpi_library or 'no MPI'}",
             f"{settings.buffers} buffers; time: median over the iterations of the slowest rank's time",
@@ -118,21 +119,19 @@ class NcclWriter:
         return zip(self._extra_heads(), texts, strict=True)
 
 
-@dataclass(frozen=True, slots=True)
-class OsuWriter:
+class OsuWriter(Writer):
     """Size and latency as the OSU micro-benchmarks print them; in place where the collective can."""
-
-    settings: Settings
 
     def head(self, machine: Machine) -> str:
         collective = COLLECTIVES[self.settings.collective]
+        where = "in place" if collective.in_place else "out of place"
         columns = f"{'# Size':<10}{'Avg Latency(us)':>18}"
         if self.settings.per_iteration:
             columns += f"{'Min Latency(us)':>18}{'Max Latency(us)':>18}{'Iterations':>12}"
             columns += "".join(f"{f'P{p} Tail Lat(us)':>20}" for p in (50, 90, 99))
         return (
             f"# OSU MPI {collective.osu_name} Latency Test layout, ringreduce {machine.versions['ringreduce']}\n"
-            f"# {_where(collective)}; Avg: mean over the iterations of the slowest rank's time\n"
+            f"# {where}; Avg: mean over the iterations of the slowest rank's time\n"
             f"# Datatype: {', '.join(self.settings.types)}.\n" + columns + "\n"
         )
 
@@ -148,45 +147,32 @@ class OsuWriter:
         return f"# Wrong elements: {report.nwrong}\n" if report.nwrong else ""
 
 
-@dataclass(frozen=True, slots=True)
-class CsvWriter:
+class CsvWriter(Writer):
     """The entries of the JSON report as flat columns, one line per result."""
 
-    settings: Settings
-
     def head(self, machine: Machine) -> str:
-        return _CSV_COLUMNS + "".join(f",{peer}_median_us,{peer}_speedup" for peer in self.settings.peers) + "\n"
+        return ",".join(self._columns()) + "\n"
 
     def row(self, row: Row) -> str:
-        return "".join(_csv_line(self._fields(result)) for result in row.results)
+        text = io.StringIO()
+        writer = csv.DictWriter(text, self._columns(), extrasaction="ignore", lineterminator="\n")
+        for result in row.results:
+            entry = result.as_dict()
+            entry |= {f"time_us_{name}": us for name, us in entry["time_us"].items()}
+            for peer, times in entry["vs"].items():
+                entry |= {f"{peer}_{name}": value for name, value in (times or {}).items()}
+            writer.writerow(entry)
+        return text.getvalue()
 
-    def foot(self, report: Report) -> str:
-        return ""
-
-    def _fields(self, result: Result) -> list[object]:
-        entry = result.as_dict()
-        peers, times = entry.pop("vs"), entry.pop("time_us")
-        names = list(entry)
-        place = names.index("iterations") + 1
-        fields = [entry[name] for name in names[:place]] + [times["min"], times["median"], times["p95"]]
-        fields += [entry[name] for name in names[place:]]
-        for peer in self.settings.peers:
-            time = peers.get(peer) or {}
-            fields += [time.get("median_us"), time.get("speedup")]
-        return fields
+    def _columns(self) -> list[str]:
+        return [
+            *_CSV_COLUMNS.split(","),
+            *(f"{peer}_{name}" for peer in self.settings.peers for name in ("median_us", "speedup")),
+        ]
 
 
-@dataclass(frozen=True, slots=True)
-class JsonWriter:
+class JsonWriter(Writer):
     """The whole report at the end, nothing before."""
-
-    settings: Settings
-
-    def head(self, machine: Machine) -> str:
-        return ""
-
-    def row(self, row: Row) -> str:
-        return ""
 
     def foot(self, report: Report) -> str:
         return to_json(report)
@@ -213,25 +199,9 @@ def _time(us: float) -> str:
     return f"{us:.2f}" if us < 100 else f"{us:.1f}" if us < 10_000 else f"{us:.0f}"
 
 
-def _step(settings: Settings) -> str:
-    if settings.step_nbytes is not None:
-        return f"{settings.step_nbytes}(bytes)"
-    return f"{settings.step_factor}(factor)"
-
-
 def _or_auto(value: int | None) -> str:
     return "auto" if value is None else str(value)
 
 
 def _or_na(value: float | None, form: str) -> str:
     return "N/A" if value is None else form.format(value)
-
-
-def _where(collective: Collective) -> str:
-    return "in place" if collective.in_place else "out of place"
-
-
-def _csv_line(fields: Iterable[object]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerow(fields)
-    return text.getvalue()

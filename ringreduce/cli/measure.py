@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.reduce_ops import MAX, ReduceOp
+from ringreduce.communicator import Communicator
+from ringreduce.reduce_ops import MAX
 
 __all__ = [
     "Clock",
     "Contender",
     "Stopwatch",
     "Summary",
-    "Synchroniser",
     "bound_contenders",
     "iterations_for",
     "time_in_turn",
@@ -31,14 +30,6 @@ __all__ = [
 Array = npt.NDArray[Any]
 
 _BOUND_BLOCK = 1 << 15  # elements of float32: two blocks of 128 KiB stay in a core's second-level cache
-
-
-class Synchroniser(Protocol):
-    """What timing needs of a communicator."""
-
-    def barrier(self) -> None: ...
-
-    def allreduce(self, array: Array, op: ReduceOp = ..., *, out: Array | None = None) -> Array: ...
 
 
 class Stopwatch(Protocol):
@@ -59,7 +50,7 @@ class Clock:
         now: returns seconds since some time or other.
     """
 
-    now: Callable[[], float]
+    now: Callable[[], float] = time.perf_counter
 
     def ready(self) -> None:
         pass
@@ -105,18 +96,8 @@ class Summary:
     def of_seconds(cls, seconds: Array) -> Summary:
         """Summarise a vector of at least one time in seconds."""
         us = np.asarray(seconds, np.float64) * 1e6
-        p90, p95, p99 = (float(value) for value in np.percentile(us, [90, 95, 99]))
-        return cls(
-            iterations=us.size,
-            minimum=float(us.min()),
-            median=float(np.median(us)),
-            mean=float(us.mean()),
-            p90=p90,
-            p95=p95,
-            p99=p99,
-            maximum=float(us.max()),
-            deviation=float(us.std()),
-        )
+        low, median, p90, p95, p99, high = np.percentile(us, [0, 50, 90, 95, 99, 100]).tolist()
+        return cls(us.size, low, median, float(us.mean()), p90, p95, p99, high, float(us.std()))
 
     @property
     def variation(self) -> float:
@@ -140,18 +121,17 @@ def turn_for(iterations: int) -> int:
 
 
 def time_in_turn(
-    world: Synchroniser,
+    world: Communicator,
     contenders: Sequence[Contender],
     iterations: int,
     warmup: int,
-    clock: Callable[[], float] = time.perf_counter,
-    watch: Stopwatch | None = None,
+    watch: Stopwatch = Clock(),
 ) -> list[Array]:
-    """Time the contenders in short turns, one after the other, so that noise of the machine meets all of them.
+    """Time the contenders in short turns, one after the other, so that noise of the machine touches all of them.
 
     A turn begins with two calls that are not timed: they bring back what the others drove out of the caches, as if each
     ran alone. A barrier goes before each call, the clock runs around it, and the slowest rank's time counts. Calls that
-    return before they are done take a ``watch`` that knows when they are.
+    return before they are done take a ``watch`` that knows when they are. The garbage collector rests, as in `timeit`.
 
     Returns:
         For each contender its ``iterations`` times in seconds, the same on every rank.
@@ -159,10 +139,11 @@ def time_in_turn(
     for contender in contenders:
         for _ in range(warmup):
             contender.call()
-    watch = Clock(clock) if watch is None else watch
     times = np.empty((len(contenders), iterations))
     turn = turn_for(iterations)
-    with _no_garbage_collection():
+    collects = gc.isenabled()
+    gc.disable()
+    try:
         for first in range(0, iterations, turn):
             for row, contender in zip(times, contenders, strict=True):
                 contender.call()
@@ -171,14 +152,17 @@ def time_in_turn(
                     watch.ready()
                     world.barrier()
                     row[iteration] = watch.time(contender.call)
+    finally:
+        if collects:
+            gc.enable()
     return list(world.allreduce(times, MAX))
 
 
 def bound_contenders(memory: Array) -> list[Contender]:
-    """Return ways to read and write every byte of ``memory`` once in place: the least that an allreduce must do.
+    """Return how to read and write every byte of ``memory`` once in place: the least that an allreduce must do.
 
     Each of n bytes that a rank contributes has to be read, and each of n bytes of its result written, from and to
-    memory that nobody else can supply; in place, no line is fetched twice. Which of the ways is the fastest depends on
+    memory that nobody else can supply; in place, no line is fetched twice. Which of them is the fastest depends on
     the machine, and the fastest is the bound.
 
     Args:
@@ -187,28 +171,13 @@ def bound_contenders(memory: Array) -> list[Contender]:
     words = memory[: memory.size // 4 * 4].view(np.float32)
     blocks = [words[start : start + _BOUND_BLOCK] for start in range(0, words.size, _BOUND_BLOCK)]
 
-    def negate_whole() -> Array:
-        return np.negative(words, out=words)
-
     def negate_blocks() -> Array:
         for block in blocks:
             np.negative(block, out=block)
         return words
 
-    def add_whole() -> Array:
-        return np.add(words, 1, out=words)
-
-    ways = {"negate": negate_whole, "negate by blocks": negate_blocks, "add": add_whole}
-    return [Contender(name, words, call) for name, call in ways.items()]
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Keep the collector from running inside somebody's time, as `timeit` does."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+    return [
+        Contender("negate", words, lambda: np.negative(words, out=words)),
+        Contender("negate by blocks", words, negate_blocks),
+        Contender("add", words, lambda: np.add(words, 1, out=words)),
+    ]

@@ -28,7 +28,7 @@ class Ours:
         Args:
             world: the ranks.
             largest_nbytes: the size of the largest case.
-            place: where they lie.
+            place: where they are.
             shared: take communication buffers, which peers of the node can reach, instead of private arrays.
         """
         self._world = world
@@ -38,48 +38,29 @@ class Ours:
 
     def out_of_place(self, case: Case, algorithm: str | None) -> Contender:
         """Prepare a case whose input survives; allgather and alltoall allocate their result, as they always do."""
-        world, source = self._world, _typed(self._input, case, case.input_count)
-        out, op, root = _typed(self._output, case, case.output_count), case.op, case.root
-
-        def allreduce() -> Array:
-            result: Array = world.allreduce(source, op, out=out, algorithm=algorithm)
-            return result
-
-        def reduce_scatter() -> Array:
-            result: Array = world.reduce_scatter(source, op, out=out, algorithm=algorithm)
-            return result
-
-        def allgather() -> Array:
-            result: Array = world.allgather(source, algorithm=algorithm)
-            return result
-
-        def broadcast() -> Array:
-            result: Array = world.broadcast(source, root, out=out, algorithm=algorithm)
-            return result
-
-        def alltoall() -> Array:
-            result: Array = world.alltoall(source, algorithm=algorithm)
-            return result
-
-        calls = {each.__name__: each for each in (allreduce, reduce_scatter, allgather, broadcast, alltoall)}
-        name = case.collective.name
-        return Contender("ringreduce", source, calls[name], None if name in ("allgather", "alltoall") else out)
+        source = _typed(self._input, case, case.input_count)
+        allocates = case.collective.name in ("allgather", "alltoall")
+        out = None if allocates else _typed(self._output, case, case.output_count)
+        return self._contender(case, algorithm, source, out, out)
 
     def in_place(self, case: Case, algorithm: str | None) -> Contender:
         """Prepare an allreduce or a broadcast whose result overwrites the input."""
-        world, array = self._world, _typed(self._input, case, case.input_count)
-        op, root = case.op, case.root
+        array = _typed(self._input, case, case.input_count)
+        return self._contender(case, algorithm, array, array, None)
 
-        def allreduce() -> Array:
-            result: Array = world.allreduce(array, op, out=array, algorithm=algorithm)
+    def _contender(self, case: Case, algorithm: str | None, source: Array, out: Any, poisoned: Any) -> Contender:
+        name = case.collective.name
+        collective, argument = getattr(self._world, name), case.root if name == "broadcast" else case.op
+
+        def call() -> Array:
+            result: Array = collective(source, argument, out=out, algorithm=algorithm)
             return result
 
-        def broadcast() -> Array:
-            result: Array = world.broadcast(array, root, out=array, algorithm=algorithm)
+        def allocating_call() -> Array:
+            result: Array = collective(source, algorithm=algorithm)
             return result
 
-        calls = {each.__name__: each for each in (allreduce, broadcast)}
-        return Contender("ringreduce", array, calls[case.collective.name])
+        return Contender("ringreduce", source, allocating_call if out is None else call, poisoned)
 
 
 def _typed(memory: Array, case: Case, count: int) -> Array:

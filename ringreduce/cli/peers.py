@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -22,23 +22,13 @@ import numpy.typing as npt
 from ringreduce.buffers import DType
 from ringreduce.cli.cases import TYPES, Case, plural
 from ringreduce.cli.measure import Contender
-from ringreduce.cli.places import OnDevice
+from ringreduce.cli.places import OnDevice, Place
 from ringreduce.communicator import Communicator
 from ringreduce.errors import ConfigError, TransportError
 from ringreduce.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
+from ringreduce.training.objects import gather
 
-__all__ = [
-    "DEVICE_PEERS",
-    "PEERS",
-    "GlooOnDevice",
-    "GlooPeer",
-    "MpiPeer",
-    "Peer",
-    "StagedMpi",
-    "gloo_process_group",
-    "mpi_library",
-    "open_peers",
-]
+__all__ = ["PEERS", "GlooPeer", "MpiPeer", "Peer", "StagedMpi", "gloo_process_group", "mpi_library"]
 
 Array = npt.NDArray[Any]
 
@@ -79,7 +69,15 @@ class MpiPeer:
         result = source if case.collective.in_place else np.empty(case.output_count, case.dtype)
         if case.collective.name == "allgather":  # the own part stands where it belongs: nothing to copy
             source = result[self._comm.rank * case.count :][: case.count]
-        return Contender("mpi", source, self._call(case, source, result))
+        comm, in_place, op = self._comm, self._mpi.IN_PLACE, self._ops[case.op]
+        calls: dict[str, tuple[Any, ...]] = {
+            "allreduce": (comm.Allreduce, in_place, result, op),
+            "reduce_scatter": (comm.Reduce_scatter_block, source, result, op),
+            "allgather": (comm.Allgather, in_place, result),
+            "broadcast": (comm.Bcast, result, case.root),
+            "alltoall": (comm.Alltoall, source, result),
+        }
+        return Contender("mpi", source, _giving(result, *calls[case.collective.name]))
 
     def close(self) -> None:
         self._comm.Free()
@@ -95,109 +93,66 @@ class MpiPeer:
             return not case.collective.reduces
         return True
 
-    def _call(self, case: Case, source: Array, result: Array) -> Callable[[], Array]:
-        comm, in_place, root = self._comm, self._mpi.IN_PLACE, case.root
-        op = self._ops[case.op]
-
-        def allreduce() -> Array:
-            comm.Allreduce(in_place, result, op)
-            return result
-
-        def reduce_scatter() -> Array:
-            comm.Reduce_scatter_block(source, result, op)
-            return result
-
-        def allgather() -> Array:
-            comm.Allgather(in_place, result)
-            return result
-
-        def broadcast() -> Array:
-            comm.Bcast(result, root)
-            return result
-
-        def alltoall() -> Array:
-            comm.Alltoall(source, result)
-            return result
-
-        calls = {each.__name__: each for each in (allreduce, reduce_scatter, allgather, broadcast, alltoall)}
-        return calls[case.collective.name]
-
 
 class GlooPeer:
-    """torch.distributed over Gloo."""
+    """torch.distributed over Gloo; CUDA tensors it takes through host memory itself."""
 
     _TYPES = frozenset({"float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64"})
 
-    def __init__(self, world: Communicator) -> None:
+    def __init__(self, world: Communicator, place: Place) -> None:
         """Form a process group of all ranks; collective.
 
         Raises:
             ConfigError: torch is missing, or the ranks are on several machines.
         """
+        self._place = place
         self._open = contextlib.ExitStack()
         self._open.enter_context(gloo_process_group(world))
 
     def contender(self, case: Case) -> Contender | None:
-        row = TYPES[case.type_name]
-        if not self.offers(case):
-            return None
-        source = np.empty(case.input_count, case.dtype)
-        result = source if case.collective.in_place else np.empty(case.output_count, case.dtype)
-        call = self.calls(case, _tensor(source, row), _tensor(result, row))
-
-        def run() -> Array:
-            call()
-            return result
-
-        return Contender("gloo", source, run)
-
-    def offers(self, case: Case) -> bool:
-        """Return whether torch has such a collective."""
-        return TYPES[case.type_name].name in self._TYPES and not (case.op_name and case.op is AVERAGE)
-
-    def close(self) -> None:
-        self._open.close()
-
-    @staticmethod
-    def calls(case: Case, given: Any, got: Any) -> Callable[[], object]:
-        """Return what does a case on two tensors."""
+        """Prepare one case; None also where Gloo refuses tensors on a GPU, as for some collectives."""
         import torch.distributed as dist
 
+        row = TYPES[case.type_name]
+        if row.name not in self._TYPES or (case.op_name and case.op is AVERAGE):
+            return None
+        source = self._place.new(case.input_count, case.dtype)
+        result = source if case.collective.in_place else self._place.new(case.output_count, case.dtype)
+        given, got = _tensor(source, row), _tensor(result, row)
         ops: dict[ReduceOp, Any] = {
             SUM: dist.ReduceOp.SUM,
             PRODUCT: dist.ReduceOp.PRODUCT,
             MIN: dist.ReduceOp.MIN,
             MAX: dist.ReduceOp.MAX,
         }
+        op = ops[case.op]  # without meaning where nothing is reduced
         # torch renamed these two; the old names warn.
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        # Where nothing is reduced, the operation has no meaning.
-        op, root = ops[case.op], case.root
+        gather_all = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        calls: dict[str, tuple[Any, ...]] = {
+            "allreduce": (dist.all_reduce, got, op),
+            "reduce_scatter": (scatter, got, given, op),
+            "allgather": (gather_all, got, given),
+            "broadcast": (dist.broadcast, got, case.root),
+            "alltoall": (dist.all_to_all_single, got, given),
+        }
+        call = _giving(result, *calls[case.collective.name])
+        if isinstance(self._place, OnDevice):
+            try:
+                call()
+                self._place.watch.ready()
+            except (RuntimeError, ValueError, NotImplementedError):  # torch's, on all ranks, before anything is sent
+                return None
+        return Contender("gloo", source, call)
 
-        def allreduce() -> object:
-            return dist.all_reduce(got, op)
-
-        def reduce_scatter() -> object:
-            return scatter(got, given, op)
-
-        def allgather() -> object:
-            return gather(got, given)
-
-        def broadcast() -> object:
-            return dist.broadcast(got, root)
-
-        def alltoall() -> object:
-            return dist.all_to_all_single(got, given)
-
-        calls = {each.__name__: each for each in (allreduce, reduce_scatter, allgather, broadcast, alltoall)}
-        return calls[case.collective.name]
+    def close(self) -> None:
+        self._open.close()
 
 
 class StagedMpi:
     """MPI on arrays of a GPU, as one does it by hand: down into pinned host memory, the collective, up again."""
 
-    def __init__(self, place: OnDevice, world: Communicator) -> None:
+    def __init__(self, world: Communicator, place: OnDevice) -> None:
         """Do what `MpiPeer` does; collective."""
         self._place = place
         self._mpi = MpiPeer(world)
@@ -210,7 +165,7 @@ class StagedMpi:
             return None
         place, source = self._place, self._place.new(case.input_count, case.dtype)
         result = source if case.collective.in_place else place.new(case.output_count, case.dtype)
-        for array in (inner.source, *([] if case.collective.in_place else [_whole(inner.call())])):
+        for array in (inner.source, inner.call()):
             self._pin(_whole(array))
 
         def call() -> Any:
@@ -239,56 +194,13 @@ class StagedMpi:
             self._place.driver.unregister(self._pinned.pop().ctypes.data)
 
 
-class GlooOnDevice:
-    """torch.distributed over Gloo on CUDA tensors, which it takes through host memory itself."""
-
-    def __init__(self, place: OnDevice, world: Communicator) -> None:
-        """Do what `GlooPeer` does; collective."""
-        self._place = place
-        self._gloo = GlooPeer(world)
-
-    def contender(self, case: Case) -> Contender | None:
-        """Prepare one case; None also where Gloo refuses tensors on a GPU, as for some collectives."""
-        row = TYPES[case.type_name]
-        if not self._gloo.offers(case):
-            return None
-        source = self._place.new(case.input_count, case.dtype)
-        result = source if case.collective.in_place else self._place.new(case.output_count, case.dtype)
-        call = self._gloo.calls(case, _on_device(source, row), _on_device(result, row))
-        try:
-            call()
-            self._place.watch.ready()
-        except (RuntimeError, ValueError, NotImplementedError):  # torch's, on all ranks, before anything is sent
-            return None
-
-        def run() -> Any:
-            call()
-            return result
-
-        return Contender("gloo", source, run)
-
-    def close(self) -> None:
-        self._gloo.close()
+def mpi_peer(world: Communicator, place: Place) -> Peer:
+    """Make the peer that uses MPI on arrays of this place; collective."""
+    return StagedMpi(world, place) if isinstance(place, OnDevice) else MpiPeer(world)
 
 
-#: Name for ``--vs`` -> library.
-PEERS: dict[str, Callable[[Communicator], Peer]] = {"mpi": MpiPeer, "gloo": GlooPeer}
-
-#: The same for arrays on a GPU.
-DEVICE_PEERS: dict[str, Callable[[OnDevice, Communicator], Peer]] = {"mpi": StagedMpi, "gloo": GlooOnDevice}
-
-
-@contextlib.contextmanager
-def open_peers(
-    names: tuple[str, ...], world: Communicator, makers: Mapping[str, Callable[[Communicator], Peer]] = PEERS
-) -> Iterator[dict[str, Peer]]:
-    """Open the named peers and close them at the end; collective."""
-    with contextlib.ExitStack() as stack:
-        opened = {}
-        for name in names:
-            opened[name] = makers[name](world)
-            stack.callback(opened[name].close)
-        yield opened
+#: Name for ``--vs`` -> what makes it of the ranks and the place of the arrays; collective.
+PEERS: dict[str, Callable[[Communicator, Place], Peer]] = {"mpi": mpi_peer, "gloo": GlooPeer}
 
 
 @contextlib.contextmanager
@@ -310,7 +222,7 @@ def gloo_process_group(world: Communicator) -> Iterator[None]:
     if world.hosts.single_node:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.size))
-    folder = _agree_on_folder(world)
+    folder = gather(world, tempfile.mkdtemp(prefix="ringreduce-gloo-") if world.rank == 0 else None)[0]
     try:
         if not world.allreduce(np.array([os.path.isdir(folder)]), MIN)[0]:
             raise ConfigError("Gloo's ranks meet through a file: TMPDIR has to be a folder that all machines see")
@@ -338,34 +250,26 @@ def mpi_library() -> str | None:
     return library()
 
 
-def _agree_on_folder(world: Communicator) -> str:
-    """Make a private temporary directory on rank 0 and tell everyone its path."""
-    message = np.zeros(4096, np.uint8)
-    if world.rank == 0:
-        path = os.fsencode(tempfile.mkdtemp(prefix="ringreduce-gloo-"))
-        message[: len(path)] = np.frombuffer(path, np.uint8)
-    world.broadcast(message, 0, out=message)
-    return os.fsdecode(message.tobytes().rstrip(b"\0"))
-
-
 def _whole(array: Array) -> Array:
     """Return the array that this is a view of."""
     return array if array.base is None else array.base
 
 
-def _on_device(array: Any, row: DType) -> Any:
-    """View an array on a GPU as a torch tensor; bfloat16 by its bits."""
+def _giving(result: Any, call: Callable[..., object], *arguments: Any) -> Callable[[], Any]:
+    """Let a call return its result."""
+
+    def run() -> Any:
+        call(*arguments)
+        return result
+
+    return run
+
+
+def _tensor(array: Any, row: DType) -> Any:
+    """View an array, wherever it is, as a torch tensor; bfloat16, which torch does not read from NumPy, by its bits."""
     import torch
 
+    device = "cpu" if isinstance(array, np.ndarray) else "cuda"
     if row.name == "bfloat16":
-        return torch.as_tensor(array.view(np.int16), device="cuda").view(torch.bfloat16)
-    return torch.as_tensor(array, device="cuda")
-
-
-def _tensor(array: Array, row: DType) -> Any:
-    """View an array as a torch tensor; bfloat16, which torch does not read from NumPy, by its bits."""
-    import torch
-
-    if row.name == "bfloat16":
-        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
+        return torch.as_tensor(array.view(np.int16), device=device).view(torch.bfloat16)
+    return torch.as_tensor(array, device=device)

@@ -7,12 +7,12 @@ the others.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 import ringreduce
-from ringreduce.algorithms import Collective
-from ringreduce.autotune import Candidate, Model, Row, Sample, Table, distinct, fit, format_seconds
+from ringreduce.algorithms import Collective, Step, schedule_for
+from ringreduce.autotune import Candidate, Model, Row, Sample, Table, fit, format_seconds
 from ringreduce.cli.bystanders import Bystanders, Found, Usage
 from ringreduce.cli.bystanders import usage as usage_now
 from ringreduce.cli.cases import format_nbytes
@@ -32,9 +32,11 @@ from ringreduce.errors import ConfigError
 from ringreduce.paths import VENDOR, Call
 from ringreduce.reduce_ops import SUM
 from ringreduce.selection import choose
+from ringreduce.topology import Topology
+from ringreduce.training.objects import gather
 from ringreduce.worlds import tuning_key
 
-__all__ = ["SIZES", "Measure", "calls_of", "command", "tune"]
+__all__ = ["SIZES", "Measure", "calls_of", "command", "distinct", "tune"]
 
 Array = npt.NDArray[Any]
 
@@ -55,6 +57,7 @@ _KINDS = 2  # of buffers, of which each call takes one after the other
 _FIT_SHARE = 1 / 4  # of the time: the most that fitting the model may take
 _COMPLETE_SHARE = 1 / 10  # kept for measuring winners beside their sizes
 _SEEN_S = 1.0  # from which on a look at other processes says something
+_RANKS_WALKED = 32  # whose schedules are compared to find out whether two algorithms do the same
 _CONTENDING = 2.0  # an algorithm is measured if it should take at most so many times as long as the fastest
 
 
@@ -181,12 +184,8 @@ class _Tuning:
             self._emit(text)
 
     def agree(self, decide: Callable[..., Any], *arguments: Any) -> Any:
-        """Return on every rank what rank 0 decides, as it comes out of JSON. Collective."""
-        communicator = self._communicator
-        text = json.dumps(decide(*arguments)).encode() if communicator.rank == 0 else b""
-        length = int(communicator.broadcast(np.array([len(text)]))[0])
-        message = np.frombuffer(text.ljust(length), np.uint8)
-        return json.loads(communicator.broadcast(message).tobytes())
+        """Return on every rank what rank 0 decides. Collective."""
+        return gather(self._communicator, decide(*arguments) if self._communicator.rank == 0 else None)[0]
 
     def fit(self) -> None:
         """Fit the model to a few calls of all algorithms at the smallest size, a middle one and a large one."""
@@ -222,12 +221,9 @@ class _Tuning:
 
     def table(self, busy_cores: float) -> Table:
         """Return what was found."""
-        key = tuning_key(self._communicator)
-        rows = [
-            Row(nbytes, tuple(map(Candidate.of_times, found.keys(), found.values())))
-            for nbytes, found in self._times.items()
-        ]
-        return Table.from_json(self.agree(Table(key, self._model, tuple(rows), busy_cores).to_json))
+        rows = (Row(nbytes, tuple(starmap(Candidate.of_times, times.items()))) for nbytes, times in self._times.items())
+        table: Table = self.agree(Table, tuning_key(self._communicator), self._model, tuple(rows), busy_cores)
+        return table
 
     def _probe(self, nbytes: int) -> None:
         self._time(self._probes, nbytes, self._names, _PROBES)
@@ -303,8 +299,29 @@ class _Tuning:
         measured = [*self._probes.items(), *self._times.items()]
         known = {size: statistics.median(found[name]) for size, found in measured if name in found}
         nearest = min(known, key=lambda size: abs(math.log(size / nbytes)))
-        here, there = (self._model.predict(name, size, self._communicator.topology) for size in (nbytes, nearest))
-        return known[nearest] * here / there if here > 0 and there > 0 else known[nearest]
+        return self._model.scale(name, known[nearest], nearest, nbytes, self._communicator.topology)
+
+
+def distinct(names: Iterable[str], topology: Topology) -> list[str]:
+    """Return the allreduce algorithms without those that do there what an earlier one does.
+
+    Hierarchical is the two-shot on one node and the ring where every rank has a node of its own.
+    """
+    kept: dict[object, str] = {}
+    for name in names:
+        kept.setdefault(name if name == VENDOR else _essence(name, topology), name)
+    return list(kept.values())
+
+
+def _essence(algorithm: str, topology: Topology) -> object:
+    """Return something that two algorithms have in common only if their first ranks do the same."""
+    essence = []
+    for rank in range(min(topology.size, _RANKS_WALKED)):
+        schedule = schedule_for(Collective.ALLREDUCE, algorithm, rank, topology)
+        # Loads come before stores, whether that is one step or two.
+        parts = [part for step in schedule.steps for part in (replace(step, stores=()), Step(stores=step.stores))]
+        essence.append((schedule.nblocks, *(part for part in parts if part != Step())))
+    return tuple(essence)
 
 
 def _calls(iterations: int) -> int:
@@ -372,9 +389,7 @@ def _summary(table: Table, rules: Mapping[int, str]) -> str:
     show_default="where later runs look: $RINGREDUCE_TUNING, or the user's caches",
     help="Where the table goes.",
 )
-@click.option(
-    "--budget", type=click.FloatRange(1), default=60.0, show_default=True, help="Seconds that it may take, about."
-)
+@click.option("--budget", type=click.FloatRange(1), default=60.0, help="Seconds that it may take, about.")
 @click.option(
     "--even-if-busy", is_flag=True, help="Write the table although other processes took time meanwhile; it says so."
 )

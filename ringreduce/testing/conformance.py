@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -119,25 +118,20 @@ def check_collectives(communicator: Communicator, *, algorithms: bool = True) ->
         communicator: what to check.
         algorithms: whether to go through all algorithms as well as the automatic choice.
     """
-    names = [None, *communicator.algorithms()] if algorithms else [None]
-    for name in names:
-        for count in _counts(communicator.size):
-            _check_allreduce(communicator, count, name)
+    checks = {
+        "allreduce": (_check_allreduce, _counts(communicator.size)),
+        "reduce_scatter": (_check_reduce_scatter, _counts(communicator.size)),
+        "allgather": (_check_allgather, [0, 1, 5, 5000]),
+        "broadcast": (_check_broadcast, _counts(communicator.size)),
+        "alltoall": (_check_alltoall, [0, 1, 3, 4001]),
+    }
+    for collective, (check, counts) in checks.items():
+        for name in [None, *communicator.algorithms(collective)] if algorithms else [None]:
+            for count in counts:
+                check(communicator, count, name)
     for dtype in DTYPES:
         for op in ReduceOp:
             _check_dtype(communicator, dtype, op)
-    for name in [None, *communicator.algorithms("reduce_scatter")] if algorithms else [None]:
-        for rows in _counts(communicator.size):
-            _check_reduce_scatter(communicator, rows, name)
-    for name in [None, *communicator.algorithms("allgather")] if algorithms else [None]:
-        for rows in (0, 1, 5, 5000):
-            _check_allgather(communicator, rows, name)
-    for name in [None, *communicator.algorithms("broadcast")] if algorithms else [None]:
-        for count in _counts(communicator.size):
-            _check_broadcast(communicator, count, name)
-    for name in [None, *communicator.algorithms("alltoall")] if algorithms else [None]:
-        for rows in (0, 1, 3, 4001):
-            _check_alltoall(communicator, rows, name)
     communicator.barrier()
 
 
@@ -212,10 +206,9 @@ class _Watch(Instrument):
         assert set(self.steps[:1]) <= first[choice.path], (choice, self.steps)
 
 
-def _counts(size: int) -> Iterator[int]:
-    """Yield counts around the number of ranks, a prime, and one that takes several pieces and segments."""
-    yield from sorted({0, 1, size - 1, size, size + 1, 97, 4099})
-    yield 300_007
+def _counts(size: int) -> list[int]:
+    """Return counts around the number of ranks, a prime, and one that takes several pieces and segments."""
+    return sorted({0, 1, size - 1, size, size + 1, 97, 4099, 300_007})
 
 
 def _inputs(communicator: Communicator, shape: int | tuple[int, ...], dtype: str, salt: int = 0) -> list[Array]:

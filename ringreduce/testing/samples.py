@@ -26,7 +26,7 @@ def sample(rank: int, shape: int | tuple[int, ...], dtype: str, salt: int = 0) -
     if row.kind == "bool":
         flags: Array = mixed % 3 == 0
         return flags
-    if row.kind not in ("uint",):
+    if row.kind != "uint":
         mixed = mixed - 3
     values = mixed + 1j * ((mixed + rank) % 3) if row.kind == "complex" else mixed
     return _as_dtype(values, row)

@@ -6,7 +6,7 @@ All functions are collective and take what makes a `Trainee` of the binding.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -45,31 +45,24 @@ class Trainee(Protocol):
 
     def weights(self) -> Sequence[_Floats]:
         """Return the weights, as NumPy arrays, in the order of the names."""
-        ...
 
     def backward(self, x: _Floats, y: _Floats, *, extra: bool = True) -> None:
         """Add the gradient of half the mean, over the rows, of the summed squared error; ``extra`` may be left out."""
-        ...
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
-        ...
 
     def step(self) -> None:
         """Reduce the gradients, and step."""
-        ...
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Return a context in which passes only add up gradients."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the optimizer keeps."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
-        ...
 
 
 #: Makes a `Trainee` of weights by name, with options as users of the binding give them.
@@ -116,14 +109,24 @@ def _assert_near(trainee: Trainee, expected: _OneProcess) -> None:
         np.testing.assert_allclose(weight, reference, rtol=1e-4, atol=1e-5)
 
 
+def _train(trainee: Trainee, steps: range) -> None:
+    """Make steps, each with this rank's batch."""
+    for step in steps:
+        trainee.zero_grad()
+        trainee.backward(*_batch(runtime.rank(), step))
+        trainee.step()
+
+
+def _all_batches(ranks: Iterable[int], step: int) -> list[tuple[_Floats, _Floats, bool]]:
+    return [(*_batch(rank, step), True) for rank in ranks]
+
+
 def check_whole_batch(make: Make, **options: Any) -> None:
     """Weights are those of one process on the batches of all ranks."""
     trainee, expected = make(_values(), **_BUCKETS, **options), _OneProcess(_values())
     for step in range(_STEPS):
-        trainee.zero_grad()
-        trainee.backward(*_batch(runtime.rank(), step))
-        trainee.step()
-        expected.step([(*_batch(rank, step), True) for rank in range(runtime.size())])
+        _train(trainee, range(step, step + 1))
+        expected.step(_all_batches(range(runtime.size()), step))
         _assert_equal_on_ranks(trainee)
     _assert_near(trainee, expected)
 
@@ -166,10 +169,8 @@ def check_join(make: Make, **options: Any) -> None:
     for step in range(most):
         having = [rank for rank in range(runtime.size()) if step < _STEPS + rank]
         if runtime.rank() in having:
-            trainee.zero_grad()
-            trainee.backward(*_batch(runtime.rank(), step))
-            trainee.step()
-        expected.step([(*_batch(rank, step), True) for rank in having])
+            _train(trainee, range(step, step + 1))
+        expected.step(_all_batches(having, step))
     last = join()
     assert last == runtime.size() - 1 or runtime.size() == 1
     if runtime.rank() == runtime.size() - 1:
@@ -177,10 +178,8 @@ def check_join(make: Make, **options: Any) -> None:
     for weight in trainee.weights():
         runtime.broadcast(weight, runtime.size() - 1, out=weight)
     for step in range(most, most + _STEPS):
-        trainee.zero_grad()
-        trainee.backward(*_batch(runtime.rank(), step))
-        trainee.step()
-        expected.step([(*_batch(rank, step), True) for rank in range(runtime.size())])
+        _train(trainee, range(step, step + 1))
+        expected.step(_all_batches(range(runtime.size()), step))
     _assert_near(trainee, expected)
     _assert_equal_on_ranks(trainee)
 
@@ -202,22 +201,15 @@ def check_mismatches(make: Make, **options: Any) -> None:
 
 def check_saved_compression(make: Make, **options: Any) -> None:
     """With what compression kept, training that goes on is the same as if it had not stopped, bit by bit."""
-
-    def train(trainee: Trainee, steps: range) -> None:
-        for step in steps:
-            trainee.zero_grad()
-            trainee.backward(*_batch(runtime.rank(), step))
-            trainee.step()
-
     compression = PowerSGD(rank=1)
     whole = make(_values(), compression=compression, **options)
-    train(whole, range(_STEPS))
+    _train(whole, range(_STEPS))
     first = make(_values(), compression=compression, **options)
-    train(first, range(_STEPS - 2))
+    _train(first, range(_STEPS - 2))
     values = dict(zip(_SHAPES, (np.copy(weight) for weight in first.weights()), strict=True))
     second = make(values, compression=compression, **options)
     second.load_state_dict(first.state_dict())
-    train(second, range(_STEPS - 2, _STEPS))
+    _train(second, range(_STEPS - 2, _STEPS))
     for mine, expected in zip(second.weights(), whole.weights(), strict=True):
         assert mine.tobytes() == expected.tobytes()
 
@@ -225,10 +217,7 @@ def check_saved_compression(make: Make, **options: Any) -> None:
 def check_dropped(make: Make, **options: Any) -> None:
     """An optimizer that is gone, on one rank in the middle of a step, is missed by nobody."""
     trainee = make(_values(), **_BUCKETS, **options)
-    for step in range(3):
-        trainee.zero_grad()
-        trainee.backward(*_batch(runtime.rank(), step))
-        trainee.step()
+    _train(trainee, range(3))
     if runtime.rank() == 0 and options.get("reduce_in") != "backward":  # whose passes all ranks make
         trainee.backward(*_batch(0, 3))
     del trainee

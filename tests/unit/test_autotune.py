@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from ringreduce.algorithms import Collective, names
-from ringreduce.autotune import Candidate, Key, Model, Row, Sample, Table, distinct, fit, format_seconds, work
+from ringreduce.autotune import Candidate, Key, Model, Row, Sample, Table, fit, format_seconds, work
+from ringreduce.cli.tune import distinct
 from ringreduce.errors import ConfigError
 from ringreduce.paths import Work
 from ringreduce.topology import Topology

@@ -211,7 +211,7 @@ def test_mpi_by_hand_goes_down_and_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run(world: Any) -> None:
         place = HostPlace(world, HostTools(driver))
-        peer = StagedMpi(place, world)
+        peer = StagedMpi(world, place)
         contender = peer.contender(bench.Case(COLLECTIVES["allreduce"], "float", "sum", 0, 1, 5))
         assert contender is not None
         place.store(contender.source, lambda values: values.fill(3))
@@ -290,7 +290,7 @@ def test_right_kernels_pass_and_wrong_ones_are_named() -> None:
 
 def test_speeds_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The allreduces give figures, shares of bounds and a verdict on each; without peers Gloo's comparison fails."""
-    monkeypatch.setattr(bench, "DEVICE_PEERS", {"mpi": NoPeer, "gloo": NoPeer})
+    monkeypatch.setattr(bench, "PEERS", {"mpi": NoPeer, "gloo": NoPeer})
 
     def work(world: Any, place: HostPlace, tools: HostTools) -> list[list[Any]]:
         checks = (speed.check_leader, 1 << 20), (speed.check_staged, 1 << 16)
@@ -312,7 +312,7 @@ def test_speeds_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 class NoPeer:
     """A library that can do nothing."""
 
-    def __init__(self, place: Any, world: Any) -> None:
+    def __init__(self, world: Any, place: Any) -> None:
         pass
 
     def contender(self, case: Any) -> None:
@@ -789,7 +789,7 @@ def test_reasons_of_all_kinds(said: str, reason: str) -> None:
 @pytest.mark.parametrize("check", ["check_leader", "check_staged"])
 def test_ours_is_noted_before_peers_begin(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures, and those that explain a miss, are there even if a peer ends the part."""
-    monkeypatch.setattr(bench, "DEVICE_PEERS", {"mpi": RaisingPeer, "gloo": RaisingPeer})
+    monkeypatch.setattr(bench, "PEERS", {"mpi": RaisingPeer, "gloo": RaisingPeer})
 
     others = (1 << 12,) if check == "check_staged" else ()
 
@@ -815,5 +815,5 @@ def test_ours_is_noted_before_peers_begin(check: str, monkeypatch: pytest.Monkey
 class RaisingPeer:
     """A library that is broken."""
 
-    def __init__(self, place: Any, world: Any) -> None:
+    def __init__(self, world: Any, place: Any) -> None:
         raise RuntimeError("no such library")
