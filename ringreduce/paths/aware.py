@@ -181,7 +181,7 @@ class AwareAllreduce:
             context.rank,
             schedule,
             segments_of_buffer(count, schedule.nblocks, limit),
-            Memory(mine, room=room),
+            Memory(mine, scratch=room),
             kernels,
             context.messages,
             context.waiter,
