@@ -40,11 +40,9 @@ class Connection(Protocol):
 
     def messages(self, waiter: Waiter) -> Messages:
         """Return messages between the ranks, given how their collective calls wait. Collective."""
-        ...
 
     def abort(self, code: int) -> None:
         """End all processes of the job at once, with an exit code."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,8 +45,7 @@ def _steps(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
                 recvs[up].append(Transfer(child, block(tree), reduce=True))
                 sends[down].append(Transfer(child, block(tree)))
     for outgoing, incoming in zip(sends, recvs, strict=True):
-        if outgoing or incoming:
-            yield Step(sends=tuple(outgoing), recvs=tuple(incoming))
+        yield Step(sends=tuple(outgoing), recvs=tuple(incoming))
 
 
 def _edges(places: Sequence[int], rank: int) -> Iterator[tuple[int, int, int]]:

@@ -61,15 +61,12 @@ class Coding(Protocol):
 
     def nbytes(self, part: slice) -> int:
         """Return the bytes that an encoded part takes."""
-        ...
 
     def encode(self, part: slice, target: Bytes) -> Call:
         """Bind: encode a part."""
-        ...
 
     def decode(self, source: Bytes, part: slice) -> Call:
         """Bind: overwrite a part by what was received."""
-        ...
 
     def combine(self, part: slice, arrived: Sequence[tuple[int, Bytes]], target: Bytes) -> Call:
         """Bind: reduce a part with what other ranks sent of it, in the order of ranks.
@@ -79,7 +76,6 @@ class Coding(Protocol):
             arrived: (rank, what it sent).
             target: gets the result, encoded.
         """
-        ...
 
 
 @dataclass(slots=True)

@@ -119,11 +119,11 @@ class Staged:
         self._instruments = instruments
         self._signature = signature
         self._kernels = kernels
-        room = _PIECE_NBYTES // dtype.itemsize
-        areas = [board.stages(number, dtype, (room,)) for number in range(4)]
+        length = _PIECE_NBYTES // dtype.itemsize
+        areas = [board.stages(number, dtype, (length,)) for number in range(4)]
         self._pieces = [
             _Piece.of(piece, board.index, incoming=areas[number % 2], results=areas[2 + number % 2])
-            for number, piece in enumerate(pieces(0, count, room))
+            for number, piece in enumerate(pieces(0, count, length))
         ]
 
     def copy_in(self, source: Array, number: int = 0) -> None:
@@ -153,7 +153,7 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A piece, cut into a slice for each rank; slices are of the array, everything else lies in staging areas.
+    """A piece, cut into a slice for each rank; slices are of the array, everything else is in staging areas.
 
     Attributes:
         mine: the slice that this rank reduces.

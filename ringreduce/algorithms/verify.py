@@ -142,7 +142,7 @@ def run(
     _check_races(schedules)
     world = _World(schedules, collective, root)
     rounds = world.run()
-    _check_result(world)
+    world.check()
     ntotal = schedules[0].nblocks // (2 if collective is Collective.ALLTOALL else 1)
     return Outcome(
         rounds,
@@ -275,24 +275,28 @@ class _Value(NamedTuple):
         return f"block {self.block} of {ranks}"
 
 
-def _term(rank: int, block: int) -> _Value:
-    return _Value(block, 1 << rank, rank)
+def _before_and_after(
+    rank: int, size: int, nblocks: int, collective: Collective, root: int
+) -> tuple[dict[int, _Value], dict[int, tuple[int, int]]]:
+    """Return what the blocks of ``rank`` hold at the beginning, and what they must hold in the end (see `Collective`).
 
-
-def _before(rank: int, size: int, nblocks: int, collective: Collective, root: int) -> list[_Value | None]:
-    """Return what is in the blocks of ``rank`` at the beginning, None for nothing (see `Collective`)."""
-    everything: list[_Value | None] = [_term(rank, block) for block in range(nblocks)]
-    nothing: list[_Value | None] = [None] * nblocks
-    if collective in (Collective.ALLREDUCE, Collective.REDUCE_SCATTER):
-        return everything
-    if collective is Collective.BROADCAST:
-        return everything if rank == root else nothing
+    The latter as (whose terms as a bit mask, for which block). Blocks that are not mentioned hold nothing at the
+    beginning, and may hold anything in the end.
+    """
+    mine, everyone = 1 << rank, (1 << size) - 1
+    everything = {block: _Value(block, mine, rank) for block in range(nblocks)}
+    own = _Value(rank, mine, rank)
+    if collective is Collective.ALLREDUCE:
+        return everything, {block: (everyone, block) for block in everything}
+    if collective is Collective.REDUCE_SCATTER:
+        return everything, {rank: (everyone, rank)}
     if collective is Collective.ALLGATHER:
-        nothing[rank] = _term(rank, rank)
-        return nothing
-    everything[size:] = nothing[size:]
-    everything[size + rank] = _term(rank, rank)
-    return everything
+        return {rank: own}, {peer: (1 << peer, peer) for peer in range(size)}
+    if collective is Collective.BROADCAST:
+        return everything if rank == root else {}, {block: (1 << root, block) for block in everything}
+    sent = {block: everything[block] for block in range(size)}
+    received = {size + peer: (1 << peer, rank) for peer in range(size)}
+    return {**sent, size + rank: own}, {**{block: (mine, block) for block in sent}, **received}
 
 
 # --- messages -------------------------------------------------------------------------------------------------------
@@ -312,9 +316,9 @@ class _World:
     """All ranks, their memory and the messages between them."""
 
     def __init__(self, schedules: Sequence[Schedule], collective: Collective, root: int) -> None:
-        self.schedules, self.collective, self.root = schedules, collective, root
-        self.size, self.nblocks = len(schedules), schedules[0].nblocks
-        self.memory = [_before(rank, self.size, self.nblocks, collective, root) for rank in range(self.size)]
+        self.schedules, self.collective, self.size = schedules, collective, len(schedules)
+        states = [_before_and_after(r, self.size, schedules[0].nblocks, collective, root) for r in range(self.size)]
+        self.memory, self._wanted = [before for before, _ in states], [after for _, after in states]
         self._done = [0] * self.size
         self._arrived: list[dict[int, tuple[_Value, ...]]] = [{} for _ in schedules]
         self._waiting = [0] * self.size
@@ -423,7 +427,7 @@ class _World:
             self.memory[rank][block] = result
 
     def _read(self, owner: int, block: int, rank: int, number: int, peer: int) -> _Value:
-        value = self.memory[owner][block]
+        value = self.memory[owner].get(block)
         if value is None:
             raise ScheduleError(f"uses rank {owner}'s block, in which nothing is yet", rank, number, peer, block)
         return value
@@ -435,42 +439,20 @@ class _World:
         posts.sort(key=lambda item: (self._step(item[0].transfer.peer) is not None, item[0].rank, item[0].place))
         post, verb = posts[0]
         peer = post.transfer.peer
-        if self._step(peer) is None:
-            problem = f"{verb} {post.transfer.blocks}, but the peer is past its last step"
-        else:
-            problem = f"{verb} {post.transfer.blocks}, but the peer is stuck in its step {self._done[peer] + 1}"
+        where = "past its last step" if self._step(peer) is None else f"stuck in its step {self._done[peer] + 1}"
+        problem = f"{verb} {post.transfer.blocks}, but the peer is {where}"
         return ScheduleError(problem, post.rank, post.step, peer, post.transfer.blocks.start)
 
-
-# --- result ---------------------------------------------------------------------------------------------------------
-
-
-def _after(rank: int, world: _World) -> Iterator[tuple[int, int, int]]:
-    """Yield (block, whose terms as a bit mask, for which block) for what ``rank`` must hold in the end."""
-    collective, size = world.collective, world.size
-    everyone = (1 << size) - 1
-    if collective is Collective.ALLREDUCE:
-        yield from ((block, everyone, block) for block in range(world.nblocks))
-    elif collective is Collective.REDUCE_SCATTER:
-        yield rank, everyone, rank
-    elif collective is Collective.ALLGATHER:
-        yield from ((peer, 1 << peer, peer) for peer in range(size))
-    elif collective is Collective.BROADCAST:
-        yield from ((block, 1 << world.root, block) for block in range(world.nblocks))
-    else:
-        yield from ((block, 1 << rank, block) for block in range(size))
-        yield from ((size + peer, 1 << peer, rank) for peer in range(size))
-
-
-def _check_result(world: _World) -> None:
-    for rank, memory in enumerate(world.memory):
-        for block, ranks, origin in _after(rank, world):
-            value = memory[block]
-            if value is None or (value.ranks, value.block) != (ranks, origin):
-                held = "nothing" if value is None else value.describe()
-                wanted = _Value(origin, ranks, 0).describe()
-                raise ScheduleError(f"ends with {held}, not with {wanted}", rank, block=block)
-            reference = world.memory[0][block]
-            if world.collective is Collective.ALLREDUCE and reference is not None and value.tree != reference.tree:
-                problem = f"is combined in the order {value.tree}, on rank 0 in the order {reference.tree}"
-                raise ScheduleError(problem, rank, block=block)
+    def check(self) -> None:
+        """Raise unless all ranks hold what the collective gives them, combined in the same order."""
+        for rank, (memory, wanted) in enumerate(zip(self.memory, self._wanted, strict=True)):
+            for block, (ranks, origin) in wanted.items():
+                value = memory.get(block)
+                if value is None or (value.ranks, value.block) != (ranks, origin):
+                    held = "nothing" if value is None else value.describe()
+                    problem = f"ends with {held}, not with {_Value(origin, ranks, 0).describe()}"
+                    raise ScheduleError(problem, rank, block=block)
+                if self.collective is Collective.ALLREDUCE and value.tree != self.memory[0][block].tree:
+                    reference = self.memory[0][block].tree
+                    problem = f"is combined in the order {value.tree}, on rank 0 in the order {reference}"
+                    raise ScheduleError(problem, rank, block=block)
