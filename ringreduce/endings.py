@@ -139,10 +139,10 @@ class Endings:
             self._exit(status)
         except SystemExit as error:
             if self._acts() and threading.current_thread() is threading.main_thread():
-                setattr(error, _MARK, _Mark(lambda: self._take_note(status)))
+                setattr(error, _MARK, _Mark(lambda: self._keep_exit_code(status)))
             raise
 
-    def _take_note(self, status: Any) -> None:
+    def _keep_exit_code(self, status: Any) -> None:
         # An exit may have others as its context; it is freed before these.
         if self._exit_code is None and self._acts():
             self._exit_code = _exit_code(status)

@@ -68,9 +68,9 @@ class RankAbove:
         rank, nodes, proof = json.loads(announced)
         return cls(rank, tuple(map(tuple, nodes)), proof)
 
-    def announce(self) -> processes.Announcement:
-        """Let processes that this one starts `find` it."""
-        return processes.Announcement(json.dumps(astuple(self)).encode())
+    def announce(self) -> int | None:
+        """Let processes that this one starts `find` it; see `processes.announce`."""
+        return processes.announce(json.dumps(astuple(self)).encode())
 
     @property
     def bequeaths(self) -> bool:
