@@ -52,7 +52,7 @@ _BARRIER = Signature.of("barrier", waits=False)
 class Communicator:
     """The collectives of one process set.
 
-    Every method but `empty`, `explain`, `choose` and `way_on_device` is collective: all ranks call it, in the same
+    Every method but `empty`, `explain`, `choose` and `path_on_device` is collective: all ranks call it, in the same
     order, with arguments that agree where the method says so. Calls block until this rank's result is there. Not
     thread-safe.
 
@@ -336,7 +336,7 @@ class Communicator:
         """
         return self._selection.choose(self._described(collective, nbytes, dtype, op), algorithm)
 
-    def way_on_device(self, dtype: Any, op: ReduceOp | str = SUM, algorithm: str | None = None) -> Choice:
+    def path_on_device(self, dtype: Any, op: ReduceOp | str = SUM, algorithm: str | None = None) -> Choice:
         """Return what carries out an allreduce of arrays in device memory, once there was one with this ``algorithm``.
 
         Args:

@@ -73,7 +73,7 @@ def ancestors() -> Iterator[tuple[int, str]]:
 
 
 def is_multiprocessing_child() -> bool:
-    """Return whether `multiprocessing` has started this process, in any of its ways."""
+    """Return whether `multiprocessing` has started this process, by any of its start methods."""
     process = sys.modules.get("multiprocessing.process")  # is there in its children, and need not be elsewhere
     if process is None:
         return False

@@ -27,7 +27,7 @@ from ringreduce.paths import NCCL, VENDOR, close_all
 from ringreduce.process_sets import Parts, ProcessSet, connect
 from ringreduce.timeline import Clock, Timeline, Track
 from ringreduce.topology import Topology
-from ringreduce.transport.messages import Messages, exchange_json
+from ringreduce.transport.messages import Messages, StepFailedError, exchange_json, together
 from ringreduce.transport.waiting import Waiter
 
 __all__ = ["BorrowedWorld", "OwnWorld", "World", "tuning_key"]
@@ -257,18 +257,15 @@ class OwnWorld(World):
 
     def _start_first_timeline(self) -> None:
         """Start the timeline that the environment asks for; where a rank cannot, none of them starts. Collective."""
-        refused = None
-        try:
+
+        def start() -> None:
             if self.config.timeline is not None:
                 self.start_timeline(self.config.timeline, mark_batches=self.config.timeline_marks_batches)
-        except ConfigError as error:
-            refused = error
-        problems = exchange_json(self._messages, str(refused or ""))
-        if refused is not None:
-            raise refused
-        for rank, problem in enumerate(problems):
-            if problem:
-                raise ConfigError(f"rank {rank}: {problem}")
+
+        try:
+            together(self._messages, start)
+        except StepFailedError as error:
+            raise ConfigError(str(error)) from None
 
     def _tell_what_was_chosen(self) -> None:
         """Log, on rank 0, what the job runs on, so that a log says by itself what happened."""

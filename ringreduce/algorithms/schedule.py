@@ -121,7 +121,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """One way to carry out a collective: an entry of the table in `ringreduce.algorithms`.
+    """How a collective is carried out: an entry of the table in `ringreduce.algorithms`.
 
     Attributes:
         name: the name users give, e.g. ``"ring"``.

@@ -189,14 +189,12 @@ def _check_form(rank: int, schedule: Schedule, nblocks: int, topology: Topology)
 
 def _check_overwrites(rank: int, number: int, step: Step) -> None:
     """Within a step, a block that is overwritten must take no other part (a store of what was loaded is later)."""
-    busy = {block for transfer in step.sends for block in transfer.blocks}
     incoming = (*step.recvs, *step.loads)
-    reduced = {block for transfer in incoming if transfer.reduce for block in transfer.blocks}
+    busy = {block for transfer in incoming if transfer.reduce for block in transfer.blocks}
+    busy.update(block for transfer in step.sends for block in transfer.blocks)
     for transfer in incoming:
-        if transfer.reduce:
-            continue
-        for block in transfer.blocks:
-            if block in busy or block in reduced:
+        for block in () if transfer.reduce else transfer.blocks:
+            if block in busy:
                 raise ScheduleError(
                     "is overwritten while it is sent, reduced or overwritten", rank, number, transfer.peer, block
                 )

@@ -182,7 +182,7 @@ class OnDevice:
     def path(self, case: Case, algorithm: str, asked: str | None) -> tuple[str, str]:
         if case.collective.name != "allreduce":
             return algorithm, STAGED.transport
-        way = self._world.way_on_device(case.dtype, case.op, asked)
+        way = self._world.path_on_device(case.dtype, case.op, asked)
         return way.algorithm, way.transport
 
     def describe(self) -> str | None:

@@ -306,7 +306,7 @@ class Gpu:
         return next((way for way in ways if way is not None and way.supports(dtype, op)), None)
 
     def choice(self, dtype: DType, op: ReduceOp, algorithm: str | None) -> Choice:
-        """Return what carries out an allreduce, where there are several ranks; see `Communicator.way_on_device`."""
+        """Return what carries out an allreduce, where there are several ranks; see `Communicator.path_on_device`."""
         wanted = self._wanted(algorithm)
         if wanted is not None and not self.takes(wanted):
             return replace(STAGED, algorithm=wanted)

@@ -17,7 +17,7 @@ an array that is cut at multiples of the block may be encoded in parts: the part
 of the whole. Multi-byte fields are little-endian.
 
 The scale is the largest magnitude in the block divided by the largest value of the format, L, rounded to nearest even.
-Why that neither clips nor wastes: a bfloat16 has 8 significant bits, so the largest element comes to lie within
+Why that neither clips nor wastes: a bfloat16 has 8 significant bits, so the largest element comes out within
 (1 +- 2**-8) L, and that rounds to L in each of the formats (127 * 2**-8 < 1/2). The products L * scale and code * scale
 need at most 15 bits: they are exact in float32, and values that were decoded give the same bytes when they are encoded
 again. Those of the largest float32 are still finite. Scales are never below the smallest normal number, 2**-126; so
