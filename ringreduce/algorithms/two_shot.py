@@ -23,6 +23,7 @@ Races: block b of every buffer is touched by rank b and by nobody else, so one b
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from ringreduce.algorithms.patterns import block, node_order, one_node_only, peers_after
 from ringreduce.algorithms.schedule import Algorithm, Collective, Cost, Step, Transfer
@@ -74,40 +75,31 @@ ALLREDUCE = Algorithm(
     refuses=one_node_only,
 )
 
-REDUCE_SCATTER = Algorithm(
-    name="load",
+_load = partial(Algorithm, name="load", cost=_all_but_own, refuses=one_node_only)
+
+REDUCE_SCATTER = _load(
     collective=Collective.REDUCE_SCATTER,
     summary="loads and reduces one's own block from peers' memory; wins on one node",
     steps=_reduce_scatter,
-    cost=_all_but_own,
-    refuses=one_node_only,
 )
 
-ALLGATHER = Algorithm(
-    name="load",
+ALLGATHER = _load(
     collective=Collective.ALLGATHER,
     summary="loads every block from its owner's memory; wins on one node",
     steps=_allgather,
-    cost=_all_but_own,
-    refuses=one_node_only,
 )
 
-BROADCAST = Algorithm(
-    name="load",
+BROADCAST = _load(
     collective=Collective.BROADCAST,
     summary="loads everything from the root's memory; wins on one node",
     steps=_broadcast,
     nblocks=lambda topology: 1,
     cost=lambda topology: Cost(steps=int(topology.size > 1), touched=int(topology.size > 1)),
-    refuses=one_node_only,
 )
 
-ALLTOALL = Algorithm(
-    name="load",
+ALLTOALL = _load(
     collective=Collective.ALLTOALL,
     summary="loads one's block from every peer's memory; wins on one node",
     steps=_alltoall,
     nblocks=lambda topology: 2 * topology.size,
-    cost=_all_but_own,
-    refuses=one_node_only,
 )

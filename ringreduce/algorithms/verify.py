@@ -208,45 +208,30 @@ def _check_overwrites(rank: int, number: int, step: Step) -> None:
 # --- races: what may happen at the same time as what ----------------------------------------------------------------
 
 
-class _Access(NamedTuple):
-    rank: int
-    step: int
-    owner: int
-    block: int
-    writes: bool
-
-
-def _accesses(rank: int, schedule: Schedule) -> Iterator[_Access]:
-    """Yield what ``rank`` reads and writes, in its own memory and in that of its peers."""
-    for number, step in enumerate(schedule.steps, start=1):
-        for transfers, writes_own, writes_peer in (
-            (step.sends, False, None),
-            (step.recvs, True, None),
-            (step.loads, True, False),
-            (step.stores, False, True),
-        ):
-            for transfer in transfers:
-                for mine, theirs in zip(transfer.blocks, transfer.remote, strict=True):
-                    yield _Access(rank, number, rank, mine, writes_own)
-                    if writes_peer is not None:
-                        yield _Access(rank, number, transfer.peer, theirs, writes_peer)
+def _accesses(rank: int, step: Step) -> Iterator[tuple[int, int, bool]]:
+    """Yield (whose memory, block, whether it is written to) for what ``rank`` touches in a step."""
+    for transfers, writes in ((step.sends, False), (step.recvs, True), (step.loads, True), (step.stores, False)):
+        yield from ((rank, block, writes) for transfer in transfers for block in transfer.blocks)
+    for transfers, writes in ((step.loads, False), (step.stores, True)):
+        yield from ((transfer.peer, block, writes) for transfer in transfers for block in transfer.remote)
 
 
 def _check_races(schedules: Sequence[Schedule]) -> None:
     """No block of any memory may be touched by two ranks unless both only read it."""
     if not any(schedule.direct for schedule in schedules):
         return
-    touched: defaultdict[tuple[int, int], dict[tuple[int, bool], _Access]] = defaultdict(dict)
+    # (whose memory, block) -> (who has touched it, whether it wrote) -> in which step
+    touched: defaultdict[tuple[int, int], dict[tuple[int, bool], int]] = defaultdict(dict)
     for rank, schedule in enumerate(schedules):
-        for access in _accesses(rank, schedule):
-            before = touched[access.owner, access.block]
-            for other in before.values():
-                if other.rank != rank and (other.writes or access.writes):
-                    whose = f"rank {access.owner}'s memory is"
-                    verbs = ["written" if writes else "read" for writes in (access.writes, other.writes)]
-                    problem = f"{whose} {verbs[0]} here and {verbs[1]} by the peer in its step {other.step}"
-                    raise ScheduleError(problem, rank, access.step, other.rank, access.block)
-            before.setdefault((rank, access.writes), access)
+        for number, step in enumerate(schedule.steps, start=1):
+            for owner, block, writes in _accesses(rank, step):
+                before = touched[owner, block]
+                for (other, wrote), when in before.items():
+                    if other != rank and (wrote or writes):
+                        here, there = ("written" if each else "read" for each in (writes, wrote))
+                        problem = f"rank {owner}'s memory is {here} here and {there} by the peer in its step {when}"
+                        raise ScheduleError(problem, rank, number, other, block)
+                before.setdefault((rank, writes), number)
 
 
 # --- values ---------------------------------------------------------------------------------------------------------
