@@ -229,24 +229,16 @@ def connect(make: Callable[[Waiter], Messages], settings: Config) -> Parts:
             often on all of them.
         settings: equal on all of them.
     """
-    blocking = Communicator(_context(make, settings))
+    contexts: list[Context] = []
     # The engine's calls are in one order on all ranks, wherever in the program they come from.
-    context = _context(make, settings, called=Called, warn=False)
-    asynchronous = Communicator(context)
+    for called, warn in ((Called.here, True), (Called, False)):
+        waiter = Waiter(settings.timeout_s)
+        messages = make(waiter)
+        node = join(messages, waiter, settings, host_name(), MemfdSegments, warn=warn)
+        contexts.append(Context(messages, waiter, node, settings, called))
+    context = contexts[1]
     shared = context.topology.single_node and context.topology.size > 1
     channel = SharedControlChannel(context.node, context.messages) if shared else make(Waiter(settings.timeout_s))
+    blocking, asynchronous = map(Communicator, contexts)
     engine = Engine(asynchronous, channel, find_lost=context.board.find_lost, threads=context.messages.concurrent)
     return Parts(blocking, engine)
-
-
-def _context(
-    make: Callable[[Waiter], Messages],
-    settings: Config,
-    *,
-    called: Callable[[str], Called] = Called.here,
-    warn: bool = True,
-) -> Context:
-    waiter = Waiter(settings.timeout_s)
-    messages = make(waiter)
-    node = join(messages, waiter, settings, host_name(), MemfdSegments, warn=warn)
-    return Context(messages, waiter, node, settings, called)

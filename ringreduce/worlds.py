@@ -242,10 +242,8 @@ class OwnWorld(World):
             return
         number = process_set.process_set_id
         name = f"process set {number}" if number else "world"
-        for communicator, kind in (
-            (process_set.communicator, "blocking"),
-            (process_set.engine.communicator, "asynchronous"),
-        ):
+        kinds = {"blocking": process_set.communicator, "asynchronous": process_set.engine.communicator}
+        for kind, communicator in kinds.items():
             track = self._timeline.track(f"{name}: {kind}")
             communicator.instruments.add(track)
             self._tracks.append((communicator.instruments, track))
@@ -278,13 +276,9 @@ class OwnWorld(World):
         launcher = "no launcher" if several is None else several[0].name
         shares = "shared memory" if max(map(len, self.communicator.topology.nodes)) > 1 else "no shared memory"
         _log.info("%s", versions)
-        _log.info(
-            "%s, started by %s; %s within nodes, %s between them",
-            self.hosts.describe(),
-            launcher,
-            shares,
-            self.communicator.library if self.size > 1 else "nothing",
-        )
+        between = self.communicator.library if self.size > 1 else "nothing"
+        ranks = f"{self.hosts.describe()}, started by {launcher}"
+        _log.info("%s; %s within nodes, %s between them", ranks, shares, between)
         standard = asdict(Config(launched_size=self.config.launched_size, tuning=self.config.tuning))
         changed = [f"{name}={value}" for name, value in asdict(self.config).items() if value != standard[name]]
         _log.info("settings: %s", ", ".join(changed) or "as they come")
