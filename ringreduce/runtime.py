@@ -150,10 +150,9 @@ class _Process:
         if not connection.who:
             return
         if self.endings is None:
-            self.endings = Endings(connection.abort, self._flush, self._leave)
+            self.endings = Endings(connection.who, connection.abort, self._flush, self._leave)
             self.endings.install()
         self.endings.who = connection.who
-        self.endings.watch_launcher()
 
     def _take_part_in_ends_and_forks(self) -> None:
         """Be called when this process ends or forks; does nothing the second time."""
