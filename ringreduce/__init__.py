@@ -10,62 +10,40 @@
 PyTorch users start at `ringreduce.torch`. Importing this package starts nothing and reads no settings; `init` does.
 """
 
-from ringreduce import runtime
+from ringreduce import errors, reduce_ops, runtime
 from ringreduce.communicator import Communicator
 from ringreduce.config import VERSION, Config
 from ringreduce.conventions import Conventions
-from ringreduce.errors import (
-    CollectiveError,
-    CollectiveTimeoutError,
-    ConfigError,
-    MismatchError,
-    PeerLostError,
-    RingReduceError,
-    ShutdownError,
-    TransportError,
-    UnsupportedBufferError,
-)
+from ringreduce.errors import *  # noqa: F403  # what it exports is written down there, and not once more
 from ringreduce.instruments import Instrument
 from ringreduce.metrics import Metrics
 from ringreduce.paths import Choice, Feedback
 from ringreduce.process_sets import ProcessSet
-from ringreduce.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
+from ringreduce.reduce_ops import *  # noqa: F403
 from ringreduce.reproducible import ReproducibleAccumulator, reproducible_allreduce
-from ringreduce.runtime import *  # noqa: F403  # what it exports is written down there, and not once more
+from ringreduce.runtime import *  # noqa: F403
 from ringreduce.topology import Topology
 from ringreduce.training.objects import allgather_object, broadcast_object
 
 __version__ = VERSION
 
 __all__ = [
-    "AVERAGE",
-    "MAX",
-    "MIN",
-    "PRODUCT",
-    "SUM",
     "Choice",
-    "CollectiveError",
-    "CollectiveTimeoutError",
     "Communicator",
     "Config",
-    "ConfigError",
     "Conventions",
     "Feedback",
     "Instrument",
     "Metrics",
-    "MismatchError",
-    "PeerLostError",
     "ProcessSet",
-    "ReduceOp",
     "ReproducibleAccumulator",
-    "RingReduceError",
-    "ShutdownError",
     "Topology",
-    "TransportError",
-    "UnsupportedBufferError",
     "allgather_object",
     "broadcast_object",
     "reproducible_allreduce",
 ]
+__all__ += errors.__all__
+__all__.remove("name_ranks")  # which words errors, and is for nobody outside
+__all__ += reduce_ops.__all__
 __all__ += runtime.__all__
 __all__.sort(key=lambda name: (not name.isupper(), name))

@@ -59,7 +59,7 @@ def adasum(communicator: Communicator, arrays: Sequence[Any]) -> None:
     for operand, layer in zip(operands, layers, strict=True):
         flat = operand.flat()
         vector[layer] = widen(flat, operand.dtype) if operand.dtype.half else flat
-    vector = _combine_all(_Pairs(communicator), vector, layers)
+    vector = _combine_all(communicator, vector, layers)
     for operand, layer in zip(operands, layers, strict=True):
         if operand.dtype.half:
             narrow(vector[layer].astype(np.float32).reshape(operand.shape), operand.dtype, operand.view)
@@ -67,50 +67,33 @@ def adasum(communicator: Communicator, arrays: Sequence[Any]) -> None:
             np.copyto(operand.view, vector[layer].reshape(operand.shape), casting="same_kind")
 
 
-class _Pairs:
-    """Exchanges between two ranks each; all ranks take part in every one."""
-
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
-        self.rank = communicator.rank
-        self.size = communicator.size
-
-    def exchange(self, array: Array, partner: int | None, *, sends: bool = True) -> Array:
-        """Send an array to the partner, unless not to; return what the partner sent."""
-        splits = [0] * self.size
-        if partner is not None and sends:
-            splits[partner] = array.size
-        received: Array = self._communicator.alltoall(array if any(splits) else array[:0], splits)[0]
-        return received
-
-
-def _combine_all(pairs: _Pairs, vector: Array, layers: Sequence[slice]) -> Array:
-    power = 1 << (pairs.size.bit_length() - 1)
-    extra = pairs.size - power
+def _combine_all(ranks: Communicator, vector: Array, layers: Sequence[slice]) -> Array:
+    power = 1 << (ranks.size.bit_length() - 1)
+    extra = ranks.size - power
     partner: int | None
     if extra:
-        partner = pairs.rank - power if pairs.rank >= power else pairs.rank + power if pairs.rank < extra else None
-        vector = _combine_pair(pairs, vector, layers, partner)
+        partner = ranks.rank - power if ranks.rank >= power else ranks.rank + power if ranks.rank < extra else None
+        vector = _combine_pair(ranks, vector, layers, partner)
     distance = 1
     while distance < power:
-        vector = _combine_pair(pairs, vector, layers, pairs.rank ^ distance if pairs.rank < power else None)
+        vector = _combine_pair(ranks, vector, layers, ranks.rank ^ distance if ranks.rank < power else None)
         distance *= 2
     if extra:
-        result = pairs.exchange(vector, partner, sends=pairs.rank < power)
-        vector = result if pairs.rank >= power else vector
+        result = _exchange(ranks, vector, partner, sends=ranks.rank < power)
+        vector = result if ranks.rank >= power else vector
     return vector
 
 
-def _combine_pair(pairs: _Pairs, mine: Array, layers: Sequence[slice], partner: int | None) -> Array:
+def _combine_pair(ranks: Communicator, mine: Array, layers: Sequence[slice], partner: int | None) -> Array:
     """Return the combination of this rank's vector and its partner's; without a partner, the vector."""
-    theirs = pairs.exchange(mine, partner)
-    lower = partner is not None and pairs.rank < partner
+    theirs = _exchange(ranks, mine, partner)
+    lower = partner is not None and ranks.rank < partner
     coefficients = np.empty((len(layers), 2))
     if lower:
         for index, layer in enumerate(layers):
             coefficients[index] = _coefficients(mine[layer].astype(np.float64), theirs[layer].astype(np.float64))
-    # One rank's dot products for both: the last bits of a sum may depend on where in memory its terms lie.
-    sent = pairs.exchange(coefficients.reshape(-1), partner, sends=lower)
+    # One rank's dot products for both: the last bits of a sum may depend on where in memory its terms are.
+    sent = _exchange(ranks, coefficients.reshape(-1), partner, sends=lower)
     if partner is None:
         return mine
     if not lower:
@@ -121,6 +104,15 @@ def _combine_pair(pairs: _Pairs, mine: Array, layers: Sequence[slice], partner: 
         np.multiply(a[layer], mine.dtype.type(of_a), out=combined[layer])
         combined[layer] += b[layer] * mine.dtype.type(of_b)
     return combined
+
+
+def _exchange(ranks: Communicator, array: Array, partner: int | None, *, sends: bool = True) -> Array:
+    """Send an array to the partner, unless not to; return what the partner sent. All ranks take part."""
+    splits = [0] * ranks.size
+    if partner is not None and sends:
+        splits[partner] = array.size
+    received: Array = ranks.alltoall(array if any(splits) else array[:0], splits)[0]
+    return received
 
 
 def _coefficients(a: Array, b: Array) -> tuple[float, float]:

@@ -39,6 +39,7 @@ class Endings:
     """The ends of this process, a rank of a job of several. Installed once, for all worlds that it is in.
 
     Args:
+        who: names this rank; see the attribute.
         abort: ends all ranks of the job at once, with an exit code.
         flush: saves what is only in memory, for whoever looks into why the job has ended.
         leave: lets the other ranks know that this one ends, and why; returns whether it is the first of its node.
@@ -48,31 +49,30 @@ class Endings:
             it would without this.
     """
 
-    def __init__(self, abort: Callable[[int], None], flush: Callable[[], None], leave: Callable[[str], bool]) -> None:
-        self.who = ""
+    def __init__(
+        self, who: str, abort: Callable[[int], None], flush: Callable[[], None], leave: Callable[[str], bool]
+    ) -> None:
+        self.who = who
         self._abort = abort
         self._flush = flush
         self._leave = leave
         self._process = os.getpid()
         self._exit_code: int | None = None  # with which `sys.exit` ends the program, once it does
-        self._watches = False
         self._except_hook = sys.excepthook
         self._exit = sys.exit
-        self._last_error: object = None  # the last uncaught one from before this was installed
+        self._last_error: object = getattr(sys, "last_value", None)  # the last uncaught one from before this
 
     def install(self) -> None:
-        """Take part in every end of this process from now on; in SIGTERM if this is the main thread."""
-        self._last_error = getattr(sys, "last_value", None)
+        """Take part in every end of this process from now on; in SIGTERM if this is the main thread.
+
+        And end this rank soon after its launcher, if there is one in sight.
+        """
         sys.excepthook = self._on_exception
         sys.exit = _named_like(self._exit, self._on_sys_exit)
         if threading.current_thread() is threading.main_thread() and _is_default(signal.SIGTERM):
             signal.signal(signal.SIGTERM, self._on_signal)
-
-    def watch_launcher(self) -> None:
-        """End this rank soon after its launcher, if there is one in sight; does nothing the second time."""
-        pid = None if self._watches else processes.launcher()
+        pid = processes.launcher()
         if pid is not None:
-            self._watches = True
             processes.watch(pid, lambda: self._on_orphaned(pid))
 
     def at_exit(self) -> bool:
@@ -139,10 +139,10 @@ class Endings:
             self._exit(status)
         except SystemExit as error:
             if self._acts() and threading.current_thread() is threading.main_thread():
-                setattr(error, _MARK, _Mark(lambda: self._take_note(status)))
+                setattr(error, _MARK, _Mark(lambda: self._keep_exit_code(status)))
             raise
 
-    def _take_note(self, status: Any) -> None:
+    def _keep_exit_code(self, status: Any) -> None:
         # An exit may have others as its context; it is freed before these.
         if self._exit_code is None and self._acts():
             self._exit_code = _exit_code(status)

@@ -19,7 +19,6 @@ never one of these.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 __all__ = [
     "CollectiveError",
@@ -84,13 +83,6 @@ class MismatchError(CollectiveError, ValueError):
                 "are accepted; call shutdown() and init() on all ranks to go on"
             )
         return "\n".join(lines)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _mismatch, (self.values, self.in_step, self.places)
-
-
-def _mismatch(values: Mapping[int, str], in_step: bool, places: Mapping[int, str]) -> MismatchError:
-    return MismatchError(values, in_step=in_step, places=places)
 
 
 class CollectiveTimeoutError(CollectiveError, TimeoutError):

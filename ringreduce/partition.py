@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 __all__ = ["Partition", "Segment", "pieces", "segments_of_blocks", "segments_of_buffer"]
 
-#: Where a schedule's blocks lie when it runs over one part of the buffer: a slice of elements for each block.
+#: Where a schedule's blocks are when it runs over one part of the buffer: a slice of elements for each block.
 Segment = tuple[slice, ...]
 
 
@@ -40,18 +40,7 @@ class Partition:
     @classmethod
     def of_sizes(cls, sizes: Sequence[int]) -> Partition:
         """Cut into blocks of the given sizes (elements)."""
-        bounds = [0]
-        for size in sizes:
-            bounds.append(bounds[-1] + size)
-        return cls(tuple(bounds))
-
-    @property
-    def nblocks(self) -> int:
-        return len(self.bounds) - 1
-
-    @property
-    def count(self) -> int:
-        return self.bounds[-1]
+        return cls(tuple(accumulate(sizes, initial=0)))
 
     @property
     def segment(self) -> Segment:

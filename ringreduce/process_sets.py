@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from ringreduce.arguments import whole_number
 from ringreduce.calls import Called
@@ -56,7 +56,9 @@ class ProcessSet:
 
     def __init__(self, ranks: Iterable[int] | Any) -> None:
         if hasattr(ranks, "Get_group"):
-            ranks = _ranks_of(ranks)
+            from ringreduce.transport import mpi
+
+            ranks = mpi.world_ranks(cast(Any, ranks))
         if not isinstance(ranks, Iterable):
             raise ConfigError(f"a process set is made of a list of ranks, got {ranks!r}")
         listed = [whole_number("a rank of a process set", rank) for rank in ranks]
@@ -116,9 +118,8 @@ class ProcessSet:
         Raises:
             ConfigError: it is no member, or the set is not registered.
         """
-        if not self.included():
-            self._require_member()
-        return (self._ranks or []).index(self._world_rank or 0)
+        self._require_registered()
+        return self.rank_of(self._world_rank or 0)
 
     def rank_of(self, world_rank: int) -> int:
         """Return a member's number among the members.
@@ -187,8 +188,6 @@ class ProcessSet:
 
     def disown(self, reason: str) -> None:
         """Communicate no more, as this process was forked by the member."""
-        for each in (self, *self._sharing):
-            each._barred = reason
         if self._parts is not None:
             self._parts.engine.disown(reason)
             for communicator in (self._parts.engine.communicator, self._parts.communicator):
@@ -196,16 +195,9 @@ class ProcessSet:
 
     def _member_parts(self) -> Parts:
         if self._parts is None:
-            self._require_member()
-        assert self._parts is not None
-        return self._parts
-
-    def _require_member(self) -> None:
-        self._require_registered()
-        if self._world_rank not in (self._ranks or ()):
-            raise ConfigError(f"rank {self._world_rank} does not belong to the process set of ranks {self._ranks}")
-        if self._barred:
+            self.rank()  # raises where this process is no member
             raise ConfigError(self._barred)
+        return self._parts
 
     def _require_registered(self) -> None:
         self._look()
@@ -237,31 +229,16 @@ def connect(make: Callable[[Waiter], Messages], settings: Config) -> Parts:
             often on all of them.
         settings: equal on all of them.
     """
-    blocking = Communicator(_context(make, settings))
+    contexts: list[Context] = []
     # The engine's calls are in one order on all ranks, wherever in the program they come from.
-    context = _context(make, settings, called=Called, warn=False)
-    asynchronous = Communicator(context)
+    for called, warn in ((Called.here, True), (Called, False)):
+        waiter = Waiter(settings.timeout_s)
+        messages = make(waiter)
+        node = join(messages, waiter, settings, host_name(), MemfdSegments, warn=warn)
+        contexts.append(Context(messages, waiter, node, settings, called))
+    context = contexts[1]
     shared = context.topology.single_node and context.topology.size > 1
     channel = SharedControlChannel(context.node, context.messages) if shared else make(Waiter(settings.timeout_s))
-    engine = Engine(asynchronous, channel, find_lost=asynchronous.find_lost, threads=context.messages.concurrent)
+    blocking, asynchronous = map(Communicator, contexts)
+    engine = Engine(asynchronous, channel, find_lost=context.board.find_lost, threads=context.messages.concurrent)
     return Parts(blocking, engine)
-
-
-def _context(
-    make: Callable[[Waiter], Messages],
-    settings: Config,
-    *,
-    called: Callable[[str], Called] = Called.here,
-    warn: bool = True,
-) -> Context:
-    waiter = Waiter(settings.timeout_s)
-    messages = make(waiter)
-    node = join(messages, waiter, settings, host_name(), MemfdSegments, warn=warn)
-    return Context(messages, waiter, node, settings, called)
-
-
-def _ranks_of(comm: Any) -> list[int]:
-    """Return the members of an mpi4py communicator as ranks of the job."""
-    from ringreduce.transport import mpi
-
-    return mpi.world_ranks(comm)

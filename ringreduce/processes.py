@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-__all__ = ["Announcement", "ancestors", "at_exit", "is_multiprocessing_child", "launcher", "rank_above", "watch"]
+__all__ = ["ancestors", "announce", "at_exit", "is_multiprocessing_child", "launcher", "rank_above", "watch"]
 
 #: What starts ranks and stays with them until they end, as the kernel calls it, in at most 15 characters: the launchers
 #: of Open MPI, MPICH, Intel MPI and MVAPICH, Slurm, PALS, Flux and jsrun, and their daemons on other hosts.
@@ -27,26 +27,17 @@ _ANNOUNCED = "ringreduce-rank"
 _LOOK_EVERY_S = 1.0
 
 
-class Announcement:
-    """What this process lets its descendants know, for as long as it lives or until it is closed.
+def announce(text: bytes) -> int | None:
+    """Let the descendants of this process read a text, for as long as it lives or until the returned file is closed.
 
     It is a file in memory that this process holds open, so nothing is left of it afterwards, and it reaches descendants
-    whatever started them.
-
-    Args:
-        text: what they read.
+    whatever started them. None: a system without such files, where descendants find nothing.
     """
-
-    def __init__(self, text: bytes) -> None:
-        self._fd: int | None = None
-        with suppress(OSError, AttributeError):  # a system without such files: descendants find nothing
-            self._fd = os.memfd_create(_ANNOUNCED, os.MFD_CLOEXEC)
-            os.write(self._fd, text)
-
-    def close(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+    with suppress(OSError, AttributeError):
+        descriptor = os.memfd_create(_ANNOUNCED, os.MFD_CLOEXEC)
+        os.write(descriptor, text)
+        return descriptor
+    return None
 
 
 def rank_above() -> bytes | None:
@@ -82,7 +73,7 @@ def ancestors() -> Iterator[tuple[int, str]]:
 
 
 def is_multiprocessing_child() -> bool:
-    """Return whether `multiprocessing` has started this process, in any of its ways."""
+    """Return whether `multiprocessing` has started this process, by any of its start methods."""
     process = sys.modules.get("multiprocessing.process")  # is there in its children, and need not be elsewhere
     if process is None:
         return False

@@ -68,17 +68,6 @@ class _Process:
         endings: how the process ends, once it was a rank among several.
     """
 
-    __slots__ = (
-        "_announcement",
-        "_entrance",
-        "_shuts_down",
-        "_starting",
-        "conventions",
-        "endings",
-        "everyone",
-        "world",
-    )
-
     def __init__(self) -> None:
         self.world: OwnWorld | BorrowedWorld | None = None
         self.everyone = ProcessSet.of_world(self.find)
@@ -86,7 +75,7 @@ class _Process:
         self.endings: Endings | None = None
         self._entrance = Entrance()  # no thread starts or ends a world in the midst of doing so
         self._starting = threading.Lock()  # one thread at a time
-        self._announcement: processes.Announcement | None = None  # to processes that this one starts
+        self._announcement: int | None = None  # to processes that this one starts: a file descriptor
         self._shuts_down: int | None = None  # the process that ends its world when it ends
 
     # ---- the world there is ----
@@ -153,7 +142,7 @@ class _Process:
 
     def _announce(self, said: RankAbove) -> None:
         if self._announcement is not None:
-            self._announcement.close()
+            os.close(self._announcement)
         self._announcement = said.announce()
 
     def _end_with(self, connection: Connection) -> None:
@@ -161,10 +150,9 @@ class _Process:
         if not connection.who:
             return
         if self.endings is None:
-            self.endings = Endings(connection.abort, self._flush, self._leave)
+            self.endings = Endings(connection.who, connection.abort, self._flush, self._leave)
             self.endings.install()
         self.endings.who = connection.who
-        self.endings.watch_launcher()
 
     def _take_part_in_ends_and_forks(self) -> None:
         """Be called when this process ends or forks; does nothing the second time."""
@@ -179,12 +167,12 @@ class _Process:
     def shut_down(self) -> None:
         """End the world if it is this process's own. Collective."""
         with self._entrance, self._starting:
-            ending = self.own()
-            if ending is None:
+            own = self.own()
+            if own is None:
                 return
             self.world = None
             try:
-                ending.close()
+                own.close()
             finally:
                 if self.endings is not None:
                     self.endings.who = ""
@@ -355,9 +343,8 @@ def world() -> Communicator:
     Raises:
         ConfigError: `init` was not called, or this process is no rank.
     """
-    return (
-        _process.world or _process.here()
-    ).communicator  # a call less in the usual case, as all collectives begin here
+    # All collectives begin here: in the usual case this is a call less.
+    return (_process.world or _process.here()).communicator
 
 
 def config() -> Config:

@@ -6,9 +6,9 @@ import logging
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from ringreduce.paths import NCCL, VENDOR, close_all
 from ringreduce.process_sets import Parts, ProcessSet, connect
 from ringreduce.timeline import Clock, Timeline, Track
 from ringreduce.topology import Topology
-from ringreduce.transport.messages import Messages, exchange_json
+from ringreduce.transport.messages import Messages, StepFailedError, exchange_json, together
 from ringreduce.transport.waiting import Waiter
 
 __all__ = ["BorrowedWorld", "OwnWorld", "World", "tuning_key"]
@@ -49,20 +49,18 @@ class World:
 
     Attributes:
         rank, hosts, config: the arguments.
+        size: the number of ranks.
         sets: the process sets that are registered, by number.
     """
 
     def __init__(self, everyone: ProcessSet, rank: int, hosts: Topology, config: Config) -> None:
         self.rank = rank
+        self.size = hosts.size
         self.hosts = hosts
         self.config = config
         self.sets: dict[int, ProcessSet] = {}
         self._everyone = everyone
         self._last_set = -1
-
-    @property
-    def size(self) -> int:
-        return self.hosts.size
 
     def add(self, process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         """Register a process set, or several that have no rank in common; see `ringreduce.add_process_set`."""
@@ -110,7 +108,11 @@ class OwnWorld(World):
         super().__init__(everyone, messages.rank, parts.communicator.hosts, config)
         self.communicator = parts.communicator
         self._messages = messages
-        self._trace = _Trace(clock, self.rank)
+        self._clock = clock
+        self._timeline: Timeline | None = None
+        self._ntimelines = 0  # that were started, or tried to; ranks that write to one file count alike
+        self._stopped = True  # whether `stop_timeline` was called since
+        self._tracks: list[tuple[Instruments, Track]] = []  # of the timeline, and where they are attached
         self._register(everyone, list(range(messages.size)), parts)
 
     @classmethod
@@ -155,15 +157,15 @@ class OwnWorld(World):
         channels = [self._messages.subset(mine, Waiter(self.config.timeout_s)) for _ in range(3)]
         parts = None
         if self.rank in mine:
-            ready = iter(channels)
-            parts = connect(lambda waiter: _present(next(ready)), self.config)
+            ready = filter(None, channels)
+            parts = connect(lambda waiter: next(ready), self.config)
             for needless in ready:
-                _present(needless).close()
+                needless.close()
         self._messages.exchange(b"")  # nobody may use it, or remove it, before all have it
         for ranks in sets:
             each, its_parts = (made, parts) if ranks == mine else (ProcessSet(ranks), None)
             self._register(each, ranks, its_parts)
-            self._trace.watch(each)
+            self._watch(each)
         return made
 
     def remove(self, process_set: ProcessSet | Any) -> bool:
@@ -210,30 +212,56 @@ class OwnWorld(World):
 
     def start_timeline(self, path: str | os.PathLike[str], *, mark_batches: bool) -> None:
         """Begin to write a trace; see `ringreduce.start_timeline`."""
-        self._trace.start(path, self.sets.values(), mark_batches=mark_batches)
+        if self._timeline is not None:
+            raise ConfigError("a timeline is being written already; call stop_timeline() first")
+        if self._stopped:  # else it is the last one that is tried again on this rank
+            self._ntimelines, self._stopped = self._ntimelines + 1, False
+        host = platform.node()
+        self._timeline = Timeline(path, self._clock, self._ntimelines, self.rank, host, mark_batches=mark_batches)
+        for each in self.sets.values():
+            self._watch(each)
 
     def stop_timeline(self) -> None:
         """Finish the trace; does nothing if there is none."""
-        self._trace.stop()
+        self._stopped = True
+        if self._timeline is not None:
+            self._watch_no_more()
+            finished, self._timeline = self._timeline, None
+            finished.flush()
 
     def flush_timeline(self) -> None:
         """Write what this rank has seen so far to the trace, if there is one."""
-        self._trace.flush()
+        if self._timeline is not None:
+            self._timeline.flush()
+
+    def _watch(self, process_set: ProcessSet) -> None:
+        """Let the timeline, if there is one, see what this rank does as a member of a set."""
+        if self._timeline is None or not process_set.connected:
+            return
+        number = process_set.process_set_id
+        name = f"process set {number}" if number else "world"
+        kinds = {"blocking": process_set.communicator, "asynchronous": process_set.engine.communicator}
+        for kind, communicator in kinds.items():
+            track = self._timeline.track(f"{name}: {kind}")
+            communicator.instruments.add(track)
+            self._tracks.append((communicator.instruments, track))
+
+    def _watch_no_more(self) -> None:
+        for instruments, track in self._tracks:
+            instruments.remove(track)
+        self._tracks.clear()
 
     def _start_first_timeline(self) -> None:
         """Start the timeline that the environment asks for; where a rank cannot, none of them starts. Collective."""
-        refused = None
-        try:
+
+        def start() -> None:
             if self.config.timeline is not None:
                 self.start_timeline(self.config.timeline, mark_batches=self.config.timeline_marks_batches)
-        except ConfigError as error:
-            refused = error
-        problems = exchange_json(self._messages, str(refused or ""))
-        if refused is not None:
-            raise refused
-        for rank, problem in enumerate(problems):
-            if problem:
-                raise ConfigError(f"rank {rank}: {problem}")
+
+        try:
+            together(self._messages, start)
+        except StepFailedError as error:
+            raise ConfigError(str(error)) from None
 
     def _tell_what_was_chosen(self) -> None:
         """Log, on rank 0, what the job runs on, so that a log says by itself what happened."""
@@ -246,19 +274,12 @@ class OwnWorld(World):
         launcher = "no launcher" if several is None else several[0].name
         shares = "shared memory" if max(map(len, self.communicator.topology.nodes)) > 1 else "no shared memory"
         _log.info("%s", versions)
-        _log.info(
-            "%s, started by %s; %s within nodes, %s between them",
-            self.hosts.describe(),
-            launcher,
-            shares,
-            self.communicator.library if self.size > 1 else "nothing",
-        )
-        standard = Config()
-        changed = [
-            each.name for each in fields(Config) if getattr(self.config, each.name) != getattr(standard, each.name)
-        ]
-        shown = [f"{name}={getattr(self.config, name)}" for name in changed if name not in ("launched_size", "tuning")]
-        _log.info("settings: %s", ", ".join(shown) or "as they come")
+        between = self.communicator.library if self.size > 1 else "nothing"
+        ranks = f"{self.hosts.describe()}, started by {launcher}"
+        _log.info("%s; %s within nodes, %s between them", ranks, shares, between)
+        standard = asdict(Config(launched_size=self.config.launched_size, tuning=self.config.tuning))
+        changed = [f"{name}={value}" for name, value in asdict(self.config).items() if value != standard[name]]
+        _log.info("settings: %s", ", ".join(changed) or "as they come")
 
     def _use_table(self) -> None:
         """Choose from the table that ``ringreduce tune`` left for these ranks, if there is one: rank 0 reads it."""
@@ -294,7 +315,7 @@ class OwnWorld(World):
 
         What this process writes to memory that the ranks share stays its own.
         """
-        self._trace.detach()
+        self._watch_no_more()
         borrowed = BorrowedWorld(self._everyone, self.rank, self.hosts, self.config, "forked")
         borrowed.sets, borrowed._last_set = self.sets, self._last_set
         for each in self.sets.values():
@@ -362,65 +383,6 @@ class BorrowedWorld(World):
         self._unregister_all()
 
 
-class _Trace:
-    """The timeline that a rank writes, if any, and what it observes for it.
-
-    Args:
-        clock: the job's.
-        rank: this rank.
-    """
-
-    def __init__(self, clock: Clock, rank: int) -> None:
-        self._clock = clock
-        self._rank = rank
-        self._timeline: Timeline | None = None
-        self._number = 0  # of traces that were started, or tried to; ranks that write to one file count alike
-        self._stopped = True  # whether `stop` was called since
-        self._tracks: list[tuple[Instruments, Track]] = []  # of the timeline, and where they are attached
-
-    def start(self, path: str | os.PathLike[str], sets: Iterable[ProcessSet], *, mark_batches: bool) -> None:
-        """Begin to write a trace of what this rank does as a member of some process sets."""
-        if self._timeline is not None:
-            raise ConfigError("a timeline is being written already; call stop_timeline() first")
-        if self._stopped:  # else it is the last one that is tried again on this rank
-            self._number, self._stopped = self._number + 1, False
-        host = platform.node()
-        self._timeline = Timeline(path, self._clock, self._number, self._rank, host, mark_batches=mark_batches)
-        for each in sets:
-            self.watch(each)
-
-    def watch(self, process_set: ProcessSet) -> None:
-        """Let the timeline, if there is one, see what this rank does as a member of a set."""
-        if self._timeline is None or not process_set.included():
-            return
-        number = process_set.process_set_id
-        name = f"process set {number}" if number else "world"
-        for communicator, kind in (
-            (process_set.communicator, "blocking"),
-            (process_set.engine.communicator, "asynchronous"),
-        ):
-            track = self._timeline.track(f"{name}: {kind}")
-            communicator.instruments.add(track)
-            self._tracks.append((communicator.instruments, track))
-
-    def stop(self) -> None:
-        self._stopped = True
-        if self._timeline is not None:
-            self.detach()
-            ending, self._timeline = self._timeline, None
-            ending.flush()
-
-    def flush(self) -> None:
-        if self._timeline is not None:
-            self._timeline.flush()
-
-    def detach(self) -> None:
-        """Observe nothing any more."""
-        for instruments, track in self._tracks:
-            instruments.remove(track)
-        self._tracks.clear()
-
-
 def tuning_key(communicator: Communicator) -> Key:
     """Return what a tuning table of these ranks is valid for."""
     return Key(communicator.topology, communicator.library, VERSION)
@@ -455,8 +417,3 @@ def _is_own(rank: int, said: Sequence[Sequence[int]]) -> bool:
     """Return whether a rank has named a set that it belongs to, and whose other members have named it, too."""
     named = said[rank]
     return rank in named and all(peer < len(said) and said[peer] == named for peer in named)
-
-
-def _present(messages: Messages | None) -> Messages:
-    assert messages is not None, "a member gets a transport"
-    return messages

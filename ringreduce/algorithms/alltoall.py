@@ -39,9 +39,7 @@ def _pairwise(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
 
 def _direct(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
     exchanges = tuple(_exchanges(rank, topology))
-    if exchanges:
-        sends, recvs = zip(*exchanges, strict=True)
-        yield Step(sends=sends, recvs=recvs)
+    yield Step(sends=tuple(send for send, _ in exchanges), recvs=tuple(recv for _, recv in exchanges))
 
 
 PAIRWISE = Algorithm(

@@ -27,21 +27,19 @@ __all__ = ["ALLGATHER", "ALLREDUCE", "REDUCE_SCATTER"]
 
 def _reduce_scatter(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
     peers = peers_after(rank, node_order(topology))
-    if peers:
-        yield Step(
-            sends=tuple(Transfer(peer, block(peer)) for peer in peers),
-            recvs=tuple(Transfer(peer, block(rank), reduce=True) for peer in sorted(peers)),
-            by_rank=True,
-        )
+    yield Step(
+        sends=tuple(Transfer(peer, block(peer)) for peer in peers),
+        recvs=tuple(Transfer(peer, block(rank), reduce=True) for peer in sorted(peers)),
+        by_rank=True,
+    )
 
 
 def _allgather(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
     peers = peers_after(rank, node_order(topology))
-    if peers:
-        yield Step(
-            sends=tuple(Transfer(peer, block(rank)) for peer in peers),
-            recvs=tuple(Transfer(peer, block(peer)) for peer in peers),
-        )
+    yield Step(
+        sends=tuple(Transfer(peer, block(rank)) for peer in peers),
+        recvs=tuple(Transfer(peer, block(peer)) for peer in peers),
+    )
 
 
 def _allreduce(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
@@ -62,7 +60,6 @@ ALLREDUCE = Algorithm(
     collective=Collective.ALLREDUCE,
     summary="reduces block b on rank b, all pairs at once; wins for middle sizes on a good switch",
     steps=_allreduce,
-    nblocks=lambda topology: topology.size,
     cost=_two_steps,
 )
 
@@ -71,7 +68,6 @@ REDUCE_SCATTER = Algorithm(
     collective=Collective.REDUCE_SCATTER,
     summary="sends every block straight to its owner; wins for small and middle sizes",
     steps=_reduce_scatter,
-    nblocks=lambda topology: topology.size,
     cost=_one_step,
 )
 
@@ -80,6 +76,5 @@ ALLGATHER = Algorithm(
     collective=Collective.ALLGATHER,
     summary="sends every block straight to everyone; wins for small and middle sizes",
     steps=_allgather,
-    nblocks=lambda topology: topology.size,
     cost=_one_step,
 )

@@ -3,7 +3,7 @@
 Literature: two-tree algorithm: Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction
     and scan", Parallel Computing 35 (2009), doi:10.1016/j.parco.2009.09.001.
 Restrictions: none. The trees are laid along the nodes, so that most edges stay inside them.
-Non-power-of-two: any P: a child that would lie beyond the last place is replaced by the first of its left descendants
+Non-power-of-two: any P: a child that would be beyond the last place is replaced by the first of its left descendants
     that does not. The second tree is the first one mirrored (even P) or moved on by one place (odd P): nobody is
     inner in both.
 Cost, with H = floor(lg P): 2H alpha + 2 H n beta + H n gamma, as two children deliver or are sent n/2 each; over many
@@ -45,8 +45,7 @@ def _steps(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
                 recvs[up].append(Transfer(child, block(tree), reduce=True))
                 sends[down].append(Transfer(child, block(tree)))
     for outgoing, incoming in zip(sends, recvs, strict=True):
-        if outgoing or incoming:
-            yield Step(sends=tuple(outgoing), recvs=tuple(incoming))
+        yield Step(sends=tuple(outgoing), recvs=tuple(incoming))
 
 
 def _edges(places: Sequence[int], rank: int) -> Iterator[tuple[int, int, int]]:

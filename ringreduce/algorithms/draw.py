@@ -26,7 +26,9 @@ def draw(algorithm: Algorithm, topology: Topology, root: int = 0, width: int = 1
         ScheduleError: the schedules are wrong, so that there is nothing to draw.
     """
     nblocks = algorithm.nblocks(topology)
-    title = f"{algorithm.name} {algorithm.collective.value}, {topology.describe()}, {_plural(nblocks, 'block')}"
+    title = (
+        f"{algorithm.name} {algorithm.collective.value}, {topology.describe()}, {nblocks} block{'s' * (nblocks != 1)}"
+    )
     lines = [title]
     for number, moves in enumerate(verify(algorithm, topology, root).rounds, start=1):
         label = f"step {number:<3d}"
@@ -50,7 +52,3 @@ def _by_numbers(arrow: str) -> tuple[bool, list[int]]:
 
 def _span(blocks: range) -> str:
     return f"b{blocks.start}" if len(blocks) == 1 else f"b{blocks.start}-{blocks.stop - 1}"
-
-
-def _plural(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"

@@ -8,7 +8,7 @@ pipelining, for rings and trees and hierarchies alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -23,15 +23,15 @@ from ringreduce.partition import Segment, pieces
 from ringreduce.transport.messages import Messages, Request
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["STREAMS", "Coding", "Memory", "Plan", "Round", "Runner"]
+__all__ = ["STREAMS", "Coding", "Memory", "Plan"]
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 
 #: Segments in flight at once: with four receives posted a link never idles while a segment is reduced.
 STREAMS = 4
-#: While blocks of at least so many bytes travel, a rank checks all the time for so long, then naps in between:
-#: the other streams keep the link busy, and the program can use the core, or the kernel, which moves the data.
+#: While blocks of at least so many bytes travel, a rank checks all the time for so long, then naps in between. The
+#: other streams keep the link busy, and the program can use the core, or the kernel, which moves the data.
 _BULK_NBYTES, _BULK_YIELD_S = 128 << 10, 100e-6
 #: Bytes of direct accesses that are combined and copied on at a time: few enough to stay in L2.
 _INNER_NBYTES = 256 << 10
@@ -39,19 +39,19 @@ _INNER_NBYTES = 256 << 10
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Where a plan's blocks lie.
+    """Where a plan's blocks are.
 
     Attributes:
         mine: this rank's buffer, one-dimensional and contiguous.
         peers: the buffers of ranks whose memory can be touched, by rank.
-        peer_segments: for peers whose blocks lie elsewhere than here: their segments, by rank.
-        room: makes memory of the same kind for so many elements that messages bring; None: NumPy does.
+        peer_segments: for peers whose blocks are elsewhere than here: their segments, by rank.
+        scratch: makes memory of the same kind for so many elements that messages bring; None: NumPy does.
     """
 
     mine: Array
     peers: dict[int, Array] = field(default_factory=dict)
     peer_segments: dict[int, list[Segment]] = field(default_factory=dict)
-    room: Callable[[int], Array] | None = None
+    scratch: Callable[[int], Array] | None = None
 
 
 class Coding(Protocol):
@@ -63,15 +63,12 @@ class Coding(Protocol):
 
     def nbytes(self, part: slice) -> int:
         """Return the bytes that an encoded part takes."""
-        ...
 
     def encode(self, part: slice, target: Bytes) -> Call:
         """Bind: encode a part."""
-        ...
 
     def decode(self, source: Bytes, part: slice) -> Call:
         """Bind: overwrite a part by what was received."""
-        ...
 
     def combine(self, part: slice, arrived: Sequence[tuple[int, Bytes]], target: Bytes) -> Call:
         """Bind: reduce a part with what other ranks sent of it, in the order of ranks.
@@ -81,132 +78,16 @@ class Coding(Protocol):
             arrived: (rank, what it sent).
             target: gets the result, encoded.
         """
-        ...
 
 
 @dataclass(slots=True)
-class Round:
+class _Round:
     """One step of one segment, bound: messages to start, calls that need no message, calls that need them all."""
 
     name: str
     requests: list[Request]
     before: list[Call]
     after: list[Call]
-
-
-class Runner:
-    """Runs rounds: those of a stream one after the other, the streams side by side.
-
-    Args:
-        streams: the rounds.
-        messages: what carries messages, None where no round has any.
-        waiter: how to wait for them.
-        waiting_for: says, for error messages, what is waited for.
-        instruments: who is told of steps.
-        bulk: whether messages are so large that a nap while they travel costs nothing.
-    """
-
-    def __init__(
-        self,
-        streams: list[list[Round]],
-        messages: Messages | None,
-        waiter: Waiter,
-        waiting_for: Callable[[], str],
-        instruments: Instruments,
-        *,
-        bulk: bool = False,
-    ) -> None:
-        self._streams = streams
-        self._messages = messages
-        self._waiting_for = waiting_for
-        self._wait = partial(waiter.until, yield_s=_BULK_YIELD_S) if bulk else waiter.until
-        self._instruments = instruments
-
-    def run(self) -> None:
-        """Carry the rounds out.
-
-        Raises:
-            CollectiveTimeoutError, TransportError: a peer or the transport failed.
-        """
-        if len(self._streams) > 1:
-            self._run_together()
-        else:
-            self._run_alone(self._streams[0])
-
-    def _run_alone(self, rounds: list[Round]) -> None:
-        nstarted = 0
-        try:
-            for nstarted, each in enumerate(rounds, start=1):  # noqa: B007  # for the error
-                if each.requests:
-                    self._start(each.requests)
-                for call in each.before:
-                    call()
-                if each.requests:
-                    self._wait_for_all(each.requests)
-                if self._instruments.observers:
-                    self._instruments.step(f"{each.name}: transfer")
-                for call in each.after:
-                    call()
-                if each.after and self._instruments.observers:
-                    self._instruments.step(f"{each.name}: reduce")
-        except BaseException:
-            self._give_up(rounds[:nstarted])
-            raise
-
-    def _run_together(self) -> None:
-        """Advance whichever stream has its messages; that order varies from run to run, the results do not."""
-        cursors = [_Cursor(rounds, self._instruments) for rounds in self._streams]
-        try:
-            for cursor in cursors:
-                cursor.post(self._start)
-            while running := [cursor for cursor in cursors if cursor.current is not None]:
-                requests = [request for cursor in running for request in cursor.requests]
-                owners = [cursor for cursor in running for _ in cursor.requests]
-                arrived = self._wait_for_some(requests)
-                if self._instruments.observers:
-                    self._instruments.step("wait for messages")
-                for position in arrived:
-                    cursor = owners[position]
-                    cursor.missing -= 1
-                    if cursor.missing == 0:
-                        cursor.post(self._start)
-        except BaseException:
-            self._give_up([each for cursor in cursors for each in cursor.started])
-            raise
-
-    def _give_up(self, started: list[Round]) -> None:
-        if self._messages is not None:
-            self._messages.give_up([request for each in started for request in each.requests])
-
-    def close(self) -> None:
-        """Give back the messages; nothing can run again."""
-        for each in (each for stream in self._streams for each in stream if each.requests):
-            assert self._messages is not None
-            self._messages.free(each.requests)
-        self._streams = []
-
-    def _start(self, requests: list[Request]) -> None:
-        assert self._messages is not None
-        self._messages.start(requests)
-
-    def _wait_for_all(self, requests: list[Request]) -> None:
-        assert self._messages is not None
-        if not self._messages.test_all(requests):
-            self._wait(partial(self._messages.test_all, requests), self._waiting_for)
-
-    def _wait_for_some(self, requests: list[Request]) -> Sequence[int]:
-        assert self._messages is not None
-        messages = self._messages
-        done: Sequence[int] = messages.test_some(requests)
-
-        def some() -> bool:
-            nonlocal done
-            done = messages.test_some(requests)
-            return bool(done)
-
-        if not done:
-            self._wait(some, self._waiting_for)
-        return done
 
 
 class Plan:
@@ -246,28 +127,27 @@ class Plan:
         instruments: Instruments | None = None,
         coding: Coding | None = None,
     ) -> None:
-        self._coding = coding
         self._rank = rank
         self._schedule = schedule
         self._last = schedule.last_reductions()
         self._memory = memory
         self._kernels = kernels
         self._messages = messages
-        self._instruments = Instruments() if instruments is None else instruments
-        nstreams = min(STREAMS, len(segments))
-        streams: list[list[Round]] = [[] for _ in range(nstreams)]
-        received = memory.mine.dtype if coding is None else np.uint8
-        room = partial(np.empty, dtype=received) if memory.room is None else memory.room
-        scratches = [(_Scratch(room), _Scratch(room)) for _ in range(nstreams)]
-        for index, segment in enumerate(segments):
-            stream = index % nstreams
-            streams[stream] += self._bind(index, segment, tag + stream, *scratches[stream])
-        # Not a method of this: the cycle would keep the caller's memory until the collector comes.
-        waiting_for = partial(_waiting_for, schedule, signature)
         largest = max((block.stop - block.start for segment in segments for block in segment), default=0)
         bulk = coding is None and largest * memory.mine.itemsize >= _BULK_NBYTES
-        self._runner = Runner(streams, messages, waiter, waiting_for, self._instruments, bulk=bulk)
-        self.calls = [call for stream in streams for each in stream for call in each.before]
+        self._wait = partial(waiter.until, yield_s=_BULK_YIELD_S) if bulk else waiter.until
+        # Not a method of this: the cycle would keep the caller's memory until the collector comes.
+        self._waiting_for = partial(_waiting_for, schedule, signature)
+        self._instruments = Instruments() if instruments is None else instruments
+        self._coding = coding
+        nstreams = min(STREAMS, len(segments))
+        self._streams: list[list[_Round]] = [[] for _ in range(nstreams)]
+        make = memory.scratch or partial(np.empty, dtype=memory.mine.dtype if coding is None else np.uint8)
+        scratches = [(_Scratch(make), _Scratch(make)) for _ in range(nstreams)]
+        for index, segment in enumerate(segments):
+            stream = index % nstreams
+            self._streams[stream] += self._bind(index, segment, tag + stream, *scratches[stream])
+        self.calls = [call for stream in self._streams for each in stream for call in each.before]
 
     def run(self) -> None:
         """Carry the steps out.
@@ -281,45 +161,107 @@ class Plan:
             if self._instruments.observers:
                 self._instruments.step("load and store")
             return
-        self._runner.run()
+        started: list[Request] = []
+        streams = [self._carry_out(rounds, self._messages, started) for rounds in self._streams]
+        try:
+            if len(streams) > 1:
+                self._run_together(streams, self._messages)
+            else:
+                for requests in streams[0]:
+                    if not self._messages.test_all(requests):
+                        self._wait(partial(self._messages.test_all, requests), self._waiting_for)
+        except BaseException:
+            self._messages.give_up(started)
+            raise
 
     def close(self) -> None:
         """Give back the messages; the plan cannot run again."""
-        self._runner.close()
+        for each in (each for stream in self._streams for each in stream if each.requests):
+            assert self._messages is not None
+            self._messages.free(each.requests)
+        self._streams = []
+
+    # ---- running ----
+
+    def _carry_out(self, rounds: list[_Round], messages: Messages, started: list[Request]) -> Iterator[list[Request]]:
+        """Run the rounds of a stream; yield the messages that must arrive first, and add all that start to a list."""
+        for each in rounds:
+            if each.requests:
+                started += each.requests
+                messages.start(each.requests)
+            for call in each.before:
+                call()
+            if each.requests:
+                yield each.requests
+            if self._instruments.observers:
+                self._instruments.step(f"{each.name}: transfer")
+            for call in each.after:
+                call()
+            if each.after and self._instruments.observers:
+                self._instruments.step(f"{each.name}: reduce")
+
+    def _run_together(self, streams: list[Iterator[list[Request]]], messages: Messages) -> None:
+        """Advance whichever stream has its messages; that order varies from run to run, the results do not."""
+        under_way = [(stream, request) for stream in streams for request in next(stream, ())]
+        while under_way:
+            done = self._wait_for_some(messages, [request for _, request in under_way])
+            advanced = {under_way[position][0] for position in done}
+            under_way = [each for position, each in enumerate(under_way) if position not in done]
+            for stream in advanced.difference([stream for stream, _ in under_way]):
+                under_way += [(stream, request) for request in next(stream, ())]
+
+    def _wait_for_some(self, messages: Messages, requests: list[Request]) -> set[int]:
+        """Return the positions of those that have become complete, at least one."""
+        done: set[int] = set()
+
+        def some() -> bool:
+            done.update(messages.test_some(requests))
+            return bool(done)
+
+        if not some():
+            self._wait(some, self._waiting_for)
+        return done
 
     # ---- binding ----
 
-    def _bind(self, index: int, segment: Segment, tag: int, scratch: _Scratch, kept: _Scratch) -> list[Round]:
-        rounds: list[Round] = []
+    def _bind(self, index: int, segment: Segment, tag: int, scratch: _Scratch, kept: _Scratch) -> list[_Round]:
+        rounds: list[_Round] = []
         kept.reset()
         known: dict[range, Bytes] = {}  # blocks that the step before has combined -> their encoding
         for number, step in enumerate(self._schedule.steps, start=1):
-            name = f"step {number} of segment {index + 1}"
+            name, last = f"step {number} of segment {index + 1}", self._last[number - 1]
             scratch.reset()
-            if self._coding is not None and (step.sends or step.recvs):
-                rounds += self._bind_coded(name, step, segment, tag, scratch, kept, known)
-            else:
-                rounds.append(self._bind_step(name, step, self._last[number - 1], index, segment, tag, scratch))
+            if not (step.sends or step.recvs):
+                rounds.append(_Round(name, [], list(self._direct_calls(step, last, index, segment)), []))
                 known.clear()
+            elif self._coding is None:
+                rounds.append(self._bind_plain(name, step, last, segment, tag, scratch))
+            else:
+                rounds += self._bind_coded(name, step, segment, tag, scratch, kept, known)
         return rounds
 
-    def _bind_step(
-        self, name: str, step: Step, last: frozenset[int], index: int, segment: Segment, tag: int, scratch: _Scratch
-    ) -> Round:
-        requests, reducing = [], []
-        for each in step.sends:
-            if (data := self._view(segment, each.blocks)).size:
-                assert self._messages is not None
-                requests.append(self._messages.send(data, each.peer, tag))
-        for each in step.recvs:
-            if (data := self._view(segment, each.blocks)).size:
-                assert self._messages is not None
-                place = scratch.take(data.size) if each.reduce else data
-                requests.append(self._messages.recv(place, each.peer, tag))
-                if each.reduce:
-                    reducing.append((each, place))
-        after = list(self._reductions(reducing, segment, step.by_rank, last))
-        return Round(name, requests, list(self._direct_calls(step, index, segment, last)), after)
+    def _bind_plain(
+        self, name: str, step: Step, last: frozenset[int], segment: Segment, tag: int, scratch: _Scratch
+    ) -> _Round:
+        mine, messages, kernels = self._memory.mine, self._messages, self._kernels
+        assert messages is not None
+        requests = [messages.send(mine[part], each.peer, tag) for each, part in _parts(segment, step.sends)]
+        terms: dict[range, list[tuple[int, Array]]] = {}
+        for each, part in _parts(segment, step.recvs):
+            place = scratch.take(part.stop - part.start) if each.reduce else mine[part]
+            requests.append(messages.recv(place, each.peer, tag))
+            if each.reduce:
+                terms.setdefault(each.blocks, []).append((each.peer, place))
+        after: list[Call] = []
+        for blocks, arrived in terms.items():
+            assert kernels is not None
+            target, complete = mine[_span(segment, blocks)], blocks.start in last
+            if step.by_rank:
+                after.append(self._combine(arrived, target, complete=complete))
+                continue
+            for left, (_, place) in enumerate(arrived, start=1 - len(arrived)):
+                after.append(kernels.fold(target, place, complete=complete and left == 0))
+        return _Round(name, requests, [], after)
 
     def _bind_coded(
         self,
@@ -330,11 +272,11 @@ class Plan:
         scratch: _Scratch,
         kept: _Scratch,
         known: dict[range, Bytes],
-    ) -> Iterator[Round]:
+    ) -> Iterator[_Round]:
         """Bind a step whose messages are encoded: what is sent, in a round before.
 
         Args:
-            name, step, segment, tag: as for `_bind_step`.
+            name, step, segment, tag: as for `_bind_plain`.
             scratch: lasts for this step.
             kept: lasts for this segment.
             known: blocks that the step before has combined -> their encoding; becomes that of this step's.
@@ -347,19 +289,13 @@ class Plan:
         after: list[Call] = []
         sent = dict(known)
         known.clear()
-        for each in step.sends:
-            part = _span(segment, each.blocks)
-            if part.start == part.stop:
-                continue
+        for each, part in _parts(segment, step.sends):
             if each.blocks not in sent:
                 sent[each.blocks] = scratch.take(coding.nbytes(part))
                 encoding.append(coding.encode(part, sent[each.blocks]))
             requests.append(messages.send(sent[each.blocks], each.peer, tag))
         terms: dict[range, list[tuple[int, Bytes]]] = {}
-        for each in step.recvs:
-            part = _span(segment, each.blocks)
-            if part.start == part.stop:
-                continue
+        for each, part in _parts(segment, step.recvs):
             place = scratch.take(coding.nbytes(part))
             requests.append(messages.recv(place, each.peer, tag))
             if each.reduce:
@@ -371,33 +307,16 @@ class Plan:
             known[blocks] = kept.take(coding.nbytes(part))
             after.append(coding.combine(part, arrived, known[blocks]))
         if encoding:
-            yield Round(f"{name}: encode", [], encoding, [])
-        yield Round(name, requests, [], after)
+            yield _Round(f"{name}: encode", [], encoding, [])
+        yield _Round(name, requests, [], after)
 
-    def _reductions(
-        self, arrived: list[tuple[Transfer, Array]], segment: Segment, by_rank: bool, last: frozenset[int]
-    ) -> Iterator[Call]:
-        """Reduce what messages brought; ``last``: the blocks that this completes."""
-        assert self._kernels is not None or not arrived
-        terms: dict[range, list[tuple[int, Array]]] = {}
-        for each, place in arrived:
-            terms.setdefault(each.blocks, []).append((each.peer, place))
-        for blocks, places in terms.items():
-            target, complete = self._view(segment, blocks), blocks.start in last
-            if by_rank:
-                yield self._combine(places, target, complete=complete)
-                continue
-            for number, (_, place) in enumerate(places, start=1):
-                ends = complete and number == len(places)
-                yield self._kernels.fold(target, place, complete=ends)  # type: ignore[union-attr]
-
-    def _direct_calls(self, step: Step, index: int, segment: Segment, last: frozenset[int]) -> Iterator[Call]:
-        """Load and store piece by piece, so that a piece is stored to the peers while it lies in the cache."""
+    def _direct_calls(self, step: Step, last: frozenset[int], index: int, segment: Segment) -> Iterator[Call]:
+        """Load and store piece by piece, so that a piece is stored to the peers while it is in the cache."""
         touched = list(dict.fromkeys(each.blocks for each in step.loads + step.stores))
         for blocks in touched:
             loads = [(each, self._remote(index, segment, each)) for each in step.loads if each.blocks == blocks]
             stores = [(each, self._remote(index, segment, each)) for each in step.stores if each.blocks == blocks]
-            mine, complete = self._view(segment, blocks), blocks.start in last
+            mine, complete = self._memory.mine[_span(segment, blocks)], blocks.start in last
             for piece in pieces(0, mine.size, _INNER_NBYTES // mine.itemsize):
                 reducing = [(each.peer, remote[piece]) for each, remote in loads if each.reduce]
                 if len(reducing) > 1 and {each.peer for each, _ in stores} == {peer for peer, _ in reducing}:
@@ -428,60 +347,16 @@ class Plan:
         for view in ordered[1:]:
             yield partial(np.copyto, view, ordered[0])
 
-    def _view(self, segment: Segment, blocks: range) -> Array:
-        return self._memory.mine[_span(segment, blocks)]
-
     def _remote(self, index: int, segment: Segment, access: Transfer) -> Array:
         segments = self._memory.peer_segments.get(access.peer)
         return self._memory.peers[access.peer][_span(segment if segments is None else segments[index], access.remote)]
 
 
-class _Cursor:
-    """How far a stream has come."""
-
-    def __init__(self, rounds: list[Round], instruments: Instruments) -> None:
-        self._rounds = rounds
-        self._nstarted = 0
-        self._instruments = instruments
-        self.current: Round | None = None
-        self.missing = 0  # messages of the current round that are still under way
-
-    @property
-    def started(self) -> list[Round]:
-        return self._rounds[: self._nstarted]
-
-    @property
-    def requests(self) -> list[Request]:
-        assert self.current is not None
-        return self.current.requests
-
-    def post(self, start: Callable[[list[Request]], None]) -> None:
-        """Finish the current round, and run on to the next that has to wait for messages."""
-        while True:
-            if self.current is not None:
-                for call in self.current.after:
-                    call()
-                if self._instruments.observers:
-                    self._instruments.step(f"{self.current.name}: reduce")
-            if self._nstarted == len(self._rounds):
-                self.current = None
-                return
-            self.current = self._rounds[self._nstarted]
-            self._nstarted += 1
-            if self.current.requests:
-                start(self.current.requests)
-                self.missing = len(self.current.requests)
-            for call in self.current.before:
-                call()
-            if self.current.requests:
-                return
-
-
 class _Scratch:
     """Where one stream receives what is to be reduced; each step uses it from the start."""
 
-    def __init__(self, room: Callable[[int], Array]) -> None:
-        self._room = room
+    def __init__(self, make: Callable[[int], Array]) -> None:
+        self._make = make
         self._chunks: list[Array] = []
         self._taken = 0
 
@@ -491,9 +366,9 @@ class _Scratch:
     def take(self, count: int) -> Array:
         """Return ``count`` elements that no other take since the reset has."""
         if self._taken == len(self._chunks):
-            self._chunks.append(self._room(count))
+            self._chunks.append(self._make(count))
         elif self._chunks[self._taken].size < count:
-            self._chunks[self._taken] = self._room(count)
+            self._chunks[self._taken] = self._make(count)
         self._taken += 1
         return self._chunks[self._taken - 1][:count]
 
@@ -503,8 +378,14 @@ def _waiting_for(schedule: Schedule, signature: str) -> str:
     return f"messages of rank {', '.join(map(str, peers))} in {signature}"
 
 
+def _parts(segment: Segment, transfers: Iterable[Transfer]) -> list[tuple[Transfer, slice]]:
+    """Return the transfers that have something to move in a segment, and where in the buffer it is."""
+    spans = ((each, _span(segment, each.blocks)) for each in transfers)
+    return [(each, part) for each, part in spans if part.start < part.stop]
+
+
 def _span(segment: Segment, blocks: range) -> slice:
-    """Return where consecutive blocks of a segment lie."""
+    """Return where consecutive blocks of a segment are."""
     span = slice(segment[blocks.start].start, segment[blocks.stop - 1].stop)
     held = sum(segment[block].stop - segment[block].start for block in blocks)
     assert span.stop - span.start == held, f"blocks {blocks} are not contiguous in this segment"

@@ -7,7 +7,6 @@ pieces that are copied in, reduced and copied out while they are in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ from ringreduce.instruments import Instruments
 from ringreduce.partition import Partition, pieces
 from ringreduce.transport.board import STAGE_NBYTES, Board, signature_hash
 
-__all__ = ["Mailbox", "OneShot", "Staged"]
+__all__ = ["Mailbox", "Staged"]
 
 Array = npt.NDArray[Any]
 
@@ -37,10 +36,17 @@ class Mailbox:
         signature: what the user called.
         dtype: the storage type of the elements.
         shape: of what this rank puts into its mailbox; the same on all ranks.
+        kernels: what `run` reduces with; None for a mailbox that is only to `swap`.
     """
 
     def __init__(
-        self, board: Board, instruments: Instruments, signature: str, dtype: np.dtype[Any], shape: tuple[int, ...]
+        self,
+        board: Board,
+        instruments: Instruments,
+        signature: str,
+        dtype: np.dtype[Any],
+        shape: tuple[int, ...],
+        kernels: Kernels | None = None,
     ) -> None:
         self._board = board
         self._instruments = instruments
@@ -48,6 +54,7 @@ class Mailbox:
         self._code = signature_hash(signature)
         self._mailboxes = tuple(board.mailboxes(parity, dtype, shape) for parity in (0, 1))
         self._mine = tuple(mailboxes[board.index] for mailboxes in self._mailboxes)
+        self._reduce = () if kernels is None else tuple(map(kernels.combine, self._mailboxes))
 
     def close(self) -> None:
         """Nothing to give back: the mailboxes are the board's."""
@@ -64,25 +71,8 @@ class Mailbox:
             self._instruments.step("post and meet")
         return self._mailboxes[parity]
 
-
-class OneShot(Mailbox):
-    """The allreduce of small arrays, of any strides: every rank reduces all mailboxes in rank order."""
-
-    def __init__(
-        self,
-        board: Board,
-        instruments: Instruments,
-        signature: str,
-        dtype: np.dtype[Any],
-        shape: tuple[int, ...],
-        kernels: Kernels,
-    ) -> None:
-        super().__init__(board, instruments, signature, dtype, shape)
-        self._reduce: tuple[Callable[[Array], object], ...] = tuple(
-            kernels.combine(mailboxes) for mailboxes in self._mailboxes
-        )
-
     def run(self, source: Array, target: Array) -> None:
+        """Reduce ``source`` into ``target``, of any strides: every rank reduces all mailboxes in rank order."""
         parity = self._board.number + 1 & 1
         np.copyto(self._mine[parity], source)
         self._board.arrive(self._signature, self._code)
@@ -119,11 +109,11 @@ class Staged:
         self._instruments = instruments
         self._signature = signature
         self._kernels = kernels
-        room = _PIECE_NBYTES // dtype.itemsize
-        areas = [board.stages(number, dtype, (room,)) for number in range(4)]
+        length = _PIECE_NBYTES // dtype.itemsize
+        areas = [board.stages(number, dtype, (length,)) for number in range(4)]
         self._pieces = [
             _Piece.of(piece, board.index, incoming=areas[number % 2], results=areas[2 + number % 2])
-            for number, piece in enumerate(pieces(0, count, room))
+            for number, piece in enumerate(pieces(0, count, length))
         ]
 
     def copy_in(self, source: Array, number: int = 0) -> None:
@@ -153,7 +143,7 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A piece, cut into a slice for each rank; slices are of the array, everything else lies in staging areas.
+    """A piece, cut into a slice for each rank; slices are of the array, everything else is in staging areas.
 
     Attributes:
         mine: the slice that this rank reduces.

@@ -1,4 +1,4 @@
-"""Halving-doubling: halve the buffer while distances double, then gather it back the same way.
+"""Halving-doubling: halve the buffer while distances double, then gather it back in reverse.
 
 Literature: Rabenseifner's allreduce (reduce-scatter by vector halving and distance doubling, then allgather):
     Rabenseifner, "Optimization of collective reduction operations", ICCS 2004, doi:10.1007/978-3-540-24685-5_1.

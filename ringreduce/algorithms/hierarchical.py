@@ -51,27 +51,25 @@ def _make(name: str, across: Algorithm, summary: str) -> Algorithm:
         return _lanes(topology) * across.nblocks(_one_lane(topology))
 
     def steps(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
-        lane, node = topology.local_rank(rank), topology.node_of(rank)
+        lane = topology.local_rank(rank)
         if lane >= _lanes(topology):
             return
         width = across.nblocks(_one_lane(topology))
         mine = range(lane * width, (lane + 1) * width)
-        peers = peers_after(rank, node)
-        if peers:
-            yield Step(loads=tuple(Transfer(peer, mine, reduce=True) for peer in sorted(peers)), by_rank=True)
+        peers = peers_after(rank, topology.node_of(rank))
+        yield Step(loads=tuple(Transfer(peer, mine, reduce=True) for peer in sorted(peers)), by_rank=True)
         # Ascending, so that steps that combine by rank (recursive doubling) order their terms alike on all members.
         members = sorted(topology.cross_group(rank))
         inner = across.steps(members.index(rank), _one_lane(topology), 0)
         yield from relabelled(inner, members, first_block=mine.start)
-        if peers:
-            yield Step(stores=tuple(Transfer(peer, mine) for peer in peers))
+        yield Step(stores=tuple(Transfer(peer, mine) for peer in peers))
 
     def cost(topology: Topology) -> Cost:
         largest = max(len(node) for node in topology.nodes)
         inner, lanes = across.cost(_one_lane(topology)), _lanes(topology)
         return Cost(steps=inner.steps + 2 * (largest > 1), sent=inner.sent / lanes, touched=2 * (largest - 1) / lanes)
 
-    return Algorithm(name, Collective.ALLREDUCE, summary, steps, nblocks, cost)
+    return Algorithm(name, Collective.ALLREDUCE, summary, steps, cost, nblocks)
 
 
 ALLREDUCE = _make(

@@ -23,12 +23,11 @@ __all__ = ["ALLREDUCE"]
 
 def _steps(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
     peers = peers_after(rank, node_order(topology))
-    if peers:
-        yield Step(
-            sends=tuple(Transfer(peer, block(0)) for peer in peers),
-            recvs=tuple(Transfer(peer, block(0), reduce=True) for peer in sorted(peers)),
-            by_rank=True,
-        )
+    yield Step(
+        sends=tuple(Transfer(peer, block(0)) for peer in peers),
+        recvs=tuple(Transfer(peer, block(0), reduce=True) for peer in sorted(peers)),
+        by_rank=True,
+    )
 
 
 ALLREDUCE = Algorithm(

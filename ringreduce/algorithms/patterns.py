@@ -82,6 +82,5 @@ def relabelled(steps: Iterable[Step], ranks: Sequence[int], first_block: int) ->
         return replace(transfer, peer=ranks[transfer.peer], blocks=blocks)
 
     for step in steps:
-        direct = step.loads or step.stores
-        assert not direct, "only messages can be carried to another group"
+        assert not (step.loads or step.stores), "only messages can be carried to another group"
         yield replace(step, sends=tuple(map(carry, step.sends)), recvs=tuple(map(carry, step.recvs)))

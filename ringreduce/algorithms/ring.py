@@ -65,7 +65,6 @@ ALLREDUCE = Algorithm(
     collective=Collective.ALLREDUCE,
     summary="passes blocks around a ring, twice; wins for large buffers on few or moderately many ranks",
     steps=_allreduce,
-    nblocks=lambda topology: topology.size,
     cost=_two_turns,
 )
 
@@ -74,7 +73,6 @@ REDUCE_SCATTER = Algorithm(
     collective=Collective.REDUCE_SCATTER,
     summary="passes partial sums around a ring; wins for large buffers",
     steps=_reduce_scatter,
-    nblocks=lambda topology: topology.size,
     cost=_one_turn,
 )
 
@@ -83,6 +81,5 @@ ALLGATHER = Algorithm(
     collective=Collective.ALLGATHER,
     summary="passes blocks around a ring; wins for large buffers",
     steps=_allgather,
-    nblocks=lambda topology: topology.size,
     cost=_one_turn,
 )

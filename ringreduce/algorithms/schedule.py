@@ -134,15 +134,15 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """One way to carry out a collective: an entry of the table in `ringreduce.algorithms`.
+    """How a collective is carried out: an entry of the table in `ringreduce.algorithms`.
 
     Attributes:
         name: the name users give, e.g. ``"ring"``.
         collective: what it computes.
         summary: one line: what it is and when it wins.
-        steps: ``(rank, topology, root) -> steps``; only broadcast looks at ``root``.
-        nblocks: ``topology -> number of blocks``.
+        steps: ``(rank, topology, root) -> steps``; only broadcast looks at ``root``. Empty steps are left out.
         cost: ``topology -> Cost``, exact for equal blocks; `verify` holds the steps to it.
+        nblocks: ``topology -> number of blocks``; one for each rank if nothing is said.
         refuses: ``topology -> why it cannot run there``, or None where it can.
     """
 
@@ -150,10 +150,12 @@ class Algorithm:
     collective: Collective
     summary: str
     steps: Callable[[int, Topology, int], Iterator[Step]]
-    nblocks: Callable[[Topology], int]
     cost: Callable[[Topology], Cost]
+    nblocks: Callable[[Topology], int] = lambda topology: topology.size
     refuses: Callable[[Topology], str | None] = lambda topology: None
 
     def schedule(self, rank: int, topology: Topology, root: int = 0) -> Schedule:
         """Return the steps of ``rank``; pure, so callers may cache it."""
-        return Schedule(self.nblocks(topology), tuple(self.steps(rank, topology, root)))
+        steps = self.steps(rank, topology, root)
+        moving = (step for step in steps if step.sends or step.recvs or step.loads or step.stores)
+        return Schedule(self.nblocks(topology), tuple(moving))

@@ -23,6 +23,7 @@ Races: block b of every buffer is touched by rank b and by nobody else, so one b
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from ringreduce.algorithms.patterns import block, node_order, one_node_only, peers_after
 from ringreduce.algorithms.schedule import Algorithm, Collective, Cost, Step, Transfer
@@ -33,24 +34,21 @@ __all__ = ["ALLGATHER", "ALLREDUCE", "ALLTOALL", "BROADCAST", "REDUCE_SCATTER"]
 
 def _allreduce(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
     peers = peers_after(rank, node_order(topology))
-    if peers:
-        yield Step(
-            loads=tuple(Transfer(peer, block(rank), reduce=True) for peer in sorted(peers)),
-            stores=tuple(Transfer(peer, block(rank)) for peer in peers),
-            by_rank=True,
-        )
+    yield Step(
+        loads=tuple(Transfer(peer, block(rank), reduce=True) for peer in sorted(peers)),
+        stores=tuple(Transfer(peer, block(rank)) for peer in peers),
+        by_rank=True,
+    )
 
 
 def _reduce_scatter(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
     peers = sorted(peers_after(rank, node_order(topology)))
-    if peers:
-        yield Step(loads=tuple(Transfer(peer, block(rank), reduce=True) for peer in peers), by_rank=True)
+    yield Step(loads=tuple(Transfer(peer, block(rank), reduce=True) for peer in peers), by_rank=True)
 
 
 def _allgather(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
     peers = peers_after(rank, node_order(topology))
-    if peers:
-        yield Step(loads=tuple(Transfer(peer, block(peer)) for peer in peers))
+    yield Step(loads=tuple(Transfer(peer, block(peer)) for peer in peers))
 
 
 def _broadcast(rank: int, topology: Topology, root: int) -> Iterator[Step]:
@@ -60,9 +58,8 @@ def _broadcast(rank: int, topology: Topology, root: int) -> Iterator[Step]:
 
 def _alltoall(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
     peers = peers_after(rank, node_order(topology))
-    if peers:
-        size = topology.size
-        yield Step(loads=tuple(Transfer(peer, block(size + peer), peer_blocks=block(rank)) for peer in peers))
+    loads = (Transfer(peer, block(topology.size + peer), peer_blocks=block(rank)) for peer in peers)
+    yield Step(loads=tuple(loads))
 
 
 def _all_but_own(topology: Topology) -> Cost:
@@ -74,47 +71,35 @@ ALLREDUCE = Algorithm(
     collective=Collective.ALLREDUCE,
     summary="reduces block b on rank b in peers' memory, without a copy; wins on one node from some KiB up",
     steps=_allreduce,
-    nblocks=lambda topology: topology.size,
     cost=lambda topology: Cost(steps=int(topology.size > 1), touched=2 * (topology.size - 1) / topology.size),
     refuses=one_node_only,
 )
 
-REDUCE_SCATTER = Algorithm(
-    name="load",
+_load = partial(Algorithm, name="load", cost=_all_but_own, refuses=one_node_only)
+
+REDUCE_SCATTER = _load(
     collective=Collective.REDUCE_SCATTER,
     summary="loads and reduces one's own block from peers' memory; wins on one node",
     steps=_reduce_scatter,
-    nblocks=lambda topology: topology.size,
-    cost=_all_but_own,
-    refuses=one_node_only,
 )
 
-ALLGATHER = Algorithm(
-    name="load",
+ALLGATHER = _load(
     collective=Collective.ALLGATHER,
     summary="loads every block from its owner's memory; wins on one node",
     steps=_allgather,
-    nblocks=lambda topology: topology.size,
-    cost=_all_but_own,
-    refuses=one_node_only,
 )
 
-BROADCAST = Algorithm(
-    name="load",
+BROADCAST = _load(
     collective=Collective.BROADCAST,
     summary="loads everything from the root's memory; wins on one node",
     steps=_broadcast,
     nblocks=lambda topology: 1,
     cost=lambda topology: Cost(steps=int(topology.size > 1), touched=int(topology.size > 1)),
-    refuses=one_node_only,
 )
 
-ALLTOALL = Algorithm(
-    name="load",
+ALLTOALL = _load(
     collective=Collective.ALLTOALL,
     summary="loads one's block from every peer's memory; wins on one node",
     steps=_alltoall,
     nblocks=lambda topology: 2 * topology.size,
-    cost=_all_but_own,
-    refuses=one_node_only,
 )

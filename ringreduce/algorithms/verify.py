@@ -144,7 +144,7 @@ def run(
     _check_races(schedules)
     world = _World(schedules, collective, root)
     rounds = world.run()
-    _check_result(world)
+    world.check()
     ntotal = schedules[0].nblocks // (2 if collective is Collective.ALLTOALL else 1)
     return Outcome(
         rounds,
@@ -195,14 +195,12 @@ def _check_form(rank: int, schedule: Schedule, nblocks: int, topology: Topology)
 
 def _check_overwrites(rank: int, number: int, step: Step) -> None:
     """Within a step, a block that is overwritten must take no other part (a store of what was loaded is later)."""
-    busy = {block for transfer in step.sends for block in transfer.blocks}
     incoming = (*step.recvs, *step.loads)
-    reduced = {block for transfer in incoming if transfer.reduce for block in transfer.blocks}
+    busy = {block for transfer in incoming if transfer.reduce for block in transfer.blocks}
+    busy.update(block for transfer in step.sends for block in transfer.blocks)
     for transfer in incoming:
-        if transfer.reduce:
-            continue
-        for block in transfer.blocks:
-            if block in busy or block in reduced:
+        for block in () if transfer.reduce else transfer.blocks:
+            if block in busy:
                 raise ScheduleError(
                     "is overwritten while it is sent, reduced or overwritten", rank, number, transfer.peer, block
                 )
@@ -216,45 +214,30 @@ def _check_overwrites(rank: int, number: int, step: Step) -> None:
 # --- races: what may happen at the same time as what ----------------------------------------------------------------
 
 
-class _Access(NamedTuple):
-    rank: int
-    step: int
-    owner: int
-    block: int
-    writes: bool
-
-
-def _accesses(rank: int, schedule: Schedule) -> Iterator[_Access]:
-    """Yield what ``rank`` reads and writes, in its own memory and in that of its peers."""
-    for number, step in enumerate(schedule.steps, start=1):
-        for transfers, writes_own, writes_peer in (
-            (step.sends, False, None),
-            (step.recvs, True, None),
-            (step.loads, True, False),
-            (step.stores, False, True),
-        ):
-            for transfer in transfers:
-                for mine, theirs in zip(transfer.blocks, transfer.remote, strict=True):
-                    yield _Access(rank, number, rank, mine, writes_own)
-                    if writes_peer is not None:
-                        yield _Access(rank, number, transfer.peer, theirs, writes_peer)
+def _accesses(rank: int, step: Step) -> Iterator[tuple[int, int, bool]]:
+    """Yield (whose memory, block, whether it is written to) for what ``rank`` touches in a step."""
+    for transfers, writes in ((step.sends, False), (step.recvs, True), (step.loads, True), (step.stores, False)):
+        yield from ((rank, block, writes) for transfer in transfers for block in transfer.blocks)
+    for transfers, writes in ((step.loads, False), (step.stores, True)):
+        yield from ((transfer.peer, block, writes) for transfer in transfers for block in transfer.remote)
 
 
 def _check_races(schedules: Sequence[Schedule]) -> None:
     """No block of any memory may be touched by two ranks unless both only read it."""
     if not any(schedule.direct for schedule in schedules):
         return
-    touched: defaultdict[tuple[int, int], dict[tuple[int, bool], _Access]] = defaultdict(dict)
+    # (whose memory, block) -> (who has touched it, whether it wrote) -> in which step
+    touched: defaultdict[tuple[int, int], dict[tuple[int, bool], int]] = defaultdict(dict)
     for rank, schedule in enumerate(schedules):
-        for access in _accesses(rank, schedule):
-            before = touched[access.owner, access.block]
-            for other in before.values():
-                if other.rank != rank and (other.writes or access.writes):
-                    whose = f"rank {access.owner}'s memory is"
-                    verbs = ["written" if writes else "read" for writes in (access.writes, other.writes)]
-                    problem = f"{whose} {verbs[0]} here and {verbs[1]} by the peer in its step {other.step}"
-                    raise ScheduleError(problem, rank, access.step, other.rank, access.block)
-            before.setdefault((rank, access.writes), access)
+        for number, step in enumerate(schedule.steps, start=1):
+            for owner, block, writes in _accesses(rank, step):
+                before = touched[owner, block]
+                for (other, wrote), when in before.items():
+                    if other != rank and (wrote or writes):
+                        here, there = ("written" if each else "read" for each in (writes, wrote))
+                        problem = f"rank {owner}'s memory is {here} here and {there} by the peer in its step {when}"
+                        raise ScheduleError(problem, rank, number, other, block)
+                before.setdefault((rank, writes), number)
 
 
 # --- values ---------------------------------------------------------------------------------------------------------
@@ -283,24 +266,28 @@ class _Value(NamedTuple):
         return f"block {self.block} of {ranks}"
 
 
-def _term(rank: int, block: int) -> _Value:
-    return _Value(block, 1 << rank, rank)
+def _before_and_after(
+    rank: int, size: int, nblocks: int, collective: Collective, root: int
+) -> tuple[dict[int, _Value], dict[int, tuple[int, int]]]:
+    """Return what the blocks of ``rank`` hold at the beginning, and what they must hold in the end (see `Collective`).
 
-
-def _before(rank: int, size: int, nblocks: int, collective: Collective, root: int) -> list[_Value | None]:
-    """Return what is in the blocks of ``rank`` at the beginning, None for nothing (see `Collective`)."""
-    everything: list[_Value | None] = [_term(rank, block) for block in range(nblocks)]
-    nothing: list[_Value | None] = [None] * nblocks
-    if collective in (Collective.ALLREDUCE, Collective.REDUCE_SCATTER):
-        return everything
-    if collective is Collective.BROADCAST:
-        return everything if rank == root else nothing
+    The latter as (whose terms as a bit mask, for which block). Blocks that are not mentioned hold nothing at the
+    beginning, and may hold anything in the end.
+    """
+    mine, everyone = 1 << rank, (1 << size) - 1
+    everything = {block: _Value(block, mine, rank) for block in range(nblocks)}
+    own = _Value(rank, mine, rank)
+    if collective is Collective.ALLREDUCE:
+        return everything, {block: (everyone, block) for block in everything}
+    if collective is Collective.REDUCE_SCATTER:
+        return everything, {rank: (everyone, rank)}
     if collective is Collective.ALLGATHER:
-        nothing[rank] = _term(rank, rank)
-        return nothing
-    everything[size:] = nothing[size:]
-    everything[size + rank] = _term(rank, rank)
-    return everything
+        return {rank: own}, {peer: (1 << peer, peer) for peer in range(size)}
+    if collective is Collective.BROADCAST:
+        return everything if rank == root else {}, {block: (1 << root, block) for block in everything}
+    sent = {block: everything[block] for block in range(size)}
+    received = {size + peer: (1 << peer, rank) for peer in range(size)}
+    return {**sent, size + rank: own}, {**{block: (mine, block) for block in sent}, **received}
 
 
 # --- messages -------------------------------------------------------------------------------------------------------
@@ -320,9 +307,9 @@ class _World:
     """All ranks, their memory and the messages between them."""
 
     def __init__(self, schedules: Sequence[Schedule], collective: Collective, root: int) -> None:
-        self.schedules, self.collective, self.root = schedules, collective, root
-        self.size, self.nblocks = len(schedules), schedules[0].nblocks
-        self.memory = [_before(rank, self.size, self.nblocks, collective, root) for rank in range(self.size)]
+        self.schedules, self.collective, self.size = schedules, collective, len(schedules)
+        states = [_before_and_after(r, self.size, schedules[0].nblocks, collective, root) for r in range(self.size)]
+        self.memory, self._wanted = [before for before, _ in states], [after for _, after in states]
         self._done = [0] * self.size
         self._arrived: list[dict[int, tuple[_Value, ...]]] = [{} for _ in schedules]
         self._waiting = [0] * self.size
@@ -436,7 +423,7 @@ class _World:
             self.memory[rank][block] = result
 
     def _read(self, owner: int, block: int, rank: int, number: int, peer: int) -> _Value:
-        value = self.memory[owner][block]
+        value = self.memory[owner].get(block)
         if value is None:
             raise ScheduleError(f"uses rank {owner}'s block, in which nothing is yet", rank, number, peer, block)
         return value
@@ -448,44 +435,22 @@ class _World:
         posts.sort(key=lambda item: (self._step(item[0].transfer.peer) is not None, item[0].rank, item[0].place))
         post, verb = posts[0]
         peer = post.transfer.peer
-        if self._step(peer) is None:
-            problem = f"{verb} {post.transfer.blocks}, but the peer is past its last step"
-        else:
-            problem = f"{verb} {post.transfer.blocks}, but the peer is stuck in its step {self._done[peer] + 1}"
+        where = "past its last step" if self._step(peer) is None else f"stuck in its step {self._done[peer] + 1}"
+        problem = f"{verb} {post.transfer.blocks}, but the peer is {where}"
         return ScheduleError(problem, post.rank, post.step, peer, post.transfer.blocks.start)
 
-
-# --- result ---------------------------------------------------------------------------------------------------------
-
-
-def _after(rank: int, world: _World) -> Iterator[tuple[int, int, int]]:
-    """Yield (block, whose terms as a bit mask, for which block) for what ``rank`` must hold in the end."""
-    collective, size = world.collective, world.size
-    everyone = (1 << size) - 1
-    if collective is Collective.ALLREDUCE:
-        yield from ((block, everyone, block) for block in range(world.nblocks))
-    elif collective is Collective.REDUCE_SCATTER:
-        yield rank, everyone, rank
-    elif collective is Collective.ALLGATHER:
-        yield from ((peer, 1 << peer, peer) for peer in range(size))
-    elif collective is Collective.BROADCAST:
-        yield from ((block, 1 << world.root, block) for block in range(world.nblocks))
-    else:
-        yield from ((block, 1 << rank, block) for block in range(size))
-        yield from ((size + peer, 1 << peer, rank) for peer in range(size))
-
-
-def _check_result(world: _World) -> None:
-    for rank, memory in enumerate(world.memory):
-        for block, ranks, origin in _after(rank, world):
-            value = memory[block]
-            if value is None or (value.ranks, value.block) != (ranks, origin):
-                held = "nothing" if value is None else value.describe()
-                wanted = _Value(origin, ranks, 0).describe()
-                raise ScheduleError(f"ends with {held}, not with {wanted}", rank, block=block)
-            if world.collective is Collective.ALLREDUCE and world.size > 1 and not value.divided:
-                raise ScheduleError("ends with a sum where an average is divided", rank, block=block)
-            reference = world.memory[0][block]
-            if world.collective is Collective.ALLREDUCE and reference is not None and value.tree != reference.tree:
-                problem = f"is combined in the order {value.tree}, on rank 0 in the order {reference.tree}"
-                raise ScheduleError(problem, rank, block=block)
+    def check(self) -> None:
+        """Raise unless all ranks hold what the collective gives them, combined in the same order."""
+        for rank, (memory, wanted) in enumerate(zip(self.memory, self._wanted, strict=True)):
+            for block, (ranks, origin) in wanted.items():
+                value = memory.get(block)
+                if value is None or (value.ranks, value.block) != (ranks, origin):
+                    held = "nothing" if value is None else value.describe()
+                    problem = f"ends with {held}, not with {_Value(origin, ranks, 0).describe()}"
+                    raise ScheduleError(problem, rank, block=block)
+                if self.collective is Collective.ALLREDUCE and self.size > 1 and not value.divided:
+                    raise ScheduleError("ends with a sum where an average is divided", rank, block=block)
+                if self.collective is Collective.ALLREDUCE and value.tree != self.memory[0][block].tree:
+                    reference = self.memory[0][block].tree
+                    problem = f"is combined in the order {value.tree}, on rank 0 in the order {reference}"
+                    raise ScheduleError(problem, rank, block=block)

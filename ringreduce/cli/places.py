@@ -159,7 +159,7 @@ class OnDevice:
     def path(self, case: Case, algorithm: str, asked: str | None) -> tuple[str, str]:
         if case.collective.name != "allreduce":
             return algorithm, STAGED.transport
-        choice = self._world.way_on_device(case.dtype, case.op, asked)
+        choice = self._world.path_on_device(case.dtype, case.op, asked)
         return choice.algorithm, choice.transport
 
     def describe(self) -> str | None:

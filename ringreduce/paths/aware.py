@@ -131,7 +131,7 @@ class AwareAllreduce(OnDevice):
         mine = scratch(reduction.count)
         nblocks = context.schedule(Collective.ALLREDUCE, self.algorithm).nblocks
         segments = segments_of_buffer(reduction.count, nblocks, max(1, _SEGMENT_NBYTES // dtype.itemsize))
-        memory = Memory(mine, room=scratch)
+        memory = Memory(mine, scratch=scratch)
         plan = context.plan(Collective.ALLREDUCE, self.algorithm, segments, memory, kernels, signature)
         try:
             self._finish(kernels.upload)

@@ -243,7 +243,7 @@ class Gpu:
         return next((path for path in paths if path is not None and path.supports(dtype, op)), None)
 
     def choice(self, dtype: DType, op: ReduceOp, algorithm: str | None) -> Choice:
-        """Return what carries out an allreduce, where there are several ranks; see `Communicator.way_on_device`."""
+        """Return what carries out an allreduce, where there are several ranks; see `Communicator.path_on_device`."""
         wanted = self._wanted(algorithm)
         if wanted is not None and not self.takes(wanted):
             return replace(STAGED, algorithm=wanted)

@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from ringreduce.algorithms import Collective
 from ringreduce.algorithms.fused import Mailbox as Boxes
-from ringreduce.algorithms.fused import OneShot
 from ringreduce.buffers import Operand, kernels_for
 from ringreduce.partition import Partition
 from ringreduce.paths.context import Signature
@@ -48,7 +47,7 @@ class Mailbox(Path):
         context = self._context
         kernels = kernels_for(task.dtype, task.op, context.topology.size)
         storage, text = task.dtype.storage, task.signature.text
-        return _OneShot(OneShot(context.board, context.instruments, text, storage, shape, kernels))
+        return _OneShot(Boxes(context.board, context.instruments, text, storage, shape, kernels))
 
     def broadcast(self, task: Task, data: Array, root: int) -> None:
         am_root = self._context.rank == root
@@ -87,7 +86,7 @@ class Mailbox(Path):
 class _OneShot(Reduction):
     """The allreduce of arrays of one shape; it takes the arrays when it runs."""
 
-    def __init__(self, plan: OneShot) -> None:
+    def __init__(self, plan: Boxes) -> None:
         self._run = plan.run
 
     def run(self, source: Operand, target: Operand) -> None:

@@ -17,7 +17,7 @@ an array that is cut at multiples of the block may be encoded in parts: the part
 of the whole. Multi-byte fields are little-endian.
 
 The scale is the largest magnitude in the block divided by the largest value of the format, L, rounded to nearest even.
-Why that neither clips nor wastes: a bfloat16 has 8 significant bits, so the largest element comes to lie within
+Why that neither clips nor wastes: a bfloat16 has 8 significant bits, so the largest element comes out within
 (1 +- 2**-8) L, and that rounds to L in each of the formats (127 * 2**-8 < 1/2). The products L * scale and code * scale
 need at most 15 bits: they are exact in float32, and values that were decoded give the same bytes when they are encoded
 again. Those of the largest float32 are still finite. Scales are never below the smallest normal number, 2**-126; so
@@ -66,27 +66,20 @@ class Codec(Protocol):
         block: elements that share a scale, 1 if there is none. Arrays are to be cut at multiples of it.
     """
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def block(self) -> int: ...
+    name: str
+    block: int
 
     def nbytes(self, count: int) -> int:
         """Return the bytes that ``count`` elements take."""
-        ...
 
     def encode(self, source: Floats, target: Bytes) -> None:
         """Write the encoding of ``source`` into all of ``target``. Equal values give equal bytes everywhere."""
-        ...
 
     def decode(self, source: Bytes, target: Floats) -> None:
         """Overwrite ``target`` with the values that ``source`` stands for."""
-        ...
 
     def decode_add(self, source: Bytes, target: Floats) -> None:
         """Add the values that ``source`` stands for to ``target``, with one float32 rounding each."""
-        ...
 
 
 class _HalfCodec:
@@ -127,13 +120,15 @@ class _ScaledCodec(ABC):
 
     Args:
         name: the key in ``CODECS``.
+        bits: of a code.
         block: elements per scale; divides ``_PIECE``.
         largest: the largest value that a code stands for.
     """
 
-    def __init__(self, name: str, block: int, largest: int) -> None:
+    def __init__(self, name: str, *, bits: int, block: int, largest: int) -> None:
         self.name = name
         self.block = block
+        self._bits = bits
         self._largest = np.float32(largest)
         self._starts = np.arange(0, _PIECE, block)
 
@@ -160,10 +155,6 @@ class _ScaledCodec(ABC):
                 values += decoded
 
     @abstractmethod
-    def _codes_nbytes(self, count: int) -> int:
-        """Return the bytes that the codes of one block of ``count`` elements take."""
-
-    @abstractmethod
     def _quantise(self, scaled: Floats, codes: Bytes) -> None:
         """Round values in units of scale, (blocks, elements), and store their codes; ``scaled`` may be overwritten."""
 
@@ -172,7 +163,8 @@ class _ScaledCodec(ABC):
         """Store the values in units of scale, (blocks, elements), that the codes stand for."""
 
     def _row_nbytes(self, count: int) -> int:
-        return _SCALE_NBYTES + self._codes_nbytes(count)
+        """Return the bytes that a block of ``count`` elements takes."""
+        return _SCALE_NBYTES + (count * self._bits + 7) // 8
 
     def _pieces(self, values: Floats, encoded: Bytes) -> Iterator[tuple[Floats, Bytes]]:
         """Yield (blocks, elements) and (blocks, bytes) of each piece: whole blocks, and last the shorter one."""
@@ -215,12 +207,6 @@ class _ScaledCodec(ABC):
 class _Int8Codec(_ScaledCodec):
     """Codes are the integers -127 ... 127 in two's complement; ties go to the even one."""
 
-    def __init__(self) -> None:
-        super().__init__("int8", block=256, largest=127)
-
-    def _codes_nbytes(self, count: int) -> int:
-        return count
-
     def _quantise(self, scaled: Floats, codes: Bytes) -> None:
         np.rint(scaled, out=scaled)
         np.copyto(codes.view(np.int8), scaled, casting="unsafe")
@@ -234,12 +220,6 @@ class _Int4Codec(_ScaledCodec):
 
     Behind an odd number of codes there are four zero bits.
     """
-
-    def __init__(self) -> None:
-        super().__init__("int4", block=64, largest=7)
-
-    def _codes_nbytes(self, count: int) -> int:
-        return (count + 1) // 2
 
     def _quantise(self, scaled: Floats, codes: Bytes) -> None:
         np.rint(scaled, out=scaled)
@@ -279,12 +259,6 @@ class _Fp8Codec(_ScaledCodec):
 
     _VALUES = _values_of_e4m3()
 
-    def __init__(self) -> None:
-        super().__init__("fp8", block=256, largest=448)
-
-    def _codes_nbytes(self, count: int) -> int:
-        return count
-
     def _quantise(self, scaled: Floats, codes: Bytes) -> None:
         bits = scaled.view(np.uint32)
         signs = bits >> 24
@@ -317,9 +291,9 @@ CODECS: Mapping[str, Codec] = {
     for codec in (
         _HalfCodec("bf16", DTYPES["bfloat16"]),
         _HalfCodec("fp16", DTYPES["float16"]),
-        _Fp8Codec(),
-        _Int8Codec(),
-        _Int4Codec(),
+        _Fp8Codec("fp8", bits=8, block=256, largest=448),
+        _Int8Codec("int8", bits=8, block=256, largest=127),
+        _Int4Codec("int4", bits=4, block=64, largest=7),
     )
 }
 

@@ -474,7 +474,7 @@ def test_without_cupy_the_error_says_what_to_install(monkeypatch: pytest.MonkeyP
 
 
 def test_what_is_said_is_what_runs() -> None:
-    """`way_on_device` and `explain` follow the algorithm that is asked for, of a call or of all."""
+    """`path_on_device` and `explain` follow the algorithm that is asked for, of a call or of all."""
 
     def named(communicator: rr.Communicator, driver: HostDriver, nccl: HostNccl) -> None:
         source = driver.put_late(np.ones(23, np.float32))
@@ -490,7 +490,7 @@ def test_what_is_said_is_what_runs() -> None:
         ):
             before = len(launches(driver))
             communicator.allreduce(array, op, out=array, algorithm=algorithm)
-            found = communicator.way_on_device(array.dtype, op, algorithm)
+            found = communicator.path_on_device(array.dtype, op, algorithm)
             assert (found.algorithm, found.transport) == way
             assert (len(launches(driver)) > before) == (way[0] == "nccl")
 
@@ -506,7 +506,7 @@ def test_an_algorithm_of_the_cpu_for_all_calls_is_explained(known: bool) -> None
         if known:
             communicator.allreduce(source, out=source, deterministic=True)  # the ranks find out what the GPUs can do
         communicator.allreduce(source, out=source)
-        assert communicator.way_on_device("float32").algorithm == "ring"
+        assert communicator.path_on_device("float32").algorithm == "ring"
         said = communicator.explain(92, device="cuda")
         assert "arrays go through host memory, in segments, as ring is asked for by name" in said
         assert ("also possible: kernels that meet" in said) == known

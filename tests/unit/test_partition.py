@@ -29,7 +29,7 @@ def assert_covers(slices, start: int, stop: int) -> None:
 def test_even_blocks_cover_the_buffer_and_are_aligned(count: int, nblocks: int, align: int) -> None:
     """Even blocks cover all elements once, begin at multiples of the alignment, and differ by at most that."""
     partition = Partition.even(count, nblocks, align)
-    assert (partition.nblocks, partition.count) == (nblocks, count)
+    assert (len(partition.segment), partition.bounds[-1]) == (nblocks, count)
     assert_covers(partition.segment, 0, count)
     assert all(bound % align == 0 or bound == count for bound in partition.bounds)
     sizes = lengths(partition.segment)

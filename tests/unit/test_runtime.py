@@ -214,29 +214,6 @@ assert (rr.rank(), rr.size(), rr.config().launched_size) == (0, 1, 1)
     )
 
 
-def test_a_transport_is_an_entry_in_the_table_of_connectors() -> None:
-    """The first connector that takes the launch connects the world; those that return None leave it to the next."""
-    run(
-        """
-        import ringreduce as rr
-        from ringreduce import launch
-        from ringreduce.transport.memory import MemoryWorld
-        asked = []
-        class Connected:
-            name = who = ""
-            def messages(self, waiter):
-                asked.append("messages")
-                return MemoryWorld(1).messages(0)
-        def declines(found):
-            asked.append(found.settings.launched_size)
-        launch.CONNECTORS = declines, lambda found: Connected()
-        rr.init()
-        assert rr.size() == 1 and rr.allreduce(1) == 1
-        assert asked[:2] == [None, "messages"], asked
-        """
-    )
-
-
 def test_a_forked_process_does_not_end_the_world() -> None:
     """Shutdown, called or at exit, does nothing in a child: only the process that called init may end the world."""
     run(
