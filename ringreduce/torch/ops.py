@@ -33,7 +33,7 @@ All functions raise, besides what they list:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any, cast
@@ -50,7 +50,6 @@ from ringreduce.torch.compression import Compression, Compressor, WireCompressor
 from ringreduce.training.differentiable import Differentiable
 from ringreduce.training.requests import (
     Adasum,
-    DeviceRequest,
     Handle,
     Op,
     ReproducibleSum,
@@ -262,7 +261,7 @@ def _allreduce(
     *,
     first: bool = False,
     in_place: bool = False,
-) -> Request | DeviceRequest:
+) -> Request:
     """Return a request to reduce tensors out of autograd's sight; with ``first`` its result is not a list."""
     with preparing("allreduce", name, process_set) as prepare:
         tensors = prepare.listed(tensors)
@@ -282,7 +281,7 @@ def _results(tensors: _Tensors, *, first: bool, changed: bool) -> Any:
 
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str | None = None, op: Op = Average, process_set: ProcessSet = global_process_set
-) -> Callable[[], torch.Tensor]:
+) -> Handle:
     """Start to sum or average sparse COO tensors; what each rank has is gathered, nothing made dense.
 
     Args:
@@ -292,7 +291,7 @@ def sparse_allreduce_async(
         process_set: the ranks that take part.
 
     Returns:
-        A function that waits and returns the coalesced tensor, which `synchronize` takes as well.
+        A handle; its result, which calling it returns as well, as in Horovod, is the coalesced tensor.
     """
     with preparing("sparse_allreduce", name, process_set) as prepare:
         prepare.require(tensor)
@@ -312,13 +311,7 @@ def sparse_allreduce_async(
             return averaged(total, communicator.size) if op is AVERAGE else total
 
         request = prepare.call_on(f"sparse_allreduce({op.value}, {in_words(tensor)})", run, [indices, values])
-    handle = request.submit()
-
-    def wait() -> torch.Tensor:
-        return cast(torch.Tensor, synchronize(handle))
-
-    wait.handles = (handle,)  # type: ignore[attr-defined]
-    return wait
+    return request.submit()
 
 
 # ---- allgather ----
@@ -409,7 +402,7 @@ def broadcast_async_(
 
 def _broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet, *, in_place: bool = False
-) -> Request | DeviceRequest:
+) -> Request:
     with preparing("broadcast", name, process_set) as prepare:
         root = process_set.rank_of(root_rank)
         return prepare.broadcast(prepare.group([tensor])[0], root, tensor if in_place else None)
