@@ -45,15 +45,12 @@ class Ranks(Protocol):
 
     def empty(self, shape: int) -> npt.NDArray[Any]:
         """Return a float32 array that these ranks reduce without copying it first."""
-        ...
 
     def allreduce(self, array: Any, op: ReduceOp, *, out: Any) -> Any:
         """Reduce an array as `Communicator.allreduce` does."""
-        ...
 
     def allgather(self, array: Any) -> Any:
         """Concatenate the ranks' arrays as `Communicator.allgather` does."""
-        ...
 
 
 class Reducer(Protocol):
@@ -62,7 +59,6 @@ class Reducer(Protocol):
     @property
     def error(self) -> float:
         """The relative error that compressing made on this rank in the last call, in the Euclidean norm; 0.0 before."""
-        ...
 
     def reduce(self, ranks: Ranks, flat: npt.NDArray[Any], average: bool) -> None:
         """Replace a bucket by its approximate sum or average over the ranks, of the same bits on all. Collective.
@@ -72,15 +68,12 @@ class Reducer(Protocol):
             flat: 1-D float32, contiguous.
             average: whether the sum is divided by the number of ranks; must agree.
         """
-        ...
 
     def state_dict(self) -> State:
         """Return copies of what the next `reduce` depends on."""
-        ...
 
     def load_state_dict(self, state: State) -> None:
         """Go on from what `state_dict` has returned, which is copied."""
-        ...
 
 
 @runtime_checkable
@@ -95,7 +88,6 @@ class BucketCompression(Protocol):
                 all ranks.
             places: where each parameter begins and ends in the flat bucket; must agree.
         """
-        ...
 
 
 class WireFormat:
