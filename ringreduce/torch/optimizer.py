@@ -7,7 +7,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import FrameType, MethodType
 from typing import Any, Literal, NoReturn
@@ -35,6 +35,14 @@ _COMPRESSION = "compression"  # a key of state dicts
 _UNSCALING = "_unscale_grads_"
 
 _stepping: set[int] = set()  # ids of wrapped optimizers that make a step for their wrapper
+
+
+def _of_wrapped(name: str) -> Any:
+    """Return a property of a `DistributedOptimizer` that is its wrapped optimizer's."""
+    return property(
+        lambda wrapper: getattr(wrapper._optimizer, name),
+        lambda wrapper, value: setattr(wrapper._optimizer, name, value),
+    )
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -157,9 +165,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         with training.checking(_KIND):
             require_process_set(process_set).included()  # raises unless it is registered
             _require_optimizer(optimizer, sparse_as_dense=sparse_as_dense)
-            options = Options.checked(
-                training.communicator.config,
-                self._parameters(),
+            options = Options(
                 op=op,
                 passes=backward_passes_per_step,
                 compression=None if compression is Compression.none else compression,
@@ -169,7 +175,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 skip_unused=skip_unused or isinstance(optimizer, torch.optim.SparseAdam),
                 overlap=overlap,
                 reduce_in=reduce_in,
-            )
+            ).checked(training.communicator.config, self._parameters())
             if isinstance(named_parameters, torch.nn.Module):
                 named_parameters = named_parameters.named_parameters()
             # Neither of these refers to the wrapper, so that hooks end with it.
@@ -320,21 +326,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def param_groups(self, value: list[dict[str, Any]]) -> None:
         self._optimizer.param_groups = value
 
-    @property
-    def state(self) -> Any:
-        return self._optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self._optimizer.state = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return self._optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, value: dict[str, Any]) -> None:
-        self._optimizer.defaults = value
+    state = _of_wrapped("state")
+    defaults = _of_wrapped("defaults")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to train; the same on all ranks. Collective.
@@ -370,11 +363,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         state: dict[str, Any] = self._optimizer.state_dict()
         if kept := self._training.state_dict():
-            buckets = kept["buckets"].items()
-            tensors = {
-                number: {name: torch.from_numpy(array) for name, array in each.items()} for number, each in buckets
-            }
-            state[_COMPRESSION] = {**kept, "buckets": tensors}
+            state[_COMPRESSION] = {**kept, "buckets": _each_array(torch.from_numpy, kept["buckets"])}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -383,14 +372,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         What compression has kept on another rank, or among another number of ranks, is left out: what it keeps now
         stays.
         """
-        kept = state_dict.get(_COMPRESSION)
-        self._optimizer.load_state_dict({name: value for name, value in state_dict.items() if name != _COMPRESSION})
+        state = dict(state_dict)
+        kept = state.pop(_COMPRESSION, None)
+        self._optimizer.load_state_dict(state)
         if kept is None:
             self._training.gradients.load_state_dict({})
-            return
-        buckets = kept["buckets"].items()
-        arrays = {number: {name: each.cpu().numpy() for name, each in tensors.items()} for number, tensors in buckets}
-        self._training.load_state_dict(kept["rank"], kept["size"], arrays)
+        else:
+            arrays = _each_array(lambda tensor: tensor.cpu().numpy(), kept["buckets"])
+            self._training.load_state_dict(kept["rank"], kept["size"], arrays)
 
     def __getattr__(self, name: str) -> Any:
         # Reached for what is not found here: the wrapped optimizer's hooks and whatever its class adds.
@@ -509,11 +498,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
 _DistributedOptimizer = DistributedOptimizer
 
 
+def _each_array(convert: Callable[[Any], Any], buckets: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Convert what compression keeps, by bucket and name."""
+    return {number: {name: convert(each) for name, each in kept.items()} for number, kept in buckets.items()}
+
+
 def _named_parameters(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Named:
-    return [
-        (names.get(id(parameter), f"parameter {index}"), parameter)
-        for index, parameter in enumerate(_parameters_of(optimizer))
-    ]
+    parameters = enumerate(_parameters_of(optimizer))
+    return [(names.get(id(parameter), f"parameter {index}"), parameter) for index, parameter in parameters]
 
 
 class _StepWatch:
@@ -534,10 +526,9 @@ class _StepWatch:
 
 def _watch(optimizer: torch.optim.Optimizer, wrapper: DistributedOptimizer) -> Callable[[], object]:
     """Tell the wrapper of each step of its optimizer; return a function that ends this. So does the wrapper's end."""
-    hook = None
-    with suppress(AttributeError):  # an optimizer that has no hooks
+    try:
         hook = optimizer.register_step_pre_hook(_StepWatch(weakref.ref(wrapper)))
-    if hook is None:
+    except AttributeError:  # an optimizer that has no hooks
         return lambda: None
     unwatch = weakref.finalize(wrapper, hook.remove)
     unwatch.atexit = False

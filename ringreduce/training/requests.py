@@ -316,9 +316,7 @@ class PreparingArrays(Preparing):
 
         return self.call_on(f"broadcast(root {root}, {in_words(values)})", run, [values])
 
-    def alltoall(
-        self, values: Any, rows: list[int], result: Callable[[Any, list[int]], Any]
-    ) -> Request:
+    def alltoall(self, values: Any, rows: list[int], result: Callable[[Any, list[int]], Any]) -> Request:
         """Return a request to send so many rows to each rank; ``result`` is given what came, and rows from each."""
         self.require_usable([values])
 
