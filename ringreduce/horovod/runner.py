@@ -183,17 +183,13 @@ def _carry_out(command: Sequence[str], env: Mapping[str, str] | None, time_left_
         _log.warning("mpirun has not ended by itself; ending it")
         return -signal.SIGTERM
     finally:
-        _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(timeout=_TO_END_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(timeout=_TO_END_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 def _time_left_s(folder: Path, size: int) -> float:
