@@ -149,7 +149,7 @@ class Training:
         options: Options,
         settings: Callable[[], Mapping[str, str]] | None,
     ) -> None:
-        """Check that all ranks train the same parameters in the same way, and watch the gradients. Collective.
+        """Check that all ranks train the same parameters with the same options, and watch the gradients. Collective.
 
         Args:
             optimizer: what errors call it: its class.

@@ -228,9 +228,7 @@ class PreparingArrays(Preparing):
 
     Args:
         arrays: the framework's.
-        kind: as for `Preparing`.
-        name: as for `Preparing`.
-        process_set: as for `Preparing`.
+        kind, name, process_set: as for `Preparing`.
     """
 
     __slots__ = ("_arrays",)
@@ -403,9 +401,6 @@ class PreparingArrays(Preparing):
         self.require(*values)
         if any(len(each.shape) == 0 for each in values):
             raise UnsupportedBufferError(f"{self._kind} needs tensors with at least one dimension, got a scalar")
-
-
-# ---- how allreduces are carried out ----
 
 
 def _scale(
