@@ -18,7 +18,7 @@ from ringreduce.torch.streams import beside_this_stream, gpu_of, on_host, on_thi
 from ringreduce.training.objects import REDUCERS
 from ringreduce.training.requests import PreparingArrays, dtype_name
 
-__all__ = ["TENSORS", "Tensors", "averaged", "preparing"]
+__all__ = ["TENSORS", "Tensors", "preparing"]
 
 
 class Tensors:
@@ -108,12 +108,6 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         return None, None, *ctx.adjoint(grads)
-
-
-def averaged(total: torch.Tensor, size: int) -> torch.Tensor:
-    """Divide by a number of ranks; integers toward zero."""
-    whole = not (total.is_floating_point() or total.is_complex())
-    return torch.div(total, size, rounding_mode="trunc" if whole else None)
 
 
 def _reduced(tensor: torch.Tensor) -> Any:

@@ -46,7 +46,7 @@ from ringreduce.errors import ConfigError, UnsupportedBufferError
 from ringreduce.process_sets import ProcessSet
 from ringreduce.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
 from ringreduce.runtime import global_process_set
-from ringreduce.torch.arrays import TENSORS, averaged, preparing
+from ringreduce.torch.arrays import TENSORS, preparing
 from ringreduce.torch.compression import Compression, Compressor, wire_of
 from ringreduce.training.differentiable import Differentiable
 from ringreduce.training.requests import (
@@ -299,7 +299,10 @@ def sparse_allreduce_async(
         def run(communicator: Communicator) -> Tensor:
             places, numbers = communicator.allgather(indices), communicator.allgather(values)
             total = torch.sparse_coo_tensor(places.t(), numbers, shape, check_invariants=False).coalesce()
-            return averaged(total, communicator.size) if op is AVERAGE else total
+            if op is SUM:
+                return total
+            rounding = None if total.is_floating_point() or total.is_complex() else "trunc"
+            return torch.div(total, communicator.size, rounding_mode=rounding)
 
         request = prepare.call_on(f"sparse_allreduce({op.value}, {in_words(tensor)})", run, [indices, values])
     return request.submit()

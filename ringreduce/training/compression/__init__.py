@@ -25,7 +25,6 @@ __all__ = [
     "WireFormat",
     "WireState",
     "has_reducers",
-    "is_wire",
     "reduces",
     "signature_of",
 ]
@@ -145,17 +144,13 @@ def has_reducers(compression: object) -> TypeGuard[BucketCompression]:
     )
 
 
-def is_wire(compression: object) -> bool:
-    """Return whether a compression is a wire format, which takes buckets of any framework, on any device."""
-    return isinstance(compression, type) and issubclass(compression, WireFormat)
-
-
 def reduces(compression: object, dtype: Any) -> bool:
     """Return whether a compression reduces buckets of this dtype, NumPy's or a framework's, itself."""
     if not has_reducers(compression):
         return False
     row = DType.of(dtype)
-    return row.kind == "float" if is_wire(compression) else row.name == "float32"
+    is_wire = isinstance(compression, type) and issubclass(compression, WireFormat)
+    return row.kind == "float" if is_wire else row.name == "float32"
 
 
 def signature_of(compression: object) -> str:
