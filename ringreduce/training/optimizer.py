@@ -27,14 +27,11 @@ from ringreduce.runtime import config
 from ringreduce.training.compression import State, has_reducers, signature_of
 from ringreduce.training.framework import Arrays, Parameters
 from ringreduce.training.gradients import Gradients
-from ringreduce.training.parameters import require_same_arrays
+from ringreduce.training.parameters import Named, require_same_arrays
 from ringreduce.training.requests import Adasum, Op, ReproducibleSum, set_to_tell
 from ringreduce.transport.memory import MemoryWorld
 
 __all__ = ["Named", "Options", "Training", "checked_names"]
-
-#: Names and parameters, in registration order.
-Named = Sequence[tuple[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
