@@ -38,7 +38,7 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
 
 
 def run_fn(func: Callable[Concatenate[S, P], T], reset: Callable[[], object]) -> Callable[Concatenate[S, P], T]:
-    """Do what `run` does, with a function of one's own that makes the ranks meet anew.
+    """Do what `run` does, with a function of one's own that connects the ranks anew.
 
     Args:
         func: what to call with a state.

@@ -43,7 +43,7 @@ class State:
     ) -> None:
         self._bcast_object = bcast_object
         self._callbacks: list[Callable[[], object]] = []
-        self._updates: list[int] = []
+        self._updates = 0
         self._lock = threading.Lock()
         self.commits = 0
 
@@ -60,7 +60,7 @@ class State:
         raise NotImplementedError  # subclasses know how
 
     def reset(self) -> None:
-        """Prepare for other ranks than before; called after they have met. Does nothing unless overridden."""
+        """Prepare for other ranks than before; called when they are connected. Does nothing unless overridden."""
 
     def commit(self) -> None:
         """Take a copy, then look whether the hosts have changed; as often as it may cost that much. Collective.
@@ -79,10 +79,7 @@ class State:
             HostsUpdatedInterrupt: they have, on all ranks.
         """
         with self._lock:
-            heard, self._updates = self._updates, []
-        changes = 0
-        for each in heard:
-            changes |= each
+            changes, self._updates = self._updates, 0
         if self._bcast_object is not None:
             changes = self._bcast_object(changes)
         if changes:
@@ -94,7 +91,7 @@ class State:
         Nothing in ringreduce calls this yet: it is for who watches the hosts of a job.
         """
         with self._lock:
-            self._updates.append(update_res)
+            self._updates |= update_res
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], object]]) -> None:
         """Let functions be called after `reset`, in this order, when the ranks have changed."""
@@ -103,7 +100,7 @@ class State:
     def on_reset(self) -> None:
         """Do what is to be done when the ranks have changed."""
         with self._lock:
-            self._updates.clear()
+            self._updates = 0
         self.reset()
         for callback in self._callbacks:
             callback()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import multiprocessing
 import os
 import pickle
@@ -34,7 +35,6 @@ _AFTER_FAILURE_S = 5.0
 _AFTER_SUCCESS_S = 60.0
 #: What it gets once it is told to end, before it is killed.
 _TO_END_S = 5.0
-_NEVER = float("inf")
 
 
 def run(
@@ -103,7 +103,7 @@ def run(
         command = [_find_mpirun(executable, env), *options, executable, "-m", "ringreduce.horovod.worker", name]
         if verbose:
             sys.stderr.write(f"{shlex.join(command)}\n")
-        status = _carry_out(command, env, lambda: _time_left_s(folder, size))
+        status = _carry_out(command, env, folder, size)
         return _results(folder, size, status)
 
 
@@ -170,37 +170,33 @@ def _find_mpirun(executable: str, env: Mapping[str, str] | None) -> str:
     return found
 
 
-def _carry_out(command: Sequence[str], env: Mapping[str, str] | None, time_left_s: Callable[[], float]) -> int:
-    """Run a command until it ends, or until the time is over that it is given sooner or later; return its status."""
+def _carry_out(command: Sequence[str], env: Mapping[str, str] | None, folder: Path, size: int) -> int:
+    """Run mpirun until it ends, or until its time is over once a rank has failed or all have returned.
+
+    Returns:
+        Its status.
+    """
     # Its own session: an interrupt is for this process, which ends the other.
     process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
-    deadline = _NEVER
+    deadline = math.inf
     try:
         while time.monotonic() < deadline:
             with suppress(subprocess.TimeoutExpired):
                 return process.wait(timeout=0.1)
-            deadline = min(deadline, time.monotonic() + time_left_s())
+            if any(folder.glob("*.failure")):
+                deadline = min(deadline, time.monotonic() + _AFTER_FAILURE_S)
+            elif len(list(folder.glob("*.result"))) == size:
+                deadline = min(deadline, time.monotonic() + _AFTER_SUCCESS_S)
         _log.warning("mpirun has not ended by itself; ending it")
         return -signal.SIGTERM
     finally:
-        _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(timeout=_TO_END_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def _time_left_s(folder: Path, size: int) -> float:
-    """Return how long the job may still take: as long as it likes, until a rank has failed or all have returned."""
-    if any(folder.glob("*.failure")):
-        return _AFTER_FAILURE_S
-    return _AFTER_SUCCESS_S if len(list(folder.glob("*.result"))) == size else _NEVER
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(timeout=_TO_END_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 def _results(folder: Path, size: int, status: int) -> list[Any]:

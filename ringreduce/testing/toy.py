@@ -133,7 +133,7 @@ class Toy:
         self.training = Training("Toy", process_set, weights(None), weights)
         with self.training.checking("Toy"):
             parameters = [weight for _, weight in self.named]
-            checked = Options.checked(self.training.communicator.config, parameters, **options)
+            checked = Options(**options).checked(self.training.communicator.config, parameters)
         self.training.begin("steepest descent", partial(list, self.named), checked, None)
 
     def weights(self) -> list[_Floats]:

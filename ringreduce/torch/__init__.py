@@ -39,6 +39,7 @@ from ringreduce.torch import (
     ops,
     optimizer,
     sync_batch_norm,
+    wrapping,
 )
 from ringreduce.torch.functions import *  # noqa: F403  # what these export is written down there, and not once more
 from ringreduce.torch.mpi_ops import *  # noqa: F403
@@ -62,7 +63,7 @@ __all__ += functions.__all__
 __all__ += mpi_ops.__all__
 __all__.sort()
 
-leave_uncompiled(arrays, functions, gradients, ops, optimizer, sync_batch_norm)
+leave_uncompiled(arrays, functions, gradients, ops, optimizer, sync_batch_norm, wrapping)
 leave_uncompiled(*(module for name, module in sys.modules.items() if name.startswith("ringreduce.training")))
 # What the wrapped optimizer and closures do can be compiled.
 leave_uncompiled(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -14,13 +14,11 @@ import torch
 from ringreduce.buffers import DTYPES
 from ringreduce.communicator import Communicator
 from ringreduce.reduce_ops import ReduceOp
-from ringreduce.torch.streams import Crossing, gpu_of, on_host, on_this_stream, require_usable
+from ringreduce.torch.streams import beside_this_stream, gpu_of, on_host, on_this_stream, require_usable
 from ringreduce.training.objects import REDUCERS
 from ringreduce.training.requests import PreparingArrays, dtype_name
 
-__all__ = ["TENSORS", "Tensors", "averaged", "preparing"]
-
-_Result = TypeVar("_Result")
+__all__ = ["TENSORS", "Tensors", "preparing"]
 
 
 class Tensors:
@@ -30,7 +28,8 @@ class Tensors:
     conversion = "torch.as_tensor(...)"
     require_usable = staticmethod(require_usable)
     empty_like, zeros_like = staticmethod(torch.empty_like), staticmethod(torch.zeros_like)
-    device_of, on_host, on_callers_stream = staticmethod(gpu_of), staticmethod(on_host), staticmethod(on_this_stream)
+    device_of, on_host = staticmethod(gpu_of), staticmethod(on_host)
+    on_callers_stream, beside_callers_stream = staticmethod(on_this_stream), staticmethod(beside_this_stream)
 
     def is_array(self, value: object) -> bool:
         return isinstance(value, torch.Tensor)
@@ -92,12 +91,6 @@ class Tensors:
                 with torch.inference_mode(target.is_inference()), torch.no_grad():
                     target.copy_(part.view(target.shape))
 
-    def beside_callers_stream(
-        self, run: Callable[[Communicator], _Result], arrays: Sequence[torch.Tensor]
-    ) -> tuple[Callable[[Communicator], _Result], Callable[[object], object]]:
-        crossing = Crossing(arrays)
-        return crossing.around(run), crossing.finish
-
 
 #: The only instance.
 TENSORS = Tensors()
@@ -115,12 +108,6 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         return None, None, *ctx.adjoint(grads)
-
-
-def averaged(total: torch.Tensor, size: int) -> torch.Tensor:
-    """Divide by a number of ranks; integers toward zero."""
-    whole = not (total.is_floating_point() or total.is_complex())
-    return torch.div(total, size, rounding_mode="trunc" if whole else None)
 
 
 def _reduced(tensor: torch.Tensor) -> Any:

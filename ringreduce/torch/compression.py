@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ringreduce.errors import ConfigError
 from ringreduce.training.compression import BucketCompression, Reducer, WireFormat
 from ringreduce.training.compression.powersgd import PowerSGD
 from ringreduce.training.compression.topk import TopK
@@ -26,6 +27,7 @@ __all__ = [
     "NoneCompressor",
     "Reducer",
     "WireCompressor",
+    "wire_of",
 ]
 
 
@@ -104,6 +106,19 @@ class BF16Compressor(_HalfCompressor):
 
     dtype = torch.bfloat16
     wire = "bf16"
+
+
+def wire_of(compression: type[Compressor]) -> str | None:
+    """Return the wire format of a compression that leaves tensors as they are.
+
+    Raises:
+        ConfigError: it is no compression, or one of buckets.
+    """
+    if not hasattr(compression, "compress"):
+        raise ConfigError(
+            f"compression={compression!r} is not for single tensors; give one of hvd.Compression but powersgd and topk"
+        )
+    return None if compression.compress is not WireCompressor.compress else getattr(compression, "wire", None)
 
 
 class Compression:

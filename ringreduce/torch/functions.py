@@ -10,6 +10,7 @@ from ringreduce.errors import ConfigError
 from ringreduce.process_sets import ProcessSet
 from ringreduce.runtime import global_process_set
 from ringreduce.torch.arrays import TENSORS
+from ringreduce.torch.wrapping import parameters_of
 from ringreduce.training import parameters
 from ringreduce.training.objects import allgather_object, broadcast_object
 from ringreduce.training.requests import Preparing
@@ -78,7 +79,6 @@ def broadcast_optimizer_state(
     if not is_root:
         optimizer.load_state_dict(state)
     if had_no_state and process_set.communicator.config.conventions.broadcast_state_zeroes_gradients:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.requires_grad:
-                    parameter.grad = torch.zeros_like(parameter)
+        for parameter in parameters_of(optimizer):
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)

@@ -1,12 +1,12 @@
 """Collectives on tensors, by Horovod's names: asynchronous or blocking, named, and open to autograd.
 
-Every operation has a name; operations with one name meet, whatever order the ranks submit them in and from which
-thread. Those without a name meet in the order in which they are submitted, each kind by itself. A name is a str, and
-may come again once its operation is done. What must agree between the ranks is said for each function; if it does not,
-all ranks that submitted the operation get the same `MismatchError`, with the name and what each rank submitted. Later
-operations work, unless the operation had no name and the ranks submitted it from different lines of the program: then
-nobody can tell which of them belong together, and every later one raises a `TransportError`, until `shutdown()` and
-`init()`.
+Every operation has a name; operations with one name belong together, whatever order the ranks submit them in and from
+which thread. Those without a name do so in the order in which they are submitted, each kind by itself. A name is a str,
+and may come again once its operation is done. What must agree between the ranks is said for each function; if it does
+not, all ranks that submitted the operation get the same `MismatchError`, with the name and what each rank submitted.
+Later operations work, unless the operation had no name and the ranks submitted it from different lines of the program:
+then nobody can tell which of them belong together, and every later one raises a `TransportError`, until `shutdown()`
+and `init()`.
 
 Tensors may be on the CPU or on this rank's GPU, and results are where the input is. In an allreduce each tensor is on
 the CPU or on the GPU on all ranks alike; elsewhere the ranks may differ. On a GPU, an operation comes after what the
@@ -33,24 +33,24 @@ All functions raise, besides what they list:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from ringreduce.communicator import Communicator
 from ringreduce.errors import ConfigError, UnsupportedBufferError
 from ringreduce.process_sets import ProcessSet
 from ringreduce.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
 from ringreduce.runtime import global_process_set
-from ringreduce.torch.arrays import TENSORS, averaged, preparing
-from ringreduce.torch.compression import Compression, Compressor, WireCompressor
+from ringreduce.torch.arrays import TENSORS, preparing
+from ringreduce.torch.compression import Compression, Compressor, wire_of
 from ringreduce.training.differentiable import Differentiable
 from ringreduce.training.requests import (
     Adasum,
-    DeviceRequest,
     Handle,
     Op,
     ReproducibleSum,
@@ -103,15 +103,13 @@ __all__ = [
 
 Average, Sum, Min, Max, Product = AVERAGE, SUM, MIN, MAX, PRODUCT
 
-_Tensors = Sequence[torch.Tensor]
+_Tensors = Sequence[Tensor]
 
 _differentiable = partial(Differentiable, TENSORS)
 
-# ---- allreduce ----
-
 
 def allreduce(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     average: bool | None = None,
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
@@ -119,7 +117,7 @@ def allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
+) -> Tensor:
     """Reduce tensors over all ranks, element by element, into a new tensor. Collective.
 
     Args:
@@ -140,7 +138,7 @@ def allreduce(
 
 
 def allreduce_async(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     average: bool | None = None,
     name: str | None = None,
     op: Op | None = None,
@@ -154,22 +152,21 @@ def allreduce_async(
 
 
 def allreduce_(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     average: bool | None = None,
     name: str | None = None,
     op: Op | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
+) -> Tensor:
     """Reduce like `allreduce`, but in place; returns ``tensor``. Collective."""
     how = average, name, op, prescale_factor, postscale_factor, process_set
-    request = _allreduce([tensor], *how, first=True, in_place=True)
-    return cast(torch.Tensor, request.carry_out())
+    return cast(Tensor, _allreduce([tensor], *how, first=True, in_place=True).carry_out())
 
 
 def allreduce_async_(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     average: bool | None = None,
     name: str | None = None,
     op: Op | None = None,
@@ -191,16 +188,13 @@ def grouped_allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> list[torch.Tensor]:
-    """Reduce several tensors as one operation: all of them or, after an error, none. Collective.
+) -> list[Tensor]:
+    """Reduce several tensors as one operation: all of them or, after an error, none; see `allreduce`. Collective.
 
-    Args:
-        tensors: as for `allreduce` each; dtypes may be mixed.
-
-    The other arguments are those of `allreduce`.
+    Dtypes may be mixed.
     """
     with preparing("allreduce", name, process_set) as prepare:
-        how = chosen_op(op, average), prescale_factor, postscale_factor, _wire(compression)
+        how = chosen_op(op, average), prescale_factor, postscale_factor, wire_of(compression)
         tensors = prepare.listed(tensors)
         sent, contexts = zip(*map(compression.compress, tensors), strict=True) if tensors else ((), ())
     reduced = _differentiable(name, process_set).allreduce(sent, *how)
@@ -229,11 +223,10 @@ def grouped_allreduce_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Reduce like `grouped_allreduce`, but in place; returns ``tensors``. Collective."""
     how = average, name, op, prescale_factor, postscale_factor, process_set
-    request = _allreduce(tensors, *how, in_place=True)
-    return cast("list[torch.Tensor]", request.carry_out())
+    return cast("list[Tensor]", _allreduce(tensors, *how, in_place=True).carry_out())
 
 
 def grouped_allreduce_async_(
@@ -246,9 +239,8 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start what `grouped_allreduce_` does."""
-    return _allreduce(
-        tensors, average, name, op, prescale_factor, postscale_factor, process_set, in_place=True
-    ).submit()
+    how = average, name, op, prescale_factor, postscale_factor, process_set
+    return _allreduce(tensors, *how, in_place=True).submit()
 
 
 def _allreduce(
@@ -262,37 +254,35 @@ def _allreduce(
     *,
     first: bool = False,
     in_place: bool = False,
-) -> Request | DeviceRequest:
+) -> Request:
     """Return a request to reduce tensors out of autograd's sight; with ``first`` its result is not a list."""
     with preparing("allreduce", name, process_set) as prepare:
         tensors = prepare.listed(tensors)
         sources = [TENSORS.without_graph(each) for each in tensors]
         targets = sources if in_place else [torch.empty_like(each) for each in sources]
-        result = partial(_results, tensors if in_place else targets, first=first, changed=in_place)
+        given = tensors if in_place else targets
+
+        def result() -> Any:
+            if in_place:
+                for each in given:
+                    TENSORS.changed(each)
+            return given[0] if first else list(given)
+
         return prepare.allreduce(sources, targets, chosen_op(op, average), prescale, postscale, result)
 
 
-def _results(tensors: _Tensors, *, first: bool, changed: bool) -> Any:
-    """Return what was reduced, one tensor or several."""
-    if changed:
-        for each in tensors:
-            TENSORS.changed(each)
-    return tensors[0] if first else list(tensors)
-
-
 def sparse_allreduce_async(
-    tensor: torch.Tensor, name: str | None = None, op: Op = Average, process_set: ProcessSet = global_process_set
-) -> Callable[[], torch.Tensor]:
+    tensor: Tensor, name: str | None = None, op: Op = Average, process_set: ProcessSet = global_process_set
+) -> Handle:
     """Start to sum or average sparse COO tensors; what each rank has is gathered, nothing made dense.
 
     Args:
         tensor: sparse; its shape and dtype must agree, how much it holds may differ.
-        name: see the module; must agree.
         op: `Average` or `Sum`; must agree.
-        process_set: the ranks that take part.
+        name, process_set: as for `allreduce`.
 
     Returns:
-        A function that waits and returns the coalesced tensor, which `synchronize` takes as well.
+        A handle; its result, which calling it returns as well, as in Horovod, is the coalesced tensor.
     """
     with preparing("sparse_allreduce", name, process_set) as prepare:
         prepare.require(tensor)
@@ -306,42 +296,30 @@ def sparse_allreduce_async(
         mine = tensor.detach().coalesce()
         indices, values, shape = mine.indices().t().contiguous(), mine.values().contiguous(), tensor.shape
 
-        def run(communicator: Communicator) -> torch.Tensor:
+        def run(communicator: Communicator) -> Tensor:
             places, numbers = communicator.allgather(indices), communicator.allgather(values)
             total = torch.sparse_coo_tensor(places.t(), numbers, shape, check_invariants=False).coalesce()
-            return averaged(total, communicator.size) if op is AVERAGE else total
+            if op is SUM:
+                return total
+            rounding = None if total.is_floating_point() or total.is_complex() else "trunc"
+            return torch.div(total, communicator.size, rounding_mode=rounding)
 
         request = prepare.call_on(f"sparse_allreduce({op.value}, {in_words(tensor)})", run, [indices, values])
-    handle = request.submit()
-
-    def wait() -> torch.Tensor:
-        return cast(torch.Tensor, synchronize(handle))
-
-    wait.handles = (handle,)  # type: ignore[attr-defined]
-    return wait
+    return request.submit()
 
 
-# ---- allgather ----
-
-
-def allgather(
-    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> torch.Tensor:
+def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
     """Concatenate the ranks' tensors along the first dimension, in rank order. Collective.
 
     Args:
         tensor: at least one dimension. The first may differ between ranks, and be 0; the others and the dtype must
             agree.
-        name: see the module; must agree.
-        process_set: the ranks that take part.
+        name, process_set: as for `allreduce`.
     """
-    (gathered,) = grouped_allgather([tensor], name, process_set)
-    return gathered
+    return grouped_allgather([tensor], name, process_set)[0]
 
 
-def allgather_async(
-    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
+def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Handle:
     """Start what `allgather` does."""
     with preparing("allgather", name, process_set) as prepare:
         request = prepare.allgather(prepare.group([tensor]), itemgetter(0))
@@ -350,7 +328,7 @@ def allgather_async(
 
 def grouped_allgather(
     tensors: _Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Gather several tensors as one operation; see `allgather`. Collective."""
     with preparing("allgather", name, process_set) as prepare:
         tensors = prepare.listed(tensors)
@@ -366,71 +344,63 @@ def grouped_allgather_async(
     return request.submit()
 
 
-# ---- broadcast ----
-
-
 def broadcast(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> torch.Tensor:
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
     """Return the root's tensor, as a new one. Collective.
 
     Args:
         tensor: any shape; shape and dtype must agree on all ranks, values count at the root only.
         root_rank: the sender, as a rank of the world; must agree.
-        name: see the module; must agree.
-        process_set: the ranks that take part.
+        name, process_set: as for `allreduce`.
     """
     with preparing("broadcast", name, process_set) as prepare:
         root = process_set.rank_of(root_rank)
         prepare.require(tensor)
-    return cast(torch.Tensor, _differentiable(name, process_set).broadcast(tensor, root))
+    return cast(Tensor, _differentiable(name, process_set).broadcast(tensor, root))
 
 
 def broadcast_async(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start what `broadcast` does."""
     return _broadcast(tensor, root_rank, name, process_set).submit()
 
 
 def broadcast_(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> torch.Tensor:
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
     """Overwrite a tensor with the root's; returns ``tensor``. Collective."""
-    return cast(torch.Tensor, _broadcast(tensor, root_rank, name, process_set, in_place=True).carry_out())
+    return cast(Tensor, _broadcast(tensor, root_rank, name, process_set, in_place=True).carry_out())
 
 
 def broadcast_async_(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start what `broadcast_` does."""
     return _broadcast(tensor, root_rank, name, process_set, in_place=True).submit()
 
 
 def _broadcast(
-    tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet, *, in_place: bool = False
-) -> Request | DeviceRequest:
+    tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet, *, in_place: bool = False
+) -> Request:
     with preparing("broadcast", name, process_set) as prepare:
         root = process_set.rank_of(root_rank)
         return prepare.broadcast(prepare.group([tensor])[0], root, tensor if in_place else None)
 
 
-# ---- alltoall ----
-
-
 def alltoall(
-    tensor: torch.Tensor,
-    splits: Sequence[int] | torch.Tensor | None = None,
+    tensor: Tensor,
+    splits: Sequence[int] | Tensor | None = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Send a part of one's tensor to every rank, and get one's part of theirs. Collective.
 
     Args:
         tensor: at least one dimension; all but the first must agree on all ranks, and the dtype.
         splits: rows for rank 0, 1, ... of the set; may differ between ranks. None: equal parts.
-        name: see the module; must agree.
-        process_set: the ranks that take part.
+        name, process_set: as for `allreduce`.
 
     Returns:
         What the ranks sent here, in rank order; with ``splits`` also how many rows came from each (int32).
@@ -441,8 +411,8 @@ def alltoall(
 
 
 def alltoall_async(
-    tensor: torch.Tensor,
-    splits: Sequence[int] | torch.Tensor | None = None,
+    tensor: Tensor,
+    splits: Sequence[int] | Tensor | None = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
@@ -453,24 +423,19 @@ def alltoall_async(
     return request.submit()
 
 
-def _alltoall_result(
-    splits: object, result: torch.Tensor, received: list[int]
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+def _alltoall_result(splits: object, result: Tensor, received: list[int]) -> Tensor | tuple[Tensor, Tensor]:
     return result if splits is None else (result, torch.tensor(received, dtype=torch.int32, device="cpu"))
 
 
-# ---- reducescatter ----
-
-
 def reducescatter(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
     op: Op = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> torch.Tensor:
+) -> Tensor:
     """Reduce tensors over all ranks and return this rank's part. Collective.
 
     Args:
@@ -478,12 +443,12 @@ def reducescatter(
 
     The other arguments are those of `allreduce`; there is no `Adasum` here, and no fp8, int8 or int4.
     """
-    (part,) = grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)
-    return part
+    how = name, compression, op, process_set, prescale_factor, postscale_factor
+    return grouped_reducescatter([tensor], *how)[0]
 
 
 def reducescatter_async(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     name: str | None = None,
     op: Op = Average,
     process_set: ProcessSet = global_process_set,
@@ -505,10 +470,10 @@ def grouped_reducescatter(
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Reduce and scatter several tensors as one operation; see `reducescatter`. Collective."""
     with preparing("reducescatter", name, process_set) as prepare:
-        if (wire := _wire(compression)) is not None:
+        if (wire := wire_of(compression)) is not None:
             raise ConfigError(f"reducescatter does not travel in {wire}; use Compression.none, fp16 or bf16")
         tensors = prepare.listed(tensors)
         sent, contexts = zip(*map(compression.compress, tensors), strict=True) if tensors else ((), ())
@@ -528,19 +493,3 @@ def grouped_reducescatter_async(
     with preparing("reducescatter", name, process_set) as prepare:
         request = prepare.reducescatter(prepare.group(tensors), op, prescale_factor, postscale_factor, list)
     return request.submit()
-
-
-# ---- arguments ----
-
-
-def _wire(compression: type[Compressor]) -> str | None:
-    """Return the wire format of a compression that leaves tensors as they are.
-
-    Raises:
-        ConfigError: it is no compression, or one of buckets.
-    """
-    if not hasattr(compression, "compress"):
-        raise ConfigError(
-            f"compression={compression!r} is not for single tensors; give one of hvd.Compression but powersgd and topk"
-        )
-    return None if compression.compress is not WireCompressor.compress else getattr(compression, "wire", None)

@@ -7,22 +7,22 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import FrameType, MethodType
 from typing import Any, Literal, NoReturn
 
 import torch
-from torch.nn.parameter import is_lazy
 
-from ringreduce.errors import ConfigError, UnsupportedBufferError
+from ringreduce.errors import ConfigError
 from ringreduce.process_sets import ProcessSet
 from ringreduce.reduce_ops import AVERAGE, SUM, ReduceOp
 from ringreduce.runtime import global_process_set
+from ringreduce.torch import wrapping
 from ringreduce.torch.arrays import TENSORS
 from ringreduce.torch.compression import BucketCompression, Compression, Compressor
 from ringreduce.torch.gradients import TorchParameters
-from ringreduce.training.optimizer import Named, Options, Training, checked_names
+from ringreduce.training.optimizer import Options, Training, checked_names
 from ringreduce.training.parameters import hyperparameters
 from ringreduce.training.requests import Adasum, require_process_set
 
@@ -34,7 +34,13 @@ _COMPRESSION = "compression"  # a key of state dicts
 #: The method in which a GradScaler, or a subclass of it, reads an optimizer's gradients; private to torch.
 _UNSCALING = "_unscale_grads_"
 
-_stepping: set[int] = set()  # ids of wrapped optimizers that make a step for their wrapper
+
+def _of_wrapped(name: str) -> Any:
+    """Return a property of a `DistributedOptimizer` that is its wrapped optimizer's."""
+    return property(
+        lambda wrapper: getattr(wrapper._optimizer, name),
+        lambda wrapper, value: setattr(wrapper._optimizer, name, value),
+    )
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -59,26 +65,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
     make the same backward passes, and a rank that does not is an error on the others within the time limit. Gradients
     that no rank has stay None. Passes but the last of a step are made within `no_sync`, or declared.
 
-    Between nodes, complete buckets are reduced while the backward pass goes on (``overlap``). Overlap begins after two
+    Between nodes, complete buckets are reduced while the backward pass goes on (``overlap``). That begins after two
     steps with the declared number of passes in which nobody changed gradients between the last pass and the step. A
-    program that changes them gets a warning and no overlap. If it begins to change them later, so that gradients of
-    other ranks are lost, `step` raises a `ConfigError` on all ranks. Writes by ``p.grad.data`` or NumPy, which torch
-    does not count, are not seen there, only by the comparison of weights. A program that only looks at gradients before
-    the step calls `synchronize` first, as some may be averages already. Where a whole model is made of reentrant
-    checkpoints, passes cannot be counted: use `no_sync` then, and not ``backward_passes_per_step``.
+    program that changes them gets a warning and no overlap; if it begins to do so later, and gradients of other ranks
+    are lost, `step` raises a `ConfigError` on all ranks. Writes by ``p.grad.data`` or NumPy, which torch does not
+    count, are seen only by the comparison of weights. A program that looks at gradients before the step calls
+    `synchronize` first, as some may be averages already. Where a whole model is made of reentrant checkpoints, passes
+    cannot be counted: use `no_sync` then, and not ``backward_passes_per_step``.
 
     A reduction writes into ``p.grad``, whoever else holds it. After ``zero_grad()`` a gradient that was kept, or a view
     of it, keeps its values, as in torch; steps are a little slower while it is. Memory that is held as a bare
     ``p.grad.data_ptr()`` or ``untyped_storage()`` is not kept.
 
-    Construction and `add_param_group` are collective, and so are `step` and `synchronize`: they must be called on all
-    ranks, each optimizer's in the same order. A rank that has no more data calls `join`; `ringreduce.conventions` says
-    over how many ranks the others average then. `torch.amp.GradScaler` can be used as with any optimizer: the gradients
-    are reduced before it reads them, so that all ranks see the same overflows. So can its subclasses, unless they look
-    for overflows outside of ``_unscale_grads_``; then call `synchronize` first.
+    Construction, `add_param_group`, `step` and `synchronize` are collective: all ranks call them, each optimizer's in
+    the same order. A rank that has no more data calls `join`; `ringreduce.conventions` says over how many ranks the
+    others average then. `torch.amp.GradScaler` can be used as with any optimizer: the gradients are reduced before it
+    reads them, so that all ranks see the same overflows. So can its subclasses, unless they look for overflows outside
+    of ``_unscale_grads_``; then call `synchronize` first.
 
-    With op `Adasum` every rank steps with its own gradients; then the ranks combine the changes of their parameters
-    (see `ringreduce.adasum`), each parameter by itself.
+    With op `Adasum` every rank steps with its own gradients; then the ranks combine the changes of each parameter (see
+    `ringreduce.adasum`).
 
     Parameters may be on this rank's GPU, on all ranks alike. Their gradients are in memory that the GPUs of a node
     share where they can, and what `step` does comes after what its caller has enqueued on the current stream. Formats
@@ -86,8 +92,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     and `Adasum` always do.
 
     Args:
-        optimizer: the optimizer to wrap, new or used; its parameters must have equal names, shapes and dtypes on all
-            ranks, in equal order.
+        optimizer: the one to wrap, new or used; its parameters must have equal names, shapes and dtypes on all ranks,
+            in equal order.
         named_parameters: ``model.named_parameters()``, or the model: what errors call the parameters. If given, it must
             name them all.
         compression: what travels in place of gradients, applied to buckets of them; see `Compression`. Must agree on
@@ -123,7 +129,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __new__(cls, optimizer: torch.optim.Optimizer, *arguments: Any, **options: Any) -> DistributedOptimizer:
         # Also an instance of the wrapped optimizer's class, for programs that ask what kind it is.
         kind = type(optimizer)
-        plain = kind is torch.optim.Optimizer or isinstance(optimizer, cls) or not _is_optimizer(optimizer)
+        plain = kind is torch.optim.Optimizer or isinstance(optimizer, cls) or not wrapping.is_optimizer(optimizer)
         if cls is DistributedOptimizer and not plain:
             cls = type(f"Distributed{kind.__name__}", (cls, kind), {})
         return object.__new__(cls)
@@ -156,10 +162,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._training = training = Training(_KIND, process_set, TENSORS, bind)
         with training.checking(_KIND):
             require_process_set(process_set).included()  # raises unless it is registered
-            _require_optimizer(optimizer, sparse_as_dense=sparse_as_dense)
-            options = Options.checked(
-                training.communicator.config,
-                self._parameters(),
+            if isinstance(optimizer, DistributedOptimizer):
+                raise ConfigError(
+                    "this is a DistributedOptimizer already; wrapped twice, it would reduce gradients twice"
+                )
+            wrapping.require_optimizer(optimizer, sparse_as_dense=sparse_as_dense)
+            options = Options(
                 op=op,
                 passes=backward_passes_per_step,
                 compression=None if compression is Compression.none else compression,
@@ -169,11 +177,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 skip_unused=skip_unused or isinstance(optimizer, torch.optim.SparseAdam),
                 overlap=overlap,
                 reduce_in=reduce_in,
-            )
+            ).checked(training.communicator.config, self._parameters())
             if isinstance(named_parameters, torch.nn.Module):
                 named_parameters = named_parameters.named_parameters()
+            names = checked_names(self._parameters(), named_parameters)
             # Neither of these refers to the wrapper, so that hooks end with it.
-            self._named = partial(_named_parameters, optimizer, checked_names(self._parameters(), named_parameters))
+            self._named = partial(wrapping.named_parameters, optimizer, names)
             settings = partial(hyperparameters, optimizer)
             TorchParameters(training.communicator).require_usable(self._parameters())
         self._op, self._adasum = options.op, options.adasum
@@ -182,9 +191,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._scaler: tuple[weakref.ref[Any], dict[str, Any]] | None = None
         self._skipping = False
         training.begin(type(optimizer).__name__, self._named, options, settings)
-        self._unwatch = _watch(optimizer, self)
-
-    # ---- training ----
+        self._unwatch = wrapping.watch_steps(optimizer, self)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Reduce the gradients, then step. Collective.
@@ -320,21 +327,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def param_groups(self, value: list[dict[str, Any]]) -> None:
         self._optimizer.param_groups = value
 
-    @property
-    def state(self) -> Any:
-        return self._optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self._optimizer.state = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return self._optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, value: dict[str, Any]) -> None:
-        self._optimizer.defaults = value
+    state = _of_wrapped("state")
+    defaults = _of_wrapped("defaults")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to train; the same on all ranks. Collective.
@@ -349,7 +343,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         try:
             with self._training.checking(f"{_KIND}.add_param_group"):
                 self._optimizer.add_param_group(param_group)
-                _require_parameters(self._parameters())
+                wrapping.require_parameters(self._parameters())
                 TorchParameters(self._training.communicator).require_usable(self._parameters())
             self._training.require_agreement()
             self._training.gradients.watch()
@@ -365,32 +359,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state, as it would save it itself, and what compression keeps on this rank.
 
-        The latter, under the key ``"compression"``, is this rank's own: to lose nothing of it, save a checkpoint on
-        every rank.
+        The latter, under ``"compression"``, is this rank's own: to lose nothing of it, save it on every rank.
         """
         state: dict[str, Any] = self._optimizer.state_dict()
         if kept := self._training.state_dict():
-            buckets = kept["buckets"].items()
-            tensors = {
-                number: {name: torch.from_numpy(array) for name, array in each.items()} for number, each in buckets
-            }
-            state[_COMPRESSION] = {**kept, "buckets": tensors}
+            state[_COMPRESSION] = {**kept, "buckets": _each_array(torch.from_numpy, kept["buckets"])}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict`, here or of an optimizer like the wrapped one, has returned.
 
-        What compression has kept on another rank, or among another number of ranks, is left out: what it keeps now
-        stays.
+        What compression has kept on another rank, or among another number of ranks, does not replace what it keeps now.
         """
-        kept = state_dict.get(_COMPRESSION)
-        self._optimizer.load_state_dict({name: value for name, value in state_dict.items() if name != _COMPRESSION})
+        state = dict(state_dict)
+        kept = state.pop(_COMPRESSION, None)
+        self._optimizer.load_state_dict(state)
         if kept is None:
             self._training.gradients.load_state_dict({})
-            return
-        buckets = kept["buckets"].items()
-        arrays = {number: {name: each.cpu().numpy() for name, each in tensors.items()} for number, tensors in buckets}
-        self._training.load_state_dict(kept["rank"], kept["size"], arrays)
+        else:
+            arrays = _each_array(lambda tensor: tensor.cpu().numpy(), kept["buckets"])
+            self._training.load_state_dict(kept["rank"], kept["size"], arrays)
 
     def __getattr__(self, name: str) -> Any:
         # Reached for what is not found here: the wrapped optimizer's hooks and whatever its class adds.
@@ -412,13 +400,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             "one can be copied or pickled while `wrapped` is in its place, or if its __getstate__ leaves it out"
         )
 
-    # ---- inside ----
-
     def _prepare_for_scaler(self, caller: FrameType) -> None:
         """Let a GradScaler see the same overflows on all ranks, so that all make the step or none.
 
-        Args:
-            caller: the frame that reads the parameter groups; nothing happens unless it is a method of a GradScaler.
+        Nothing happens unless ``caller``, the frame that reads the parameter groups, is a method of a GradScaler.
         """
         code = caller.f_code
         scaler = caller.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
@@ -429,12 +414,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return
         if not self._training.gradients.pending:
             return
-        noted = scaler._per_optimizer_states[id(self)]
+        state = scaler._per_optimizer_states[id(self)]
         # The method of a subclass may read the groups, and then call the one of GradScaler, which reads them again.
-        reduced = self._synchronized or (self._scaler is not None and self._scaler[1] is noted)
+        reduced = self._synchronized or (self._scaler is not None and self._scaler[1] is state)
         if not reduced:
             self.synchronize()
-            self._synchronized, self._scaler = False, (weakref.ref(scaler), noted)  # for this one step
+            self._synchronized, self._scaler = False, (weakref.ref(scaler), state)  # for this one step
 
     def _reduced_for_scaler(self) -> bool:
         """Whether a GradScaler that is about to make this step, and not an earlier one, has had gradients reduced."""
@@ -466,11 +451,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _step_wrapped(self, *closure: Callable[[], Any]) -> Any:
         """Let the wrapped optimizer step, without the warning of `_stepped_by_itself`."""
         stepping = id(self._optimizer)
-        _stepping.add(stepping)
+        wrapping.STEPPING.add(stepping)
         try:
             return self._optimizer.step(*closure)
         finally:
-            _stepping.discard(stepping)
+            wrapping.STEPPING.discard(stepping)
             self._training.gradients.stepped()
 
     def _adasum_step(self, closure: Callable[[], Any] | None) -> Any:
@@ -487,7 +472,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return result
 
     def _parameters(self) -> list[torch.Tensor]:
-        return _parameters_of(self._optimizer)
+        return wrapping.parameters_of(self._optimizer)
 
     def _stepped_by_itself(self) -> None:
         """Warn, once, of a step of the wrapped optimizer with gradients that were not reduced."""
@@ -509,77 +494,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
 _DistributedOptimizer = DistributedOptimizer
 
 
-def _named_parameters(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Named:
-    return [
-        (names.get(id(parameter), f"parameter {index}"), parameter)
-        for index, parameter in enumerate(_parameters_of(optimizer))
-    ]
-
-
-class _StepWatch:
-    """A hook of a wrapped optimizer, called before its steps. It keeps nothing, and is of no use to copies."""
-
-    __slots__ = ("_wrapper",)
-
-    def __init__(self, wrapper: weakref.ref[DistributedOptimizer] | None = None) -> None:
-        self._wrapper = wrapper
-
-    def __call__(self, optimizer: torch.optim.Optimizer, arguments: object, options: object) -> None:
-        if id(optimizer) not in _stepping and self._wrapper is not None and (wrapper := self._wrapper()) is not None:
-            wrapper._stepped_by_itself()
-
-    def __reduce__(self) -> tuple[type[_StepWatch], tuple[()]]:
-        return _StepWatch, ()
-
-
-def _watch(optimizer: torch.optim.Optimizer, wrapper: DistributedOptimizer) -> Callable[[], object]:
-    """Tell the wrapper of each step of its optimizer; return a function that ends this. So does the wrapper's end."""
-    hook = None
-    with suppress(AttributeError):  # an optimizer that has no hooks
-        hook = optimizer.register_step_pre_hook(_StepWatch(weakref.ref(wrapper)))
-    if hook is None:
-        return lambda: None
-    unwatch = weakref.finalize(wrapper, hook.remove)
-    unwatch.atexit = False
-    return unwatch
-
-
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _is_optimizer(candidate: object) -> bool:
-    return isinstance(candidate, torch.optim.Optimizer) or (
-        hasattr(candidate, "param_groups") and hasattr(candidate, "step")
-    )
-
-
-def _require_optimizer(optimizer: Any, *, sparse_as_dense: bool) -> None:
-    """Raise `ConfigError` unless this can be wrapped, with a message that shows how it is done."""
-    if isinstance(optimizer, DistributedOptimizer):
-        raise ConfigError("this is a DistributedOptimizer already; wrapped twice, it would reduce gradients twice")
-    if not _is_optimizer(optimizer):
-        what = "a model" if isinstance(optimizer, torch.nn.Module) else "something else"
-        raise ConfigError(
-            f"DistributedOptimizer wraps an optimizer, and got {what}, of type {type(optimizer).__name__}; call it as "
-            "DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())"
-        )
-    if sparse_as_dense and isinstance(optimizer, torch.optim.SparseAdam):
-        raise ConfigError("SparseAdam takes no dense gradients; leave out sparse_as_dense, or use Adam")
-    _require_parameters(_parameters_of(optimizer))
-
-
-def _require_parameters(parameters: Iterable[torch.Tensor]) -> None:
-    """Raise `UnsupportedBufferError` for parameters whose gradients cannot be reduced here."""
-    for index, parameter in enumerate(parameters):
-        # DTensors, as fully_shard makes them, and the flat parameters of FSDP, found without importing either.
-        if hasattr(parameter, "to_local") or getattr(parameter, "_is_flat_param", False):
-            raise UnsupportedBufferError(
-                f"parameter {index} is sharded ({type(parameter).__name__}): FSDP, or whatever has sharded it, reduces "
-                "its gradients, so use the optimizer as it is. To reduce shards over other ranks as well, pass those "
-                "of the gradients, gradient.to_local(), to allreduce_"
-            )
-        if is_lazy(parameter):
-            raise UnsupportedBufferError(
-                f"parameter {index} has no shape yet: wrap the optimizer after the first forward pass of a lazy module"
-            )
+def _each_array(convert: Callable[[Any], Any], buckets: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Convert what compression keeps, by bucket and name."""
+    return {number: {name: convert(each) for name, each in kept.items()} for number, kept in buckets.items()}

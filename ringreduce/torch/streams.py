@@ -1,10 +1,10 @@
 """The streams of torch around operations that another thread may carry out.
 
 What torch enqueues goes to the current stream of the thread that calls it, and an operation runs on whatever thread
-drives the engine. So the caller's stream is noted when an operation is submitted. One that the caller waits for runs on
-that stream, from wherever it is enqueued. One that the caller does not wait for runs on a stream of the ranks' own,
-after an event on the caller's, and the caller's stream waits for another event when the caller asks for the result.
-Nobody waits for the device here.
+drives the engine. An operation that the caller waits for runs on the stream that was the caller's at its submission,
+from wherever it is enqueued. One that the caller does not wait for runs on a stream of the ranks' own, after an event
+on the caller's, and the caller's stream waits for another event when the caller asks for the result. Nobody waits for
+the device here.
 
 Nothing of this concerns tensors on the CPU: callers ask `gpu_of` first, and go on as ever if there is none.
 """
@@ -12,7 +12,7 @@ Nothing of this concerns tensors on the CPU: callers ask `gpu_of` first, and go 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -24,8 +24,8 @@ from ringreduce.buffers.cuda.arrays import DeviceOperand
 from ringreduce.communicator import Communicator
 
 __all__ = [
-    "Crossing",
     "Handover",
+    "beside_this_stream",
     "current_stream",
     "gpu_of",
     "on_host",
@@ -41,7 +41,7 @@ _own_streams: WeakKeyDictionary[Communicator, dict[torch.device | None, Any]] = 
 
 
 def gpu_of(tensors: Sequence[torch.Tensor]) -> torch.device | None:
-    """Return the GPU on which some of the tensors lie; None: all lie on the CPU."""
+    """Return the GPU on which some of the tensors are; None: all are on the CPU."""
     for tensor in tensors:
         if tensor.is_cuda:
             return tensor.device
@@ -100,41 +100,40 @@ def on_this_stream(
     return run_there
 
 
-class Crossing:
-    """The way of an operation from its caller's stream to the ranks' own and back, for callers that do not wait.
+def beside_this_stream(
+    run: Callable[[Communicator], _Result], tensors: Sequence[torch.Tensor]
+) -> tuple[Callable[[Communicator], _Result], Callable[[object], None]]:
+    """Return a function that does the same on the ranks' own stream, after what the caller has enqueued so far.
 
-    What the caller has enqueued so far is done before the operation reads anything.
+    For operations that the caller does not wait for.
 
     Args:
-        tensors: what the operation reads and writes; one of them at least lies on a GPU, and none on another GPU.
+        run: of the operation.
+        tensors: what it reads and writes; one of them at least is on a GPU, and none on another GPU.
+
+    Returns:
+        The function, and one that takes its result and lets what the caller enqueues from then on come after it.
     """
+    device = gpu_of(tensors)
+    submitted, done = _event(), _event()
+    submitted.record(cuda.current_stream(device))
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = tensors
-        self._device = gpu_of(tensors)
-        self._submitted, self._done = _event(), _event()
-        self._submitted.record(cuda.current_stream(self._device))
+    def run_beside(communicator: Communicator) -> _Result:
+        stream = own_stream(communicator, device)
+        _keep_for(stream, tensors)
+        stream.wait_event(submitted)
+        try:
+            with cuda.stream(stream):
+                return run(communicator)
+        finally:
+            done.record(stream)
 
-    def around(self, run: Callable[[Communicator], _Result]) -> Callable[[Communicator], _Result]:
-        """Return a function that does the same on the ranks' own stream, after what the caller has enqueued."""
-
-        def run_beside(communicator: Communicator) -> _Result:
-            stream = own_stream(communicator, self._device)
-            _keep_for(stream, self._tensors)
-            stream.wait_event(self._submitted)
-            try:
-                with cuda.stream(stream):
-                    return run(communicator)
-            finally:
-                self._done.record(stream)
-
-        return run_beside
-
-    def finish(self, result: object) -> None:
-        """Let what the caller enqueues from now on come after the operation, whose result this is."""
-        stream = cuda.current_stream(self._device)
-        stream.wait_event(self._done)
+    def finish(result: object) -> None:
+        stream = cuda.current_stream(device)
+        stream.wait_event(done)
         _keep_for(stream, _tensors_in(result))
+
+    return run_beside, finish
 
 
 class Handover:
@@ -187,9 +186,9 @@ def current_stream(device: torch.device) -> Any:
     return cuda.current_stream(device)
 
 
-def working_on(stream: Any) -> AbstractContextManager[object]:
-    """Make a stream the current one of this thread; None: leave all as it is."""
-    return nullcontext() if stream is None else cuda.stream(stream)
+def working_on(stream: Any) -> Any:
+    """Return a context in which a stream is the current one of this thread."""
+    return cuda.stream(stream)
 
 
 @contextmanager

@@ -88,7 +88,7 @@ class SyncBatchNorm(_BatchNorm):
         cls, module: torch.nn.Module, process_set: ProcessSet = global_process_set
     ) -> torch.nn.Module:
         """See the function of this name."""
-        return _converted(module, process_set, {})
+        return convert_sync_batchnorm(module, process_set)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
         made = type(self).__new__(type(self))
@@ -142,22 +142,15 @@ def convert_sync_batchnorm(module: torch.nn.Module, process_set: ProcessSet = gl
     Returns:
         The model; if it is a batch normalisation itself, what stands for it.
     """
-    return _converted(module, process_set, {})
-
-
-def _converted(
-    module: torch.nn.Module, process_set: ProcessSet, known: dict[torch.nn.Module, torch.nn.Module]
-) -> torch.nn.Module:
-    """Convert a module once, however often it occurs."""
-    if module in known:
-        return known[module]
-    known[module] = made = module
-    if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
-        known[module] = made = _like(module, process_set)
-    for name, child in list(module._modules.items()):  # named_children() leaves out the second name of a child
-        if child is not None:
-            setattr(made, name, _converted(child, process_set, known))
-    return made
+    made: dict[torch.nn.Module, torch.nn.Module] = {}
+    for each in module.modules():
+        is_ours = isinstance(each, SyncBatchNorm)
+        made[each] = _like(each, process_set) if isinstance(each, _BatchNorm) and not is_ours else each
+    for each, converted in made.items():
+        for name, child in list(each._modules.items()):  # named_children() leaves out the second name of a child
+            if child is not None:
+                setattr(converted, name, made[child])
+    return made[module]
 
 
 def _like(norm: _BatchNorm, process_set: ProcessSet) -> SyncBatchNorm:

@@ -29,7 +29,7 @@ from ringreduce.errors import ConfigError
 from ringreduce.process_sets import ProcessSet
 from ringreduce.reduce_ops import AVERAGE, SUM, ReduceOp
 from ringreduce.training.framework import Arrays
-from ringreduce.training.requests import DeviceRequest, Op, Preparing, PreparingArrays, ReproducibleSum, Request
+from ringreduce.training.requests import Op, Preparing, PreparingArrays, ReproducibleSum, Request
 
 __all__ = ["Differentiable"]
 
@@ -59,7 +59,7 @@ class Differentiable:
     ) -> _Values:
         """Reduce arrays into new ones; see `PreparingArrays.allreduce`."""
 
-        def prepared(prepare: PreparingArrays, sources: _Values) -> Request | DeviceRequest:
+        def prepared(prepare: PreparingArrays, sources: _Values) -> Request:
             targets = [self._arrays.empty_like(each) for each in sources]
             return prepare.allreduce(sources, targets, op, prescale, postscale, wire=wire)
 
@@ -97,7 +97,7 @@ class Differentiable:
         """Send so many rows to each rank; return what came, and how many rows came from each."""
         received: list[int] = []
 
-        def prepared(prepare: PreparingArrays, sources: _Values) -> Request | DeviceRequest:
+        def prepared(prepare: PreparingArrays, sources: _Values) -> Request:
             return prepare.alltoall(sources[0], rows, came)
 
         def came(result: Any, counts: list[int]) -> Any:
@@ -112,7 +112,7 @@ class Differentiable:
     def reducescatter(self, values: _Values, op: Op, prescale: float, postscale: float) -> _Values:
         """Reduce arrays into this rank's parts."""
 
-        def prepared(prepare: PreparingArrays, sources: _Values) -> Request | DeviceRequest:
+        def prepared(prepare: PreparingArrays, sources: _Values) -> Request:
             return prepare.reducescatter(sources, op, prescale, postscale, list)
 
         def adjoint(back: Differentiable, grads: _Values) -> _Values:
@@ -128,7 +128,7 @@ class Differentiable:
     def _flow(
         self,
         kind: str,
-        prepared: Callable[[PreparingArrays, _Values], Request | DeviceRequest],
+        prepared: Callable[[PreparingArrays, _Values], Request],
         adjoint: Callable[[Differentiable, _Values], _Values],
         values: _Values,
     ) -> _Values:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,97 +27,64 @@ from ringreduce.runtime import config
 from ringreduce.training.compression import State, has_reducers, signature_of
 from ringreduce.training.framework import Arrays, Parameters
 from ringreduce.training.gradients import Gradients
-from ringreduce.training.parameters import require_same_arrays
+from ringreduce.training.parameters import Named, require_same_arrays
 from ringreduce.training.requests import Adasum, Op, ReproducibleSum, set_to_tell
 from ringreduce.transport.memory import MemoryWorld
 
 __all__ = ["Named", "Options", "Training", "checked_names"]
 
-_Value = TypeVar("_Value")
 
-#: Names and parameters, in registration order.
-Named = Sequence[tuple[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How gradients are reduced. All must agree on all ranks.
+    """How gradients are reduced, as a user says it; `checked` returns what is meant. All must agree on all ranks.
 
     Attributes:
-        op: `AVERAGE` or `SUM`; with Adasum, how losses are reduced.
-        adasum: whether it is Adasum that combines what steps change.
+        op: `AVERAGE`, `SUM` or `Adasum`; checked, how losses are reduced: `AVERAGE` with Adasum.
+        adasum: whether it is Adasum that combines what steps change; by `checked`.
         passes: how many backward passes come before each step.
-        compression: as for `Gradients`; an object without effect stands for none.
-        predivide_factor, groups, bucket_nbytes, skip_unused: as for `Gradients`.
+        compression: as for `Gradients`, or the class of a compression that takes settings, for those it has by itself.
+        groups: lists of parameters, or the number of lists to make; checked, as for `Gradients`.
+        bucket_nbytes: as for `Gradients`; None: as the settings say.
+        predivide_factor, skip_unused: as for `Gradients`.
         overlap: likewise; None: if there are several nodes, or some parameter is on a device.
         reduce_in: ``"step"`` or ``"backward"``.
     """
 
-    op: ReduceOp
-    adasum: bool
-    passes: int
-    compression: Any
-    predivide_factor: float
-    groups: Mapping[int, int]
-    bucket_nbytes: int
-    skip_unused: bool
-    overlap: bool | None
-    reduce_in: str
+    op: Any = AVERAGE
+    adasum: bool = False
+    passes: int = 1
+    compression: Any = None
+    predivide_factor: Any = 1.0
+    groups: Any = None
+    bucket_nbytes: Any = None
+    skip_unused: bool = False
+    overlap: bool | None = None
+    reduce_in: Any = "step"
 
-    @classmethod
-    def checked(
-        cls,
-        settings: Config,
-        parameters: Sequence[Any],
-        *,
-        op: Op = AVERAGE,
-        passes: Any = 1,
-        compression: Any = None,
-        predivide_factor: Any = 1.0,
-        groups: Any = None,
-        bucket_nbytes: Any = None,
-        skip_unused: bool = False,
-        overlap: bool | None = None,
-        reduce_in: Any = "step",
-    ) -> Options:
-        """Return options from what a user gave.
-
-        Args:
-            settings: decide what a user left open.
-            parameters: all of the optimizer's.
-            op: the attribute; `Adasum` as well.
-            passes: likewise an attribute.
-            compression: also the class of a compression that takes settings, for those it has by itself.
-            predivide_factor: likewise an attribute.
-            groups: lists of parameters, or the number of lists to make.
-            bucket_nbytes: None: as the settings say.
-            skip_unused: likewise an attribute.
-            overlap: likewise an attribute.
-            reduce_in: likewise an attribute.
+    def checked(self, settings: Config, parameters: Sequence[Any]) -> Options:
+        """Return the options with all that a user left open, given all parameters of the optimizer.
 
         Raises:
             ConfigError: one is wrong, or two do not go together.
         """
-        kind = _checked_op(op)
-        factor = real_number("gradient_predivide_factor", predivide_factor)
+        op, adasum = _checked_op(self.op), self.op == Adasum
+        factor = real_number("gradient_predivide_factor", self.predivide_factor)
         if not 0.0 < factor < math.inf:
             raise ConfigError(f"gradient_predivide_factor must be a positive number, got {factor}")
-        if factor != 1.0 and (kind is not AVERAGE or op == Adasum):
+        if factor != 1.0 and (op is not AVERAGE or adasum):
             raise ConfigError("gradient_predivide_factor is a part of averaging; use it with op=Average")
-        if reduce_in not in ("step", "backward"):
-            raise ConfigError(f'reduce_in is "step" or "backward", got {shown(reduce_in)}')
-        nbytes = settings.bucket_nbytes if bucket_nbytes is None else bucket_nbytes
-        return cls(
-            op=kind,
-            adasum=op == Adasum,
-            passes=whole_number("backward_passes_per_step", passes, 1),
-            compression=_checked_compression(compression),
+        if self.reduce_in not in ("step", "backward"):
+            raise ConfigError(f'reduce_in is "step" or "backward", got {shown(self.reduce_in)}')
+        nbytes = settings.bucket_nbytes if self.bucket_nbytes is None else self.bucket_nbytes
+        return replace(
+            self,
+            op=op,
+            adasum=adasum,
+            passes=whole_number("backward_passes_per_step", self.passes, 1),
+            compression=_checked_compression(self.compression),
             predivide_factor=factor,
-            groups=_checked_groups(parameters, groups),
+            groups=_checked_groups(parameters, self.groups),
             bucket_nbytes=whole_number("bucket_nbytes", nbytes, 1),
-            skip_unused=skip_unused,
-            overlap=overlap,
-            reduce_in=reduce_in,
         )
 
     def in_words(self, parameters: Sequence[Any]) -> dict[str, object]:
@@ -179,7 +146,7 @@ class Training:
         options: Options,
         settings: Callable[[], Mapping[str, str]] | None,
     ) -> None:
-        """Check that all ranks train the same parameters in the same way, and watch the gradients. Collective.
+        """Check that all ranks train the same parameters with the same options, and watch the gradients. Collective.
 
         Args:
             optimizer: what errors call it: its class.
@@ -302,16 +269,13 @@ class Training:
 
     def _take_place(self) -> None:
         """Find the ranks to train with."""
-        process_set = self._process_set
-        self._alone = not process_set.included()
-        self.communicator: Communicator
-        self._engine: Engine
+        ranks: Any = self._process_set
+        self._alone = not ranks.included()
         if self._alone:
-            parts = connect(lambda waiter: MemoryWorld(1).messages(0), config())
-            self.communicator, self._engine = parts.communicator, parts.engine
-            weakref.finalize(self, parts.close).atexit = False
-        else:
-            self.communicator, self._engine = process_set.communicator, process_set.engine
+            ranks = connect(lambda waiter: MemoryWorld(1).messages(0), config())
+            weakref.finalize(self, ranks.close).atexit = False
+        self.communicator: Communicator = ranks.communicator
+        self._engine: Engine = ranks.engine
 
 
 def checked_names(parameters: Sequence[Any], named: Any) -> dict[int, str]:

@@ -25,6 +25,7 @@ __all__ = ["broadcast_parameters", "differences", "hyperparameters", "require_sa
 
 _SHOWN = 3
 
+#: Names and parameters, in registration order.
 Named = Sequence[tuple[str, Any]]
 
 
@@ -32,7 +33,7 @@ def require_same_arrays(
     arrays: Arrays,
     communicator: Communicator,
     caller: str,
-    named: Iterable[tuple[str, Any]],
+    named: Named,
     *,
     devices: bool = False,
     options: Mapping[str, object] | None = None,

@@ -27,7 +27,6 @@ from ringreduce.training.framework import Arrays
 
 __all__ = [
     "Adasum",
-    "DeviceRequest",
     "Handle",
     "Op",
     "Preparing",
@@ -62,9 +61,9 @@ _numbers = itertools.count(1)
 
 
 class Handle:
-    """Stands for an operation that was started; ``int(handle)`` is its number, as in Horovod.
+    """Stands for an operation that was started; `poll` and `synchronize` take it.
 
-    `poll` and `synchronize` take it.
+    ``int(handle)`` is its number, as in Horovod, and ``handle()`` waits, as `synchronize` does.
 
     It is no number itself: `torch.compile` would take it for a constant, and compile again for every operation.
     """
@@ -78,23 +77,22 @@ class Handle:
     def __index__(self) -> int:
         return self._number
 
+    def __call__(self) -> Any:
+        return synchronize(self)
 
-def poll(handle: Handle | Callable[[], Any]) -> bool:
+
+def poll(handle: Handle) -> bool:
     """Return whether an operation is done, so that `synchronize` will not wait."""
-    if callable(handle):
-        return all(poll(each) for each in getattr(handle, "handles", ()))
     return _checked(handle).engine.poll(handle.operation)
 
 
-def synchronize(handle: Handle | Callable[[], Any]) -> Any:
+def synchronize(handle: Handle) -> Any:
     """Wait for an operation; return its result. It may be called again, and returns the same.
 
     Raises:
         MismatchError, CollectiveTimeoutError, PeerLostError, ShutdownError: the operation failed.
         ConfigError: this is no handle.
     """
-    if callable(handle):
-        return handle()
     result = _checked(handle).engine.wait(handle.operation)
     if handle.finish is not None:
         handle.finish(result)
@@ -139,59 +137,36 @@ class Request(NamedTuple):
     """An operation that only has to be started.
 
     Attributes:
-        operation: what is done.
+        operation: what is done; a `Call` if arrays are on a device.
         process_set: the ranks that take part.
         unique: whether its name must not be under way already.
-        finish: what `synchronize` calls with the result.
+        arrays: the framework's, if a device is to do it in order with the caller's stream.
+        touched: then, the arrays that it reads and writes.
     """
 
-    operation: Operation
+    operation: Any
     process_set: ProcessSet
     unique: bool
-    finish: Callable[[object], object] | None = None
+    arrays: Arrays | None = None
+    touched: Sequence[Any] = ()
 
     def submit(self) -> Handle:
-        """Start it."""
-        engine = self.process_set.engine
-        engine.submit(self.operation, unique=self.unique)
-        return Handle(self.operation, engine, self.finish)
+        """Start it; on another stream than the caller's."""
+        engine, operation, finish = self.process_set.engine, self.operation, None
+        if self.arrays is not None:
+            operation.run, finish = self.arrays.beside_callers_stream(operation.run, self.touched)
+        engine.submit(operation, unique=self.unique)
+        return Handle(operation, engine, finish)
 
     def carry_out(self) -> Any:
-        """Start it and wait for its result, on this thread: quicker than `submit` and `synchronize`."""
-        return self.process_set.engine.run(self.operation, unique=self.unique)
+        """Start it and wait for its result, on this thread: quicker than `submit` and `synchronize`.
 
-
-class DeviceRequest(NamedTuple):
-    """A request to run a function on a device, in order with the caller's stream.
-
-    Attributes:
-        key: the operation's name.
-        text: all that must agree, in words.
-        run: the function.
-        process_set: the ranks that take part.
-        unique: as for `Request`.
-        touched: the arrays that it reads and writes.
-        arrays: the framework's.
-    """
-
-    key: str
-    text: str
-    run: Callable[[Communicator], Any]
-    process_set: ProcessSet
-    unique: bool
-    touched: Sequence[Any]
-    arrays: Arrays
-
-    def submit(self) -> Handle:
-        """Start it, on another stream than the caller's."""
-        return self._request(*self.arrays.beside_callers_stream(self.run, self.touched)).submit()
-
-    def carry_out(self) -> Any:
-        """Start it on the caller's stream, and wait until it is enqueued there."""
-        return self._request(self.arrays.on_callers_stream(self.run, self.arrays.device_of(self.touched))).carry_out()
-
-    def _request(self, run: Callable[[Communicator], Any], finish: Callable[[object], object] | None = None) -> Request:
-        return Request(Call(self.key, self.text, run), self.process_set, self.unique, finish)
+        On a device it runs on the caller's stream, and the result is there once it is enqueued.
+        """
+        operation = self.operation
+        if self.arrays is not None:
+            operation.run = self.arrays.on_callers_stream(operation.run, self.arrays.device_of(self.touched))
+        return self.process_set.engine.run(operation, unique=self.unique)
 
 
 class Preparing:
@@ -253,9 +228,7 @@ class PreparingArrays(Preparing):
 
     Args:
         arrays: the framework's.
-        kind: as for `Preparing`.
-        name: as for `Preparing`.
-        process_set: as for `Preparing`.
+        kind, name, process_set: as for `Preparing`.
     """
 
     __slots__ = ("_arrays",)
@@ -273,7 +246,7 @@ class PreparingArrays(Preparing):
         postscale: float,
         result: Callable[[], Any] | None = None,
         wire: str | None = None,
-    ) -> Request | DeviceRequest:
+    ) -> Request:
         """Return a request to reduce one array, or several as one operation.
 
         Args:
@@ -313,7 +286,7 @@ class PreparingArrays(Preparing):
 
         return self.call_on(text, run, sources, targets)
 
-    def allgather(self, sources: Sequence[Any], result: Callable[[list[Any]], Any]) -> Request | DeviceRequest:
+    def allgather(self, sources: Sequence[Any], result: Callable[[list[Any]], Any]) -> Request:
         """Return a request to concatenate arrays along their first dimension; ``result`` is given the list."""
         self._require_rows(sources)
         self.require_usable(sources)
@@ -323,7 +296,7 @@ class PreparingArrays(Preparing):
 
         return self.call_on(f"allgather({in_words(*sources, any_rows=True)})", run, sources)
 
-    def broadcast(self, values: Any, root: int, in_place: Any = None) -> Request | DeviceRequest:
+    def broadcast(self, values: Any, root: int, in_place: Any = None) -> Request:
         """Return a request to broadcast from a rank of the set.
 
         Args:
@@ -341,9 +314,7 @@ class PreparingArrays(Preparing):
 
         return self.call_on(f"broadcast(root {root}, {in_words(values)})", run, [values])
 
-    def alltoall(
-        self, values: Any, rows: list[int], result: Callable[[Any, list[int]], Any]
-    ) -> Request | DeviceRequest:
+    def alltoall(self, values: Any, rows: list[int], result: Callable[[Any, list[int]], Any]) -> Request:
         """Return a request to send so many rows to each rank; ``result`` is given what came, and rows from each."""
         self.require_usable([values])
 
@@ -359,7 +330,7 @@ class PreparingArrays(Preparing):
         prescale: float,
         postscale: float,
         result: Callable[[list[Any]], Any],
-    ) -> Request | DeviceRequest:
+    ) -> Request:
         """Return a request to reduce arrays and scatter the results; ``result`` is given this rank's parts."""
         if op == Adasum:
             raise ConfigError("there is no reducescatter with Adasum, which looks at whole tensors; use allreduce")
@@ -383,13 +354,12 @@ class PreparingArrays(Preparing):
 
     def call_on(
         self, text: str, run: Callable[[Communicator], Any], sources: Sequence[Any], targets: Sequence[Any] = ()
-    ) -> Request | DeviceRequest:
+    ) -> Request:
         """Return a request as `call` does, for a function that reads and writes arrays."""
-        touched = [*sources, *targets]
+        request, touched = self.call(text, run), [*sources, *targets]
         if self._arrays.device_of(touched) is None:
-            return self.call(text, run)
-        named = self._name is not None
-        return DeviceRequest(self._key, text, run, self._process_set, named, touched, self._arrays)
+            return request
+        return request._replace(arrays=self._arrays, touched=touched)
 
     def row_counts(self, array: Any, splits: Any) -> list[int]:
         """Return how many rows of an array go to each rank of the set in an alltoall; None: equal parts."""
@@ -431,9 +401,6 @@ class PreparingArrays(Preparing):
         self.require(*values)
         if any(len(each.shape) == 0 for each in values):
             raise UnsupportedBufferError(f"{self._kind} needs tensors with at least one dimension, got a scalar")
-
-
-# ---- how allreduces are carried out ----
 
 
 def _scale(

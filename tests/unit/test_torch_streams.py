@@ -51,12 +51,11 @@ def test_an_operation_beside_the_program_comes_after_its_input_and_before_its_re
     """It starts after what was enqueued at submission, not after what came later; only `finish` waits for it."""
     world: Any = World()
     cuda.main.enqueue("input")
-    crossing = streams.Crossing([torch.zeros(3)])
-    run = crossing.around(lambda world: cuda.current_stream().enqueue("operation"))
+    run, finish = streams.beside_this_stream(lambda world: cuda.current_stream().enqueue("operation"), [torch.zeros(3)])
     cuda.main.enqueue("what came later")
     assert on_another_thread(run, world) == {"input"}
     assert "operation" not in cuda.main.before
-    crossing.finish(torch.zeros(3))
+    finish(torch.zeros(3))
     assert "operation" in cuda.main.before
     assert cuda.record == [
         "event 1 on main",
@@ -69,15 +68,15 @@ def test_an_operation_beside_the_program_comes_after_its_input_and_before_its_re
 def test_an_operation_that_fails_leaves_its_event(cuda: TorchStreams) -> None:
     """What it enqueued before it failed still comes before what the caller does with its tensors."""
     world: Any = World()
-    crossing = streams.Crossing([torch.zeros(3)])
 
     def fail(world: Any) -> None:
         cuda.current_stream().enqueue("half of it")
         raise ValueError("no")
 
+    run, finish = streams.beside_this_stream(fail, [torch.zeros(3)])
     with pytest.raises(ValueError, match="no"):
-        crossing.around(fail)(world)
-    crossing.finish(None)
+        run(world)
+    finish(None)
     assert "half of it" in cuda.main.before
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise, zip_longest
 from typing import Any, TypeVar
@@ -52,39 +52,19 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
     return extension_available(ext_base_name) and (cuda_built() or rocm_built())
 
 
-def mpi_built(verbose: bool = False) -> bool:
-    """Return whether MPI can be used, as ``horovod.torch.mpi_built()`` says."""
-    return bool(_asked("mpi_built"))
+def _built(library: str) -> Callable[..., bool]:
+    def built(verbose: bool = False) -> bool:
+        from ringreduce import torch  # this late, because who only asks for an exception need not have it
+
+        return bool(getattr(torch, built.__name__)())
+
+    built.__name__ = built.__qualname__ = f"{library}_built"
+    built.__doc__ = f"Return whether {library} can be used, as ``horovod.torch.{library}_built()`` says."
+    return built
 
 
-def gloo_built(verbose: bool = False) -> bool:
-    """Return whether Gloo can be used, as ``horovod.torch.gloo_built()`` says."""
-    return bool(_asked("gloo_built"))
-
-
-def nccl_built(verbose: bool = False) -> bool:
-    """Return whether NCCL can be used, as ``horovod.torch.nccl_built()`` says."""
-    return bool(_asked("nccl_built"))
-
-
-def ddl_built(verbose: bool = False) -> bool:
-    """Return whether DDL can be used, as ``horovod.torch.ddl_built()`` says."""
-    return bool(_asked("ddl_built"))
-
-
-def ccl_built(verbose: bool = False) -> bool:
-    """Return whether oneCCL can be used, as ``horovod.torch.ccl_built()`` says."""
-    return bool(_asked("ccl_built"))
-
-
-def cuda_built(verbose: bool = False) -> bool:
-    """Return whether CUDA can be used, as ``horovod.torch.cuda_built()`` says."""
-    return bool(_asked("cuda_built"))
-
-
-def rocm_built(verbose: bool = False) -> bool:
-    """Return whether ROCm can be used, as ``horovod.torch.rocm_built()`` says."""
-    return bool(_asked("rocm_built"))
+mpi_built, gloo_built, nccl_built, cuda_built = map(_built, ("mpi", "gloo", "nccl", "cuda"))
+ddl_built, ccl_built, rocm_built = map(_built, ("ddl", "ccl", "rocm"))
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
@@ -135,9 +115,3 @@ def is_iterable(x: Any) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _asked(name: str) -> Any:
-    from ringreduce import torch  # this late, because who only asks for an exception need not have it
-
-    return getattr(torch, name)()

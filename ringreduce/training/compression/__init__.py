@@ -25,7 +25,6 @@ __all__ = [
     "WireFormat",
     "WireState",
     "has_reducers",
-    "is_wire",
     "reduces",
     "signature_of",
 ]
@@ -45,15 +44,12 @@ class Ranks(Protocol):
 
     def empty(self, shape: int) -> npt.NDArray[Any]:
         """Return a float32 array that these ranks reduce without copying it first."""
-        ...
 
     def allreduce(self, array: Any, op: ReduceOp, *, out: Any) -> Any:
         """Reduce an array as `Communicator.allreduce` does."""
-        ...
 
     def allgather(self, array: Any) -> Any:
         """Concatenate the ranks' arrays as `Communicator.allgather` does."""
-        ...
 
 
 class Reducer(Protocol):
@@ -62,7 +58,6 @@ class Reducer(Protocol):
     @property
     def error(self) -> float:
         """The relative error that compressing made on this rank in the last call, in the Euclidean norm; 0.0 before."""
-        ...
 
     def reduce(self, ranks: Ranks, flat: npt.NDArray[Any], average: bool) -> None:
         """Replace a bucket by its approximate sum or average over the ranks, of the same bits on all. Collective.
@@ -72,15 +67,12 @@ class Reducer(Protocol):
             flat: 1-D float32, contiguous.
             average: whether the sum is divided by the number of ranks; must agree.
         """
-        ...
 
     def state_dict(self) -> State:
         """Return copies of what the next `reduce` depends on."""
-        ...
 
     def load_state_dict(self, state: State) -> None:
         """Go on from what `state_dict` has returned, which is copied."""
-        ...
 
 
 @runtime_checkable
@@ -95,7 +87,6 @@ class BucketCompression(Protocol):
                 all ranks.
             places: where each parameter begins and ends in the flat bucket; must agree.
         """
-        ...
 
 
 class WireFormat:
@@ -153,17 +144,13 @@ def has_reducers(compression: object) -> TypeGuard[BucketCompression]:
     )
 
 
-def is_wire(compression: object) -> bool:
-    """Return whether a compression is a wire format, which takes buckets of any framework, on any device."""
-    return isinstance(compression, type) and issubclass(compression, WireFormat)
-
-
 def reduces(compression: object, dtype: Any) -> bool:
     """Return whether a compression reduces buckets of this dtype, NumPy's or a framework's, itself."""
     if not has_reducers(compression):
         return False
     row = DType.of(dtype)
-    return row.kind == "float" if is_wire(compression) else row.name == "float32"
+    is_wire = isinstance(compression, type) and issubclass(compression, WireFormat)
+    return row.kind == "float" if is_wire else row.name == "float32"
 
 
 def signature_of(compression: object) -> str:

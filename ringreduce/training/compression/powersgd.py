@@ -81,19 +81,16 @@ class PowerSGD:
         return PowerSGDReducer(shapes, places, self)
 
 
-class PowerSGDReducer:
+class PowerSGDReducer(Residual):
     """Reduces one bucket on one rank by low-rank products; made by `PowerSGD.reducer`.
 
     Two allreduces, or one if nothing is compressed.
-
-    Attributes:
-        error: the part of this rank's contribution that the last `reduce` left unsent, in the Euclidean norm.
     """
 
-    __slots__ = ("_bound", "_guess", "_matrices", "_rank", "_residual")
+    __slots__ = ("_bound", "_guess", "_matrices", "_rank")
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], places: Sequence[slice], settings: PowerSGD) -> None:
-        self._residual = Residual(shapes, places, settings.error_feedback)
+        super().__init__(shapes, places, settings.error_feedback)
         self._rank = settings.rank
         # Of each parameter its shape as a matrix; None: it is sent whole.
         self._matrices = [_as_matrix(shape) if settings.compresses(shape) else None for shape in shapes]
@@ -101,10 +98,6 @@ class PowerSGDReducer:
         # All ranks begin with the same guess.
         self._guess = np.random.default_rng(settings.seed % 2**64).standard_normal(self._rank * ncolumns, np.float32)
         self._bound: tuple[Floats, Floats, list[_Whole | _Product]] | None = None
-
-    @property
-    def error(self) -> float:
-        return self._residual.error
 
     @np.errstate(all="ignore")  # what is not finite is passed on like any other number
     def reduce(self, ranks: Ranks, flat: Floats, average: bool) -> None:
@@ -121,7 +114,7 @@ class PowerSGDReducer:
         """
         first, second, parameters = self._bound = self._bound or self._bind(ranks)
         op = AVERAGE if average else SUM
-        self._residual.add(flat)
+        self.add(flat)
         for parameter in parameters:
             parameter.start()
         if first.size:
@@ -130,28 +123,17 @@ class PowerSGDReducer:
             parameter.subtract()
         if second.size:
             ranks.allreduce(second, op, out=second)
-        for parameter, result in zip(parameters, self._residual.pieces(flat), strict=True):
+        for parameter, result in zip(parameters, self.pieces(flat), strict=True):
             parameter.finish(result)
-        self._residual.settle(bool(np.isfinite(first).all() and np.isfinite(second).all()))
+        self.settle(bool(np.isfinite(first).all() and np.isfinite(second).all()))
 
-    def state_dict(self) -> State:
-        """Return copies of what the next `reduce` depends on.
-
-        ``factors``, the same on all ranks, and, with error feedback, ``residual``, different on each.
-        """
-        return {"factors": self._guess.copy(), **self._residual.state_dict()}
-
-    def load_state_dict(self, state: State) -> None:
-        """Go on from what `state_dict` has returned.
-
-        Raises:
-            ConfigError: it is of another bucket, or of one compressed with other settings; nothing was loaded.
-        """
-        self._residual.load_state_dict(state, factors=self._guess)
+    def kept(self) -> State:
+        """Return what the next `reduce` depends on: ``factors``, the same on all ranks, and what `Residual` keeps."""
+        return {"factors": self._guess, **super().kept()}
 
     def _bind(self, ranks: Ranks) -> tuple[Floats, Floats, list[_Whole | _Product]]:
         """Return communication memory for what travels first and second, and the parameters that use it."""
-        pieces = self._residual.pieces(self._residual.unsent)
+        pieces = self.pieces(self.unsent)
         matrices, rank = self._matrices, self._rank
         firsts = [rank * matrix[0] if matrix else piece.size for matrix, piece in zip(matrices, pieces, strict=True)]
         seconds = [rank * matrix[1] if matrix else 0 for matrix in matrices]
@@ -166,6 +148,7 @@ class PowerSGDReducer:
         return first, second, parameters
 
 
+@dataclass(slots=True)
 class _Whole:
     """A parameter that is sent as it is.
 
@@ -174,20 +157,17 @@ class _Whole:
         sent: what is reduced first; as long.
     """
 
-    __slots__ = ("_sent", "_unsent")
-
-    def __init__(self, unsent: Floats, sent: Floats) -> None:
-        self._unsent = unsent
-        self._sent = sent
+    unsent: Floats
+    sent: Floats
 
     def start(self) -> None:
-        np.copyto(self._sent, self._unsent)
+        np.copyto(self.sent, self.unsent)
 
     def subtract(self) -> None:
-        self._unsent.fill(0.0)
+        self.unsent.fill(0.0)
 
     def finish(self, result: Floats) -> None:
-        np.copyto(result, self._sent)
+        np.copyto(result, self.sent)
 
 
 class _Product:
@@ -205,10 +185,7 @@ class _Product:
     __slots__ = ("_factor", "_guess", "_image", "_tiles", "_unsent")
 
     def __init__(self, unsent: Floats, guess: Floats, image: Floats, factor: Floats) -> None:
-        self._unsent = unsent
-        self._guess = guess
-        self._image = image
-        self._factor = factor
+        self._unsent, self._guess, self._image, self._factor = unsent, guess, image, factor
         rows, cols = unsent.shape
         height = max(1, _TILE_COUNT // cols)
         self._tiles = [slice(start, start + height) for start in range(0, rows, height)]

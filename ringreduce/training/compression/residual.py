@@ -24,9 +24,9 @@ Floats = npt.NDArray[np.float32]
 
 
 class Residual:
-    """What a rank has not sent yet of one bucket: of this step's gradients and, if carried, of earlier ones.
+    """Base of what reduces one bucket: keeps what this rank has not sent yet, of this step and, if carried, of earlier.
 
-    In each step a reducer adds the gradients, subtracts what it sends from ``unsent``, and calls `settle`. Over any
+    In each step `reduce` adds the gradients, subtracts what it sends from ``unsent``, and calls `settle`. Over any
     number of steps, what was sent and what is left add up to the gradients, to rounding: nothing is lost, only late.
 
     Args:
@@ -69,8 +69,7 @@ class Residual:
 
         Args:
             finite: whether all that the ranks sent was finite. If not, nothing is carried: the step's result is of no
-                use, and
-                one bad step must not spoil all later ones.
+                use, and one bad step must not spoil all later ones.
         """
         left = _norm(self.unsent)
         if finite and math.isfinite(left) and math.isfinite(self._norm):
@@ -79,21 +78,22 @@ class Residual:
             self.error = math.nan
             self.unsent.fill(0.0)
 
-    def state_dict(self) -> State:
-        """Return a copy of ``unsent`` as ``residual`` if it is carried."""
-        return {"residual": self.unsent.copy()} if self._carried else {}
+    def kept(self) -> State:
+        """Return what the next `reduce` depends on, by name: ``residual``, different on each rank, if it is carried."""
+        return {"residual": self.unsent} if self._carried else {}
 
-    def load_state_dict(self, state: State, **more: Floats) -> None:
+    def state_dict(self) -> State:
+        """Return copies of what is `kept`."""
+        return {name: array.copy() for name, array in self.kept().items()}
+
+    def load_state_dict(self, state: State) -> None:
         """Go on from what `state_dict` has returned.
 
-        Args:
-            state: as saved.
-            more: arrays that were saved with it, by name, to be written to.
-
         Raises:
-            ConfigError: it is of another bucket: names or shapes differ. Nothing was loaded.
+            ConfigError: it is of another bucket, or of one with other settings: names or shapes differ. Nothing was
+                loaded.
         """
-        into = {**more, "residual": self.unsent} if self._carried else more
+        into = self.kept()
         expected = {name: array.shape for name, array in into.items()}
         found = {name: array.shape for name, array in state.items()}
         if found != expected:

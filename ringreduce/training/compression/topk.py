@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.errors import ConfigError
-from ringreduce.training.compression import Ranks, State
+from ringreduce.training.compression import Ranks
 from ringreduce.training.compression.residual import Floats, Residual
 
 __all__ = ["TopK", "TopKReducer", "largest"]
@@ -53,26 +53,19 @@ class TopK:
         return TopKReducer(shapes, places, self)
 
 
-class TopKReducer:
+class TopKReducer(Residual):
     """Reduces one bucket on one rank by its largest entries; made by `TopK.reducer`.
 
     One allgather. Its rows are pairs of int32: the number of entries first, then position and bits of each.
-
-    Attributes:
-        error: the part of this rank's contribution that the last `reduce` left unsent, in the Euclidean norm.
     """
 
-    __slots__ = ("_count", "_residual")
+    __slots__ = ("_count",)
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], places: Sequence[slice], settings: TopK) -> None:
-        self._residual = Residual(shapes, places, settings.error_feedback)
-        assert self._residual.unsent.size <= np.iinfo(np.int32).max, "positions travel as int32"
+        super().__init__(shapes, places, settings.error_feedback)
+        assert self.unsent.size <= np.iinfo(np.int32).max, "positions travel as int32"
         size = sum(map(math.prod, shapes))
         self._count = min(size, max(1, math.ceil(settings.fraction * size)))
-
-    @property
-    def error(self) -> float:
-        return self._residual.error
 
     @np.errstate(all="ignore")  # what is not finite travels as any other number
     def reduce(self, ranks: Ranks, flat: Floats, average: bool) -> None:
@@ -88,8 +81,8 @@ class TopKReducer:
         """
         if not self._count:
             return
-        self._residual.add(flat)
-        unsent = self._residual.unsent
+        self.add(flat)
+        unsent = self.unsent
         chosen = largest(unsent, self._count)
         gathered = ranks.allgather(_packed(chosen, unsent[chosen]))
         unsent[chosen] = 0.0
@@ -100,19 +93,7 @@ class TopKReducer:
             finite = finite and bool(np.isfinite(values).all())
         if average:
             np.divide(flat, ranks.size, out=flat)
-        self._residual.settle(finite)
-
-    def state_dict(self) -> State:
-        """Return copies of what the next `reduce` depends on: ``residual``, different on each rank, or nothing."""
-        return self._residual.state_dict()
-
-    def load_state_dict(self, state: State) -> None:
-        """Go on from what `state_dict` has returned.
-
-        Raises:
-            ConfigError: it is of another bucket, or of one with another error feedback.
-        """
-        self._residual.load_state_dict(state)
+        self.settle(finite)
 
 
 def largest(values: Floats, count: int) -> npt.NDArray[np.int64]:
