@@ -14,7 +14,18 @@ import numpy as np
 from ringreduce.buffers import DTYPES, DType, new
 from ringreduce.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
 
-__all__ = ["COLLECTIVES", "NCCL_TYPES", "OPS", "TYPES", "Case", "format_nbytes", "native_dtype", "plural", "sizes"]
+__all__ = [
+    "COLLECTIVES",
+    "NCCL_TYPES",
+    "OPS",
+    "TYPES",
+    "Case",
+    "Collective",
+    "format_nbytes",
+    "native_dtype",
+    "plural",
+    "sizes",
+]
 
 #: The types of nccl-tests, which ``-d all`` means.
 NCCL_TYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "half", "float", "double", "bfloat16")

@@ -194,13 +194,13 @@ class StagedMpi:
             self._place.driver.unregister(self._pinned.pop().ctypes.data)
 
 
-def mpi_peer(world: Communicator, place: Place) -> Peer:
+def _mpi_peer(world: Communicator, place: Place) -> Peer:
     """Make the peer that uses MPI on arrays of this place; collective."""
     return StagedMpi(world, place) if isinstance(place, OnDevice) else MpiPeer(world)
 
 
 #: Name for ``--vs`` -> what makes it of the ranks and the place of the arrays; collective.
-PEERS: dict[str, Callable[[Communicator, Place], Peer]] = {"mpi": mpi_peer, "gloo": GlooPeer}
+PEERS: dict[str, Callable[[Communicator, Place], Peer]] = {"mpi": _mpi_peer, "gloo": GlooPeer}
 
 
 @contextlib.contextmanager
