@@ -9,6 +9,7 @@ Contenders, each with a copy of the same model on the same data:
 
     plain       no communication: what the step costs without its peers
     ringreduce  ringreduce.torch.DistributedOptimizer
+    overlap     the same with overlap=True
     no-overlap  the same with overlap=False
     backward    the same with reduce_in="backward"
     mpi         by hand: flatten the gradients, one MPI_Allreduce, copy them back
@@ -143,6 +144,7 @@ def ddp_gloo(model: nn.Module) -> Contender:
 CONTENDERS: dict[str, Callable[[nn.Module], Contender]] = {
     "plain": plain,
     "ringreduce": partial(distributed_optimizer, "ringreduce"),
+    "overlap": partial(distributed_optimizer, "overlap", overlap=True),
     "no-overlap": partial(distributed_optimizer, "no-overlap", overlap=False),
     "backward": partial(distributed_optimizer, "backward", reduce_in="backward"),
     "mpi": flat_mpi,

@@ -30,9 +30,8 @@ Bytes = npt.NDArray[np.uint8]
 
 #: Segments in flight at once: with four receives posted a link never idles while a segment is reduced.
 STREAMS = 4
-#: While blocks of at least so many bytes travel, a rank checks all the time for so long, then naps in between. The
-#: other streams keep the link busy, and the program can use the core, or the kernel, which moves the data.
-_BULK_NBYTES, _BULK_YIELD_S = 128 << 10, 100e-6
+#: While blocks of at least so many bytes travel, a rank may nap, as other streams keep the link busy.
+_BULK_NBYTES = 128 << 10
 #: Bytes of direct accesses that are combined and copied on at a time: few enough to stay in L2.
 _INNER_NBYTES = 256 << 10
 
@@ -134,8 +133,8 @@ class Plan:
         self._kernels = kernels
         self._messages = messages
         largest = max((block.stop - block.start for segment in segments for block in segment), default=0)
-        bulk = coding is None and largest * memory.mine.itemsize >= _BULK_NBYTES
-        self._wait = partial(waiter.until, yield_s=_BULK_YIELD_S) if bulk else waiter.until
+        self._bulk = coding is None and largest * memory.mine.itemsize >= _BULK_NBYTES
+        self._waiter = waiter
         # Not a method of this: the cycle would keep the caller's memory until the collector comes.
         self._waiting_for = partial(_waiting_for, schedule, signature)
         self._instruments = Instruments() if instruments is None else instruments
@@ -169,7 +168,7 @@ class Plan:
             else:
                 for requests in streams[0]:
                     if not self._messages.test_all(requests):
-                        self._wait(partial(self._messages.test_all, requests), self._waiting_for)
+                        self._waiter.until(partial(self._messages.test_all, requests), self._waiting_for)
         except BaseException:
             self._messages.give_up(started)
             raise
@@ -219,7 +218,8 @@ class Plan:
             return bool(done)
 
         if not some():
-            self._wait(some, self._waiting_for)
+            wait = self._waiter.until_some if self._bulk and len(requests) > 2 else self._waiter.until
+            wait(some, self._waiting_for)
         return done
 
     # ---- binding ----

@@ -16,6 +16,7 @@ __all__ = ["Driver"]
 _TRIES = 16
 _YIELD_S = 0.002  # after so long without news, nap
 _NAP_S = 50e-6
+_UNHURRIED_NAP_S = 250e-6
 _LONG_NAP_S = 1e-3  # after a second without news
 _DOZE_S = 1e-3, 8e-3  # how long the progress thread dozes at a time: first, and at most when that was needless
 _LINGER_S = 20e-3  # it dozes while the last news is not older than this, then it sleeps
@@ -206,4 +207,4 @@ class Driver:
                 quiet_s = self._clock() - progress.news_s
                 if quiet_s > _YIELD_S or not hurried:
                     # MPI has nothing to sleep on; to spin would take the core from ranks that share it.
-                    time.sleep(_NAP_S if quiet_s < 1.0 else _LONG_NAP_S)
+                    time.sleep(_LONG_NAP_S if quiet_s >= 1.0 else _NAP_S if hurried else _UNHURRIED_NAP_S)

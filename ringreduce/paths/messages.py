@@ -280,7 +280,7 @@ class BoundPlan:
 
 
 def _segment_limit(context: Context, data: Array, largest: int) -> int:
-    """Return how many elements of a block travel at once: few enough that all streams of a plan have some.
+    """Return how many elements of a block travel at once: few enough that each stream of a plan has two segments.
 
     Args:
         context: has the setting.
@@ -288,4 +288,4 @@ def _segment_limit(context: Context, data: Array, largest: int) -> int:
         largest: elements of its largest block, the same on all ranks.
     """
     most = context.config.segment_nbytes // data.itemsize
-    return max(1, min(most, max(most // _FEWER, -(-largest // STREAMS))))
+    return max(1, min(most, max(most // _FEWER, -(-largest // (2 * STREAMS)))))

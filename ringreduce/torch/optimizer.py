@@ -65,13 +65,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
     make the same backward passes, and a rank that does not is an error on the others within the time limit. Gradients
     that no rank has stay None. Passes but the last of a step are made within `no_sync`, or declared.
 
-    Between nodes, complete buckets are reduced while the backward pass goes on (``overlap``). That begins after two
-    steps with the declared number of passes in which nobody changed gradients between the last pass and the step. A
-    program that changes them gets a warning and no overlap; if it begins to do so later, and gradients of other ranks
-    are lost, `step` raises a `ConfigError` on all ranks. Writes by ``p.grad.data`` or NumPy, which torch does not
-    count, are seen only by the comparison of weights. A program that looks at gradients before the step calls
-    `synchronize` first, as some may be averages already. Where a whole model is made of reentrant checkpoints, passes
-    cannot be counted: use `no_sync` then, and not ``backward_passes_per_step``.
+    Between nodes, complete buckets are reduced while the backward pass goes on, where that makes steps quicker
+    (``overlap``): where the network is slow, or ranks have cores to spare. It begins after two steps with the declared
+    number of passes in which nobody changed gradients between the last pass and the step. A program that changes them
+    gets a warning and no overlap; if it begins to do so later, and gradients of other ranks are lost, `step` raises a
+    `ConfigError` on all ranks. Writes by ``p.grad.data`` or NumPy, which torch does not count, are seen only by the
+    comparison of weights. A program that looks at gradients before the step calls `synchronize` first, as some may be
+    averages already. Where a whole model is made of reentrant checkpoints, passes cannot be counted: use `no_sync`
+    then, and not ``backward_passes_per_step``.
 
     A reduction writes into ``p.grad``, whoever else holds it. After ``zero_grad()`` a gradient that was kept, or a view
     of it, keeps its values, as in torch; steps are a little slower while it is. Memory that is held as a bare
@@ -112,8 +113,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             all ranks. None: `Config.bucket_nbytes`.
         skip_unused: leave the gradient of a parameter that no rank used None, so that the step does not touch it.
         overlap: reduce buckets during the backward pass; see `ringreduce.training.overlap`. Not with ``powersgd``,
-            ``topk`` or ``gradient_predivide_factor``. Must agree on all ranks. None: if there are several nodes, or
-            some parameter is on a GPU.
+            ``topk`` or ``gradient_predivide_factor``. Must agree on all ranks. None: with parameters on a GPU, yes; on
+            one node, no; between nodes both are tried in turn, six times six steps, and the quicker one stays.
         reduce_in: ``"step"`` or ``"backward"``: where gradients are reduced. Must agree on all ranks.
 
     Raises:

@@ -90,7 +90,8 @@ class Gradients:
             afterwards.
         groups: as for `Buckets`.
         skip_unused: whether trainable parameters that no rank used keep None instead of zeros.
-        overlap: whether buckets are reduced during the backward pass; the same on all ranks.
+        overlap: whether buckets are reduced during the backward pass; None: if that makes steps quicker. The same on
+            all ranks.
         in_backward: whether gradients are reduced at the end of the backward pass; the same on all ranks.
         settings: returns this rank's hyper-parameters, as text by name. The ranks compare theirs in steps 1, 2, 4, 8
             and so on, as that takes a while.
@@ -115,7 +116,7 @@ class Gradients:
         predivide_factor: float = 1.0,
         groups: Mapping[int, int] | None = None,
         skip_unused: bool = True,
-        overlap: bool = False,
+        overlap: bool | None = False,
         in_backward: bool = False,
         passes: int = 1,
         settings: Callable[[], Mapping[str, str]] | None = None,
@@ -133,7 +134,8 @@ class Gradients:
         self.passes = passes
         self.ranks = Ranks(engine, self._name, f"the {'backward pass' if in_backward else 'step'} of {described}")
         self._buckets = Buckets(framework, engine.communicator, bucket_nbytes, groups or {}, compression)
-        overlap = overlap and engine.threaded and predivide_factor == 1.0 and self._compressor is None
+        if not (engine.threaded and predivide_factor == 1.0 and self._compressor is None):
+            overlap = False
         self._overlap = Overlap(framework, engine, self._name, described, op, self._buckets.moved, wanted=overlap)
         self._hooks: list[Any] = []
         self._steps = 0  # calls of `reduce` on this rank, counted anew when all ranks have joined
@@ -215,7 +217,8 @@ class Gradients:
             if state >= SPARSE:
                 self._reduce_sparse(parameter, state - SPARSE, agreed)
         self._steps += 1
-        if self._overlap.next_step(agreed.said, self._buckets, again=moved or bool(agreed.rows[1:3].any())):
+        again, everyone = moved or bool(agreed.rows[1:3].any()), agreed.active == self.ranks.size
+        if self._overlap.next_step(agreed.said, self._buckets, again=again, everyone=everyone):
             self._warn_of_changes()
         self.watch()
 

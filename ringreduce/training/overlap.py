@@ -34,6 +34,7 @@ from ringreduce.reduce_ops import SUM, ReduceOp
 from ringreduce.training.buckets import Bucket, Buckets
 from ringreduce.training.compression import WireState
 from ringreduce.training.framework import Handover, Parameters
+from ringreduce.training.trial import Trial
 
 __all__ = ["Overlap", "Watched"]
 
@@ -129,8 +130,9 @@ class Overlap:
         described: what errors call the optimizer.
         op: `AVERAGE` or `SUM`.
         moved: see `Buckets`.
-        wanted: whether buckets are to be reduced during the backward pass. If not, only the first steps are watched, to
-            warn a program that changes its gradients. The same on all ranks.
+        wanted: whether buckets are to be reduced during the backward pass; None: if that makes steps quicker, which the
+            first steps try out. If not, some steps are watched, to warn a program that changes its gradients. The same
+            on all ranks.
 
     Attributes:
         begun: whether complete buckets are submitted now; the same on all ranks.
@@ -147,11 +149,12 @@ class Overlap:
         op: ReduceOp,
         moved: Mapping[int, tuple[int, int]],
         *,
-        wanted: bool,
+        wanted: bool | None,
     ) -> None:
         self._framework, self._engine, self._moved = framework, engine, moved
         self._name, self._described, self._op = name, described, op
-        self.wanted = wanted
+        self.wanted = wanted is not False
+        self._trial = Trial() if wanted is None else None
         self.begun = False
         self.watching = True
         self._alike = 0  # steps in a row
@@ -262,8 +265,9 @@ class Overlap:
             declared: so many passes come before each step.
 
         Returns:
-            Five rows with a number for each parameter, none if nothing is to overlap; and three numbers about the step:
-            whether it is unlike the last, whether gradients have changed, and whether sums were added to.
+            Five rows with a number for each parameter, none if nothing is to overlap; and four numbers about the step:
+            whether it is unlike the last, whether gradients have changed, whether sums were added to, and whether steps
+            have taken longer with overlap.
         """
         with self._lock:
             self._settle()
@@ -292,7 +296,8 @@ class Overlap:
                     not (record.cleared or record.was_empty),
                     record.changed and not record.cleared,
                 )
-            return rows, bytes((not alike, changed, again))
+            slower = self._trial is not None and self._trial.over and self._trial.slower
+            return rows, bytes((not alike, changed, again, slower))
 
     def conclude(self, parameters: Sequence[Any], rows: npt.NDArray[np.uint8], active: int) -> list[Bucket]:
         """Return the buckets that are reduced, and withdraw the others.
@@ -332,16 +337,17 @@ class Overlap:
             raise ConfigError(f"{wrong} Gradients of {self._described} are lost, and nothing overlaps from here on")
         return reduced
 
-    def next_step(self, said: Sequence[int], buckets: Buckets, *, again: bool) -> bool:
+    def next_step(self, said: Sequence[int], buckets: Buckets, *, again: bool, everyone: bool) -> bool:
         """Prepare for the next step; return whether overlap is given up because a program changes its gradients.
 
         Args:
             said: the numbers about the step, the largest that any rank has reported.
             buckets: as they are now.
             again: whether the next steps have to show again that they are alike. The same on all ranks.
+            everyone: whether no rank has joined.
         """
         with self._lock:
-            differs, changed, _ = said
+            differs, changed, _, slower = said
             self._forget_step()
             if not self.watching:
                 return False
@@ -352,11 +358,21 @@ class Overlap:
             if changed:
                 self.end()
                 return True
+            if self._trial is not None and self._trial.over and everyone:  # ranks that have joined did not hear of it
+                self._trial = None
+                if slower:
+                    self.wanted = False
+                    self.end()
+                    return False
             if again or joined or (differs and not self.begun):
                 self.begun, self._alike = False, 0
             else:
                 self._alike += 1
             self.begun = self.wanted and self._alike >= _STEPS - 1
+            if self.begun and self._trial is not None:
+                if everyone:
+                    self._trial.end_step()
+                self.begun = self._trial.on
             if not self.wanted and self._alike >= _STEPS:
                 self.end()
                 return False

@@ -1,0 +1,45 @@
+"""A trial does something in turn and not, and finds out which is quicker."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+
+from ringreduce.training import trial
+from ringreduce.training.trial import Trial
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int, bool], float]], tuple[Trial, list[bool]]]:
+    """Return what runs a trial whose steps take what a function of their number and of `Trial.on` says, in seconds."""
+
+    def run_trial(seconds: Callable[[int, bool], float]) -> tuple[Trial, list[bool]]:
+        tried, now, turns = Trial(), 0.0, []
+        monkeypatch.setattr(trial, "perf_counter", lambda: now)
+        for number in itertools.count():
+            if tried.over:
+                return tried, turns
+            turns.append(tried.on)
+            now += seconds(number, tried.on)
+            tried.end_step()
+        raise AssertionError
+
+    return run_trial
+
+
+@pytest.mark.parametrize(("on", "off", "slower"), [(1.0, 1.1, False), (1.1, 1.0, True), (1.0, 1.0, False)])
+def test_the_quicker_one_wins(run, on: float, off: float, slower: bool) -> None:
+    """Steps that take longer with it than without are told from those that do not; a draw is none that does."""
+    tried, turns = run(lambda _, with_it: on if with_it else off)
+    assert tried.slower is slower
+    assert turns.count(True) == turns.count(False) == len(turns) / 2
+
+
+def test_few_odd_steps_do_not_decide(run) -> None:
+    """Neither a step now and then that takes much longer, nor the first of each turn, changes the verdict."""
+    tried, turns = run(lambda number, with_it: 50.0 if number % 6 == 0 or number % 5 == 0 else 1.0 if with_it else 1.2)
+    assert tried.slower is False
+    switches = sum(one != other for one, other in itertools.pairwise(turns))
+    assert switches == 5
