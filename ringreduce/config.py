@@ -185,7 +185,7 @@ class Config:
     node_size: int | None = _setting("RINGREDUCE_NODE_SIZE", _positive_int, None)
     shared_memory: bool = _setting("RINGREDUCE_SHARED_MEMORY", _switch, True)
     algorithm: str | None = _setting("RINGREDUCE_ALGORITHM", str, None)
-    segment_nbytes: int = _setting("RINGREDUCE_SEGMENT", parse_nbytes, 512 << 10)
+    segment_nbytes: int = _setting("RINGREDUCE_SEGMENT", parse_nbytes, 256 << 10)
     # On one node, 1 to 100 MiB differ by no more than the measurement does; this is small enough for gradients that are
     # copied into a bucket to be still in the last-level cache when it is reduced.
     bucket_nbytes: int = _setting("RINGREDUCE_BUCKET", parse_nbytes, 4 << 20)

@@ -31,7 +31,7 @@ Array = npt.NDArray[Any]
 #: A private array of up to this many bytes is copied into a plan's own buffer, so that the plan can be kept.
 _OWN_BUFFER_NBYTES = 1 << 20
 #: A segment is not cut into more pieces than this to keep all streams busy: a message costs some 10 us of Python.
-_FEWER = 4
+_FEWER = 2
 
 
 class Messages(Path):
