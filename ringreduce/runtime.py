@@ -14,7 +14,6 @@ from ringreduce import logs, processes
 from ringreduce.communicator import Communicator
 from ringreduce.config import Config
 from ringreduce.conventions import Conventions
-from ringreduce.endings import Endings
 from ringreduce.engine import Entrance
 from ringreduce.errors import ConfigError
 from ringreduce.launch import Connection, RankAbove, connect
@@ -22,6 +21,7 @@ from ringreduce.metrics import Metrics
 from ringreduce.paths import Feedback
 from ringreduce.process_sets import ProcessSet
 from ringreduce.reduce_ops import SUM, ReduceOp
+from ringreduce.termination import Termination
 from ringreduce.worlds import BorrowedWorld, OwnWorld
 
 if TYPE_CHECKING:
@@ -65,14 +65,14 @@ class _Process:
         world: its own, if it is a rank; that of the rank that has started it; None: there is none.
         everyone: the set of all ranks, whatever the world.
         conventions: of the next world, unless the environment says otherwise.
-        endings: how the process ends, once it was a rank among several.
+        termination: how the process ends, once it was a rank among several.
     """
 
     def __init__(self) -> None:
         self.world: OwnWorld | BorrowedWorld | None = None
         self.everyone = ProcessSet.of_world(self.find)
         self.conventions = Conventions.CHAIN_RULE
-        self.endings: Endings | None = None
+        self.termination: Termination | None = None
         self._entrance = Entrance()  # no thread starts or ends a world in the midst of doing so
         self._starting = threading.Lock()  # one thread at a time
         self._announcement: int | None = None  # to processes that this one starts: a file descriptor
@@ -149,10 +149,10 @@ class _Process:
         """Let the job end with this rank from now on, if there are others in it, and this rank with its launcher."""
         if not connection.who:
             return
-        if self.endings is None:
-            self.endings = Endings(connection.who, connection.abort, self._flush, self._leave)
-            self.endings.install()
-        self.endings.who = connection.who
+        if self.termination is None:
+            self.termination = Termination(connection.who, connection.abort, self._flush, self._leave)
+            self.termination.install()
+        self.termination.who = connection.who
 
     def _take_part_in_ends_and_forks(self) -> None:
         """Be called when this process ends or forks; does nothing the second time."""
@@ -174,12 +174,12 @@ class _Process:
             try:
                 own.close()
             finally:
-                if self.endings is not None:
-                    self.endings.who = ""
+                if self.termination is not None:
+                    self.termination.who = ""
                 self._announce(RankAbove())
 
     def _at_exit(self) -> None:
-        if self.endings is None or self.endings.at_exit():
+        if self.termination is None or self.termination.at_exit():
             self.shut_down()
 
     def _after_fork(self) -> None:

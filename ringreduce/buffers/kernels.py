@@ -75,11 +75,9 @@ class Kernels(Protocol):
             sources: the terms of all ranks, or sums of these.
             complete: whether no term is missing: only then is an average divided.
         """
-        ...
 
     def fold(self, target: Array, source: Array, *, complete: bool = True) -> Call:
         """Bind ``target = target op source``; ``complete`` as for `combine`."""
-        ...
 
 
 def kernels_for(dtype: DType, op: ReduceOp, size: int) -> Kernels:

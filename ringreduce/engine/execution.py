@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ringreduce.buffers import DType, Operand, divide, divide_toward_zero, narrow, typed, widen
 from ringreduce.communicator import Communicator
-from ringreduce.engine.operations import Call, Gather, InPlace, Operation, Reduction
+from ringreduce.engine.operations import BlockingCall, Gather, InPlace, Operation, Reduction
 from ringreduce.engine.orders import Kind, OperationSignature, Run
 from ringreduce.paths import Feedback
 from ringreduce.reduce_ops import AVERAGE, MIN, PRODUCT, SUM, ReduceOp
@@ -69,7 +69,7 @@ class Executor:
             assert first is None or isinstance(first, Gather)
             self._gather(signature, first)
             return
-        if isinstance(first, Call):
+        if isinstance(first, BlockingCall):
             first.result = first.run(self._communicator)
             return
         reductions = [each for each in operations if isinstance(each, Reduction)]

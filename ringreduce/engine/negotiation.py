@@ -297,7 +297,7 @@ class Coordinator:
     # ---- claims ----
 
     def _hear_number(self, rank: int, number: int, now: float) -> list[Note]:
-        """Note that a rank has submitted the operation or group of a number; return what to tell all ranks."""
+        """Record that a rank has submitted the operation or group of a number; return what to tell all ranks."""
         ranks = self._whole.get(number)
         if ranks is None and self._begin_whole(number):
             ranks = self._whole[number]

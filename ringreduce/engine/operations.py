@@ -17,7 +17,7 @@ from ringreduce.instruments import Instruments
 from ringreduce.reduce_ops import ReduceOp
 
 __all__ = [
-    "Call",
+    "BlockingCall",
     "Gather",
     "InPlace",
     "Join",
@@ -131,7 +131,7 @@ def _counted(operands: Sequence[Operand]) -> tuple[tuple[str, int], ...]:
     return tuple(counts.items())
 
 
-class Call(Operation):
+class BlockingCall(Operation):
     """Any other collective: a function that makes blocking calls, the same on all ranks.
 
     Args:

@@ -200,7 +200,7 @@ class TorchParameters(Parameters):
 
         def after(_: object) -> None:
             if (mine := watching()) is not None:
-                _passes.note(mine)
+                _passes.tell_end(mine)
                 mine.added(record)
 
         return [
@@ -244,8 +244,8 @@ class _Passes:
     def __init__(self) -> None:
         self._watchers: dict[int, list[weakref.ref[Watcher]]] = {}  # by the number of the pass
 
-    def note(self, watcher: Watcher) -> None:
-        """Have a watcher told when the pass ends in which this thread is now."""
+    def tell_end(self, watcher: Watcher) -> None:
+        """Tell a watcher when the pass ends in which this thread is now."""
         task = torch._C._current_graph_task_id()
         watchers = self._watchers.get(task)
         if watchers is None:

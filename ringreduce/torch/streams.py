@@ -149,7 +149,7 @@ class Handover:
         self._contributors: set[Any] = set()
         self._filled, self._worked_on, self._joined = _event(), _event(), _event()
 
-    def note(self) -> None:
+    def mark(self) -> None:
         """Let the next filling come after what the current stream holds then; autograd may use several."""
         self._contributors.add(cuda.current_stream(self._device))
 

@@ -70,7 +70,6 @@ class Arrays(Protocol):
 
     def is_array(self, value: object) -> bool:
         """Return whether this is one of the framework's arrays."""
-        ...
 
     def require_usable(self, communicator: Communicator, array: Any, *, writable: bool = False) -> None:
         """Check that a collective can read an array, and store a result there if ``writable``. Local.
@@ -78,30 +77,24 @@ class Arrays(Protocol):
         Raises:
             UnsupportedBufferError: of its layout or elements, or because this rank cannot use its device.
         """
-        ...
 
     def without_graph(self, array: Any) -> Any:
         """Return an array of the same memory that no gradient flows through: itself if none does."""
-        ...
 
     def empty_like(self, array: Any) -> Any:
         """Return an uninitialised array of the same shape, strides and dtype, in the same place."""
-        ...
 
     def zeros_like(self, array: Any) -> Any:
         """Return zeros of the same shape and dtype, in the same place."""
-        ...
 
     def scale(self, source: Any, factor: float, target: Any) -> None:
         """Store ``source`` times ``factor`` in ``target``, which may be ``source`` itself.
 
         Integers are multiplied in float64 and truncated toward zero. A factor of 1 copies. May be called on any thread.
         """
-        ...
 
     def changed(self, array: Any) -> Any:
         """Return an array that a collective has overwritten, after telling the framework so if it keeps versions."""
-        ...
 
     def differentiable(
         self,
@@ -117,27 +110,22 @@ class Arrays(Protocol):
                 once, before ``run``, if a gradient may be asked for; otherwise never.
             arrays: of any number.
         """
-        ...
 
     # What follows is for devices with streams. A framework on the host alone returns None, "cpu", the arrays and `run`.
 
     def device_of(self, arrays: Sequence[Any]) -> Any | None:
         """Return the device on which some of the arrays are; None: all are in host memory."""
-        ...
 
     def place(self, array: Any) -> str:
         """Return the kind of device that an array is on, as mismatches say it: ``"cpu"`` or ``"cuda"``."""
-        ...
 
     def on_host(self, arrays: Sequence[Any]) -> AbstractContextManager[Sequence[Any]]:
         """Return a context that lends the arrays in host memory: themselves, or copies that are copied back."""
-        ...
 
     def reduce_on_device(
         self, communicator: Communicator, op: ReduceOp, sources: Sequence[Any], targets: Sequence[Any]
     ) -> None:
         """Reduce arrays of which some are on a device, each into its target."""
-        ...
 
     def on_callers_stream(
         self, run: Callable[[Communicator], _Result], device: Any
@@ -146,7 +134,6 @@ class Arrays(Protocol):
 
         For operations that the caller waits for.
         """
-        ...
 
     def beside_callers_stream(
         self, run: Callable[[Communicator], _Result], arrays: Sequence[Any]
@@ -160,7 +147,6 @@ class Arrays(Protocol):
         Returns:
             The function, and one that takes its result and makes the stream that is current then wait for it.
         """
-        ...
 
 
 #: What `Parameters.found` returns. A sparse gradient is `SPARSE` plus the number of its sparse dimensions.
@@ -180,15 +166,12 @@ class Slot(Protocol):
 
     def is_filled(self) -> bool:
         """Return whether the parameter's gradient is the place itself."""
-        ...
 
     def is_kept(self) -> bool:
         """Return whether somebody holds the place, or a view of it, although it is not the gradient now."""
-        ...
 
     def is_outgrown(self) -> bool:
         """Return whether the parameter has another shape, dtype or device than when the place was made."""
-        ...
 
 
 class Watcher(Protocol):
@@ -202,11 +185,9 @@ class Watcher(Protocol):
 
     def before_adding(self, record: Any) -> None:
         """Hear that a gradient is about to be added to; only where the framework can say so."""
-        ...
 
     def added(self, record: Any) -> None:
         """Hear that a gradient was added to."""
-        ...
 
     def pass_ended(self, nested: bool = False) -> None:
         """Hear that a pass has ended that called `added`; several watchers hear it in the order of their numbers.
@@ -214,27 +195,22 @@ class Watcher(Protocol):
         Args:
             nested: whether the pass was made within another one.
         """
-        ...
 
 
 class Handover(Protocol):
     """Orders the work on a bucket on a GPU: the backward pass fills it on one stream, and it is reduced on another."""
 
-    def note(self) -> None:
+    def mark(self) -> None:
         """Remember the current stream, on which a gradient of the bucket is added to; `filling` waits for it."""
-        ...
 
     def filling(self) -> AbstractContextManager[None]:
         """Return a context to fill the bucket in: it waits, on the device, until nobody works on the bucket."""
-        ...
 
     def working(self) -> AbstractContextManager[None]:
         """Return a context to reduce the bucket in, on any thread."""
-        ...
 
     def come_back(self) -> None:
         """Let what the caller enqueues from now on see the reduced bucket."""
-        ...
 
 
 class Removable(Protocol):
@@ -242,7 +218,6 @@ class Removable(Protocol):
 
     def remove(self) -> None:
         """Take it away."""
-        ...
 
 
 class Parameters(Protocol):
@@ -255,15 +230,12 @@ class Parameters(Protocol):
 
     def gradient(self, parameter: Any) -> Any:
         """Return the gradient; None: there is none."""
-        ...
 
     def set_gradient(self, parameter: Any, gradient: Any) -> None:
         """Make an array, or None, the gradient."""
-        ...
 
     def kind(self, parameter: Any) -> tuple[Any, int]:
         """Return what parameters that share a bucket have in common (dtype, device), and the bytes of the gradient."""
-        ...
 
     def lay_out(
         self, communicator: Communicator, parameters: Sequence[Any], starts: Sequence[int]
@@ -278,34 +250,27 @@ class Parameters(Protocol):
         Returns:
             The bucket as one flat array, and its slots.
         """
-        ...
 
     def copy(self, targets: Sequence[Any], sources: Sequence[Any]) -> None:
         """Copy arrays into others of the same shapes."""
-        ...
 
     def clone(self, array: Any) -> Any:
         """Return a copy in memory of its own."""
-        ...
 
     def zero(self, arrays: Sequence[Any]) -> None:
         """Fill arrays with zeros."""
-        ...
 
     def scale(self, array: Any, factor: float) -> None:
         """Multiply an array in place."""
-        ...
 
     def checksum(self, parameters: Sequence[Any]) -> int:
         """Return a checksum of 32 bits of the parameters' values."""
-        ...
 
     def watch(self, parameter: Any, watcher: Watcher, record: Any) -> Sequence[Removable]:
         """Call a watcher before and after each time that the framework adds to a gradient, with ``record``.
 
         The hooks that the parameter keeps must not keep the watcher alive.
         """
-        ...
 
     def after_adding(self, parameter: Any, action: Callable[[], object]) -> Sequence[Removable]:
         """Call a function each time that the framework has added to a gradient; only speed depends on it."""

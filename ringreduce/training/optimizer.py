@@ -19,7 +19,7 @@ from ringreduce.adasum import adasum
 from ringreduce.arguments import CheckingArguments, real_number, shown, whole_number
 from ringreduce.communicator import Communicator
 from ringreduce.config import Config
-from ringreduce.engine import Call, Engine, Operation, Reduction
+from ringreduce.engine import BlockingCall, Engine, Operation, Reduction
 from ringreduce.errors import ConfigError
 from ringreduce.process_sets import connect
 from ringreduce.reduce_ops import AVERAGE, MAX, SUM, ReduceOp
@@ -250,7 +250,7 @@ class Training:
     def combine(self, changes: Sequence[Any]) -> None:
         """Combine by Adasum the changes that the ranks' steps have made, each array by itself, in place. Collective."""
         with self._arrays.on_host(changes) as lent:
-            call = Call(f"step of {self._kind}", "step with Adasum", lambda ranks: adasum(ranks, lent))
+            call = BlockingCall(f"step of {self._kind}", "step with Adasum", lambda ranks: adasum(ranks, lent))
             self._run(call, f"the step of {self.described}")
 
     def state_dict(self) -> dict[str, Any]:

@@ -174,7 +174,7 @@ class Overlap:
         return id(parameter) in self._watched
 
     def watch(self, record: Watched) -> None:
-        """Note that the framework calls `before_adding` and `added` with this record from now on."""
+        """Expect calls of `before_adding` and `added` with this record from now on."""
         self._watched[id(record.parameter)] = record
 
     def before_adding(self, record: Watched) -> None:
@@ -193,22 +193,22 @@ class Overlap:
                 record.was_empty = False
 
     def added(self, record: Watched) -> None:
-        """Note that a gradient was added to."""
+        """Record that a gradient was added to."""
         with self._lock:
-            self._settle()
+            self._count_additions()
             self._pending.append(record)
             travelling = self._travelling.get(id(record.parameter))
             if travelling is not None and travelling.handover is not None:
-                travelling.handover.note()
+                travelling.handover.mark()
 
     def pass_ended(self, nested: bool) -> int:
-        """Note the end of a backward pass; return how many there were since the last step.
+        """Record the end of a backward pass; return how many there were since the last step.
 
         Args:
             nested: whether it was made within another one, and does not count.
         """
         with self._lock:
-            self._settle()
+            self._count_additions()
             self._passes += not (self.suspends or nested)
             return self._passes
 
@@ -220,18 +220,18 @@ class Overlap:
             yield
         finally:
             with self._lock:
-                self._settle()
+                self._count_additions()
             self.suspends = before
 
     def stop(self) -> None:
         """Withdraw, or wait for, all reductions that are under way."""
         with self._lock:
-            self._settle()
+            self._count_additions()
             for travelling in self._buckets:
                 self._keep_out(travelling)
 
     def cleared(self) -> None:
-        """Note that the program has cleared all gradients, since `stop`: passes before that do not count."""
+        """Record that the program has cleared all gradients, since `stop`: passes before that do not count."""
         with self._lock:
             self._passes = 0
             for record in self._watched.values():
@@ -243,12 +243,12 @@ class Overlap:
                     continue
                 for record in travelling.members:
                     record.cleared, record.was_empty = True, False
-                    self._note(record)
+                    self._remember(record)
 
     def fresh(self, parameters: Sequence[Any]) -> list[bool]:
         """Return for each parameter whether its gradient was added to since the last step, as far as is known."""
         with self._lock:
-            self._settle()
+            self._count_additions()
             records = [self._watched.get(id(parameter)) for parameter in parameters]
             return [
                 self._framework.gradient(parameter) is not None if record is None else record.fresh
@@ -270,7 +270,7 @@ class Overlap:
             have taken longer with overlap.
         """
         with self._lock:
-            self._settle()
+            self._count_additions()
             records = [record for record in self._watched.values() if record.times]
             alike = self._passes == declared and all(
                 record.times == record.expected or not record.expected for record in records
@@ -426,11 +426,11 @@ class Overlap:
         ]
         self._travelling = {id(member.parameter): each for each in self._buckets for member in each.members}
 
-    def _settle(self) -> None:
+    def _count_additions(self) -> None:
         """Count the additions after which the program's hooks have run by now; submit buckets that are complete."""
         pending, self._pending = self._pending, []
         for record in pending:
-            self._note(record)
+            self._remember(record)
             record.fresh = True
             if self.suspends:
                 continue
@@ -445,7 +445,7 @@ class Overlap:
                 if travelling.missing == 0 and self.begun and not travelling.waits:
                     self._submit(travelling)
 
-    def _note(self, record: Watched) -> None:
+    def _remember(self, record: Watched) -> None:
         gradient = self._framework.gradient(record.parameter)
         record.gradient = id(gradient)
         record.version = 0 if gradient is None else self._framework.version(gradient)
@@ -472,7 +472,7 @@ class Overlap:
             return
         for record in members:
             record.was_empty = self._framework.gradient(record.parameter) is None
-            self._note(record)
+            self._remember(record)
         again = f", {travelling.generation} times withdrawn" if travelling.generation else ""
         wire = bucket.reducer if isinstance(bucket.reducer, WireState) else None
         part = InPlace(

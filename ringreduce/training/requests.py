@@ -17,7 +17,7 @@ from ringreduce.adasum import adasum
 from ringreduce.arguments import real_number, row_counts, shown
 from ringreduce.buffers import DTYPES
 from ringreduce.communicator import Communicator
-from ringreduce.engine import Call, Engine, Operation, Reduction, Refusal, unnamed
+from ringreduce.engine import BlockingCall, Engine, Operation, Reduction, Refusal, unnamed
 from ringreduce.errors import ConfigError, UnsupportedBufferError
 from ringreduce.process_sets import ProcessSet
 from ringreduce.reduce_ops import AVERAGE, SUM, ReduceOp
@@ -137,7 +137,7 @@ class Request(NamedTuple):
     """An operation that only has to be started.
 
     Attributes:
-        operation: what is done; a `Call` if arrays are on a device.
+        operation: what is done; a `BlockingCall` if arrays are on a device.
         process_set: the ranks that take part.
         unique: whether its name must not be under way already.
         arrays: the framework's, if a device is to do it in order with the caller's stream.
@@ -211,7 +211,7 @@ class Preparing:
             text: what this rank wants; must agree on all ranks.
             run: takes the communicator; returns the result.
         """
-        return self._request(Call(self._key, text, run))
+        return self._request(BlockingCall(self._key, text, run))
 
     def _request(self, operation: Operation) -> Request:
         return Request(operation, self._process_set, self._name is not None)

@@ -71,7 +71,7 @@ class Board:
     Args:
         arena: where this rank's own part is allocated.
         members: the ranks on this node, ascending, as numbers of the process set.
-        locations: where each member's part lies; see `Board.allocate`.
+        locations: where each member's part is; see `Board.allocate`.
         rank: this rank.
         waiter: how to wait, and the watchers that may end a wait.
 
@@ -134,10 +134,10 @@ class Board:
         Args:
             signature: what this rank calls.
             code: `signature_hash` of it, computed once.
-            location: where this rank's buffer lies, packed.
+            location: where this rank's buffer is, packed.
 
         Returns:
-            Where the buffers of the other members lie, packed, in the order of `peers`.
+            Where the buffers of the other members are, packed, in the order of `peers`.
 
         Raises:
             MismatchError: on every member, if any called something else.

@@ -30,15 +30,12 @@ class ControlChannel(Protocol):
 
     def post(self, note: bytes, peer: int) -> None:
         """Send a note; never blocks."""
-        ...
 
     def poll(self) -> tuple[int, bytes] | None:
         """Return the next note and the rank that posted it, None if there is none; never blocks."""
-        ...
 
     def close(self) -> None:
         """Give back what is held; local, and safe to call twice."""
-        ...
 
 
 class SharedControlChannel:

@@ -55,7 +55,7 @@ class _Transfer:
 
 
 class MemoryMessages:
-    """Messages through queues: a send is complete when it is tested, a receive when something lies in its queue."""
+    """Messages through queues: a send is complete when it is tested, a receive when something is in its queue."""
 
     name = "memory"
     library = "none"

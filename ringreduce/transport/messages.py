@@ -47,50 +47,39 @@ class Messages(Protocol):
 
     def send(self, data: Array, peer: int, tag: int) -> Request:
         """Describe a message from contiguous ``data`` (at most 2 GiB); does not start it."""
-        ...
 
     def recv(self, data: Array, peer: int, tag: int) -> Request:
         """Describe a message into contiguous ``data`` of exactly the size that is sent; does not start it."""
-        ...
 
     def start(self, requests: Sequence[Request]) -> None:
         """Start transfers; their memory is the transport's until a test reports them complete."""
-        ...
 
     def test_all(self, requests: Sequence[Request]) -> bool:
         """Return whether all started ``requests`` are complete; never blocks."""
-        ...
 
     def test_some(self, requests: Sequence[Request]) -> Sequence[int]:
         """Return the indices of requests that became complete since they were last asked about; never blocks."""
-        ...
 
     def free(self, requests: Sequence[Request]) -> None:
         """Give back requests that will not be started again; those that were given up go once they have ended."""
-        ...
 
     def offers_allreduce(self, count: int, dtype: str, op: ReduceOp) -> bool:
         """Return whether the library's own allreduce takes so many elements."""
-        ...
 
     def allreduce(self, data: Array, dtype: str, op: ReduceOp) -> None:
         """Reduce contiguous ``data`` in place by the library's own allreduce, where it is offered. Collective.
 
         All ranks must be known to call it with the same arguments: it compares none. Averages come out as sums.
         """
-        ...
 
     def post(self, note: bytes, peer: int) -> None:
         """Send a short control note, beside all other traffic; never blocks."""
-        ...
 
     def poll(self) -> tuple[int, bytes] | None:
         """Return the next control note and the rank that posted it, None if there is none; never blocks."""
-        ...
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Give ``payload`` to all ranks and return everyone's, in rank order. Collective; for setting things up."""
-        ...
 
     def subset(self, ranks: Sequence[int], waiter: Waiter) -> Messages | None:
         """Return a transport between some of the ranks, None on the others. Collective over all of them.
@@ -99,19 +88,15 @@ class Messages(Protocol):
             ranks: ascending; the first becomes rank 0.
             waiter: how the collective calls of the new transport wait.
         """
-        ...
 
     def give_up(self, requests: Sequence[Request]) -> None:
-        """Take note of a call that was given up: all transfers that it had started, complete or not, in that order."""
-        ...
+        """Record a call that was given up: all transfers that it had started, complete or not, in that order."""
 
     def renew(self) -> None:
         """Bring what was given up to an end on all ranks, so that no later message meets any of it. Collective."""
-        ...
 
     def close(self) -> None:
         """Give back what the transport holds; local, and safe to call twice."""
-        ...
 
 
 def exchange_json(messages: Messages, said: Any) -> list[Any]:

@@ -47,19 +47,15 @@ class NcclRanks(Protocol):
 
     def allreduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: Stream) -> None:
         """Reduce ``count`` elements; ``dtype`` and ``op`` are NCCL's numbers, the target may be the source."""
-        ...
 
     def error(self) -> str | None:
         """Return what went wrong since in what was enqueued, None if nothing did."""
-        ...
 
     def abort(self) -> None:
         """End what is under way; nothing can be called any more."""
-        ...
 
     def close(self) -> None:
         """Give everything back, when all that was enqueued is done."""
-        ...
 
 
 class Nccl(Protocol):
@@ -73,11 +69,9 @@ class Nccl(Protocol):
 
     def unique_id(self) -> bytes:
         """Return what ranks find each other by; one of them asks, and tells the others."""
-        ...
 
     def connect(self, size: int, unique_id: bytes, rank: int) -> NcclRanks:
         """Connect; blocks until all ranks do, without limit."""
-        ...
 
 
 def code_of_dtype(dtype: DType, version: int) -> int | None:

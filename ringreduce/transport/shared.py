@@ -30,7 +30,7 @@ _OFFSET_BITS = 44  # 16 TiB; leaves 19 bits for the segment
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where something lies in the memory of one rank: a segment of that rank and an offset (bytes) in it."""
+    """Where something is in the memory of one rank: a segment of that rank and an offset (bytes) in it."""
 
     segment: int
     offset: int
@@ -91,7 +91,7 @@ class Segments(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of what can be let go of; arrays that users still hold stay valid."""
+        """Give back what nobody holds; arrays that users still hold stay valid."""
 
 
 class MemfdSegments(Segments):
@@ -254,7 +254,7 @@ class Arena:
         return owner[:nbytes]
 
     def locate(self, address: int, nbytes: int) -> Location | None:
-        """Return where ``nbytes`` bytes at ``address`` lie in the arena, None if they are not part of it."""
+        """Return where ``nbytes`` bytes at ``address`` are in the arena, None if they are not part of it."""
         index = bisect.bisect_right(self._bases, (address, 1 << 62, 0)) - 1
         if index < 0:
             return None
@@ -287,7 +287,7 @@ class Arena:
         return self._segments.alive(rank)
 
     def close(self) -> None:
-        """Let go of the segments; arrays that users still hold stay valid."""
+        """Give back the segments; arrays that users still hold stay valid."""
         self._segments.close()
 
     def _take(self, nbytes: int) -> tuple[int, int]:

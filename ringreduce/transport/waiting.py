@@ -53,7 +53,7 @@ class Waiter:
         for _ in range(0 if self.crowded or self.patient() else _POLLS):
             if ready():
                 return
-        self._check(ready, waiting_for, _YIELD_S, _NAP_S)
+        self._check(ready, waiting_for, _YIELD_S, _NAP_S, _YIELDS)
 
     def until_some(self, ready: Callable[[], object], waiting_for: Callable[[], str]) -> None:
         """Return soon after ``ready()`` is true, which ends one of several large transfers that are under way.
@@ -65,18 +65,18 @@ class Waiter:
             as for `until`.
         """
         patient, slow = self.patient(), self._usual_s > _SLOW_S
-        took_s = self._check(ready, waiting_for, 0.0 if slow else _SOME_YIELD_S, max(self._usual_s / 8, _NAP_S))
+        took_s = self._check(ready, waiting_for, 0.0 if slow else _SOME_YIELD_S, max(self._usual_s / 8, _NAP_S), 1)
         if not (patient or self.patient()):
             self._usual_s += (min(took_s, 4 * _LONG_NAP_S) - self._usual_s) / 8
 
     def _check(
-        self, ready: Callable[[], object], waiting_for: Callable[[], str], yield_s: float, nap_s: float
+        self, ready: Callable[[], object], waiting_for: Callable[[], str], yield_s: float, nap_s: float, between: int
     ) -> float:
-        """Check until ``ready()``, all the time at first, then between naps; return about how long it took."""
+        """Check until ``ready()``, all the time at first, then so often between naps; return about how long it took."""
         started = time.monotonic()
         elapsed, patient = 0.0, self.patient()
         while elapsed < self.timeout_s:
-            for _ in range(1 if patient or elapsed > yield_s else _YIELDS):
+            for _ in range(1 if patient else between if elapsed > yield_s else _YIELDS):
                 if ready():
                     return elapsed
                 os.sched_yield()

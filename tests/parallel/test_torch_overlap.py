@@ -16,6 +16,7 @@ checkpoint = pytest.importorskip("torch.utils.checkpoint").checkpoint
 import ringreduce.torch as hvd  # noqa: E402
 from ringreduce.torch.compression import Compression  # noqa: E402
 from ringreduce.training.buckets import LARGE_NBYTES  # noqa: E402
+from ringreduce.training.trial import Trial  # noqa: E402
 
 STEPS = 6
 BUCKET_NBYTES = 256  # several buckets
@@ -35,7 +36,7 @@ class Net(torch.nn.Module):
         return self.last(torch.relu(self.maybe(x)) if whole else x)
 
 
-def train(overlap: bool, steps: Callable[[Any, Any, Callable[..., None]], None], **options: Any) -> list[Any]:
+def train(overlap: bool | None, steps: Callable[[Any, Any, Callable[..., None]], None], **options: Any) -> list[Any]:
     """Train a net as ``steps(model, optimizer, backward)`` says; return its weights."""
     torch.manual_seed(3)
     model = Net()
@@ -570,3 +571,34 @@ def test_a_model_can_be_used_without_its_optimizer() -> None:
     hvd.join()
     weights = hvd.allgather(model.first.weight.detach().reshape(1, -1), name="weights")
     assert torch.equal(weights, weights[:1].expand_as(weights))
+
+
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize("slower_rank", [None, 1])
+def test_overlap_between_nodes_is_tried_out(
+    nodes_of_one: None, monkeypatch: pytest.MonkeyPatch, slower_rank: int | None, uneven: bool
+) -> None:
+    """Steps are made with it and without; it stays unless it makes them slower on a rank, and changes no number."""
+    monkeypatch.setattr(Trial, "slower", property(lambda _: hvd.rank() == slower_rank))
+    seen: list[bool] = []
+
+    def steps(model: Any, optimizer: Any, backward: Callable[..., None]) -> None:
+        for _ in range(5):
+            for step in range(12 + (hvd.rank() if uneven else 0)):
+                optimizer.zero_grad()
+                backward()
+                if step < 12:
+                    seen.append(optimizer.overlaps)
+                optimizer.step()
+            hvd.join()
+            hvd.broadcast_parameters(model.state_dict(), root_rank=hvd.size() - 1)
+
+    weights = train(None, steps)
+    tried = seen.copy()
+    assert True in tried
+    assert False in tried[tried.index(True) :]
+    assert tried[-1] is (slower_rank is None)
+    assert hvd.allgather_object(tried) == [tried] * hvd.size()
+    for mine, plain in zip(weights, train(False, steps), strict=True):
+        assert torch.equal(mine, plain)

@@ -18,7 +18,7 @@ from ringreduce.buffers import DTYPES
 from ringreduce.calls import program_stack
 from ringreduce.communicator import Communicator
 from ringreduce.config import Config
-from ringreduce.engine import Call, Engine, Gather, InPlace, Operation, Reduction, Refusal, unnamed
+from ringreduce.engine import BlockingCall, Engine, Gather, InPlace, Operation, Reduction, Refusal, unnamed
 from ringreduce.errors import (
     CollectiveTimeoutError,
     ConfigError,
@@ -231,7 +231,7 @@ def test_other_collectives(size: int, node_size: int | None) -> None:
         }
         for turn in range(4):
             order = sorted(calls, reverse=(rank + turn) % 2 == 0)
-            handles = {name: submitted(engine, Call(name, name, calls[name])) for name in order}
+            handles = {name: submitted(engine, BlockingCall(name, name, calls[name])) for name in order}
             assert_equal(engine.wait(handles["gather"]), np.repeat(np.arange(size), np.arange(1, size + 1)))
             assert_equal(engine.wait(handles["cast"]), np.full(3, size - 1))
 
@@ -357,7 +357,7 @@ def test_a_collective_that_needs_all_ranks_is_refused_after_a_join() -> None:
     def program(engine: Engine) -> str:
         error = None
         if engine.communicator.rank == 1:
-            error = caught(engine.run, Call("gather", "allgather", lambda communicator: communicator.barrier()))
+            error = caught(engine.run, BlockingCall("gather", "allgather", lambda communicator: communicator.barrier()))
             assert total(engine, "x") == 1.0
         engine.wait(engine.join())
         return str(error)
@@ -566,7 +566,7 @@ def test_a_call_that_the_communicator_refuses_ends_alone(node_size: int | None) 
             return communicator.allreduce(np.ones(4), "no such op")
 
         for _ in range(2):
-            assert isinstance(caught(engine.run, Call("c", "c", run)), ConfigError)
+            assert isinstance(caught(engine.run, BlockingCall("c", "c", run)), ConfigError)
             assert total(engine, "x") == 2.0
 
     run_engines(2, program, node_size=node_size, config=SETTINGS)
@@ -635,7 +635,7 @@ def test_an_error_in_a_call_ends_everything_at_once(broken: int, node_size: int 
             communicator.barrier()
 
         other = submitted(engine, reduction("never everywhere", np.ones(2))) if rank == broken else None
-        operation = submitted(engine, Call("x", "x", run))
+        operation = submitted(engine, BlockingCall("x", "x", run))
         with pytest.raises(BrokenError if rank == broken else TransportError, match="on purpose"):
             engine.wait(operation)
         if other is not None:

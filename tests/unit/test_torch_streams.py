@@ -96,8 +96,8 @@ def test_a_handover_orders_filling_working_and_coming_back(cuda: TorchStreams) -
     other = cuda.Stream()
     other.enqueue("gradient of another stream")
     with cuda.stream(other):
-        handover.note()
-    handover.note()
+        handover.mark()
+    handover.mark()
     with handover.filling():
         assert "gradient of another stream" in cuda.main.enqueue("first filling")
     with handover.working():

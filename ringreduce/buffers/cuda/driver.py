@@ -43,7 +43,6 @@ class Kernel(Protocol):
 
     def launch(self, grid: int, block: int, arguments: Sequence[object], stream: Stream) -> None:
         """Enqueue it; arguments are addresses (int) and NumPy scalars, in the order and with the sizes of its own."""
-        ...
 
 
 class Driver(Protocol):
@@ -60,15 +59,12 @@ class Driver(Protocol):
 
     def allocate(self, nbytes: int) -> int:
         """Return the address of new device memory, aligned to 256 bytes, that `export` can export."""
-        ...
 
     def free(self, address: int) -> None:
         """Give back what `allocate` gave; waits for the device."""
-        ...
 
     def export(self, address: int) -> bytes:
         """Return the handle of the allocation that begins at ``address``, for `open` in other processes."""
-        ...
 
     def open(self, handle: bytes) -> int:
         """Return where another process's allocation is in this one's addresses.
@@ -76,31 +72,25 @@ class Driver(Protocol):
         Raises:
             TransportError: it cannot be reached from here; what else was opened stays.
         """
-        ...
 
     def close(self, address: int) -> None:
         """Give back what `open` gave; before the owner frees it."""
-        ...
 
     def register(self, address: int, nbytes: int) -> None:
         """Pin host memory, so that copies to and from it are asynchronous."""
-        ...
 
     def unregister(self, address: int) -> None:
         """Take back what `register` did; nothing that is enqueued may still use it."""
-        ...
 
     # ---- order ----
 
     def make_stream(self) -> Stream:
         """Return a new stream of high priority, which does not wait for the default stream."""
-        ...
 
     def free_stream(self, stream: Stream) -> None: ...
 
     def make_event(self, *, shared: bool = False) -> Event:
         """Return a new event without timing; a shared one can be exported."""
-        ...
 
     def export_event(self, event: Event) -> bytes: ...
 
@@ -110,23 +100,18 @@ class Driver(Protocol):
 
     def record(self, event: Event, stream: Stream) -> None:
         """Let the event stand for all that has been enqueued on the stream."""
-        ...
 
     def wait(self, stream: Stream, event: Event) -> None:
         """Let what is enqueued on the stream from now on begin after the event, as it was recorded last."""
-        ...
 
     def done(self, event: Event) -> bool:
         """Return whether what the event stands for is done."""
-        ...
 
     def synchronize(self, event: Event) -> None:
         """Return when what the event stands for is done."""
-        ...
 
     def synchronize_device(self) -> None:
         """Return when all that this process has enqueued on the GPU so far is done, on any stream and by anybody."""
-        ...
 
     # ---- work ----
 
@@ -136,8 +121,6 @@ class Driver(Protocol):
         If the host memory is not pinned, the call returns when the host may use it again: when the copy is done, or the
         bytes are at least about to reach the device.
         """
-        ...
 
     def kernel(self, family: str, name: str) -> Kernel:
         """Return a kernel: ``name`` is an instance in ``sources/<family>.cu``; compiled when it is first asked for."""
-        ...

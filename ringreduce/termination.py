@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 from ringreduce import processes
 from ringreduce.errors import PeerLostError
 
-__all__ = ["Endings"]
+__all__ = ["Termination"]
 
 _ORPHANED = 70  # the exit code of a rank whose launcher is gone: EX_SOFTWARE of sysexits.h
 _TO_END_S = 3.0
@@ -35,7 +35,7 @@ _STANDARD_ERROR = 2
 _MARK = "_ringreduce"  # the attribute of an exit that knows when it ends the program
 
 
-class Endings:
+class Termination:
     """The ends of this process, a rank of a job of several. Installed once, for all worlds that it is in.
 
     Args:

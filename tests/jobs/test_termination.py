@@ -389,7 +389,7 @@ def test_an_exit_is_what_it_is_elsewhere(run_job):
         "sys.stdout.close(); sys.stderr.close()",
         "sys.excepthook = lambda *_: None",
         "sys.excepthook = lambda *_, hook=sys.excepthook: (hook(*_), print())",
-        "rr.runtime._process.endings._except_hook = lambda *_: 1 / 0",
+        "rr.runtime._process.termination._except_hook = lambda *_: 1 / 0",
     ],
 )
 def test_an_exception_ends_the_job_whatever_becomes_of_what_is_said(run_job, before: str):

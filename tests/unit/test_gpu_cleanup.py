@@ -16,7 +16,7 @@ from gpu_doubles.nccl import HostNccl
 import ringreduce as rr
 from ringreduce.buffers.cuda.arrays import DeviceOperand
 from ringreduce.config import Config
-from ringreduce.engine import Call
+from ringreduce.engine import BlockingCall
 from ringreduce.errors import PeerLostError, TransportError
 from ringreduce.paths.cleanup import close_all
 from ringreduce.paths.staged import Staging
@@ -178,7 +178,7 @@ def test_an_engine_that_fails_gives_its_communicator_up() -> None:
     """A rank that is lost may be waited for by the GPU, so that is not waited for in turn."""
 
     def function(engine: Any) -> bool:
-        engine.wait(engine.submit(operation := Call("x", "x", lambda communicator: None)) or operation)
+        engine.wait(engine.submit(operation := BlockingCall("x", "x", lambda communicator: None)) or operation)
         asked: list[str] = []
         gpu = engine.communicator.gpu
         gpu.close, gpu.abandon = lambda: asked.append("close"), lambda: asked.append("abandon")
