@@ -33,11 +33,16 @@ def announce(text: bytes) -> int | None:
     It is a file in memory that this process holds open, so nothing is left of it afterwards, and it reaches descendants
     whatever started them. None: a system without such files, where descendants find nothing.
     """
-    with suppress(OSError, AttributeError):
+    try:
         descriptor = os.memfd_create(_ANNOUNCED, os.MFD_CLOEXEC)
+    except (OSError, AttributeError):
+        return None
+    try:
         os.write(descriptor, text)
-        return descriptor
-    return None
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def rank_above() -> bytes | None:

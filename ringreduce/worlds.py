@@ -8,7 +8,7 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -277,8 +277,9 @@ class OwnWorld(World):
         between = self.communicator.library if self.size > 1 else "nothing"
         ranks = f"{self.hosts.describe()}, started by {launcher}"
         _log.info("%s; %s within nodes, %s between them", ranks, shares, between)
-        standard = asdict(Config(launched_size=self.config.launched_size, tuning=self.config.tuning))
-        changed = [f"{name}={value}" for name, value in asdict(self.config).items() if value != standard[name]]
+        standard = Config(launched_size=self.config.launched_size, tuning=self.config.tuning)
+        settings = {each.name: getattr(self.config, each.name) for each in fields(Config)}
+        changed = [f"{name}={value}" for name, value in settings.items() if value != getattr(standard, name)]
         _log.info("settings: %s", ", ".join(changed) or "as they come")
 
     def _use_table(self) -> None:

@@ -31,7 +31,7 @@ Bytes = npt.NDArray[np.uint8]
 #: Segments in flight at once: with four receives posted a link never idles while a segment is reduced.
 STREAMS = 4
 #: While blocks of at least so many bytes travel, a rank may nap, as other streams keep the link busy.
-_BULK_NBYTES = 128 << 10
+_BULK_NBYTES = 64 << 10
 #: Bytes of direct accesses that are combined and copied on at a time: few enough to stay in L2.
 _INNER_NBYTES = 256 << 10
 
@@ -143,9 +143,14 @@ class Plan:
         self._streams: list[list[_Round]] = [[] for _ in range(nstreams)]
         make = memory.scratch or partial(np.empty, dtype=memory.mine.dtype if coding is None else np.uint8)
         scratches = [(_Scratch(make), _Scratch(make)) for _ in range(nstreams)]
-        for index, segment in enumerate(segments):
-            stream = index % nstreams
-            self._streams[stream] += self._bind(index, segment, tag + stream, *scratches[stream])
+        try:
+            for index, segment in enumerate(segments):
+                stream = index % nstreams
+                for each in self._bind(index, segment, tag + stream, *scratches[stream]):
+                    self._streams[stream].append(each)
+        except BaseException:
+            self.close()
+            raise
         self.calls = [call for stream in self._streams for each in stream for call in each.before]
 
     def run(self) -> None:
@@ -204,6 +209,8 @@ class Plan:
         under_way = [(stream, request) for stream in streams for request in next(stream, ())]
         while under_way:
             done = self._wait_for_some(messages, [request for _, request in under_way])
+            if self._instruments.observers:
+                self._instruments.step("wait for messages")
             advanced = {under_way[position][0] for position in done}
             under_way = [each for position, each in enumerate(under_way) if position not in done]
             for stream in advanced.difference([stream for stream, _ in under_way]):
@@ -224,21 +231,19 @@ class Plan:
 
     # ---- binding ----
 
-    def _bind(self, index: int, segment: Segment, tag: int, scratch: _Scratch, kept: _Scratch) -> list[_Round]:
-        rounds: list[_Round] = []
+    def _bind(self, index: int, segment: Segment, tag: int, scratch: _Scratch, kept: _Scratch) -> Iterator[_Round]:
         kept.reset()
         known: dict[range, Bytes] = {}  # blocks that the step before has combined -> their encoding
         for number, step in enumerate(self._schedule.steps, start=1):
             name, last = f"step {number} of segment {index + 1}", self._last[number - 1]
             scratch.reset()
             if not (step.sends or step.recvs):
-                rounds.append(_Round(name, [], list(self._direct_calls(step, last, index, segment)), []))
+                yield _Round(name, [], list(self._direct_calls(step, last, index, segment)), [])
                 known.clear()
             elif self._coding is None:
-                rounds.append(self._bind_plain(name, step, last, segment, tag, scratch))
+                yield self._bind_plain(name, step, last, segment, tag, scratch)
             else:
-                rounds += self._bind_coded(name, step, segment, tag, scratch, kept, known)
-        return rounds
+                yield from self._bind_coded(name, step, segment, tag, scratch, kept, known)
 
     def _bind_plain(
         self, name: str, step: Step, last: frozenset[int], segment: Segment, tag: int, scratch: _Scratch

@@ -84,7 +84,7 @@ class Engine:
         with self._entrance:
             with self._under_way.lock:
                 error = self._under_way.add(operation, unique=unique)
-                self._driver.wake()
+                self._driver.submitted()
             if error is not None:
                 raise error
 
@@ -150,7 +150,7 @@ class Engine:
         """
         with self._entrance, self._under_way.lock:
             join = self._under_way.add_join()
-            self._driver.wake()
+            self._driver.submitted()
         return join
 
     def poll(self, operation: Operation) -> bool:

@@ -190,6 +190,7 @@ class _Kernels:
         reduction.compile(driver, "reduce", "combine")  # now, if it has to be
 
     def combine(self, sources: Sequence[Array], *, complete: bool = True) -> Callable[[Array], object]:
+        assert complete or self._reduction.op is not ReduceOp.AVERAGE
         first = len(self._addresses)
         self._addresses += map(address_of, sources)
         return partial(self._run, first, len(sources), replace(self._reduction, count=sources[0].size))

@@ -30,7 +30,7 @@ Array = npt.NDArray[Any]
 
 #: A private array of up to this many bytes is copied into a plan's own buffer, so that the plan can be kept.
 _OWN_BUFFER_NBYTES = 1 << 20
-#: A segment is not cut into more pieces than this to keep all streams busy: a message costs some 10 us of Python.
+#: Segments are not smaller than the most that the settings allow by more than this: a message costs 10 us of Python.
 _FEWER = 2
 
 
@@ -280,7 +280,9 @@ class BoundPlan:
 
 
 def _segment_limit(context: Context, data: Array, largest: int) -> int:
-    """Return how many elements of a block travel at once: few enough that each stream of a plan has two segments.
+    """Return how many elements of a block travel at once: at most what the settings say, and at least half of it.
+
+    Between these, so many that each stream of a plan has two segments.
 
     Args:
         context: has the setting.

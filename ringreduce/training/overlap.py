@@ -11,7 +11,8 @@ No copy of a bucket is reduced but the bucket itself, so a gradient must not cha
 The versions of the gradients show whether it did, and the ranks tell each other in the step:
 
 * Overlap begins after two steps in which no rank has changed a gradient by itself and all have made the declared number
-  of passes. A program that changes its gradients (it clips them, say) gets no overlap, and a warning.
+  of passes. A program that changes its gradients (it clips them, say) gets no overlap, and a warning. Unless a program
+  asks for it, overlap then goes on and off in turns of some steps (`Trial`), and stays off if that was quicker.
 * Autograd has added to a gradient again: if its bucket was not reduced yet, it is withdrawn. If it was, averages are
   averaged again, which gives the same as if all had been added up first; a sum is refused.
 * Gradients were cleared and computed anew: if so on all ranks, they are reduced again. If only on some, or if anything
@@ -23,6 +24,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -44,6 +46,7 @@ _STEPS = 2  # so many alike before overlap begins
 _WAITS, _ADDED, _CLEARED, _NOT_CLEARED, _CHANGED = range(5)
 
 
+@dataclass(slots=True, eq=False)
 class Watched:
     """A parameter whose gradient is watched.
 
@@ -61,25 +64,17 @@ class Watched:
         summed: the ``id`` of the gradient that the last step has summed up over the ranks; 0: of none.
     """
 
-    __slots__ = (
-        "added",
-        "changed",
-        "cleared",
-        "expected",
-        "fresh",
-        "gradient",
-        "parameter",
-        "summed",
-        "times",
-        "version",
-        "was_empty",
-    )
-
-    def __init__(self, parameter: Any) -> None:
-        self.parameter = parameter
-        self.expected = self.times = 0
-        self.summed = 0
-        self.begin()
+    parameter: Any
+    times: int = 0
+    expected: int = 0
+    gradient: int = 0
+    version: int = 0
+    was_empty: bool = False
+    added: bool = False
+    cleared: bool = False
+    changed: bool = False
+    fresh: bool = False
+    summed: int = 0
 
     def begin(self) -> None:
         """Begin the next step: forget all of the last one but how often it added to the gradient."""
@@ -364,15 +359,17 @@ class Overlap:
                     self.wanted = False
                     self.end()
                     return False
-            if again or joined or (differs and not self.begun):
-                self.begun, self._alike = False, 0
+            if again or joined or (differs and not (self.wanted and self._alike >= _STEPS - 1)):
+                self._alike = 0
             else:
                 self._alike += 1
             self.begun = self.wanted and self._alike >= _STEPS - 1
-            if self.begun and self._trial is not None:
-                if everyone:
+            if self._trial is not None:
+                if self.begun and everyone:
                     self._trial.end_step()
-                self.begun = self._trial.on
+                else:
+                    self._trial.skip_step()
+                self.begun = self.begun and self._trial.on
             if not self.wanted and self._alike >= _STEPS:
                 self.end()
                 return False

@@ -27,18 +27,24 @@ class Trial:
         self._times: dict[bool, list[float]] = {True: [], False: []}
         self._count = 0
         self._ended_s = 0.0
+        self._times_next = False
 
     def end_step(self) -> None:
         """Count a step that was with it, or without, as `on` said."""
         now = perf_counter()
-        if self._count % _STEPS:
+        if self._times_next:
             self._times[self.on].append(now - self._ended_s)
         self._ended_s = now
         self._count += 1
-        self.over = self._count == _TURNS * _STEPS
+        self._times_next = self._count % _STEPS > 0
+        self.over = self._count >= _TURNS * _STEPS
         self.on = self._count // _STEPS % 2 == 0
+
+    def skip_step(self) -> None:
+        """Leave out a step that was like none of both; the next one, which follows on it, is not timed either."""
+        self._times_next = False
 
     @property
     def slower(self) -> bool:
-        """Whether steps with it have taken longer; asked when it is over."""
-        return median(self._times[True]) > median(self._times[False])
+        """Whether steps with it have taken longer, as far as any were timed."""
+        return all(self._times.values()) and median(self._times[True]) > median(self._times[False])

@@ -14,9 +14,9 @@ _POLLS = 100  # checks before the core is given away: about 5 us
 _YIELDS = 16  # times that it is, between two looks at the clock
 _YIELD_S = 0.002  # after this long a peer is late, not merely behind: nap instead
 _SOME_YIELD_S = 100e-6  # the same where other transfers are under way
-_SLOW_S = 400e-6  # where these take so long, they are not worth the core's time
+_SLOW_S, _MOST_S = 400e-6, 4e-3  # where these take so long, they are not worth the core's time; the most that counts
 _NAP_S = 50e-6  # the kernel rounds this up to about 100 us
-_PATIENT_NAP_S = 250e-6
+_PATIENT_YIELD_S, _PATIENT_NAP_S = 50e-6, 250e-6  # where the program needs the core
 _LONG_NAP_S = 1e-3  # after a second
 
 
@@ -65,27 +65,37 @@ class Waiter:
             as for `until`.
         """
         patient, slow = self.patient(), self._usual_s > _SLOW_S
-        took_s = self._check(ready, waiting_for, 0.0 if slow else _SOME_YIELD_S, max(self._usual_s / 8, _NAP_S), 1)
+        yield_s = 0.0 if patient or slow else _SOME_YIELD_S
+        nap_s = _PATIENT_NAP_S if patient else max(self._usual_s / 8, _NAP_S)
+        took_s = self._check(ready, waiting_for, yield_s, nap_s, 1)
         if not (patient or self.patient()):
-            self._usual_s += (min(took_s, 4 * _LONG_NAP_S) - self._usual_s) / 8
+            self._usual_s += (min(took_s, _MOST_S) - self._usual_s) / 8
 
     def _check(
-        self, ready: Callable[[], object], waiting_for: Callable[[], str], yield_s: float, nap_s: float, between: int
+        self, ready: Callable[[], object], waiting_for: Callable[[], str], yield_s: float, nap_s: float, checks: int
     ) -> float:
-        """Check until ``ready()``, all the time at first, then so often between naps; return about how long it took."""
+        """Wait until ``ready()``; return about how long that took.
+
+        Args:
+            ready, waiting_for: as for `until`.
+            yield_s: how long to check all the time; less, if the rank is patient.
+            nap_s: how long each nap is after that, for the first second.
+            checks: how many there are between two naps.
+        """
         started = time.monotonic()
-        elapsed, patient = 0.0, self.patient()
+        elapsed, naps = 0.0, not yield_s
         while elapsed < self.timeout_s:
-            for _ in range(1 if patient else between if elapsed > yield_s else _YIELDS):
+            for _ in range(checks if naps else _YIELDS):
                 if ready():
                     return elapsed
                 os.sched_yield()
             for watcher in self.watchers:
                 watcher()
-            elapsed, patient = time.monotonic() - started, self.patient()
-            # Flags and MPI have nothing to sleep on; to spin for long would take the core from those waited for.
-            if patient or elapsed > yield_s:
-                time.sleep(_LONG_NAP_S if elapsed >= 1.0 else _PATIENT_NAP_S if patient else nap_s)
+            elapsed = time.monotonic() - started
+            naps = elapsed > yield_s or (elapsed > _PATIENT_YIELD_S and self.patient())
+            if naps:
+                # Flags and MPI have nothing to sleep on; to spin for long would take the core from those waited for.
+                time.sleep(nap_s if elapsed < 1.0 else _LONG_NAP_S)
         if not ready():
             raise CollectiveTimeoutError(f"waited {self.timeout_s:g} s for {waiting_for()}")
         return elapsed

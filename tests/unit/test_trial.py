@@ -43,3 +43,16 @@ def test_few_odd_steps_do_not_decide(run) -> None:
     assert tried.slower is False
     switches = sum(one != other for one, other in itertools.pairwise(turns))
     assert switches == 5
+
+
+def test_a_step_that_is_left_out_is_charged_to_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither to the step after it; and a trial in which nothing could be timed finds nothing slower."""
+    tried, now = Trial(), 0.0
+    monkeypatch.setattr(trial, "perf_counter", lambda: now)
+    while not tried.over:
+        now += 1.0 if tried.on else 1.2
+        tried.end_step()
+        if not tried.on:
+            now += 0.0 if tried.over else 100.0
+            tried.skip_step()
+    assert tried.slower is False
