@@ -70,7 +70,7 @@ class Part:
 PARTS = (
     Part("kernels", "kernels", 0, 150),
     Part("collectives-2", "collectives", 2, 75),
-    Part("leader", "leader", 4, 120),
+    Part("one-kernel", "one-kernel", 4, 120),
     Part("staged", "staged", 2, 60),
     Part("torch-2", "torch", 2, 90, needs=("pytest",)),
     Part("training-2", "training", 2, 60),

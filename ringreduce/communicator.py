@@ -18,16 +18,7 @@ from ringreduce.buffers.cuda.arrays import DeviceOperand
 from ringreduce.errors import ConfigError
 from ringreduce.member import Member
 from ringreduce.partition import Partition
-from ringreduce.paths import (
-    DETERMINISTIC,
-    BoundCall,
-    Choice,
-    Chosen,
-    Context,
-    Feedback,
-    Signature,
-    codec_for,
-)
+from ringreduce.paths import DETERMINISTIC, BoundCall, Choice, Chosen, Context, Feedback, Signature, codec_for
 from ringreduce.paths.operands import AnyOperand, flat_target, new_result, same, with_rows
 from ringreduce.paths.standing import require_alone
 from ringreduce.reduce_ops import SUM, ReduceOp
@@ -40,7 +31,7 @@ _BARRIER = Signature.of("barrier", waits=False)
 class Communicator(Member):
     """The collectives of one process set.
 
-    Every method but `empty`, `explain`, `choose` and `path_on_device` is collective: all ranks call it, in the same
+    The methods named after collectives, `meet`, `refuse` and `close` are collective: all ranks call them, in the same
     order, with arguments that agree where the method says so. Calls block until this rank's result is there. Not
     thread-safe.
 

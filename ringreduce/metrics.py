@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from ringreduce.process_sets import ProcessSet
 
@@ -61,7 +61,12 @@ class Metrics:
         communicators = [each.communicator for each in members] + [each.communicator for each in engines]
         collectives = {}
         for name in communicators[0].tallies if communicators else ():
-            total = Total(*map(sum, zip(*(astuple(each.tallies[name]) for each in communicators), strict=True)))
+            tallies = [each.tallies[name] for each in communicators]
+            total = Total(
+                calls=sum(each.calls for each in tallies),
+                nbytes=sum(each.nbytes for each in tallies),
+                seconds=sum(each.seconds for each in tallies),
+            )
             if total.calls:
                 collectives[name] = total
         late: list[tuple[float, int, float]] = []

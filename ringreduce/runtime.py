@@ -149,10 +149,12 @@ class _Process:
         """Let the job end with this rank from now on, if there are others in it, and this rank with its launcher."""
         if not connection.who:
             return
+        new = self.termination is None
         if self.termination is None:
-            self.termination = Termination(connection.who, connection.abort, self._flush, self._leave)
-            self.termination.install()
+            self.termination = Termination(connection.abort, self._flush, self._leave)
         self.termination.who = connection.who
+        if new:
+            self.termination.install()
 
     def _take_part_in_ends_and_forks(self) -> None:
         """Be called when this process ends or forks; does nothing the second time."""

@@ -39,7 +39,6 @@ class Termination:
     """The ends of this process, a rank of a job of several. Installed once, for all worlds that it is in.
 
     Args:
-        who: names this rank; see the attribute.
         abort: ends all ranks of the job at once, with an exit code.
         flush: saves what is only in memory, for whoever looks into why the job has ended.
         leave: lets the other ranks know that this one ends, and why; returns whether it is the first of its node.
@@ -49,10 +48,8 @@ class Termination:
             it would without this.
     """
 
-    def __init__(
-        self, who: str, abort: Callable[[int], None], flush: Callable[[], None], leave: Callable[[str], bool]
-    ) -> None:
-        self.who = who
+    def __init__(self, abort: Callable[[int], None], flush: Callable[[], None], leave: Callable[[str], bool]) -> None:
+        self.who = ""
         self._abort = abort
         self._flush = flush
         self._leave = leave

@@ -49,18 +49,21 @@ class World:
 
     Attributes:
         rank, hosts, config: the arguments.
-        size: the number of ranks.
         sets: the process sets that are registered, by number.
     """
 
     def __init__(self, everyone: ProcessSet, rank: int, hosts: Topology, config: Config) -> None:
         self.rank = rank
-        self.size = hosts.size
         self.hosts = hosts
         self.config = config
         self.sets: dict[int, ProcessSet] = {}
         self._everyone = everyone
         self._last_set = -1
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.hosts.size
 
     def add(self, process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         """Register a process set, or several that have no rank in common; see `ringreduce.add_process_set`."""

@@ -115,7 +115,7 @@ def check_way(counter: Counter, when: str) -> Check:
     kernels = world.gpu.kernels
     carried = world.size == 1 or (kernels is not None and kernels.supports(row, ReduceOp.SUM))
     name = f"kernels carry the allreduce, {when} the cases, {ranks(world.size)}"
-    return Check(name, counter.total(int(not carried)) == 0, world.gpu.path or "not known")
+    return Check(name, counter.total(int(not carried)) == 0, world.gpu.description or "not known")
 
 
 def check_nccl(counter: Counter, count: int = 100_003) -> Check:

@@ -15,7 +15,7 @@ from gpu.report import Check
 from ringreduce.buffers import DTYPES, DType, narrow, widen
 from ringreduce.buffers.cuda import kernels
 from ringreduce.buffers.cuda.driver import Driver
-from ringreduce.buffers.cuda.kernels import FAMILIES, Peers, Reduction, Table
+from ringreduce.buffers.cuda.kernels import FAMILIES, Arithmetic, Peers, Table
 from ringreduce.reduce_ops import ReduceOp
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
@@ -135,7 +135,7 @@ def combine_is_right(desk: Desk, name: str, rng: np.random.Generator) -> bool:
     shift = row.itemsize
     sources = [desk.put(array, shift * place) for place, array in enumerate(arrays)]
     targets = [desk.poisoned(arrays[0].nbytes, shift), sources[1]]
-    kernels.combine(desk.driver, Reduction(row, op, desk.count), desk.table(sources), desk.table(targets), 3, STREAM)
+    kernels.combine(desk.driver, Arithmetic(row, op, desk.count), desk.table(sources), desk.table(targets), 3, STREAM)
     with np.errstate(all="ignore"):
         wanted = reduced(arrays, row, op, 3)
     return all(same(desk.get(target, desk.count, row.storage), wanted, row, op) for target in targets)
@@ -147,7 +147,7 @@ def shot_is_right(desk: Desk, name: str, rng: np.random.Generator) -> bool:
     flags = desk.put(np.zeros(kernels.FLAGS_NBYTES, np.uint8))
     scratch, error = desk.poisoned(kernels.SCRATCH_NBYTES), desk.put(np.zeros(1, np.uint32))
     peers = Peers(0, desk.table([flags]), desk.table([scratch]), error, 5.0)
-    good, reduction = True, Reduction(row, op, desk.count)
+    good, reduction = True, Arithmetic(row, op, desk.count)
     for _ in range(3):
         values = numbers(row, desk.count, rng)
         source, target = desk.put(values), desk.poisoned(values.nbytes)

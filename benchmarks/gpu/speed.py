@@ -9,7 +9,7 @@ import numpy as np
 from gpu.report import Check, allreduce_bound_s, ranks, staged_bound_s
 
 from ringreduce.buffers import DTYPES
-from ringreduce.buffers.cuda.kernels import Reduction, Table, combine
+from ringreduce.buffers.cuda.kernels import Arithmetic, Table, combine
 from ringreduce.cli import bench
 from ringreduce.cli.measure import Contender, time_in_turn
 from ringreduce.cli.places import OnDevice, device_operand
@@ -28,10 +28,10 @@ _TURNS = 10
 _PAGE = 4096
 
 
-def check_leader(
+def check_one_kernel(
     world: Communicator, place: OnDevice, write: Callable[[str], None], nbytes: int = LEADER_NBYTES
 ) -> Iterator[Check]:
-    """Measure the allreduce by a leader's kernel beside Gloo and MPI by hand, and the copy that bounds it. Collective.
+    """Measure the allreduce by one kernel per GPU beside Gloo and MPI by hand, and the copy that bounds it. Collective.
 
     Args:
         world: the ranks, several on one GPU.
@@ -47,9 +47,9 @@ def check_leader(
     yield Check(f"{label}: results", alone.nwrong == 0, f"{alone.nwrong} wrong elements")
     yield Check(f"{label}: by kernels", result.algorithm == "kernels", place.describe() or "")
     yield Check.stated("device copy bandwidth, read and write, beside the allreduce", rate / 1e9, "GB/s")
-    for what, seconds in zip(("events", "wall clock"), _leader_alone(world, place, nbytes), strict=True):
+    for what, seconds in zip(("events", "wall clock"), _kernel_alone(world, place, nbytes), strict=True):
         how = f"one process, {world.size} arrays; bound {bound * 1e3:.3f} ms"
-        yield Check.stated(f"{label}: the leader's kernel alone, {what}", seconds * 1e3, "ms", how)
+        yield Check.stated(f"{label}: the kernel alone, {what}", seconds * 1e3, "ms", how)
     events, wall = _both_times(world, place, nbytes)
     # Events of one process may miss what other processes do; neither clock may flatter us.
     longest = max(result.time.median / 1e6, events, wall)
@@ -89,7 +89,9 @@ def check_staged(
     label = f"allreduce of {nbytes >> 20} MiB float32 through host memory, {ranks(world.size)}"
     yield Check(f"{label}: results", alone.nwrong == 0, f"{alone.nwrong} wrong elements")
     staged = result.transport == "staged" and result.algorithm != "kernels"
-    yield Check(f"{label}: not by kernels", staged, f"{result.algorithm} over {result.transport}; {world.gpu.path}")
+    yield Check(
+        f"{label}: not by kernels", staged, f"{result.algorithm} over {result.transport}; {world.gpu.description}"
+    )
     yield Check.stated("pinned copies, each way while both are under way", rate / 1e9, "GB/s")
     for each in (segment_nbytes, nbytes):
         times = _on_host(world, each, algorithm)
@@ -144,12 +146,12 @@ def _both_times(world: Communicator, place: OnDevice, nbytes: int) -> tuple[floa
     return float(events), float(wall)
 
 
-def _leader_alone(world: Communicator, place: OnDevice, nbytes: int) -> tuple[float, float]:
-    """Return what the leader's kernel takes on arrays of its own process, the others idle: events, wall clock."""
+def _kernel_alone(world: Communicator, place: OnDevice, nbytes: int) -> tuple[float, float]:
+    """Return what the kernel takes on arrays of its own process, the others idle: events, wall clock."""
     times = np.zeros(2)
     if world.rank == 0:
         driver, count = place.driver, nbytes // 4
-        reduction = Reduction(DTYPES["float32"], ReduceOp.SUM, count)
+        reduction = Arithmetic(DTYPES["float32"], ReduceOp.SUM, count)
         arrays = [place.new(count, np.dtype(np.float32)) for _ in range(world.size)]
         for array in arrays:
             place.store(array, lambda values: values.fill(0))

@@ -40,7 +40,7 @@ def versions() -> dict[str, str]:
 
 def way() -> str:
     """Return how this rank's world reduces arrays on the GPU, as far as that is known."""
-    return (ringreduce.world().gpu.path or "") if ringreduce.is_initialized() else ""
+    return (ringreduce.world().gpu.description or "") if ringreduce.is_initialized() else ""
 
 
 def _awareness() -> str:
@@ -77,13 +77,13 @@ def check_collectives(record: Record, nranks: int) -> None:
         _, error = collectives.attempt(counter, functools.partial(_record_all, record, stage))
         if error is not None:
             record(Check(f"{name}: to its end", False, f"{type(error).__name__}: {error}"))
-    print(f"rank {world.rank}: {world.gpu.path}", flush=True)
+    print(f"rank {world.rank}: {world.gpu.description}", flush=True)
     ringreduce.shutdown()
 
 
-def check_leader(record: Record, nranks: int) -> None:
+def check_one_kernel(record: Record, nranks: int) -> None:
     """Measure the allreduce of ranks that share a GPU."""
-    _measure(speed.check_leader, record, nranks)
+    _measure(speed.check_one_kernel, record, nranks)
 
 
 def check_staged(record: Record, nranks: int) -> None:
@@ -132,6 +132,6 @@ def _seed() -> int:
 WORKERS: dict[str, Callable[[Record, int], None]] = {
     "kernels": check_kernels,
     "collectives": check_collectives,
-    "leader": check_leader,
+    "one-kernel": check_one_kernel,
     "staged": check_staged,
 }

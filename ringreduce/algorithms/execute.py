@@ -44,13 +44,13 @@ class Memory:
         mine: this rank's buffer, one-dimensional and contiguous.
         peers: the buffers of ranks whose memory can be touched, by rank.
         peer_segments: for peers whose blocks are elsewhere than here: their segments, by rank.
-        scratch: makes memory of the same kind for so many elements that messages bring; None: NumPy does.
+        make_scratch: makes memory of the same kind for so many elements that messages bring; None: NumPy does.
     """
 
     mine: Array
     peers: dict[int, Array] = field(default_factory=dict)
     peer_segments: dict[int, list[Segment]] = field(default_factory=dict)
-    scratch: Callable[[int], Array] | None = None
+    make_scratch: Callable[[int], Array] | None = None
 
 
 class Coding(Protocol):
@@ -133,6 +133,7 @@ class Plan:
         self._kernels = kernels
         self._messages = messages
         largest = max((block.stop - block.start for segment in segments for block in segment), default=0)
+        # What is encoded travels in messages too small for that.
         self._bulk = coding is None and largest * memory.mine.itemsize >= _BULK_NBYTES
         self._waiter = waiter
         # Not a method of this: the cycle would keep the caller's memory until the collector comes.
@@ -141,13 +142,13 @@ class Plan:
         self._coding = coding
         nstreams = min(STREAMS, len(segments))
         self._streams: list[list[_Round]] = [[] for _ in range(nstreams)]
-        make = memory.scratch or partial(np.empty, dtype=memory.mine.dtype if coding is None else np.uint8)
+        make = memory.make_scratch or partial(np.empty, dtype=memory.mine.dtype if coding is None else np.uint8)
         scratches = [(_Scratch(make), _Scratch(make)) for _ in range(nstreams)]
+        self._requests: list[Request] = []
         try:
             for index, segment in enumerate(segments):
                 stream = index % nstreams
-                for each in self._bind(index, segment, tag + stream, *scratches[stream]):
-                    self._streams[stream].append(each)
+                self._streams[stream] += self._bind(index, segment, tag + stream, *scratches[stream])
         except BaseException:
             self.close()
             raise
@@ -180,15 +181,15 @@ class Plan:
 
     def close(self) -> None:
         """Give back the messages; the plan cannot run again."""
-        for each in (each for stream in self._streams for each in stream if each.requests):
-            assert self._messages is not None
-            self._messages.free(each.requests)
-        self._streams = []
+        if self._messages is not None:
+            self._messages.free(self._requests)
+        self._requests, self._streams = [], []
 
     # ---- running ----
 
     def _carry_out(self, rounds: list[_Round], messages: Messages, started: list[Request]) -> Iterator[list[Request]]:
         """Run the rounds of a stream; yield the messages that must arrive first, and add all that start to a list."""
+        together = len(self._streams) > 1  # then `_run_together` tells of the waits
         for each in rounds:
             if each.requests:
                 started += each.requests
@@ -197,18 +198,19 @@ class Plan:
                 call()
             if each.requests:
                 yield each.requests
-            if self._instruments.observers:
+            if self._instruments.observers and not together:
                 self._instruments.step(f"{each.name}: transfer")
             for call in each.after:
                 call()
-            if each.after and self._instruments.observers:
+            if self._instruments.observers and (each.after or together):
                 self._instruments.step(f"{each.name}: reduce")
 
     def _run_together(self, streams: list[Iterator[list[Request]]], messages: Messages) -> None:
         """Advance whichever stream has its messages; that order varies from run to run, the results do not."""
         under_way = [(stream, request) for stream in streams for request in next(stream, ())]
         while under_way:
-            done = self._wait_for_some(messages, [request for _, request in under_way])
+            several = len({stream for stream, _ in under_way}) > 1
+            done = self._wait_for_some(messages, [request for _, request in under_way], several=several)
             if self._instruments.observers:
                 self._instruments.step("wait for messages")
             advanced = {under_way[position][0] for position in done}
@@ -216,8 +218,8 @@ class Plan:
             for stream in advanced.difference([stream for stream, _ in under_way]):
                 under_way += [(stream, request) for request in next(stream, ())]
 
-    def _wait_for_some(self, messages: Messages, requests: list[Request]) -> set[int]:
-        """Return the positions of those that have become complete, at least one."""
+    def _wait_for_some(self, messages: Messages, requests: list[Request], *, several: bool) -> set[int]:
+        """Return the positions of those that have become complete, at least one; ``several``: streams have some."""
         done: set[int] = set()
 
         def some() -> bool:
@@ -225,7 +227,7 @@ class Plan:
             return bool(done)
 
         if not some():
-            wait = self._waiter.until_some if self._bulk and len(requests) > 2 else self._waiter.until
+            wait = self._waiter.until_some if self._bulk and several else self._waiter.until
             wait(some, self._waiting_for)
         return done
 
@@ -248,13 +250,12 @@ class Plan:
     def _bind_plain(
         self, name: str, step: Step, last: frozenset[int], segment: Segment, tag: int, scratch: _Scratch
     ) -> _Round:
-        mine, messages, kernels = self._memory.mine, self._messages, self._kernels
-        assert messages is not None
-        requests = [messages.send(mine[part], each.peer, tag) for each, part in _parts(segment, step.sends)]
+        mine, kernels = self._memory.mine, self._kernels
+        requests = [self._send(mine[part], each.peer, tag) for each, part in _parts(segment, step.sends)]
         terms: dict[range, list[tuple[int, Array]]] = {}
         for each, part in _parts(segment, step.recvs):
             place = scratch.take(part.stop - part.start) if each.reduce else mine[part]
-            requests.append(messages.recv(place, each.peer, tag))
+            requests.append(self._recv(place, each.peer, tag))
             if each.reduce:
                 terms.setdefault(each.blocks, []).append((each.peer, place))
         after: list[Call] = []
@@ -264,8 +265,8 @@ class Plan:
             if step.by_rank:
                 after.append(self._combine(arrived, target, complete=complete))
                 continue
-            for left, (_, place) in enumerate(arrived, start=1 - len(arrived)):
-                after.append(kernels.fold(target, place, complete=complete and left == 0))
+            for number, (_, place) in enumerate(arrived, start=1):
+                after.append(kernels.fold(target, place, complete=complete and number == len(arrived)))
         return _Round(name, requests, [], after)
 
     def _bind_coded(
@@ -286,8 +287,8 @@ class Plan:
             kept: lasts for this segment.
             known: blocks that the step before has combined -> their encoding; becomes that of this step's.
         """
-        coding, messages = self._coding, self._messages
-        assert coding is not None and messages is not None
+        coding = self._coding
+        assert coding is not None
         assert step.by_rank or not any(each.reduce for each in step.recvs), "terms are combined in the order of ranks"
         encoding: list[Call] = []
         requests: list[Request] = []
@@ -298,11 +299,11 @@ class Plan:
             if each.blocks not in sent:
                 sent[each.blocks] = scratch.take(coding.nbytes(part))
                 encoding.append(coding.encode(part, sent[each.blocks]))
-            requests.append(messages.send(sent[each.blocks], each.peer, tag))
+            requests.append(self._send(sent[each.blocks], each.peer, tag))
         terms: dict[range, list[tuple[int, Bytes]]] = {}
         for each, part in _parts(segment, step.recvs):
             place = scratch.take(coding.nbytes(part))
-            requests.append(messages.recv(place, each.peer, tag))
+            requests.append(self._recv(place, each.peer, tag))
             if each.reduce:
                 terms.setdefault(each.blocks, []).append((each.peer, place))
             else:
@@ -314,6 +315,16 @@ class Plan:
         if encoding:
             yield _Round(f"{name}: encode", [], encoding, [])
         yield _Round(name, requests, [], after)
+
+    def _send(self, data: Array, peer: int, tag: int) -> Request:
+        assert self._messages is not None
+        self._requests.append(self._messages.send(data, peer, tag))
+        return self._requests[-1]
+
+    def _recv(self, data: Array, peer: int, tag: int) -> Request:
+        assert self._messages is not None
+        self._requests.append(self._messages.recv(data, peer, tag))
+        return self._requests[-1]
 
     def _direct_calls(self, step: Step, last: frozenset[int], index: int, segment: Segment) -> Iterator[Call]:
         """Load and store piece by piece, so that a piece is stored to the peers while it is in the cache."""

@@ -140,7 +140,7 @@ def run(
     if len(schedules) != topology.size:
         raise ScheduleError(f"{len(schedules)} schedules for {topology.size} ranks")
     for rank, schedule in enumerate(schedules):
-        _check_form(rank, schedule, schedules[0].nblocks, topology)
+        _check_form(rank, schedule, schedules[0].nblocks, collective, topology)
     _check_races(schedules)
     world = _World(schedules, collective, root)
     rounds = world.run()
@@ -163,7 +163,7 @@ def _volume(schedule: Schedule, *directions: str) -> int:
 # --- form: what can be seen in one rank's steps alone ---------------------------------------------------------------
 
 
-def _check_form(rank: int, schedule: Schedule, nblocks: int, topology: Topology) -> None:
+def _check_form(rank: int, schedule: Schedule, nblocks: int, collective: Collective, topology: Topology) -> None:
     if schedule.nblocks != nblocks:
         raise ScheduleError(f"has {schedule.nblocks} blocks where rank 0 has {nblocks}", rank)
     last = schedule.last_reductions()
@@ -187,9 +187,9 @@ def _check_form(rank: int, schedule: Schedule, nblocks: int, topology: Topology)
         for transfer in (*step.loads, *step.stores):
             if transfer.peer not in topology.node_of(rank):
                 raise ScheduleError("shares no memory with this rank", rank, number, transfer.peer)
-        for transfer in (*step.recvs, *step.loads):
+        for transfer in (*step.recvs, *step.loads) if collective is Collective.ALLREDUCE else ():
             if transfer.reduce and len({block in last[number - 1] for block in transfer.blocks}) > 1:
-                raise ScheduleError("is reduced for good in a part alone", rank, number, transfer.peer)
+                raise ScheduleError("completes only a part of the blocks that it reduces", rank, number, transfer.peer)
         _check_overwrites(rank, number, step)
 
 

@@ -67,7 +67,7 @@ class Operand:  # a frozen dataclass would take three times as long to make
             return cls(array, dtype)
         if isinstance(array, np.ma.MaskedArray):
             raise UnsupportedBufferError("masked arrays are not supported; pass array.data, or fill them")
-        view = np.asarray(array)  # subclasses (np.matrix) reshape in their own manner
+        view = np.asarray(array)  # subclasses (np.matrix) reshape differently
         return cls(view.view(dtype.storage) if view.dtype != dtype.storage else view, dtype)
 
     @classmethod

@@ -225,7 +225,7 @@ def gloo_process_group(world: Communicator) -> Iterator[None]:
     folder = gather(world, tempfile.mkdtemp(prefix="ringreduce-gloo-") if world.rank == 0 else None)[0]
     try:
         if not world.allreduce(np.array([os.path.isdir(folder)]), MIN)[0]:
-            raise ConfigError("Gloo's ranks meet through a file: TMPDIR has to be a folder that all machines see")
+            raise ConfigError("Gloo finds the ranks through a file: TMPDIR has to be a folder that all machines see")
         store = dist.FileStore(os.path.join(folder, "store"), world.size)  # type: ignore[attr-defined]
         limit = timedelta(seconds=world.config.timeout_s)
         dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit)

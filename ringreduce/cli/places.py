@@ -164,7 +164,7 @@ class OnDevice:
 
     def describe(self) -> str | None:
         ranks = "one rank" if self.sharing == 1 else f"{self.sharing} ranks"
-        return f"{self.driver.device.name}, {ranks} on a GPU; {self._world.gpu.path}"
+        return f"{self.driver.device.name}, {ranks} on a GPU; {self._world.gpu.description}"
 
     def wait(self, stream: int) -> None:
         """Return when all that was enqueued on a stream is done."""

@@ -223,7 +223,7 @@ class _Tuning:
         """Return what was found."""
         rows = (Row(nbytes, tuple(starmap(Candidate.of_times, times.items()))) for nbytes, times in self._times.items())
         table: Table = self.agree(Table, tuning_key(self._communicator), self._model, tuple(rows), busy_cores)
-        return table
+        return Table.from_json(table.to_json())  # checked, as when it is read later
 
     def _probe(self, nbytes: int) -> None:
         self._time(self._probes, nbytes, self._names, _PROBES)

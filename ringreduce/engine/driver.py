@@ -16,7 +16,7 @@ __all__ = ["Driver"]
 _TRIES = 16
 _YIELD_S = 0.002  # after so long without news, nap
 _NAP_S = 50e-6
-_UNHURRIED_NAP_S = 100e-6
+_UNHURRIED_NAP_S = 100e-6  # while the program does something else
 _LONG_NAP_S = 1e-3  # after a second without news
 _DOZE_S = 1e-3, 8e-3  # how long the progress thread dozes at a time: first, and at most when that was needless
 _LINGER_S = 20e-3  # it dozes while the last news is not older than this, then it sleeps
@@ -186,7 +186,7 @@ class Driver:
                 doze_s = min(2 * doze_s, _DOZE_S[1])
                 continue
             doze_s = _DOZE_S[0]
-            if not rung:  # the program has submitted something, and does something else
+            if not rung:  # it has slept its time out: if the program has submitted something, it did not wait for it
                 self._prompt = 0
             with self._turn:
                 progress.overlaps = True

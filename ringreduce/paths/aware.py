@@ -24,7 +24,7 @@ from ringreduce.algorithms import Collective
 from ringreduce.algorithms.execute import Memory, Plan
 from ringreduce.buffers import Call
 from ringreduce.buffers.cuda.driver import Driver, Stream
-from ringreduce.buffers.cuda.kernels import Reduction, Table, combine
+from ringreduce.buffers.cuda.kernels import Arithmetic, Table, combine
 from ringreduce.errors import TransportError
 from ringreduce.partition import segments_of_buffer
 from ringreduce.paths.cleanup import close_all
@@ -89,7 +89,7 @@ class AwareAllreduce(OnDevice):
         self._memory: dict[tuple[int, int], int] = {}  # (which piece of a plan, its bytes) -> where it is
         self.description = f"CUDA-aware MPI moves it and kernels reduce it ({reason})"
 
-    def run(self, source: int, target: int, reduction: Reduction, stream: Stream, signature: Signature) -> bool:
+    def run(self, source: int, target: int, reduction: Arithmetic, stream: Stream, signature: Signature) -> bool:
         """Reduce; see `OnDevice.run`. The host waits for what the stream holds and for the peers, not for the target.
 
         Raises:
@@ -121,7 +121,7 @@ class AwareAllreduce(OnDevice):
     def abandon(self) -> None:
         """Leave everything to the end of the process, as MPI may still use it; host memory is not touched here."""
 
-    def _bind(self, reduction: Reduction, signature: Signature) -> _Plan:
+    def _bind(self, reduction: Arithmetic, signature: Signature) -> _Plan:
         context, dtype, taken = self._context, reduction.dtype, itertools.count()
 
         def scratch(length: int) -> Array:
@@ -131,7 +131,7 @@ class AwareAllreduce(OnDevice):
         mine = scratch(reduction.count)
         nblocks = context.schedule(Collective.ALLREDUCE, self.algorithm).nblocks
         segments = segments_of_buffer(reduction.count, nblocks, max(1, _SEGMENT_NBYTES // dtype.itemsize))
-        memory = Memory(mine, scratch=scratch)
+        memory = Memory(mine, make_scratch=scratch)
         plan = context.plan(Collective.ALLREDUCE, self.algorithm, segments, memory, kernels, signature)
         try:
             self._finish(kernels.upload)
@@ -180,7 +180,11 @@ class _Kernels:
     """
 
     def __init__(
-        self, driver: Driver, reduction: Reduction, size: int, finish: Callable[[Callable[[Stream], object]], None]
+        self,
+        driver: Driver,
+        reduction: Arithmetic,
+        size: int,
+        finish: Callable[[Callable[[Stream], object]], None],
     ) -> None:
         self._driver = driver
         self._reduction, self._size = reduction, size
@@ -196,8 +200,7 @@ class _Kernels:
         return partial(self._run, first, len(sources), replace(self._reduction, count=sources[0].size))
 
     def fold(self, target: Array, source: Array, *, complete: bool = True) -> Call:
-        assert self._reduction.op is not ReduceOp.AVERAGE
-        return partial(self.combine([target, source]), target)
+        return partial(self.combine([target, source], complete=complete), target)
 
     def upload(self, stream: Stream) -> None:
         """Bring the addresses to the device; after the last binding."""
@@ -209,7 +212,7 @@ class _Kernels:
         if self._table is not None:
             self._table.close()
 
-    def _run(self, first: int, nsources: int, reduction: Reduction, target: Array) -> None:
+    def _run(self, first: int, nsources: int, reduction: Arithmetic, target: Array) -> None:
         assert self._table is not None
         sources = self._table.part(first, nsources)
         # The target is one of the sources, so its address is in the table.

@@ -113,7 +113,7 @@ class Context:
         """Return this rank's steps bound to memory, with messages; arguments as for `Plan`."""
         return Plan(
             self.rank,
-            schedule_for(collective, algorithm, self.rank, self.topology, root),
+            self.schedule(collective, algorithm, root),
             segments,
             memory,
             kernels,

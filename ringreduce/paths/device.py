@@ -38,8 +38,8 @@ from ringreduce.buffers.cuda.kernels import (
     MAX_RANKS,
     ONE_SHOT_NBYTES,
     SCRATCH_NBYTES,
+    Arithmetic,
     Peers,
-    Reduction,
     Rows,
     combine,
     one_shot,
@@ -91,7 +91,7 @@ class DeviceAllreduce(OnDevice):
         kind = "kernels that meet" if self._shots is not None else "one kernel per GPU"
         self.description = f"{kind}, over the memory of {size} ranks on {ngpus} {'GPU' if ngpus == 1 else 'GPUs'}"
 
-    def run(self, source: int, target: int, reduction: Reduction, stream: Stream, signature: Signature) -> bool:
+    def run(self, source: int, target: int, reduction: Arithmetic, stream: Stream, signature: Signature) -> bool:
         """Reduce; see `OnDevice.run`. The arrays may be in the arena or anywhere else, on some ranks or on all.
 
         Raises:
@@ -265,7 +265,7 @@ class _Call:
             place in one kind of memory for one in the other.
     """
 
-    reduction: Reduction
+    reduction: Arithmetic
     stream: Stream
     begin: Signature
     end: Signature
@@ -306,12 +306,12 @@ class _Plan:
 class _Part(_Plan):
     """What the lowest rank on a GPU reduces: a part of all ranks' arrays, which are at ``addresses`` in rank order."""
 
-    def __init__(self, devices: DeviceNode, addresses: Sequence[int], reduction: Reduction) -> None:
+    def __init__(self, devices: DeviceNode, addresses: Sequence[int], reduction: Arithmetic) -> None:
         self._devices = devices
         dtype = reduction.dtype
         bounds = Partition.even(reduction.count, len(devices.launching), _LINE_NBYTES // dtype.itemsize).bounds
         index = devices.launching.index(devices.rank)
-        self._part = Reduction(dtype, reduction.op, bounds[index + 1] - bounds[index])
+        self._part = Arithmetic(dtype, reduction.op, bounds[index + 1] - bounds[index])
         reduction.compile(devices.driver, "reduce", "combine")  # now, if it has to be
         self._table = _Table(devices, addresses, bounds[index] * dtype.itemsize)
 
@@ -331,7 +331,7 @@ class _Part(_Plan):
 class _TwoShot(_Plan):
     """A rank's kernel of those that meet, for all ranks' arrays at ``addresses`` in rank order."""
 
-    def __init__(self, devices: DeviceNode, peers: Peers, addresses: Sequence[int], reduction: Reduction) -> None:
+    def __init__(self, devices: DeviceNode, peers: Peers, addresses: Sequence[int], reduction: Arithmetic) -> None:
         self._driver, self._peers, self._reduction = devices.driver, peers, reduction
         reduction.compile(self._driver, "shots", "two_shot")
         self._table = _Table(devices, addresses)

@@ -15,7 +15,7 @@ from ringreduce.algorithms import Collective
 from ringreduce.buffers import DType, Operand
 from ringreduce.buffers.cuda.arrays import DeviceOperand, empty_on_device
 from ringreduce.buffers.cuda.driver import Driver
-from ringreduce.buffers.cuda.kernels import Reduction
+from ringreduce.buffers.cuda.kernels import Arithmetic
 from ringreduce.config import gpu_switches
 from ringreduce.errors import CollectiveTimeoutError, ConfigError, PeerLostError, TransportError, UnsupportedBufferError
 from ringreduce.paths.aware import AwareAllreduce, awareness
@@ -60,7 +60,7 @@ class Gpu:
         drivers, libraries: the same.
         kernels: what reduces device memory without the host's; None where that cannot be, and before `use`.
         nccl: what does so if NCCL is asked for; None where that cannot be, and before `use` with NCCL.
-        path: how arrays on it are reduced, in words; None before `use`.
+        description: how arrays on it are reduced, in words; None before `use`.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Gpu:
         self._devices: DeviceNode | None = None
         self.kernels: OnDevice | None = None
         self.nccl: OnDevice | None = None
-        self.path: str | None = None
+        self.description: str | None = None
 
     def staging(self, number: int | None = None) -> Staging:
         """Return what carries arrays between the GPU and this rank's host memory. Local.
@@ -113,7 +113,7 @@ class Gpu:
         """
         self.staging(number)  # which may be refused, and that is this rank's affair
         try:
-            if self.path is None:
+            if self.description is None:
                 self._join()
             if nccl and not self._joined_nccl:
                 self._join_nccl()
@@ -122,13 +122,13 @@ class Gpu:
             raise
 
     def _join(self) -> None:
-        context, path = self._context, "there is one rank"
+        context, description = self._context, "there is one rank"
         if context.topology.size > 1:
             context.meet(_FIRST_USE)
-            path = self._find_kernels(self.staging().driver)
-        self.path = path
+            description = self._find_kernels(self.staging().driver)
+        self.description = description
         if context.rank == 0:
-            _log.info("allreduce of arrays in device memory: %s", path)
+            _log.info("allreduce of arrays in device memory: %s", description)
 
     def _find_kernels(self, driver: Driver) -> str:
         """Find what reduces device memory without the host's, if anything does; return how it is done, in words."""
@@ -210,7 +210,7 @@ class Gpu:
             reducers[segment.count].run(segment, segment)
 
         choice = STAGED if kernels is None else kernels.choice
-        reduction = Reduction(source.dtype, op, source.count)
+        reduction = Arithmetic(source.dtype, op, source.count)
         with running(choice.algorithm), staging.in_order(source, target) as stream:
             addresses = source.address, target.address
             if kernels is None or not kernels.run(*addresses, reduction, stream, whole.signature):
@@ -261,30 +261,30 @@ class Gpu:
             return _WHOLE
         wanted = self._wanted()
         if self._context.topology.size > 1 and not self.takes(wanted):
-            also = "" if self.kernels is None else f"; also possible: {self.path}"
+            also = "" if self.kernels is None else f"; also possible: {self.description}"
             return f"{_THROUGH_HOST}, as {wanted} is asked for by name{also}"
-        if self.path is None:
+        if self.description is None:
             return (
                 "not known before the first use, which is an allreduce of arrays there or empty(device='cuda') on all "
                 "ranks: kernels on the GPUs if the ranks reach each other's memory, else CUDA-aware MPI, else through "
                 "host memory"
             )
         if self._context.topology.size == 1:
-            return self.path
+            return self.description
         if wanted == NCCL and self.nccl is not None:
-            return f"{self.nccl.description}, asked for by name; also possible: {self.path}"
+            return f"{self.nccl.description}, asked for by name; also possible: {self.description}"
         others = [] if self.kernels is None else [_THROUGH_HOST + ", by the name of an algorithm"]
         if not self._joined_nccl:
             others.append("NCCL, if it is there, by the name nccl")
         elif self.nccl is not None:
             others.append("NCCL, by its name")
-        return f"{self.path}; also possible: {'; '.join(others) or 'nothing else'}"
+        return f"{self.description}; also possible: {'; '.join(others) or 'nothing else'}"
 
     def remark(self, collective: Collective) -> str:
         """Return a line to add to what is said of arrays in host memory; nothing where device memory was not used."""
-        if collective is not Collective.ALLREDUCE or self.path is None:
+        if collective is not Collective.ALLREDUCE or self.description is None:
             return ""
-        return f"\nin device memory: {self.path if self.takes(self._wanted()) else _THROUGH_HOST}"
+        return f"\nin device memory: {self.description if self.takes(self._wanted()) else _THROUGH_HOST}"
 
     def empty(self, shape: Sequence[int], dtype: DType) -> Any:
         """Return an uninitialised CuPy array, in memory that the ranks share where they can; after `use`. Local.
@@ -293,7 +293,7 @@ class Gpu:
             UnsupportedBufferError: CuPy is missing, or has no such elements.
             MemoryError: the GPU has no more.
         """
-        assert self.path is not None
+        assert self.description is not None
         driver, nbytes = self.staging().driver, prod(shape) * dtype.itemsize
         block = _Allocation(driver, nbytes) if self._devices is None else self._devices.arena.allocate(nbytes)
         return empty_on_device(block.address, max(1, nbytes), shape, dtype, driver.device.number, block)

@@ -140,7 +140,7 @@ class _LibraryReduction(Reduction):
         flat = target.flat() if target.contiguous else np.empty(target.count, dtype.storage)
         if source.address != target.address or not target.contiguous:
             np.copyto(flat.reshape(source.shape), source.view)
-        context.messages.allreduce(flat, dtype.name, op)
+        context.messages.allreduce(flat, op)
         if context.instruments.observers:
             context.instruments.step("the library's own allreduce")
         if op is ReduceOp.AVERAGE:

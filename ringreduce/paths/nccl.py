@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 
 from ringreduce.buffers import DType
 from ringreduce.buffers.cuda.driver import Driver, Stream
-from ringreduce.buffers.cuda.kernels import Reduction
+from ringreduce.buffers.cuda.kernels import Arithmetic
 from ringreduce.errors import MismatchError, RingReduceError, TransportError
 from ringreduce.paths.context import Context, Signature
 from ringreduce.paths.on_device import OnDevice
@@ -70,7 +70,7 @@ class NcclAllreduce(OnDevice):
     def supports(self, dtype: DType, op: ReduceOp) -> bool:
         return code_of_dtype(dtype, self._version) is not None and code_of_op(op, dtype, self._version) is not None
 
-    def run(self, source: int, target: int, reduction: Reduction, stream: Stream, signature: Signature) -> bool:
+    def run(self, source: int, target: int, reduction: Arithmetic, stream: Stream, signature: Signature) -> bool:
         """Reduce; see `OnDevice.run`.
 
         Returns:

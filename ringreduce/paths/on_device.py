@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from ringreduce.buffers import DType
 from ringreduce.buffers.cuda.driver import Driver, Stream
-from ringreduce.buffers.cuda.kernels import Reduction
+from ringreduce.buffers.cuda.kernels import Arithmetic
 from ringreduce.paths.context import Cache, Context, Signature
 from ringreduce.paths.path import Choice
 from ringreduce.reduce_ops import ReduceOp
@@ -53,7 +53,7 @@ class OnDevice(ABC):
         return not self._broken and not (op is ReduceOp.AVERAGE and dtype.kind in ("int", "uint", "bool"))
 
     @abstractmethod
-    def run(self, source: int, target: int, reduction: Reduction, stream: Stream, signature: Signature) -> bool:
+    def run(self, source: int, target: int, reduction: Arithmetic, stream: Stream, signature: Signature) -> bool:
         """Reduce C-contiguous arrays over all ranks. Collective; ordered on the stream as if all of it ran there.
 
         Args:

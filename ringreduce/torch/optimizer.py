@@ -192,7 +192,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._scaler: tuple[weakref.ref[Any], dict[str, Any]] | None = None
         self._skipping = False
         training.begin(type(optimizer).__name__, self._named, options, settings)
-        self._unwatch = wrapping.watch_steps(optimizer, self)
+        self._unwatch = wrapping.watch_steps(optimizer, self._stepped_by_itself)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Reduce the gradients, then step. Collective.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from types import MethodType
+from typing import Any, cast
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -35,30 +36,30 @@ def named_parameters(optimizer: torch.optim.Optimizer, names: Mapping[int, str])
 class _StepWatch:
     """A hook of a wrapped optimizer, called before its steps. It keeps nothing, and is of no use to copies."""
 
-    __slots__ = ("_wrapper",)
+    __slots__ = ("_tell",)
 
-    def __init__(self, wrapper: weakref.ref[Any] | None = None) -> None:
-        self._wrapper = wrapper
+    def __init__(self, tell: Callable[[], Callable[[], object] | None] = lambda: None) -> None:
+        self._tell = tell
 
     def __call__(self, optimizer: torch.optim.Optimizer, arguments: object, options: object) -> None:
-        if id(optimizer) not in STEPPING and self._wrapper is not None and (wrapper := self._wrapper()) is not None:
-            wrapper._stepped_by_itself()
+        if id(optimizer) not in STEPPING and (tell := self._tell()) is not None:
+            tell()
 
     def __reduce__(self) -> tuple[type[_StepWatch], tuple[()]]:
         return _StepWatch, ()
 
 
-def watch_steps(optimizer: torch.optim.Optimizer, wrapper: Any) -> Callable[[], object]:
-    """Call ``wrapper._stepped_by_itself`` before each step of an optimizer that is not in `STEPPING`.
+def watch_steps(optimizer: torch.optim.Optimizer, tell: Callable[[], object]) -> Callable[[], object]:
+    """Call a method before each step of an optimizer that is not in `STEPPING`.
 
     Returns:
-        A function that ends this. So does the wrapper's end.
+        A function that ends this. So does the end of the method's object.
     """
     try:
-        hook = optimizer.register_step_pre_hook(_StepWatch(weakref.ref(wrapper)))
+        hook = optimizer.register_step_pre_hook(_StepWatch(weakref.WeakMethod(tell)))
     except AttributeError:  # an optimizer that has no hooks
         return lambda: None
-    unwatch = weakref.finalize(wrapper, hook.remove)
+    unwatch = weakref.finalize(cast("MethodType", tell).__self__, hook.remove)
     unwatch.atexit = False
     return unwatch
 

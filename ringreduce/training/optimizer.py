@@ -21,7 +21,7 @@ from ringreduce.communicator import Communicator
 from ringreduce.config import Config
 from ringreduce.engine import BlockingCall, Engine, Operation, Reduction
 from ringreduce.errors import ConfigError
-from ringreduce.process_sets import connect
+from ringreduce.process_sets import Parts, ProcessSet, connect
 from ringreduce.reduce_ops import AVERAGE, MAX, SUM, ReduceOp
 from ringreduce.runtime import config
 from ringreduce.training.compression import State, has_reducers, signature_of
@@ -271,8 +271,8 @@ class Training:
 
     def _take_place(self) -> None:
         """Find the ranks to train with."""
-        ranks: Any = self._process_set
-        self._alone = not ranks.included()
+        ranks: ProcessSet | Parts = self._process_set
+        self._alone = not self._process_set.included()
         if self._alone:
             ranks = connect(lambda waiter: MemoryWorld(1).messages(0), config())
             weakref.finalize(self, ranks.close).atexit = False

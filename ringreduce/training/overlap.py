@@ -148,7 +148,7 @@ class Overlap:
     ) -> None:
         self._framework, self._engine, self._moved = framework, engine, moved
         self._name, self._described, self._op = name, described, op
-        self.wanted = wanted is not False
+        self._wanted = wanted is not False
         self._trial = Trial() if wanted is None else None
         self.begun = False
         self.watching = True
@@ -275,8 +275,8 @@ class Overlap:
                     self._look(record)
             changed = not self.begun and any(record.changed or record.cleared for record in records)
             again = any(record.fresh and record.summed == record.gradient for record in self._watched.values())
-            rows = np.zeros((5 if self.wanted else 0, len(parameters)), np.uint8)
-            for index, parameter in enumerate(parameters) if self.wanted else ():
+            rows = np.zeros((5 if self._wanted else 0, len(parameters)), np.uint8)
+            for index, parameter in enumerate(parameters) if self._wanted else ():
                 if (travelling := self._travelling.get(id(parameter))) is None:
                     continue
                 if travelling.part is None:
@@ -291,7 +291,7 @@ class Overlap:
                     not (record.cleared or record.was_empty),
                     record.changed and not record.cleared,
                 )
-            slower = self._trial is not None and self._trial.over and self._trial.slower
+            slower = self._trial is not None and self._trial.slower
             return rows, bytes((not alike, changed, again, slower))
 
     def conclude(self, parameters: Sequence[Any], rows: npt.NDArray[np.uint8], active: int) -> list[Bucket]:
@@ -356,24 +356,22 @@ class Overlap:
             if self._trial is not None and self._trial.over and everyone:  # ranks that have joined did not hear of it
                 self._trial = None
                 if slower:
-                    self.wanted = False
+                    self._wanted = False
                     self.end()
                     return False
-            if again or joined or (differs and not (self.wanted and self._alike >= _STEPS - 1)):
+            # Steps that differ do not end overlap, nor the turns without it of a trial.
+            if again or joined or (differs and not (self._wanted and self._alike >= _STEPS - 1)):
                 self._alike = 0
             else:
                 self._alike += 1
-            self.begun = self.wanted and self._alike >= _STEPS - 1
+            self.begun = self._wanted and self._alike >= _STEPS - 1
             if self._trial is not None:
-                if self.begun and everyone:
-                    self._trial.end_step()
-                else:
-                    self._trial.skip_step()
+                self._trial.end_step(counts=self.begun and everyone)
                 self.begun = self.begun and self._trial.on
-            if not self.wanted and self._alike >= _STEPS:
+            if not self._wanted and self._alike >= _STEPS:
                 self.end()
                 return False
-            if self.wanted and [each.bucket for each in self._buckets] != list(buckets):
+            if self._wanted and [each.bucket for each in self._buckets] != list(buckets):
                 self._take(buckets)
             for travelling in self._buckets:
                 travelling.begin()

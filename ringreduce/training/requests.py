@@ -144,7 +144,7 @@ class Request(NamedTuple):
         touched: then, the arrays that it reads and writes.
     """
 
-    operation: Any
+    operation: Operation
     process_set: ProcessSet
     unique: bool
     arrays: Arrays | None = None
@@ -154,6 +154,7 @@ class Request(NamedTuple):
         """Start it; on another stream than the caller's."""
         engine, operation, finish = self.process_set.engine, self.operation, None
         if self.arrays is not None:
+            assert isinstance(operation, BlockingCall)
             operation.run, finish = self.arrays.beside_callers_stream(operation.run, self.touched)
         engine.submit(operation, unique=self.unique)
         return Handle(operation, engine, finish)
@@ -165,6 +166,7 @@ class Request(NamedTuple):
         """
         operation = self.operation
         if self.arrays is not None:
+            assert isinstance(operation, BlockingCall)
             operation.run = self.arrays.on_callers_stream(operation.run, self.arrays.device_of(self.touched))
         return self.process_set.engine.run(operation, unique=self.unique)
 

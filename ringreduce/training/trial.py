@@ -29,8 +29,16 @@ class Trial:
         self._ended_s = 0.0
         self._times_next = False
 
-    def end_step(self) -> None:
-        """Count a step that was with it, or without, as `on` said."""
+    def end_step(self, *, counts: bool) -> None:
+        """End a step.
+
+        Args:
+            counts: whether it was with it, or without, as `on` said. If not, the next one, which may have to catch up,
+                is not timed either.
+        """
+        if not counts:
+            self._times_next = False
+            return
         now = perf_counter()
         if self._times_next:
             self._times[self.on].append(now - self._ended_s)
@@ -40,11 +48,7 @@ class Trial:
         self.over = self._count >= _TURNS * _STEPS
         self.on = self._count // _STEPS % 2 == 0
 
-    def skip_step(self) -> None:
-        """Leave out a step that was like none of both; the next one, which follows on it, is not timed either."""
-        self._times_next = False
-
     @property
     def slower(self) -> bool:
-        """Whether steps with it have taken longer, as far as any were timed."""
-        return all(self._times.values()) and median(self._times[True]) > median(self._times[False])
+        """Whether it is over, and steps with it have taken longer."""
+        return self.over and all(self._times.values()) and median(self._times[True]) > median(self._times[False])

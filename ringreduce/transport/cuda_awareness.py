@@ -62,10 +62,7 @@ def conclude(
     if "cuda" in (kind.split(":")[0].strip() for kind in kinds.split(",")):
         return CudaAwareness(True, f"mpi_memory_alloc_kinds is {kinds}")
     # MPICH has both functions, and in some versions the one that Open MPI has too ends the program (a wrong assertion).
-    for name, ask in (
-        ("MPIX_GPU_query_support", _ask_mpich),
-        ("MPIX_Query_cuda_support", _ask_open_mpi),
-    ):
+    for name, ask in (("MPIX_GPU_query_support", _ask_mpich), ("MPIX_Query_cuda_support", _ask_open_mpi)):
         function = find(name)
         if function is not None:
             aware = ask(function)

@@ -374,9 +374,9 @@ class _DeviceSegments(Segments):
         def left() -> list[int]:
             return [rank for rank, flag in flags.items() if not flag[0] and self.alive(rank)]
 
-        patient = Waiter(min(_CLOSING_S, waiter.timeout_s), waiter.crowded)
+        brief = Waiter(min(_CLOSING_S, waiter.timeout_s), waiter.crowded)
         try:
-            patient.until(lambda: not left(), lambda: f"ranks {left()} to close device memory")
+            brief.until(lambda: not left(), lambda: f"ranks {left()} to close device memory")
         except CollectiveTimeoutError as error:
             _log.debug("device memory stays until the process ends: %s", error)
             return False

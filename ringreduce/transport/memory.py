@@ -109,7 +109,7 @@ class MemoryMessages:
     def offers_allreduce(self, count: int, dtype: str, op: ReduceOp) -> bool:
         return False
 
-    def allreduce(self, data: Array, dtype: str, op: ReduceOp) -> None:
+    def allreduce(self, data: Array, op: ReduceOp) -> None:
         raise AssertionError("not offered")
 
     def post(self, note: bytes, peer: int) -> None:

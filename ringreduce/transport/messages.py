@@ -66,7 +66,7 @@ class Messages(Protocol):
     def offers_allreduce(self, count: int, dtype: str, op: ReduceOp) -> bool:
         """Return whether the library's own allreduce takes so many elements."""
 
-    def allreduce(self, data: Array, dtype: str, op: ReduceOp) -> None:
+    def allreduce(self, data: Array, op: ReduceOp) -> None:
         """Reduce contiguous ``data`` in place by the library's own allreduce, where it is offered. Collective.
 
         All ranks must be known to call it with the same arguments: it compares none. Averages come out as sums.

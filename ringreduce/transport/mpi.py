@@ -156,7 +156,7 @@ class MpiMessages:
         exact = op in (ReduceOp.SUM, ReduceOp.AVERAGE, ReduceOp.PRODUCT) or not dtype.startswith("float")
         return dtype in _TYPES and exact and count <= np.iinfo(np.int32).max
 
-    def allreduce(self, data: Array, dtype: str, op: ReduceOp) -> None:
+    def allreduce(self, data: Array, op: ReduceOp) -> None:
         # Neither the blocking form, which waits for ever for a rank that is lost, nor the persistent one: Open MPI 5.0
         # never gives back the memory that this takes, as much as the data.
         with _translated():

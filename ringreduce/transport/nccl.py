@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -166,13 +167,14 @@ def _connect(nccl: Nccl, messages: Messages, waiter: Waiter, unique_id: bytes) -
         if made.set_running_or_notify_cancel():
             made.set_result(ranks)
         else:
-            ranks.abort()  # left to Python, it would wait for all the others once more
+            with suppress(TransportError):  # nobody is there to hear of it
+                ranks.abort()  # left to Python, it would wait for all the others once more
 
     threading.Thread(target=connect, name="ringreduce nccl", daemon=True).start()
     # Shorter than the ranks wait for each other over messages, where one that failed at once is by then.
-    patient = Waiter(min(_CONNECTING_S, waiter.timeout_s / 2), waiter.crowded)
+    brief = Waiter(min(_CONNECTING_S, waiter.timeout_s / 2), waiter.crowded)
     try:
-        patient.until(made.done, lambda: "all ranks to connect over NCCL")
+        brief.until(made.done, lambda: "all ranks to connect over NCCL")
     except CollectiveTimeoutError as error:
         if not made.cancel() and made.exception() is None:
             made.result().abort()

@@ -148,7 +148,7 @@ def test_ranks_in_pid_namespaces_of_their_own_do_not_share_memory(run_job):
         OMPI_MCA_btl="self,tcp",  # the library's own shared memory does not survive this either
     )
     assert job.returncode == 0, job.stderr
-    assert "run in separate pid namespaces" in job.stderr
+    assert "ranks of its machine run in separate pid namespaces" in job.stderr
 
 
 def test_a_late_exchange_writes_to_no_memory_of_others(run_job):

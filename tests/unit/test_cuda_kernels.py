@@ -21,7 +21,7 @@ import pytest
 from ringreduce.buffers import DTYPES, DType, kernels_for, narrow
 from ringreduce.buffers.cuda import kernels
 from ringreduce.buffers.cuda.driver import Device
-from ringreduce.buffers.cuda.kernels import FAMILIES, Peers, Reduction, Table
+from ringreduce.buffers.cuda.kernels import FAMILIES, Arithmetic, Peers, Table
 from ringreduce.buffers.kernels import NumpyHalfKernels
 from ringreduce.reduce_ops import ReduceOp
 
@@ -206,7 +206,7 @@ def combine(
 ) -> None:
     """Reduce on the host's device."""
     tables = [Table(host, [each.address for each in arrays], STREAM) for arrays in (sources, targets)]
-    kernels.combine(host, Reduction(row, op, sources[0].array.size), *tables, size, STREAM)
+    kernels.combine(host, Arithmetic(row, op, sources[0].array.size), *tables, size, STREAM)
     for table in tables:
         table.close()
 
@@ -365,7 +365,7 @@ def test_a_two_shot_leaves_the_result_everywhere(name: str, size: int, host: Hos
             arrays[call][rank].array[:] = inputs[call][rank]
             op = ReduceOp.MAX if call % 2 else ReduceOp.SUM
             table = tables[call]
-            kernels.two_shot(host, Reduction(row, op, count), ranks.peers[rank], table, table, STREAM)
+            kernels.two_shot(host, Arithmetic(row, op, count), ranks.peers[rank], table, table, STREAM)
             found = arrays[call][rank].array.copy()
             arrays[call][rank].array.view(np.uint8)[:] = 0  # it is this rank's again
             with np.errstate(all="ignore"):
@@ -391,7 +391,7 @@ def test_one_shots_follow_each_other(name: str, size: int, host: Host, rng: np.r
             source = Placed(inputs[call][rank], row.itemsize * (call % 2))
             target = source if call % 3 else Placed.empty(count, row.storage, row.itemsize)
             peers = ranks.peers[rank]
-            kernels.one_shot(host, Reduction(row, ReduceOp.SUM, count), peers, source.address, target.address, STREAM)
+            kernels.one_shot(host, Arithmetic(row, ReduceOp.SUM, count), peers, source.address, target.address, STREAM)
             with np.errstate(all="ignore"):
                 assert_same(row, ReduceOp.SUM, target.array, cpu_reduction(row, ReduceOp.SUM, inputs[call]))
             target.check()
@@ -413,9 +413,9 @@ def test_the_largest_one_shot_and_two_shots_share_flags(host: Host, rng: np.rand
         mine, peers = arrays[rank], ranks.peers[rank]
         for some in (count, 100):
             result = Placed.empty(some, np.float32)
-            kernels.one_shot(host, Reduction(row, ReduceOp.AVERAGE, some), peers, mine.address, result.address, STREAM)
+            kernels.one_shot(host, Arithmetic(row, ReduceOp.AVERAGE, some), peers, mine.address, result.address, STREAM)
             np.testing.assert_array_equal(result.array, (inputs[0][:some] + inputs[1][:some]) / 2)
-        kernels.two_shot(host, Reduction(row, ReduceOp.AVERAGE, count), peers, table, table, STREAM)
+        kernels.two_shot(host, Arithmetic(row, ReduceOp.AVERAGE, count), peers, table, table, STREAM)
         np.testing.assert_array_equal(mine.array, (inputs[0] + inputs[1]) / 2)
 
     ranks.each(work)
@@ -436,7 +436,7 @@ def test_counters_may_wrap_around(wrapped: int, host: Host) -> None:
     def work(rank: int) -> None:
         for _ in range(4):
             arrays[rank].array[:] = rank + 1
-            kernels.two_shot(host, Reduction(row, ReduceOp.SUM, 5), ranks.peers[rank], table, table, STREAM)
+            kernels.two_shot(host, Arithmetic(row, ReduceOp.SUM, 5), ranks.peers[rank], table, table, STREAM)
             assert arrays[rank].array.tolist() == [3.0] * 5
 
     ranks.each(work)
@@ -455,10 +455,10 @@ def test_a_peer_that_does_not_come_is_named(shot: str, host: Host) -> None:
 
     def launch() -> None:
         if shot == "two":
-            kernels.two_shot(host, Reduction(row, ReduceOp.SUM, 5), peers, table, table, STREAM)
+            kernels.two_shot(host, Arithmetic(row, ReduceOp.SUM, 5), peers, table, table, STREAM)
         else:
             address = arrays[1].address
-            kernels.one_shot(host, Reduction(row, ReduceOp.SUM, 5), peers, address, target.address, STREAM)
+            kernels.one_shot(host, Arithmetic(row, ReduceOp.SUM, 5), peers, address, target.address, STREAM)
 
     launch()
     assert [error.array[0] for error in ranks.errors] == [0, 1, 0]

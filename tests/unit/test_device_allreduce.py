@@ -16,7 +16,7 @@ from gpu_doubles.ranks import run_gpu_ranks
 
 import ringreduce as rr
 from ringreduce.buffers import DTYPES, DType
-from ringreduce.buffers.cuda.kernels import Reduction
+from ringreduce.buffers.cuda.kernels import Arithmetic
 from ringreduce.config import Config
 from ringreduce.errors import CollectiveTimeoutError, MismatchError, TransportError
 from ringreduce.paths import Context, Signature
@@ -58,7 +58,7 @@ class Rank:
         """Reduce one array into another."""
         dtype = DType.of(source.dtype)
         signature = Signature.of(f"allreduce of {source.size} {dtype.name}, {op.value}")
-        return self.allreduce.run(source.address, target.address, Reduction(dtype, op, source.size), stream, signature)
+        return self.allreduce.run(source.address, target.address, Arithmetic(dtype, op, source.size), stream, signature)
 
 
 def on_ranks(

@@ -293,11 +293,11 @@ def test_speeds_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "PEERS", {"mpi": NoPeer, "gloo": NoPeer})
 
     def work(world: Any, place: HostPlace, tools: HostTools) -> list[list[Any]]:
-        checks = (speed.check_leader, 1 << 20), (speed.check_staged, 1 << 16)
+        checks = (speed.check_one_kernel, 1 << 20), (speed.check_staged, 1 << 16)
         return [list(check(world, place, lambda text: None, nbytes)) for check, nbytes in checks]
 
-    leader, staged = on_gpu(2, work)[0]
-    by_end = {check.name.rpartition(": ")[2]: check for check in leader}
+    one_kernel, staged = on_gpu(2, work)[0]
+    by_end = {check.name.rpartition(": ")[2]: check for check in one_kernel}
     assert by_end["results"].passed
     assert by_end["by kernels"].passed
     share = by_end["share of 2 P n / copy bandwidth"]
@@ -786,7 +786,7 @@ def test_reasons_of_all_kinds(said: str, reason: str) -> None:
     assert report.judge("part", 1, 1.0, None, said).problem == f"exit status 1: {reason}"
 
 
-@pytest.mark.parametrize("check", ["check_leader", "check_staged"])
+@pytest.mark.parametrize("check", ["check_one_kernel", "check_staged"])
 def test_ours_is_noted_before_peers_begin(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures, and those that explain a miss, are there even if a peer ends the part."""
     monkeypatch.setattr(bench, "PEERS", {"mpi": RaisingPeer, "gloo": RaisingPeer})
@@ -802,8 +802,8 @@ def test_ours_is_noted_before_peers_begin(check: str, monkeypatch: pytest.Monkey
     for noted in on_gpu(2, work):
         names = [each.name for each in noted]
         assert any(each.target == 0.7 for each in noted)
-        if check == "check_leader":
-            assert sum("the leader's kernel alone" in name for name in names) == 2
+        if check == "check_one_kernel":
+            assert sum("the kernel alone" in name for name in names) == 2
             (taken,) = (each for each in noted if each.name.endswith(": time"))
             assert "events" in taken.detail
             assert "wall clock" in taken.detail

@@ -23,7 +23,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int, bool], floa
                 return tried, turns
             turns.append(tried.on)
             now += seconds(number, tried.on)
-            tried.end_step()
+            tried.end_step(counts=True)
         raise AssertionError
 
     return run_trial
@@ -51,8 +51,8 @@ def test_a_step_that_is_left_out_is_charged_to_none(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(trial, "perf_counter", lambda: now)
     while not tried.over:
         now += 1.0 if tried.on else 1.2
-        tried.end_step()
+        tried.end_step(counts=True)
         if not tried.on:
             now += 0.0 if tried.over else 100.0
-            tried.skip_step()
+            tried.end_step(counts=False)
     assert tried.slower is False

@@ -126,7 +126,7 @@ def places(error: ScheduleError) -> tuple[int | None, int | None, int | None, in
                 [Step(recvs=(Transfer(1, range(2), reduce=True),)), Step(recvs=(Transfer(1, ONE),))],
                 [Step(sends=(Transfer(0, range(2)),)), Step(sends=(Transfer(0, ONE),))],
             ),
-            (0, 1, 1, None), "in a part alone", id="an average divided in a part",
+            (0, 1, 1, None), "completes only a part", id="an average divided in a part",
         ),
         pytest.param(
             Collective.BROADCAST, made_of(1, [Step(sends=SEND)], [Step(sends=(Transfer(0, ZERO),), recvs=RECV)]),

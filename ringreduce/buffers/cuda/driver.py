@@ -118,8 +118,8 @@ class Driver(Protocol):
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
         """Copy between any two of device and host memory.
 
-        If the host memory is not pinned, the call returns when the host may use it again: when the copy is done, or the
-        bytes are at least about to reach the device.
+        If the host memory is not pinned, the call returns when the host may use it again: when the copy is done, or its
+        bytes have at least left it for the device.
         """
 
     def kernel(self, family: str, name: str) -> Kernel:

@@ -53,7 +53,7 @@ def take_inventory() -> Inventory:
         cupy_cuda = int(runtime.runtimeGetVersion())
         devices = tuple(cuda_driver(number).device for number in range(runtime.getDeviceCount()))
         return Inventory(driver, driver_cuda, packages, cupy_cuda, nccl_version(), devices)
-    except Exception as error:  # a broken installation fails in many manners, and this is where one looks for why
+    except Exception as error:  # a broken installation fails in many ways, and this is where one looks for why
         problem = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
         return Inventory(driver, driver_cuda, packages, problem=problem)
 

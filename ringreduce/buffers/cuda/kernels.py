@@ -30,8 +30,8 @@ __all__ = [
     "ONE_SHOT_NBYTES",
     "OPTIONS",
     "SCRATCH_NBYTES",
+    "Arithmetic",
     "Peers",
-    "Reduction",
     "Rows",
     "Table",
     "combine",
@@ -100,7 +100,7 @@ def expression(family: str, name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Reduction:
+class Arithmetic:
     """What is done to how many elements.
 
     Attributes:
@@ -163,7 +163,7 @@ class Table(Rows):
         self._driver.free(self.address)
 
 
-def combine(driver: Driver, reduction: Reduction, sources: Rows, targets: Rows, size: int, stream: Stream) -> None:
+def combine(driver: Driver, reduction: Arithmetic, sources: Rows, targets: Rows, size: int, stream: Stream) -> None:
     """Reduce arrays, in the order of the rows, into all targets; a target may be one of the sources.
 
     Args:
@@ -213,7 +213,7 @@ class Peers:
         return (*place, np.uint64(count), np.uint32(self.count), np.uint64(round(self.timeout_s * 1e9)), self.error)
 
 
-def two_shot(driver: Driver, reduction: Reduction, peers: Peers, sources: Rows, targets: Rows, stream: Stream) -> None:
+def two_shot(driver: Driver, reduction: Arithmetic, peers: Peers, sources: Rows, targets: Rows, stream: Stream) -> None:
     """Allreduce arrays that all ranks can reach; collective, with the same arguments but for the addresses.
 
     Args:
@@ -231,7 +231,7 @@ def two_shot(driver: Driver, reduction: Reduction, peers: Peers, sources: Rows, 
         reduction.compile(driver, "shots", "two_shot").launch(grid, _BLOCK, arguments, stream)
 
 
-def one_shot(driver: Driver, reduction: Reduction, peers: Peers, source: int, target: int, stream: Stream) -> None:
+def one_shot(driver: Driver, reduction: Arithmetic, peers: Peers, source: int, target: int, stream: Stream) -> None:
     """Allreduce small arrays of any device memory, which may be the same; otherwise as `two_shot`.
 
     The arrays have ``ONE_SHOT_NBYTES`` at most.

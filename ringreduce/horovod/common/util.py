@@ -56,7 +56,7 @@ def _built(library: str) -> Callable[..., bool]:
     def built(verbose: bool = False) -> bool:
         from ringreduce import torch  # this late, because who only asks for an exception need not have it
 
-        return bool(getattr(torch, built.__name__)())
+        return bool(getattr(torch, f"{library}_built")())
 
     built.__name__ = built.__qualname__ = f"{library}_built"
     built.__doc__ = f"Return whether {library} can be used, as ``horovod.torch.{library}_built()`` says."
