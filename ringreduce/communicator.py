@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
 from time import perf_counter
@@ -18,8 +18,9 @@ from ringreduce.buffers.cuda.arrays import DeviceOperand
 from ringreduce.errors import ConfigError
 from ringreduce.member import Member
 from ringreduce.partition import Partition
-from ringreduce.paths import DETERMINISTIC, BoundCall, Choice, Chosen, Context, Feedback, Signature, codec_for
-from ringreduce.paths.operands import AnyOperand, flat_target, new_result, same, with_rows
+from ringreduce.paths import DETERMINISTIC, BoundCall, Choice, Chosen, Feedback, Signature, codec_for
+from ringreduce.paths.operands import AnyOperand, RowsReceived, apart, flat_target, is_memory_of, same, with_rows
+from ringreduce.paths.path import Again, Reduction, Result
 from ringreduce.paths.standing import require_alone
 from ringreduce.reduce_ops import SUM, ReduceOp
 
@@ -75,10 +76,6 @@ class Communicator(Member):
         tallies: what the calls of each collective add up to, by its name.
     """
 
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
-        self._reduced = self.tallies[Collective.ALLREDUCE.value]
-
     # ---- collectives ----
 
     def allreduce(
@@ -119,28 +116,10 @@ class Communicator(Member):
         """
         if deterministic and algorithm is None and wire is None:
             algorithm, deterministic = DETERMINISTIC, False
-        if out is array and not (deterministic or wire):
-            bound = self._bound.get(id(array))
-            if (
-                bound is not None
-                and bound.array() is array
-                and bound.op is op
-                and bound.algorithm is algorithm
-                and bound.still_there(array)
-                and not self.instruments.observers
-            ):
-                started = perf_counter()
-                try:
-                    self._standing.quiet.run(bound.run, array)
-                except BaseException as error:
-                    require_alone(error)
-                    self._standing.break_off(error)
-                    raise
-                reduced = self._reduced
-                reduced.calls += 1
-                reduced.nbytes += bound.nbytes
-                reduced.seconds += perf_counter() - started
-                return array
+        if not (deterministic or wire):
+            bound = self._bound.get((id(array), id(out), "allreduce"))
+            if bound is not None and bound.repeats(array, out, op, algorithm) and not self.instruments.observers:
+                return self._repeat("allreduce", bound, out)
         return self._standing.call(
             "allreduce", self._allreduce, array, op, out, algorithm, deterministic, wire, feedback
         )
@@ -159,17 +138,27 @@ class Communicator(Member):
             algorithm: as for `allreduce`.
             out: where this rank's part goes; None: a new array.
         """
+        bound = self._bound.get((id(array), id(out), "reduce_scatter"))
+        if bound is not None and bound.repeats(array, out, op, algorithm) and not self.instruments.observers:
+            return self._repeat("reduce_scatter", bound, out)
         return self._standing.call("reduce_scatter", self._reduce_scatter, array, op, out, algorithm)
 
-    def allgather(self, array: Any, *, algorithm: str | None = None) -> Any:
+    def allgather(self, array: Any, *, out: Any = None, algorithm: str | None = None) -> Any:
         """Concatenate the ranks' arrays along the first dimension, in rank order; every rank gets all of it.
 
         Args:
             array: at least one dimension. The first may differ between ranks, and be 0; the others and the dtype
                 must agree.
+            out: where the result goes; ``array`` may be this rank's part of it. None: a new array.
             algorithm: as for `allreduce`.
+
+        Raises:
+            MismatchError: on some rank, ``out`` has not as many rows as all arrays together.
         """
-        return self._standing.call("allgather", self._allgather, array, algorithm)
+        bound = self._bound.get((id(array), id(out), "allgather"))
+        if bound is not None and bound.repeats(array, out, None, algorithm) and not self.instruments.observers:
+            return self._repeat("allgather", bound, out)
+        return self._standing.call("allgather", self._allgather, array, out, algorithm)
 
     def broadcast(self, array: Any, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> Any:
         """Give every rank the root's array.
@@ -183,14 +172,20 @@ class Communicator(Member):
         Raises:
             ConfigError: there is no such rank.
         """
+        bound = self._bound.get((id(array), id(out), "broadcast"))
+        if bound is not None and bound.repeats(array, out, root, algorithm) and not self.instruments.observers:
+            return self._repeat("broadcast", bound, out)
         return self._standing.call("broadcast", self._broadcast, array, root, out, algorithm)
 
-    def alltoall(self, array: Any, splits: Sequence[int] | None = None, *, algorithm: str | None = None) -> Any:
+    def alltoall(
+        self, array: Any, splits: Sequence[int] | None = None, *, out: Any = None, algorithm: str | None = None
+    ) -> Any:
         """Send every rank its part of this rank's array, and return the parts that the ranks have sent here.
 
         Args:
             array: at least one dimension; all but the first must agree, and the dtype.
             splits: rows for rank 0, 1, ...; may differ between ranks. None: equal parts.
+            out: where the result goes; None: a new array.
             algorithm: as for `allreduce`.
 
         Returns:
@@ -199,8 +194,13 @@ class Communicator(Member):
 
         Raises:
             ConfigError: the splits do not add up to the rows, or the rows do not divide equally.
+            MismatchError: on some rank, ``out`` has not as many rows as come there.
         """
-        return self._standing.call("alltoall", self._alltoall, array, splits, algorithm)
+        if splits is None:
+            bound = self._bound.get((id(array), id(out), "alltoall"))
+            if bound is not None and bound.repeats(array, out, None, algorithm) and not self.instruments.observers:
+                return self._repeat("alltoall", bound, out)
+        return self._standing.call("alltoall", self._alltoall, array, splits, out, algorithm)
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
@@ -265,12 +265,15 @@ class Communicator(Member):
         if not (is_new or in_place) and np.may_share_memory(source.view, target.view) and not same(source, target):
             source = Operand(source.view.copy(), source.dtype)
         chosen = self._reduce(source, target, kind, algorithm)
-        if in_place:
-            assert chosen.reduction is not None
-            run = chosen.reduction.repetition(array, target)
-            if run is not None:
-                key = id(array)
-                self._bound[key] = BoundCall(array, target, op, algorithm, run, lambda _: self._bound.pop(key, None))
+        if is_memory_of(array, source) and is_memory_of(out, target):
+            reduction, given = chosen.reduction, source.unowned()
+            assert reduction is not None
+            if is_new:
+                make = partial(self._operands.maker(array, source.dtype), source.shape)
+                run: Callable[[], Any] = partial(_reduce_into_new, reduction, given, make)
+            else:
+                run = reduction.repetition(given, given if in_place else target.unowned())
+            self._bind("allreduce", array, None if is_new else out, (op, algorithm), run, source.nbytes)
         return as_given(array, out) if is_new else out
 
     def allreduce_operands(
@@ -305,80 +308,143 @@ class Communicator(Member):
         return next(iter(chosen.values()))._replace(choice=choice)
 
     def _reduce_scatter(self, array: Any, op: ReduceOp | str, out: Any, algorithm: str | None) -> Any:
-        kind = ReduceOp.parse(op)
+        kind, is_new = ReduceOp.parse(op), out is None
         source = with_rows(array, "reduce_scatter")
         rows, row = Partition.first_larger(source.shape[0], self.size).segment, prod(source.shape[1:])
         shape = (_length(rows[self.rank]), *source.shape[1:])
         out, target = self._operands.result(array, source, shape, out)
         counts = [_length(part) * row for part in rows]
         chosen = self._selection.other(
-            Collective.REDUCE_SCATTER, source.dtype, source.shape, source.nbytes, algorithm, kind.value, kind
+            Collective.REDUCE_SCATTER, source.dtype, source.shape, algorithm, kind.value, kind, source.nbytes
         )
         running = _Running(self, "reduce_scatter", chosen.choice.algorithm, source.nbytes)
         with running, self._operands.on_host(source, target) as (given, taken), flat_target(taken) as flat:
-            chosen.run(given.flat(), counts, flat)
+            flat_source, own = given.flat(), sum(counts[: self.rank])
+            again = chosen.run(apart(flat_source, flat, -own), counts, flat)
+        given_out = None if is_new else out
+        self._bind_again("reduce_scatter", array, given_out, (op, algorithm), again, source, target, source.nbytes)
         return out
 
-    def _allgather(self, array: Any, algorithm: str | None) -> Any:
+    def _allgather(self, array: Any, out: Any, algorithm: str | None) -> Any:
         source = with_rows(array, "allgather")
+        self._operands.require_usable(source)
         shape, row = ("*", *source.shape[1:]), prod(source.shape[1:])
-        rows = self._exchange_rows([source.shape[0]], source, Collective.ALLGATHER, shape)[:, 0]
-        out, target = new_result(array, source, (int(rows.sum()), *source.shape[1:]))
-        counts = [int(each) * row for each in rows]
-        most = max(counts) * source.dtype.itemsize
-        chosen = self._selection.other(Collective.ALLGATHER, source.dtype, shape, most, algorithm)
-        running = _Running(self, "allgather", chosen.choice.algorithm, target.nbytes)
-        with running, self._operands.on_host(source, target) as (given, taken):
-            chosen.run(given.flat(), counts, taken.flat())
-        return out
+        received = RowsReceived(self._operands, array, source, out)
+        chosen = self._selection.other(Collective.ALLGATHER, source.dtype, shape, algorithm)
+        nbytes = source.nbytes * self.size
+        running = _Running(self, "allgather", chosen.choice.algorithm, nbytes)
+        with running, self._operands.on_host(source, source, store=False) as (given, _):
+            flat, numbers = given.flat(), (source.shape[0], received.room)
+            if isinstance(received.target, Operand):
+                in_its_place = received.room == self.size * source.shape[0]
+                flat = apart(flat, received.target.view, self.rank * flat.size if in_its_place else None)
+            again = chosen.run(flat, numbers, row, received)
+        result = received.store()
+        self._bind_again("allgather", array, out, (None, algorithm), again, source, received.target, nbytes)
+        return result
 
     def _broadcast(self, array: Any, root: int, out: Any, algorithm: str | None) -> Any:
+        given_root, is_new = root, out is None
         root = whole_number("root", root)
         if not 0 <= root < self.size:
             raise ConfigError(f"root must be a rank, 0 to {self.size - 1}, got {root}")
-        source, is_new, am_root = operand_of(array), out is None, self.rank == root
+        source, am_root = operand_of(array), self.rank == root
         out, target = self._operands.result(array, source, source.shape, out)
         nbytes = source.nbytes
         chosen = self._selection.other(
-            Collective.BROADCAST, source.dtype, source.shape, nbytes, algorithm, f"root {root}"
+            Collective.BROADCAST, source.dtype, source.shape, algorithm, f"root {root}", nbytes=nbytes
         )
         lent = self._operands.on_host(source, target, fetch=am_root, store=not am_root or source is not target)
-        with _Running(self, "broadcast", chosen.choice.algorithm, nbytes), lent as (given, taken):
-            if am_root and not same(given, taken):
-                np.copyto(taken.view, given.view)
-            with flat_target(taken) as flat:
-                chosen.run(flat, root)
+        running = _Running(self, "broadcast", chosen.choice.algorithm, nbytes)
+        with running, lent as (given, taken), flat_target(taken) as flat:
+            flat_source = apart(given.flat(), flat, 0) if am_root and not same(given, taken) else flat
+            again = chosen.run(flat_source, flat, root)
+        given_out = None if is_new else out
+        self._bind_again("broadcast", array, given_out, (given_root, algorithm), again, source, target, nbytes)
         return as_given(array, out) if is_new else out
 
-    def _alltoall(self, array: Any, splits: Sequence[int] | None, algorithm: str | None) -> Any:
+    def _alltoall(self, array: Any, splits: Sequence[int] | None, out: Any, algorithm: str | None) -> Any:
         source = with_rows(array, "alltoall")
-        mine = row_counts(splits, source.shape[0], self.size)
-        shape, row = ("*", *source.shape[1:]), prod(source.shape[1:])
-        rows = self._exchange_rows(mine, source, Collective.ALLTOALL, shape)
-        received = rows[:, self.rank]
-        out, target = new_result(array, source, (int(received.sum()), *source.shape[1:]))
-        most = int(rows.sum(axis=1).max()) * row * source.dtype.itemsize
-        chosen = self._selection.other(Collective.ALLTOALL, source.dtype, shape, most, algorithm)
-        running = _Running(self, "alltoall", chosen.choice.algorithm, source.nbytes)
-        with running, self._operands.on_host(source, target) as (given, taken):
-            chosen.run(given.flat(), rows * row, taken.flat())
-        return out if splits is None else (out, received.tolist())
-
-    def _exchange_rows(
-        self, mine: Sequence[int], source: AnyOperand, collective: Collective, shape: tuple[object, ...]
-    ) -> npt.NDArray[np.int64]:
-        """Gather a few numbers of every rank, as (size, len(mine)), that say how many rows will come from whom."""
         self._operands.require_usable(source)
-        own = np.array(mine, np.int64)
-        gathered = np.empty((self.size, own.size), np.int64)
-        chosen = self._selection.rows(collective, source.dtype, shape, own.size)
+        shape, row = ("*", *source.shape[1:]), prod(source.shape[1:])
+        received = RowsReceived(self._operands, array, source, out)
+        numbers = (*row_counts(splits, source.shape[0], self.size), received.room)
+        chosen = self._selection.other(Collective.ALLTOALL, source.dtype, shape, algorithm)
+        running = _Running(self, "alltoall", chosen.choice.algorithm, source.nbytes)
+        with running, self._operands.on_host(source, source, store=False) as (given, _):
+            flat = given.flat()
+            if isinstance(received.target, Operand):
+                flat = apart(flat, received.target.view)
+            again = chosen.run(flat, numbers, row, received)
+        result = received.store()
+        if splits is None:
+            self._bind_again("alltoall", array, out, (None, algorithm), again, source, received.target, source.nbytes)
+            return result
+        return result, received.rows
+
+    # ---- calls that come again ----
+
+    def _bind_again(
+        self,
+        collective: str,
+        array: Any,
+        out: Any,
+        arguments: tuple[Any, Any],
+        again: Again,
+        source: AnyOperand,
+        target: AnyOperand | None,
+        nbytes: int,
+    ) -> None:
+        """Remember how to repeat a call that is no allreduce.
+
+        Args:
+            collective, array, out, arguments, nbytes: as for `_bind`.
+            again: repeats it; None: nothing does.
+            source, target: the memory of ``array`` and of the result.
+        """
+        if again is None or not (is_memory_of(array, source) and isinstance(target, Operand)):
+            return
+        if out is None:
+            row = target.shape[1:] if collective in ("allgather", "alltoall") else None
+            make = self._operands.maker(array, source.dtype)
+            run: Callable[[], Any] = partial(_again_into_new, again, make, row, target.shape)
+        elif is_memory_of(out, target):
+            flat = target.unowned().flat()
+            run = partial(again, lambda rows: flat)
+        else:
+            return
+        self._bind(collective, array, out, arguments, run, nbytes)
+
+    def _bind(
+        self, collective: str, array: Any, out: Any, arguments: tuple[Any, Any], run: Callable[[], Any], nbytes: int
+    ) -> None:
+        """Remember how to repeat a call for as long as its arrays live.
+
+        Args:
+            collective: its name.
+            array: what the caller passed.
+            out: the same; None: each call returns a new array.
+            arguments: two more that the caller passed.
+            run: repeats the call; returns the new array.
+            nbytes: what the call counts for.
+        """
+        key = id(array), id(out), collective
+        self._bound[key] = BoundCall(array, out, arguments, run, nbytes, lambda _: self._bound.pop(key, None))
+
+    def _repeat(self, collective: str, bound: BoundCall, out: Any) -> Any:
+        """Make a call again that was bound."""
+        started = perf_counter()
         try:
-            chosen.run(own, [own.size] * self.size, gathered.reshape(-1))
+            made = self._standing.quiet.run(bound.run)
         except BaseException as error:
-            self._standing.fail(error)
+            require_alone(error)
+            self._standing.break_off(error)
             raise
-        self._standing.go_on()
-        return gathered
+        tally = self.tallies[collective]
+        tally.calls += 1
+        tally.nbytes += bound.nbytes
+        tally.seconds += perf_counter() - started
+        return made if out is None else out
 
     def _meet(self, signature: Signature) -> None:
         self._standing.require_open()
@@ -422,6 +488,30 @@ class _Running:
         instruments = self._instruments
         if instruments.observers:
             instruments.tell("collective_finished", self._collective, self._algorithm, self._nbytes, seconds)
+
+
+def _reduce_into_new(reduction: Reduction, source: Operand, make: Callable[[], tuple[Any, Operand]]) -> Any:
+    result, target = make()
+    reduction.run(source, target)
+    return result
+
+
+def _again_into_new(
+    again: Callable[[Result], object],
+    make: Callable[[tuple[int, ...]], tuple[Any, Operand]],
+    row: tuple[int, ...] | None,
+    shape: tuple[int, ...],
+) -> Any:
+    """Repeat a call into a new array: of a shape, or, where there is one, of rows of that shape."""
+    made: Any = None
+
+    def result(rows: list[int]) -> npt.NDArray[Any]:
+        nonlocal made
+        made, target = make(shape if row is None else (sum(rows), *row))
+        return target.view.reshape(-1)
+
+    again(result)
+    return made
 
 
 def _length(part: slice) -> int:

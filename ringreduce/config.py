@@ -155,6 +155,7 @@ class Config:
         timeout_s: how long (seconds) any wait for a peer may last. ``RINGREDUCE_TIMEOUT``
         node_size: treat every so many consecutive ranks as a node. ``RINGREDUCE_NODE_SIZE``
         shared_memory: whether ranks of a node may share memory. ``RINGREDUCE_SHARED_MEMORY``
+        private_memory: whether ranks of a node may copy each other's private memory. ``RINGREDUCE_PRIVATE_MEMORY``
         algorithm: the allreduce algorithm to use wherever it can run. ``RINGREDUCE_ALGORITHM``
         segment_nbytes: the most bytes of a block that travel at once, so that transfers overlap. ``RINGREDUCE_SEGMENT``
         fusion_nbytes: small asynchronous allreduces travel together; a group that holds so many bytes is closed.
@@ -184,6 +185,7 @@ class Config:
     timeout_s: float = _setting("RINGREDUCE_TIMEOUT", _positive_float, 300.0)
     node_size: int | None = _setting("RINGREDUCE_NODE_SIZE", _positive_int, None)
     shared_memory: bool = _setting("RINGREDUCE_SHARED_MEMORY", _switch, True)
+    private_memory: bool = _setting("RINGREDUCE_PRIVATE_MEMORY", _switch, True)
     algorithm: str | None = _setting("RINGREDUCE_ALGORITHM", str, None)
     segment_nbytes: int = _setting("RINGREDUCE_SEGMENT", parse_nbytes, 256 << 10)
     # On one node, 1 to 100 MiB differ by no more than the measurement does; this is small enough for gradients that are

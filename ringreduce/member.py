@@ -31,7 +31,7 @@ class Member:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._selection = Selection(context)
-        self._bound: dict[int, BoundCall] = {}  # by the id of the array
+        self._bound: dict[tuple[int, int, str], BoundCall] = {}  # by the ids of array and out, and the collective
         self._standing = Standing(context, self._selection.forget, self._bound.clear)
         self.gpu = Gpu(context, self._standing, cuda_driver, cupy_nccl)
         self._operands = Operands(self._standing, self.gpu)

@@ -31,7 +31,6 @@ from ringreduce.paths import (
     close_all,
     path_for,
 )
-from ringreduce.paths.mailbox import Mailbox
 from ringreduce.paths.messages import Library, Messages
 from ringreduce.paths.operands import AnyOperand
 from ringreduce.paths.path import Task
@@ -58,8 +57,6 @@ _HIERARCHICAL = {"halving_doubling": "hierarchical_halving", "direct": "hierarch
 #: Up to so many nodes may send to one at once: switches can buffer that, and ranks can have as many messages under way.
 _FEW_NODES = 16
 
-#: The dtype in which ranks tell each other how many rows they have.
-_ROWS = DTYPES["int64"]
 _REMEMBERED = 4096  # kinds of calls
 
 
@@ -326,10 +323,10 @@ class Selection:
         collective: Collective,
         dtype: DType,
         shape: tuple[object, ...],
-        nbytes: int,
         algorithm: str | None,
         argument: str = "",
         op: ReduceOp = ReduceOp.SUM,
+        nbytes: int = 0,
     ) -> Chosen:
         """Return what carries out a collective other than the allreduce.
 
@@ -337,27 +334,17 @@ class Selection:
             collective: which.
             dtype: of the elements.
             shape: as the signature says it; a star where ranks may differ.
-            nbytes: of the rank that puts in most.
             algorithm: what is asked for.
             argument: for the signature.
             op: of a reduce_scatter.
+            nbytes: of the array, where all ranks know how large it is.
         """
-        key = collective.value, argument, algorithm, shape, dtype.name, Mailbox.holds(nbytes)
+        key = collective.value, argument, algorithm, shape, dtype.name
         if (found := self._chosen.get(key)) is not None:
             return found
         call = self.call(collective, nbytes, dtype, op)
         choice = self.choose(call, algorithm)
         signature = _signature(call, choice, algorithm, shape, argument)
-        return self._keep(key, Chosen(choice, signature, self._paths.bind(call, choice, signature)))
-
-    def rows(self, collective: Collective, dtype: DType, shape: tuple[object, ...], count: int) -> Chosen:
-        """Return what gathers ``count`` numbers of rows of each rank, before a collective in which ranks may differ."""
-        key = "rows", collective.value, shape, dtype.name
-        if (found := self._chosen.get(key)) is not None:
-            return found
-        call = self.call(Collective.ALLGATHER, count * _ROWS.itemsize, _ROWS, ReduceOp.SUM)
-        choice = self.choose(call)
-        signature = Signature.of(f"{collective.value}(rows of shape {shape_text(shape)}, {dtype.name})")
         return self._keep(key, Chosen(choice, signature, self._paths.bind(call, choice, signature)))
 
     def _reduction(

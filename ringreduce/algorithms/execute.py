@@ -8,7 +8,7 @@ pipelining, for rings and trees and hierarchies alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from ringreduce.buffers import Call, Kernels
 from ringreduce.instruments import Instruments
 from ringreduce.partition import Segment, pieces
 from ringreduce.transport.messages import Messages, Request
+from ringreduce.transport.private import PrivateMemory
 from ringreduce.transport.waiting import Waiter
 
 __all__ = ["STREAMS", "Coding", "Memory", "Plan"]
@@ -42,14 +43,20 @@ class Memory:
 
     Attributes:
         mine: this rank's buffer, one-dimensional and contiguous.
-        peers: the buffers of ranks whose memory can be touched, by rank.
+        peers: the buffers of ranks whose memory can be touched, or copied at least, by rank.
         peer_segments: for peers whose blocks are elsewhere than here: their segments, by rank.
+        result: where direct accesses put what they load or reduce, if not into ``mine``, and copy it to peers from.
+        result_segments: where blocks are in the result, if elsewhere than in ``mine``.
+        peer_results: where direct accesses store to, if not into ``peers``; by rank.
         make_scratch: makes memory of the same kind for so many elements that messages bring; None: NumPy does.
     """
 
     mine: Array
-    peers: dict[int, Array] = field(default_factory=dict)
+    peers: Mapping[int, Array | PrivateMemory] = field(default_factory=dict)
     peer_segments: dict[int, list[Segment]] = field(default_factory=dict)
+    result: Array | None = None
+    result_segments: list[Segment] | None = None
+    peer_results: Mapping[int, Array | PrivateMemory] | None = None
     make_scratch: Callable[[int], Array] | None = None
 
 
@@ -145,6 +152,7 @@ class Plan:
         make = memory.make_scratch or partial(np.empty, dtype=memory.mine.dtype if coding is None else np.uint8)
         scratches = [(_Scratch(make), _Scratch(make)) for _ in range(nstreams)]
         self._requests: list[Request] = []
+        self._fetched: dict[int, _Scratch] = {}  # where private memory of a peer is copied to, to be reduced
         try:
             for index, segment in enumerate(segments):
                 stream = index % nstreams
@@ -328,31 +336,55 @@ class Plan:
 
     def _direct_calls(self, step: Step, last: frozenset[int], index: int, segment: Segment) -> Iterator[Call]:
         """Load and store piece by piece, so that a piece is stored to the peers while it is in the cache."""
+        memory = self._memory
+        places = segment if memory.result_segments is None else memory.result_segments[index]
         touched = list(dict.fromkeys(each.blocks for each in step.loads + step.stores))
         for blocks in touched:
             loads = [(each, self._remote(index, segment, each)) for each in step.loads if each.blocks == blocks]
-            stores = [(each, self._remote(index, segment, each)) for each in step.stores if each.blocks == blocks]
-            mine, complete = self._memory.mine[_span(segment, blocks)], blocks.start in last
-            for piece in pieces(0, mine.size, _INNER_NBYTES // mine.itemsize):
+            stores = [(each.peer, self._stored(index, segment, each)) for each in step.stores if each.blocks == blocks]
+            result = (memory.mine if memory.result is None else memory.result)[_span(places, blocks)]
+            copies = [remote for each, remote in loads if not each.reduce]
+            complete = blocks.start in last
+            limit = _INNER_NBYTES // result.itemsize if len(copies) < len(loads) or stores else result.size
+            for piece in pieces(0, result.size, max(1, limit)):
                 reducing = [(each.peer, remote[piece]) for each, remote in loads if each.reduce]
-                if len(reducing) > 1 and {each.peer for each, _ in stores} == {peer for peer, _ in reducing}:
-                    yield from self._combine_in_all(reducing, mine[piece], complete=complete)
-                    continue
                 if reducing:
-                    yield self._combine(reducing, mine[piece], complete=complete)
-                for each, remote in loads:
-                    if not each.reduce:
-                        yield partial(np.copyto, mine[piece], remote[piece])
+                    mine = memory.mine[_span(segment, blocks)][piece]
+                    everywhere = {peer for peer, _ in stores} == {peer for peer, _ in reducing}
+                    if len(reducing) > 1 and everywhere and memory.result is None and memory.peer_results is None:
+                        yield from self._combine_in_all(reducing, mine, complete=complete)
+                        continue
+                    yield from self._combine_here(reducing, mine, result[piece], complete=complete)
+                for remote in copies:
+                    yield _copy(remote[piece], result[piece])
                 for _, remote in stores:
-                    yield partial(np.copyto, remote[piece], mine[piece])
+                    yield partial(np.copyto, remote[piece], result[piece])
 
-    def _combine(self, contributions: list[tuple[int, Array]], target: Array, *, complete: bool) -> Call:
-        """Bind a reduction of ``target`` and the peers' views, in rank order whoever carries it out."""
+    def _combine(
+        self, contributions: list[tuple[int, Array]], mine: Array, target: Array | None = None, *, complete: bool
+    ) -> Call:
+        """Bind a reduction of ``mine`` and the peers' views, in rank order whoever carries it out; into ``mine``."""
         assert self._kernels is not None
-        ordered = sorted([*contributions, (self._rank, target)], key=lambda each: each[0])
-        return partial(self._kernels.combine([view for _, view in ordered], complete=complete), target)
+        ordered = sorted([*contributions, (self._rank, mine)], key=lambda each: each[0])
+        combine = self._kernels.combine([view for _, view in ordered], complete=complete)
+        return partial(combine, mine if target is None else target)
 
-    def _combine_in_all(self, contributions: list[tuple[int, Array]], mine: Array, *, complete: bool) -> Iterator[Call]:
+    def _combine_here(
+        self, contributions: list[tuple[int, Array | PrivateMemory]], mine: Array, target: Array, *, complete: bool
+    ) -> Iterator[Call]:
+        """Reduce ``mine`` and what peers have into a target; private memory is copied first."""
+        terms: list[tuple[int, Array]] = []
+        for peer, remote in contributions:
+            if isinstance(remote, PrivateMemory):
+                place = self._fetched.setdefault(peer, _Scratch(partial(np.empty, dtype=mine.dtype)))
+                place.reset()
+                terms.append((peer, place.take(remote.size)))
+                yield remote.copy_to(terms[-1][1])
+            else:
+                terms.append((peer, remote))
+        yield self._combine(terms, mine, target, complete=complete)
+
+    def _combine_in_all(self, contributions: list[tuple[int, Any]], mine: Array, *, complete: bool) -> Iterator[Call]:
         """Reduce into the lowest rank's view, where the sum begins, and copy to all others, mine among them.
 
         The result goes to all of them anyway, and a sum that grows in a source takes no scratch from the cache.
@@ -363,9 +395,18 @@ class Plan:
         for view in ordered[1:]:
             yield partial(np.copyto, view, ordered[0])
 
-    def _remote(self, index: int, segment: Segment, access: Transfer) -> Array:
+    def _remote(self, index: int, segment: Segment, access: Transfer) -> Array | PrivateMemory:
         segments = self._memory.peer_segments.get(access.peer)
         return self._memory.peers[access.peer][_span(segment if segments is None else segments[index], access.remote)]
+
+    def _stored(self, index: int, segment: Segment, access: Transfer) -> Array:
+        results = self._memory.peer_results
+        if results is None:
+            remote = self._remote(index, segment, access)
+        else:
+            remote = results[access.peer][_span(segment, access.remote)]
+        assert isinstance(remote, np.ndarray), "private memory of a peer cannot be stored to"
+        return remote
 
 
 class _Scratch:
@@ -387,6 +428,10 @@ class _Scratch:
             self._chunks[self._taken] = self._make(count)
         self._taken += 1
         return self._chunks[self._taken - 1][:count]
+
+
+def _copy(source: Array | PrivateMemory, target: Array) -> Call:
+    return source.copy_to(target) if isinstance(source, PrivateMemory) else partial(np.copyto, target, source)
 
 
 def _waiting_for(schedule: Schedule, signature: str) -> str:

@@ -28,7 +28,7 @@ _PIECE_NBYTES = STAGE_NBYTES
 
 
 class Mailbox:
-    """A small collective in one barrier: every rank puts its data beside its flag and reads the others'.
+    """A small allreduce in one barrier: every rank puts its data beside its flag and reads the others'.
 
     Args:
         board: the ranks of the node; all of the process set.
@@ -36,7 +36,7 @@ class Mailbox:
         signature: what the user called.
         dtype: the storage type of the elements.
         shape: of what this rank puts into its mailbox; the same on all ranks.
-        kernels: what `run` reduces with; None for a mailbox that is only to `swap`.
+        kernels: what reduces.
     """
 
     def __init__(
@@ -46,30 +46,15 @@ class Mailbox:
         signature: str,
         dtype: np.dtype[Any],
         shape: tuple[int, ...],
-        kernels: Kernels | None = None,
+        kernels: Kernels,
     ) -> None:
         self._board = board
         self._instruments = instruments
         self._signature = signature
         self._code = signature_hash(signature)
-        self._mailboxes = tuple(board.mailboxes(parity, dtype, shape) for parity in (0, 1))
-        self._mine = tuple(mailboxes[board.index] for mailboxes in self._mailboxes)
-        self._reduce = () if kernels is None else tuple(map(kernels.combine, self._mailboxes))
-
-    def close(self) -> None:
-        """Nothing to give back: the mailboxes are the board's."""
-
-    def swap(self, source: Array) -> list[Array]:
-        """Give ``source`` to the others and return everyone's, in rank order; valid until the next call.
-
-        A one-dimensional ``source`` may be shorter than the mailbox; the rest holds old data.
-        """
-        parity = self._board.number + 1 & 1
-        np.copyto(self._mine[parity][: len(source)], source)
-        self._board.arrive(self._signature, self._code)
-        if self._instruments.observers:
-            self._instruments.step("post and meet")
-        return self._mailboxes[parity]
+        mailboxes = [board.mailboxes(parity, dtype, shape) for parity in (0, 1)]
+        self._mine = tuple(each[board.index] for each in mailboxes)
+        self._reduce = tuple(map(kernels.combine, mailboxes))
 
     def run(self, source: Array, target: Array) -> None:
         """Reduce ``source`` into ``target``, of any strides: every rank reduces all mailboxes in rank order."""

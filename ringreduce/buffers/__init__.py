@@ -1,6 +1,6 @@
 """Memory that collectives work on: dtypes, views of arrays, and the kernels that combine, cast and copy."""
 
-from ringreduce.buffers.arrays import Operand, as_given, like, new, operand_of, typed
+from ringreduce.buffers.arrays import Operand, as_given, library_of, like, new, operand_of, typed, unowned
 from ringreduce.buffers.casts import divide_toward_zero, narrow, widen, wider
 from ringreduce.buffers.dtypes import DTYPES, DType
 from ringreduce.buffers.kernels import Call, Kernels, divide, kernels_for, quiet_context
@@ -15,12 +15,14 @@ __all__ = [
     "divide",
     "divide_toward_zero",
     "kernels_for",
+    "library_of",
     "like",
     "narrow",
     "new",
     "operand_of",
     "quiet_context",
     "typed",
+    "unowned",
     "widen",
     "wider",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import sys
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from ringreduce.errors import UnsupportedBufferError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Operand", "as_given", "like", "new", "operand_of", "typed"]
+__all__ = ["Operand", "as_given", "library_of", "like", "new", "operand_of", "typed", "unowned"]
 
 #: What is taken as an array of no dimension.
 _NUMBERS = np.generic, bool, int, float, complex
@@ -33,11 +34,12 @@ class Operand:  # a frozen dataclass would take three times as long to make
         dtype: the type of its elements.
     """
 
-    __slots__ = ("dtype", "view")
+    __slots__ = ("_address", "dtype", "view")
 
     def __init__(self, view: npt.NDArray[Any], dtype: DType) -> None:
         self.view = view
         self.dtype = dtype
+        self._address = -1
 
     @classmethod
     def of(cls, array: Any) -> Operand:
@@ -91,8 +93,9 @@ class Operand:  # a frozen dataclass would take three times as long to make
     @property
     def address(self) -> int:
         """Where the first element is."""
-        address: int = self.view.__array_interface__["data"][0]
-        return address
+        if self._address < 0:
+            self._address = self.view.__array_interface__["data"][0]
+        return self._address
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -115,6 +118,10 @@ class Operand:  # a frozen dataclass would take three times as long to make
     def flat(self) -> npt.NDArray[Any]:
         """Return the elements in C order as one dimension: a view if they are contiguous, else a copy."""
         return np.ascontiguousarray(self.view).reshape(-1)  # alone, this leaves the gaps in one dimension as they are
+
+    def unowned(self) -> Operand:
+        """Return the same contiguous memory, which that one does not keep alive; see `unowned`."""
+        return Operand(unowned(self.view).reshape(self.shape), self.dtype)
 
     def require_writable(self) -> None:
         """Check that results can be stored here.
@@ -161,12 +168,25 @@ def typed(memory: npt.NDArray[np.uint8], dtype: DType) -> Any:
     return torch.from_numpy(memory).view(torch.bfloat16)
 
 
+def unowned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """View the memory of a contiguous array, as one dimension and writable, without keeping it alive.
+
+    For plans, which outlive the arrays that they were made for: whoever runs one holds an array at that address.
+    """
+    memory: Any = (ctypes.c_byte * array.nbytes).from_address(array.__array_interface__["data"][0])
+    return np.frombuffer(memory, array.dtype) if array.nbytes else np.empty(0, array.dtype)
+
+
+def library_of(array: Any) -> str:
+    """Return whose array this is, ``"numpy"`` or ``"torch"``; numbers are NumPy's."""
+    return "numpy" if isinstance(array, (np.ndarray, *_NUMBERS)) else "torch"
+
+
 def like(array: Any, shape: Sequence[int] | None = None) -> Any:
     """Return an uninitialised private array of the same library and dtype (and shape, unless one is given)."""
     if isinstance(array, _NUMBERS):
         array = np.asarray(array)
-    library = "numpy" if isinstance(array, np.ndarray) else "torch"
-    return new(tuple(array.shape) if shape is None else shape, DType.of(array.dtype), library)
+    return new(tuple(array.shape) if shape is None else shape, DType.of(array.dtype), library_of(array))
 
 
 def as_given(array: Any, result: Any) -> Any:

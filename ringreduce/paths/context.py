@@ -18,10 +18,10 @@ from ringreduce.partition import Segment
 from ringreduce.paths.cleanup import close_all
 from ringreduce.topology import Topology
 from ringreduce.transport.agreement import Agreement
-from ringreduce.transport.board import NOWHERE, Board, signature_hash
+from ringreduce.transport.board import Board, signature_hash
 from ringreduce.transport.messages import Messages, exchange_json
 from ringreduce.transport.node import Node
-from ringreduce.transport.shared import Arena, Location
+from ringreduce.transport.shared import NOWHERE, Arena, Location
 from ringreduce.transport.waiting import Waiter
 
 __all__ = ["Cache", "Context", "Signature"]
@@ -166,7 +166,8 @@ class Context:
         if not self.single_node:
             self.agreement.enter(signature.text, meet=not signature.waits)
         try:
-            return self.board.arrive(signature.text, signature.code, NOWHERE if location is None else location.packed)
+            place = NOWHERE if location is None else location.packed
+            return self.board.arrive(signature.text, signature.code, place)[::2]
         except MismatchError:
             if not self.single_node:
                 self.agreement.settle()  # the other nodes must hear of it, and say what they call

@@ -19,7 +19,17 @@ from ringreduce.algorithms.execute import STREAMS, Coding, Memory, Plan
 from ringreduce.buffers import Kernels, Operand, divide, kernels_for
 from ringreduce.partition import Partition, Segment, segments_of_blocks, segments_of_buffer
 from ringreduce.paths.context import Context
-from ringreduce.paths.path import VENDOR, Call, Path, Reduction, Repetition, Task
+from ringreduce.paths.path import (
+    VENDOR,
+    Again,
+    Call,
+    Path,
+    Reduction,
+    Result,
+    Task,
+    require_room,
+    rows_received,
+)
 from ringreduce.paths.shared import locate, peer_views, touches_memory
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.transport.shared import Location
@@ -48,20 +58,28 @@ class Messages(Path):
     def allreduce(self, task: Task, shape: tuple[int, ...]) -> _Reduction:
         return _Reduction(self, task)
 
-    def broadcast(self, task: Task, data: Array, root: int) -> None:
+    def broadcast(self, task: Task, source: Array, target: Array, root: int) -> Again:
+        if self._context.rank == root and source.__array_interface__["data"] != target.__array_interface__["data"]:
+            np.copyto(target, source)
         self._context.meet(task.signature)
         nblocks = self._context.schedule(Collective.BROADCAST, task.algorithm, root).nblocks
-        segments = segments_of_buffer(data.size, nblocks, _segment_limit(self._context, data, data.size // nblocks))
-        self._send(Collective.BROADCAST, task, Memory(data), segments, root=root)
+        limit = _segment_limit(self._context, target, target.size // nblocks)
+        segments = segments_of_buffer(target.size, nblocks, limit)
+        self._send(Collective.BROADCAST, task, Memory(target), segments, root=root)
+        return None
 
-    def allgather(self, task: Task, mine: Array, counts: Sequence[int], out: Array) -> None:
-        partition = Partition.of_sizes(counts)
-        np.copyto(out[partition.segment[self._context.rank]], mine)
-        self._context.meet(task.signature)
-        segments = segments_of_blocks(partition, _segment_limit(self._context, out, max(counts)))
-        self._send(Collective.ALLGATHER, task, Memory(out), segments)
+    def allgather(self, task: Task, source: Array, numbers: Sequence[int], row: int, result: Result) -> Again:
+        rows = rows_received(self._exchanged(task, numbers), self._context.rank)
+        counts = [each * row for each in rows]
+        partition, target = Partition.of_sizes(counts), result(rows)
+        own = target[partition.segment[self._context.rank]]
+        if own.__array_interface__["data"] != source.__array_interface__["data"]:
+            np.copyto(own, source)
+        segments = segments_of_blocks(partition, _segment_limit(self._context, target, max(counts)))
+        self._send(Collective.ALLGATHER, task, Memory(target), segments)
+        return None
 
-    def reduce_scatter(self, task: Task, source: Array, counts: Sequence[int], out: Array) -> None:
+    def reduce_scatter(self, task: Task, source: Array, counts: Sequence[int], target: Array) -> Again:
         context, partition = self._context, Partition.of_sizes(counts)
         size = context.topology.size
         context.meet(task.signature)
@@ -70,22 +88,37 @@ class Messages(Path):
         op = ReduceOp.SUM if task.op is ReduceOp.AVERAGE else task.op  # only the own block is complete in the end
         kernels = kernels_for(task.dtype, op, size)
         self._send(Collective.REDUCE_SCATTER, task, Memory(work), segments, kernels)
-        np.copyto(out, work[partition.segment[context.rank]])
+        np.copyto(target, work[partition.segment[context.rank]])
         if task.op is ReduceOp.AVERAGE:
-            divide(out, size)
+            divide(target, size)
+        return None
 
-    def alltoall(self, task: Task, source: Array, counts: Array, out: Array) -> None:
-        rank = self._context.rank
-        sending, receiving = counts[rank].tolist(), counts[:, rank].tolist()
+    def alltoall(self, task: Task, source: Array, numbers: Sequence[int], row: int, result: Result) -> Again:
+        rank, said = self._context.rank, self._exchanged(task, numbers)
+        rows = rows_received(said, rank)
+        sending, receiving = [each * row for each in numbers[:-1]], [each * row for each in rows]
+        target = result(rows)
         own = Partition.of_sizes(receiving).segment[rank]
-        np.copyto(out[own], source[Partition.of_sizes(sending).segment[rank]])
-        self._context.meet(task.signature)
-        work = np.concatenate([source, out])
+        np.copyto(target[own], source[Partition.of_sizes(sending).segment[rank]])
+        work = np.concatenate([source, target])
         both = Partition.of_sizes([*sending, *receiving])
-        largest = int(counts.max())
+        largest = max(max(each[:-1]) for each in said) * row
         segments = segments_of_blocks(both, _segment_limit(self._context, work, largest), largest)
         self._send(Collective.ALLTOALL, task, Memory(work), segments)
-        np.copyto(out, work[source.size :])
+        np.copyto(target, work[source.size :])
+        return None
+
+    def _exchanged(self, task: Task, numbers: Sequence[int]) -> list[list[int]]:
+        """Meet the others in a call, and return the numbers of all; see `Path.allgather`."""
+        context, size, count = self._context, self._context.topology.size, len(numbers)
+        context.meet(task.signature)
+        everyone = np.empty(size * count, np.int64)
+        everyone[context.rank * count :][:count] = numbers
+        segments = [Partition.of_sizes([count] * size).segment]
+        self._send(Collective.ALLGATHER, task._replace(algorithm="direct"), Memory(everyone), segments)
+        said: list[list[int]] = everyone.reshape(size, count).tolist()
+        require_room(task.signature.text, said)
+        return said
 
     def _send(
         self,
@@ -163,14 +196,6 @@ class _Reduction(Reduction):
             self._run(None, target.count, source.view, target.view)
         else:
             self._run(location, target.count, None if source.address == target.address else source.view, None)
-
-    def repetition(self, array: Any, target: Operand) -> Repetition:
-        location, count = locate(self._context, target), target.count
-        if location is not None:
-            return lambda _: self._run(location, count, None, None)
-        if array is target.view:
-            return lambda same: self._run(None, count, same, same)
-        return None
 
     def _run(self, location: Location | None, count: int, source: Array | None, target: Array | None) -> None:
         """Reduce in the target's own memory, at a location of the arena, or in a buffer of the plan.

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import prod
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.buffers import Operand, like, operand_of
+from ringreduce.buffers import DType, Operand, library_of, new, operand_of
 from ringreduce.buffers.cuda.arrays import DeviceOperand
 from ringreduce.errors import UnsupportedBufferError
 from ringreduce.paths.gpu import Gpu
 from ringreduce.paths.standing import Standing
 
-__all__ = ["AnyOperand", "Operands", "flat_target", "new_result", "same", "with_rows"]
+__all__ = ["AnyOperand", "Operands", "RowsReceived", "apart", "flat_target", "is_memory_of", "same", "with_rows"]
 
 #: Of an array in host memory or on a GPU.
 AnyOperand = Operand | DeviceOperand
@@ -58,13 +59,8 @@ class Operands:
         """
         self.require_usable(source)
         if out is None:
-            return new_result(array, source, shape)
-        target = source
-        if out is not array:
-            target = operand_of(out)
-            self.require_usable(target)
-        if type(target) is not type(source):
-            raise UnsupportedBufferError("array and out must both be in host memory or both in device memory")
+            return self.new(array, source, shape)
+        target = source if out is array else self.fitting(source, out)
         if target.shape != shape or target.dtype != source.dtype:
             raise UnsupportedBufferError(
                 f"out has shape {target.shape} and dtype {target.dtype.name}, "
@@ -72,6 +68,35 @@ class Operands:
             )
         target.require_writable()
         return out, target
+
+    def new(self, array: Any, source: AnyOperand, shape: tuple[int, ...]) -> tuple[Any, AnyOperand]:
+        """Return a new array of the library and the dtype of ``array``, and its memory."""
+        if isinstance(source, Operand):
+            return self.maker(array, source.dtype)(shape)
+        out = source.like(shape)
+        return out, operand_of(out)
+
+    def maker(self, array: Any, dtype: DType) -> Callable[[tuple[int, ...]], tuple[Any, Operand]]:
+        """Return what makes arrays in host memory of the library of ``array``, which it does not keep, of any shape."""
+        library = library_of(array)
+
+        def make(shape: tuple[int, ...]) -> tuple[Any, Operand]:
+            out = new(shape, dtype, library)
+            return out, Operand.of(out)
+
+        return make
+
+    def fitting(self, source: AnyOperand, out: Any) -> AnyOperand:
+        """Return the memory of an ``out`` that may be used with a source.
+
+        Raises:
+            UnsupportedBufferError: it cannot be used, or is in the other kind of memory.
+        """
+        target = operand_of(out)
+        self.require_usable(target)
+        if type(target) is not type(source):
+            raise UnsupportedBufferError("array and out must both be in host memory or both in device memory")
+        return target
 
     def on_host(
         self, source: AnyOperand, target: AnyOperand, *, fetch: bool = True, store: bool = True
@@ -91,10 +116,61 @@ class Operands:
         return self._gpu.staging(source.device).lend(source, target, fetch=fetch, store=store)
 
 
-def new_result(array: Any, source: AnyOperand, shape: tuple[int, ...]) -> tuple[Any, AnyOperand]:
-    """Return a new array of the library and the dtype of ``array``, and its memory."""
-    out = like(array, shape) if isinstance(source, Operand) else source.like(shape)
-    return out, operand_of(out)
+class RowsReceived:
+    """The result of a collective in which ranks may give any number of rows: known when the ranks have met.
+
+    Args:
+        operands: checks and lends.
+        array: this rank's input, as the caller passed it.
+        source: its memory.
+        out: where the caller wants the result, None for a new array.
+
+    Attributes:
+        out: the result, once this was called.
+        target: its memory, once that is known.
+        room: the rows of ``out``; -1: it is made as large as is wanted.
+        rows: those that came from each rank, once this was called.
+
+    Raises:
+        UnsupportedBufferError: the result cannot go to ``out``.
+    """
+
+    def __init__(self, operands: Operands, array: Any, source: AnyOperand, out: Any) -> None:
+        self._operands = operands
+        self._array, self._source = array, source
+        self._flat: npt.NDArray[Any] | None = None
+        self.out, self.room = out, -1
+        self.target: AnyOperand | None = None
+        self.rows: list[int] = []
+        if out is not None:
+            self.target = operands.fitting(source, out)
+            shape, row = self.target.shape, source.shape[1:]
+            if not shape or shape[1:] != row or self.target.dtype != source.dtype:
+                raise UnsupportedBufferError(
+                    f"out has shape {shape} and dtype {self.target.dtype.name}, "
+                    f"the result has rows of shape {row} and dtype {source.dtype.name}"
+                )
+            self.target.require_writable()
+            self.room = shape[0]
+
+    def __call__(self, rows: list[int]) -> npt.NDArray[Any]:
+        """Return where the rows that come from each rank go, as a flat array in host memory."""
+        self.rows = rows
+        if self.target is None:
+            self.out, self.target = self._operands.new(self._array, self._source, (sum(rows), *self._source.shape[1:]))
+        target = self.target
+        if isinstance(target, Operand) and target.contiguous:
+            return target.flat()
+        self._flat = np.empty(prod(target.shape), target.dtype.storage)
+        return self._flat
+
+    def store(self) -> Any:
+        """Return the result, now that all rows are there."""
+        if self._flat is not None:
+            assert self.target is not None
+            with self._operands.on_host(self.target, self.target, fetch=False) as (_, taken):
+                np.copyto(taken.view, self._flat.reshape(taken.shape))
+        return self.out
 
 
 def with_rows(array: Any, what: str) -> AnyOperand:
@@ -107,6 +183,30 @@ def with_rows(array: Any, what: str) -> AnyOperand:
     if not source.shape:
         raise UnsupportedBufferError(f"{what} needs an array with at least one dimension, got a scalar")
     return source
+
+
+def is_memory_of(array: Any, operand: AnyOperand) -> bool:
+    """Return whether an operand in host memory is all of an array's own memory, and the array can be watched."""
+    if not isinstance(operand, Operand) or not operand.contiguous or not operand.count:
+        return False
+    if isinstance(array, np.ndarray):
+        return True
+    return hasattr(array, "data_ptr") and array.data_ptr() == operand.address
+
+
+def apart(source: npt.NDArray[Any], target: npt.NDArray[Any], place: int | None = None) -> npt.NDArray[Any]:
+    """Return a source, or a copy of it if a result would overwrite what others still read.
+
+    Args:
+        source: flat.
+        target: where the result goes.
+        place: the element of the target at which the source may stand, as it belongs there.
+    """
+    if not np.may_share_memory(source, target):
+        return source
+    start = target.__array_interface__["data"][0] + (place or 0) * source.itemsize
+    stays = place is not None and target.flags.c_contiguous and source.__array_interface__["data"][0] == start
+    return source if stays else source.copy()
 
 
 def same(source: Operand, target: Operand) -> bool:

@@ -11,7 +11,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -20,6 +20,7 @@ import numpy.typing as npt
 from ringreduce import algorithms
 from ringreduce.algorithms import Collective
 from ringreduce.buffers import DTYPES, DType, Operand, wider
+from ringreduce.errors import MismatchError
 from ringreduce.paths.context import Cache, Context, Signature
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.topology import Topology
@@ -28,6 +29,7 @@ __all__ = [
     "DETERMINISTIC",
     "NCCL",
     "VENDOR",
+    "Again",
     "BoundCall",
     "Call",
     "Carrier",
@@ -36,15 +38,19 @@ __all__ = [
     "Itself",
     "Path",
     "Reduction",
-    "Repetition",
+    "Result",
     "Task",
     "Work",
+    "require_room",
+    "rows_received",
     "work_of_one_byte",
 ]
 
 Array = npt.NDArray[Any]
-#: Repeats a call in place on the array that it is given. None: nothing is saved, each call looks everything up.
-Repetition = Callable[[Any], object] | None
+#: Returns where a result goes, flat, once it is known how many rows come from each rank.
+Result = Callable[[list[int]], Array]
+#: Repeats a call on the same input; None: nothing is saved, each call looks everything up.
+Again = Callable[[Result], object] | None
 
 #: The name that asks for sums in the order of ranks: the same bits from every algorithm that it stands for, so that
 #: they depend neither on the nodes of the ranks nor on size, fusion or segments.
@@ -172,52 +178,67 @@ class Reduction(ABC):
             MismatchError, CollectiveTimeoutError, TransportError: see the communicator.
         """
 
-    def repetition(self, array: Any, target: Operand) -> Repetition:
-        """Return what reduces this array in place again, with everything looked up; it does not hold the array.
+    def repetition(self, source: Operand, target: Operand) -> Callable[[], object]:
+        """Return what reduces the same memory again, with everything looked up.
 
         Args:
-            array: the caller's.
-            target: its memory.
+            source, target: as for `run`; contiguous.
         """
-        return None
+        return partial(self.run, source, target)
 
 
 class BoundCall:
-    """An in-place call that was looked up once, for as long as its array lives.
+    """A call that was looked up once, for as long as its arrays live.
 
     Attributes:
-        array: a weak reference to it.
-        op, algorithm: the arguments, as they were given.
-        nbytes: of its array.
-        still_there: returns whether an array, known to be that one, has the memory and layout that it had.
-        run: repeats the call.
+        run: makes the call again; returns its result.
+        nbytes: that it counts for.
+
+    Args:
+        array: the caller's.
+        out: the caller's; may be ``array``, or None: a new array each time.
+        arguments: two more, as they were given.
+        run, nbytes: see above.
+        forget: called when one of the arrays is gone.
     """
 
-    __slots__ = ("algorithm", "array", "nbytes", "op", "run", "still_there")
+    __slots__ = ("_algorithm", "_argument", "_arrays", "nbytes", "run")
 
     def __init__(
         self,
         array: Any,
-        target: Operand,
-        op: ReduceOp | str,
-        algorithm: str | None,
-        run: Callable[[Any], object],
+        out: Any,
+        arguments: tuple[Any, Any],
+        run: Callable[[], Any],
+        nbytes: int,
         forget: Callable[[object], object],
     ) -> None:
-        self.array = weakref.ref(array, forget)
-        self.op = op
-        self.nbytes = target.nbytes
-        self.algorithm = algorithm
+        self._argument, self._algorithm = arguments
         self.run = run
-        self.still_there: Callable[[Any], bool]
-        if isinstance(array, np.ndarray):  # it can be given another shape and dtype; a weak reference forbids `resize`
-            shape, dtype = array.shape, array.dtype
-            self.still_there = lambda same: same.shape == shape and same.dtype is dtype
-        else:  # `set_`, `resize_`, ``data =`` and `t_` change a tensor
-            address, shape, strides = target.address, target.shape, array.stride()
-            self.still_there = lambda same: (
-                same.data_ptr() == address and same.shape == shape and same.stride() == strides
-            )
+        self.nbytes = nbytes
+        given = dict.fromkeys((id(array), id(out)))
+        self._arrays = [
+            (weakref.ref(each, forget), _unchanged(each)) for each in (array, out)[: len(given)] if each is not None
+        ]
+
+    def repeats(self, array: Any, out: Any, argument: Any, algorithm: Any) -> bool:
+        """Return whether a call with these arguments is the same call again."""
+        if not (argument is self._argument and algorithm is self._algorithm):
+            return False
+        for (known, unchanged), given in zip(self._arrays, (array, out), strict=False):
+            if known() is not given or not unchanged(given):
+                return False
+        return True
+
+
+def _unchanged(array: Any) -> Callable[[Any], bool]:
+    """Return what says whether an array, known to be this one, has the memory and layout that it has now."""
+    if isinstance(array, np.ndarray):  # it can be given another shape and dtype; a weak reference forbids `resize`
+        shape, dtype = array.shape, array.dtype
+        return lambda same: same.shape == shape and same.dtype is dtype
+    # `set_`, `resize_`, ``data =`` and `t_` change a tensor.
+    address, size, strides = array.data_ptr(), array.shape, array.stride()
+    return lambda same: same.data_ptr() == address and same.shape == size and same.stride() == strides
 
 
 class Chosen(NamedTuple):
@@ -232,7 +253,7 @@ class Chosen(NamedTuple):
 
     choice: Choice
     signature: Signature
-    run: Callable[..., object]
+    run: Callable[..., Any]
     reduction: Reduction | None = None
 
 
@@ -279,26 +300,39 @@ class Path(ABC):
     def allreduce(self, task: Task, shape: tuple[int, ...]) -> Reduction:
         """Return what reduces arrays of this shape."""
 
-    def broadcast(self, task: Task, data: Array, root: int) -> None:
-        """Copy the root's ``data`` into everyone's."""
+    def broadcast(self, task: Task, source: Array, target: Array, root: int) -> Again:
+        """Copy the root's ``source`` into everyone's ``target``: the same memory or apart from it."""
         raise NotImplementedError  # of a path that takes allreduces alone; nobody asks it
 
-    def allgather(self, task: Task, mine: Array, counts: Sequence[int], out: Array) -> None:
-        """Put rank q's ``counts[q]`` elements into ``out`` one after the other; ``mine`` holds this rank's."""
-        raise NotImplementedError  # of a path that takes allreduces alone; nobody asks it
-
-    def reduce_scatter(self, task: Task, source: Array, counts: Sequence[int], out: Array) -> None:
-        """Cut every rank's ``source`` into blocks of ``counts`` elements; reduce this rank's block into ``out``."""
-        raise NotImplementedError  # of a path that takes allreduces alone; nobody asks it
-
-    def alltoall(self, task: Task, source: Array, counts: Array, out: Array) -> None:
-        """Send block q of ``source`` to rank q; ``out`` is what the ranks sent here, in rank order.
+    def allgather(self, task: Task, source: Array, numbers: Sequence[int], row: int, result: Result) -> Again:
+        """Put every rank's rows into a result, one after the other.
 
         Args:
             task: how.
-            source: the blocks for rank 0, 1, ... one after the other.
-            counts: (size, size) elements: ``counts[i, j]`` is what rank i sends to rank j.
-            out: takes ``counts[:, rank].sum()`` elements.
+            source: this rank's rows.
+            numbers: how many there are, and the rows of the array for the result, -1 if a new one is made.
+            row: elements in a row.
+            result: makes or returns that array.
+
+        Raises:
+            MismatchError: on all ranks: on some, the result does not fit.
+        """
+        raise NotImplementedError  # of a path that takes allreduces alone; nobody asks it
+
+    def reduce_scatter(self, task: Task, source: Array, counts: Sequence[int], target: Array) -> Again:
+        """Cut every rank's ``source`` into blocks of ``counts`` elements; reduce this rank's block into ``target``."""
+        raise NotImplementedError  # of a path that takes allreduces alone; nobody asks it
+
+    def alltoall(self, task: Task, source: Array, numbers: Sequence[int], row: int, result: Result) -> Again:
+        """Send rows to every rank; the result is what the ranks sent here, in rank order.
+
+        Args:
+            task, row, result: as for `allgather`.
+            source: the rows for rank 0, 1, ... one after the other.
+            numbers: how many there are for each rank, and the rows of the array for the result, -1 if one is made.
+
+        Raises:
+            MismatchError: as for `allgather`.
         """
         raise NotImplementedError  # of a path that takes allreduces alone; nobody asks it
 
@@ -323,22 +357,50 @@ class Itself(Path):
     def allreduce(self, task: Task, shape: tuple[int, ...]) -> Reduction:
         return _Copy()
 
-    def broadcast(self, task: Task, data: Array, root: int) -> None:
-        pass
+    def broadcast(self, task: Task, source: Array, target: Array, root: int) -> Again:
+        np.copyto(target, source)
+        return None
 
-    def allgather(self, task: Task, mine: Array, counts: Sequence[int], out: Array) -> None:
-        np.copyto(out, mine)
+    def allgather(self, task: Task, source: Array, numbers: Sequence[int], row: int, result: Result) -> Again:
+        require_room(task.signature.text, [numbers])
+        np.copyto(result(rows_received([numbers], 0)), source)
+        return None
 
-    def reduce_scatter(self, task: Task, source: Array, counts: Sequence[int], out: Array) -> None:
-        np.copyto(out, source)
+    def reduce_scatter(self, task: Task, source: Array, counts: Sequence[int], target: Array) -> Again:
+        np.copyto(target, source)
+        return None
 
-    def alltoall(self, task: Task, source: Array, counts: Array, out: Array) -> None:
-        np.copyto(out, source)
+    alltoall = allgather
 
 
 class _Copy(Reduction):
     def run(self, source: Operand, target: Operand) -> None:
         np.copyto(target.view, source.view)
+
+
+def rows_received(numbers: Sequence[Sequence[int]], rank: int) -> list[int]:
+    """Return how many rows a rank gets from each, in an allgather or alltoall; ``numbers``: those of every rank."""
+    return [each[min(rank, len(each) - 2)] for each in numbers]  # in an allgather everyone gets the same
+
+
+def require_room(signature: str, numbers: Sequence[Sequence[int]]) -> None:
+    """Raise on all ranks if on some the array for the result is too small or too large.
+
+    Args:
+        signature: of the call.
+        numbers: those of every rank in an allgather or alltoall.
+
+    Raises:
+        MismatchError: it is.
+    """
+    results = [sum(rows_received(numbers, rank)) for rank in range(len(numbers))]
+    if all(each[-1] in (-1, rows) for each, rows in zip(numbers, results, strict=True)):
+        return
+    texts = {}
+    for rank, (each, rows) in enumerate(zip(numbers, results, strict=True)):
+        wrong = each[-1] not in (-1, rows)
+        texts[rank] = f"{signature}, out has {each[-1]} rows, and the result {rows}" if wrong else signature
+    raise MismatchError(texts)
 
 
 @lru_cache(maxsize=1024)

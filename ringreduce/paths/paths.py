@@ -14,7 +14,7 @@ from ringreduce.paths.cleanup import close_all
 from ringreduce.paths.context import Context, Signature
 from ringreduce.paths.mailbox import Mailbox
 from ringreduce.paths.messages import Hierarchy, Library, Messages
-from ringreduce.paths.path import Call, Choice, Itself, Path, Reduction, Task
+from ringreduce.paths.path import Again, Call, Choice, Itself, Path, Reduction, Task
 from ringreduce.paths.shared import SharedMemory
 from ringreduce.reduce_ops import ReduceOp
 
@@ -41,7 +41,7 @@ class Paths:
     def __init__(self, context: Context) -> None:
         self._paths: dict[object, Path] = {path: path(context) for path in PATHS}
 
-    def bind(self, call: Call, choice: Choice, signature: Signature) -> Callable[..., object]:
+    def bind(self, call: Call, choice: Choice, signature: Signature) -> Callable[..., Again]:
         """Return what carries out calls other than allreduces: a method of the path, without its first arguments.
 
         Args:
@@ -84,11 +84,12 @@ class _Wide(Reduction):
 
 
 def _reduce_scatter_wide(
-    run: Callable[..., object], call: Call, reduced: Call, source: Array, counts: Sequence[int], out: Array
-) -> None:
-    result = np.empty(out.size, reduced.dtype.storage)
+    run: Callable[..., object], call: Call, reduced: Call, source: Array, counts: Sequence[int], target: Array
+) -> Again:
+    result = np.empty(target.size, reduced.dtype.storage)
     run(widen(source, call.dtype), counts, result)
-    _narrow(result, call, out)
+    _narrow(result, call, target)
+    return None
 
 
 def _narrow(wide: Array, call: Call, target: Array) -> None:

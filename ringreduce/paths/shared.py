@@ -1,17 +1,17 @@
-"""The path through memory that the ranks of one node share: each loads from the others, or stores to them.
+"""The path through memory of the ranks of one node: each loads from the others, or stores to them.
 
-Every rank publishes where its input is in the arena, or, if it is elsewhere, where it has put a copy. Large private
-arrays of an allreduce pass through the board's staging areas, piece by piece.
+Every rank publishes where its input and its result are. What is in the arena can be loaded from and stored to; what is
+elsewhere can be copied, where the system allows that (`ringreduce.transport.private`). Where it does not, inputs are
+copied to the arena first, and large allreduces pass through the board's staging areas, piece by piece.
 
-Plans are kept for memory that is ours (the arena), never for the caller's: a kept plan would keep the array alive.
+Plans are bound to addresses and keep no array alive: a plan runs only while the caller holds the arrays that are there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +20,11 @@ from ringreduce import algorithms
 from ringreduce.algorithms import Collective
 from ringreduce.algorithms.execute import Memory, Plan
 from ringreduce.algorithms.fused import Staged
-from ringreduce.buffers import Kernels, Operand, kernels_for
+from ringreduce.buffers import Operand, kernels_for, unowned
 from ringreduce.partition import Partition, Segment
 from ringreduce.paths.context import Cache, Context
-from ringreduce.paths.path import Call, Path, Reduction, Repetition, Task
-from ringreduce.transport.board import NOWHERE
-from ringreduce.transport.shared import Location
+from ringreduce.paths.path import Again, Call, Path, Reduction, Result, Task, require_room, rows_received
+from ringreduce.transport.shared import MAILED, NOWHERE, Block, Location
 
 __all__ = ["SharedMemory", "locate", "peer_views", "touches_memory"]
 
@@ -33,6 +32,10 @@ Array = npt.NDArray[Any]
 
 #: Blocks of the two-shot begin on cache lines: a line that two ranks write would travel between their cores.
 _LINE_NBYTES = 64
+#: Up to this size, to copy an input into the mailbox costs less than the barrier after which it may change again.
+_MAILED_NBYTES = 16 << 10
+#: Results, or numbers of rows, that a plan is bound to at once.
+_BOUND = 64
 
 
 class SharedMemory(Path):
@@ -49,93 +52,257 @@ class SharedMemory(Path):
         # On one node the hierarchical algorithms are the two-shot, too.
         return _Reduction(self._context, self._plans, task)
 
-    def broadcast(self, task: Task, data: Array, root: int) -> None:
-        context = self._context
-        am_root = context.rank == root
-        with self._published(data if am_root else None) as location:
-            others = context.meet_at_board(task.signature, location)
-            peers = {}
-            if not am_root:
-                place = others[context.board.peers.index(root)]
-                peers[root] = context.arena.peer_view(root, Location.unpack(place), data.dtype, data.size)
-            memory = Memory(data, peers)
-            self._load(Collective.BROADCAST, task, memory, (slice(0, data.size),), root)
+    def broadcast(self, task: Task, source: Array, target: Array, root: int) -> Again:
+        return self._run(_Broadcast, task, source, (), 1, lambda _: target, root)
 
-    def allgather(self, task: Task, mine: Array, counts: Sequence[int], out: Array) -> None:
-        context = self._context
-        partition = Partition.of_sizes(counts)
-        np.copyto(out[partition.segment[context.rank]], mine)
-        with self._published(mine) as location:
-            others = context.meet_at_board(task.signature, location)
-            peers = peer_views(context, others, mine.dtype, counts)
-            # A peer publishes its own block alone.
-            places = {peer: [(slice(0, counts[peer]),) * len(counts)] for peer in peers}
-            self._load(Collective.ALLGATHER, task, Memory(out, peers, places), partition.segment)
+    def allgather(self, task: Task, source: Array, numbers: Sequence[int], row: int, result: Result) -> Again:
+        return self._run(_Allgather, task, source, numbers, row, result)
 
-    def reduce_scatter(self, task: Task, source: Array, counts: Sequence[int], out: Array) -> None:
-        context, segment = self._context, Partition.of_sizes(counts).segment
-        with self._published(source, copy=True) as location:  # the own block is reduced in place
-            assert location is not None
-            others = context.meet_at_board(task.signature, location)
-            work = context.arena.view(location, source.dtype, source.size)
-            memory = Memory(work, peer_views(context, others, source.dtype, [source.size] * context.topology.size))
-            kernels = kernels_for(task.dtype, task.op, context.topology.size)
-            self._load(Collective.REDUCE_SCATTER, task, memory, segment, kernels=kernels)
-            np.copyto(out, work[segment[context.rank]])
+    def reduce_scatter(self, task: Task, source: Array, counts: Sequence[int], target: Array) -> Again:
+        return self._run(_ReduceScatter, task, source, (), 1, lambda _: target, counts)
 
-    def alltoall(self, task: Task, source: Array, counts: Array, out: Array) -> None:
-        context, rank = self._context, self._context.rank
-        sending = [Partition.of_sizes(row.tolist()).segment for row in counts]
-        receiving = Partition.of_sizes(counts[:, rank].tolist()).segment
-        np.copyto(out[receiving[rank]], source[sending[rank][rank]])
-        nothing = (slice(0, 0),) * len(receiving)
-        with self._published(source) as location:
-            others = context.meet_at_board(task.signature, location)
-            peers = peer_views(context, others, source.dtype, counts.sum(axis=1).tolist())
-            memory = Memory(out, peers, {peer: [sending[peer] + nothing] for peer in peers})
-            self._load(Collective.ALLTOALL, task, memory, nothing + receiving)
+    def alltoall(self, task: Task, source: Array, numbers: Sequence[int], row: int, result: Result) -> Again:
+        return self._run(_Alltoall, task, source, numbers, row, result)
 
-    @contextmanager
-    def _published(self, data: Array | None, *, copy: bool = False) -> Iterator[Location | None]:
-        """Make ``data`` reachable for the node's other ranks until the context ends, on all ranks together."""
-        arena = self._context.arena
-        if data is None:
-            yield None
-            return
-        location = None if copy else arena.locate(data.__array_interface__["data"][0], data.nbytes)
-        if location is not None:
-            yield location
-            return
-        block = arena.allocate(data.nbytes)
-        try:
-            np.copyto(arena.view(block.location, data.dtype, data.size), data)
-            yield block.location
-        finally:
-            arena.release(block)
-
-    def _load(
+    def _run(
         self,
-        collective: Collective,
+        kind: type[_Loads],
         task: Task,
-        memory: Memory,
-        segment: Segment,
-        root: int = 0,
-        kernels: Kernels | None = None,
-    ) -> None:
-        context = self._context
-        schedule = context.schedule(collective, task.algorithm, root)
-        instruments, waiter, text = context.instruments, context.waiter, task.signature.text
+        source: Array,
+        numbers: Sequence[int],
+        row: int,
+        result: Result,
+        *arguments: Any,
+    ) -> Again:
+        key = task.signature.code, source.__array_interface__["data"][0], source.size, *numbers
+        loads: _Loads = self._plans.get(key, lambda: kind(self._context, task, source, numbers, row, *arguments))
+        loads.run(result)
+        return loads.run
+
+
+class _Layout(NamedTuple):
+    """Where blocks are, once the ranks know of each other how much there is.
+
+    Attributes:
+        received: the rows that come from each rank.
+        own: what this rank copies to its result by itself: slices of its input and of its result; None: nothing.
+        mine: where blocks are in this rank's input, where some of them are reduced.
+        result: where they are in its result.
+        peers: (elements, blocks) of the inputs of the others that are loaded from.
+        calls: what was bound: by the address of the result, the places of the others, and whether the call is even.
+    """
+
+    received: list[int]
+    own: tuple[slice, slice] | None
+    mine: Segment
+    result: Segment
+    peers: Mapping[int, tuple[int, Segment]]
+    calls: dict[tuple[int, ...], tuple[list[Callable[[], object]], bool]]
+
+
+class _Loads:
+    """A collective in which every rank loads what it needs from the others' inputs, for one array of this rank.
+
+    Small inputs are in mailboxes; if all are, nobody has to wait until the others have read them.
+
+    Args:
+        context: the ranks.
+        task: what to do.
+        source: this rank's input; it is not kept.
+        numbers: what the ranks tell each other when they meet.
+        row: elements in a row.
+    """
+
+    collective: Collective
+    root = 0
+
+    def __init__(self, context: Context, task: Task, source: Array, numbers: Sequence[int], row: int) -> None:
+        self._context = context
+        self._board = context.board
+        self._task = task
+        self._text, self._code = task.signature.text, task.signature.code
+        self._source = unowned(source)
+        self._numbers = numbers
+        self._row = row
+        self._layouts: dict[tuple[int, ...], _Layout] = {}
+        self._box: tuple[Array, ...] | None = None
+        self._place = MAILED
+        if not self._gives():
+            return
+        if source.nbytes <= _MAILED_NBYTES:
+            boxes = (self._board.mailboxes(parity, source.dtype, source.shape) for parity in (0, 1))
+            self._box = tuple(each[self._board.index] for each in boxes)
+        else:
+            self._place = context.arena.place(source.__array_interface__["data"][0], source.nbytes)
+
+    def run(self, result: Result) -> None:
+        """Carry it out."""
+        board, published, copied = self._board, self._place, None
+        if self._box is not None:
+            np.copyto(self._box[board.number + 1 & 1], self._source)
+        elif published == NOWHERE:
+            copied = self._copied()
+            published = copied.location.packed
+        board.say(self._numbers)
+        others = board.arrive(self._text, self._code, published)
+        said = (*board.said(len(self._numbers)),)
+        layout = self._layouts.get(said)
+        if layout is None:
+            if len(self._layouts) >= _BOUND:
+                self._layouts.clear()
+            layout = self._layouts[said] = self._layout(said)
+        instruments = self._context.instruments
         if instruments.observers:
             instruments.step("publish and meet")
-        plan = Plan(context.rank, schedule, [segment], memory, kernels, None, waiter, text, instruments=instruments)
-        plan.run()
-        context.board.barrier(text)
+        target = result(layout.received)
+        key = target.__array_interface__["data"][0], board.number & 1, *others
+        bound = layout.calls.get(key)
+        if bound is None:
+            bound = self._bind(layout, key, target, published)
+        calls, kept = bound
+        for call in calls:
+            call()
         if instruments.observers:
-            instruments.step("barrier")
+            instruments.step("load")
+        if kept:
+            board.barrier(self._text)
+            if instruments.observers:
+                instruments.step("barrier")
+        if copied is not None:
+            self._context.arena.release(copied)
+
+    def close(self) -> None:
+        """Forget what was bound; a caller who still holds this binds again."""
+        self._layouts.clear()
+
+    def _gives(self) -> bool:
+        """Return whether others load from this rank's input."""
+        return True
+
+    def _lay_out(self, numbers: list[list[int]]) -> _Layout:
+        """Return where blocks are; ``numbers``: of all ranks, in rank order."""
+        raise NotImplementedError
+
+    def _layout(self, said: tuple[int, ...]) -> _Layout:
+        count, rank = len(self._numbers), self._context.rank
+        numbers = [list(said[start : start + count]) for start in range(0, len(said), count)] if count else []
+        numbers.insert(rank, list(self._numbers))
+        return self._lay_out(numbers)
+
+    def _copied(self) -> Block:
+        arena = self._context.arena
+        block = arena.allocate(self._source.nbytes)
+        np.copyto(arena.view(block.location, self._source.dtype, self._source.size), self._source)
+        return block
+
+    def _bind(
+        self, layout: _Layout, key: tuple[int, ...], target: Array, published: int
+    ) -> tuple[list[Callable[[], object]], bool]:
+        """Bind what loads into a target; say also whether the inputs of all must stay as they are until the end."""
+        context, board, task = self._context, self._board, self._task
+        source, result = self._source, unowned(target)
+        places = dict(zip(board.peers, key[2::2], strict=True))
+        peers: dict[int, Any] = {}
+        for peer, (size, _) in layout.peers.items():
+            if places[peer] == MAILED:
+                peers[peer] = board.mailboxes(key[1], source.dtype, (size,))[board.members.index(peer)]
+            else:
+                peers[peer] = context.arena.at(peer, places[peer], source.dtype, size)
+        calls: list[Callable[[], object]] = []
+        if layout.own is not None:
+            given, taken = source[layout.own[0]], result[layout.own[1]]
+            if given.size and given.__array_interface__["data"] != taken.__array_interface__["data"]:
+                calls.append(partial(np.copyto, taken, given))
+        calls += Plan(
+            rank=context.rank,
+            schedule=context.schedule(self.collective, task.algorithm, self.root),
+            segments=[layout.mine],
+            memory=Memory(
+                source,
+                peers,
+                {peer: [blocks] for peer, (_, blocks) in layout.peers.items()},
+                result=result,
+                result_segments=[layout.result],
+            ),
+            kernels=kernels_for(task.dtype, task.op, context.topology.size),
+            messages=None,
+            waiter=context.waiter,
+            signature=self._text,
+            instruments=context.instruments,
+        ).calls
+        if len(layout.calls) >= _BOUND:
+            layout.calls.clear()
+        layout.calls[key] = calls, any(place != MAILED for place in (published, *places.values()))
+        return layout.calls[key]
+
+
+class _Broadcast(_Loads):
+    collective = Collective.BROADCAST
+
+    def __init__(
+        self, context: Context, task: Task, source: Array, numbers: Sequence[int], row: int, root: int
+    ) -> None:
+        self.root = root
+        super().__init__(context, task, source, numbers, row)
+
+    def _gives(self) -> bool:
+        return self._context.rank == self.root
+
+    def _lay_out(self, numbers: list[list[int]]) -> _Layout:
+        whole = slice(0, self._source.size)
+        peers = {} if self._gives() else {self.root: (self._source.size, (whole,))}
+        return _Layout([], (whole, whole) if self._gives() else None, (whole,), (whole,), peers, {})
+
+
+class _ReduceScatter(_Loads):
+    collective = Collective.REDUCE_SCATTER
+
+    def __init__(
+        self, context: Context, task: Task, source: Array, numbers: Sequence[int], row: int, counts: Sequence[int]
+    ) -> None:
+        self._counts = counts
+        super().__init__(context, task, source, numbers, row)
+
+    def _lay_out(self, numbers: list[list[int]]) -> _Layout:
+        blocks, rank = Partition.of_sizes(self._counts).segment, self._context.rank
+        result = [slice(0, 0)] * len(blocks)
+        result[rank] = slice(0, self._counts[rank])
+        peers = dict.fromkeys(self._board.peers, (self._source.size, blocks))
+        return _Layout([], None, blocks, tuple(result), peers, {})
+
+
+class _Allgather(_Loads):
+    collective = Collective.ALLGATHER
+
+    def _lay_out(self, numbers: list[list[int]]) -> _Layout:
+        require_room(self._text, numbers)
+        rows = rows_received(numbers, self._context.rank)
+        counts = [each * self._row for each in rows]
+        result = Partition.of_sizes(counts).segment
+        # A peer publishes its own block alone.
+        peers = {peer: (counts[peer], (slice(0, counts[peer]),) * len(counts)) for peer in self._board.peers}
+        own = slice(0, self._source.size), result[self._context.rank]
+        return _Layout(rows, own, result, result, peers, {})
+
+
+class _Alltoall(_Loads):
+    collective = Collective.ALLTOALL
+
+    def _lay_out(self, numbers: list[list[int]]) -> _Layout:
+        require_room(self._text, numbers)
+        rank = self._context.rank
+        rows = [each[:-1] for each in numbers]
+        received = rows_received(numbers, rank)
+        sending = [Partition.of_sizes([count * self._row for count in each]).segment for each in rows]
+        receiving = Partition.of_sizes([count * self._row for count in received]).segment
+        nothing = (slice(0, 0),) * len(rows)
+        peers = {peer: (sum(rows[peer]) * self._row, sending[peer] + nothing) for peer in self._board.peers}
+        own = sending[rank][rank], receiving[rank]
+        return _Layout(received, own, nothing + receiving, nothing + receiving, peers, {})
 
 
 class _Reduction(Reduction):
-    """The allreduce of arrays of one shape: in place where every rank's can be reached, else staged."""
+    """The allreduce of arrays of one shape, wherever they are."""
 
     def __init__(self, context: Context, plans: Cache[_TwoShot], task: Task) -> None:
         self._context = context
@@ -143,125 +310,127 @@ class _Reduction(Reduction):
         self._task = task
 
     def run(self, source: Operand, target: Operand) -> None:
-        location = locate(self._context, target)
-        plan = self._plan(source.count, location)
-        if location is not None:
-            if source.address != target.address:
-                np.copyto(target.view, source.view)
-            plan.run_located()
-            return
-        flat = source.flat()
-        if source.dtype.half and not flat.flags.writeable:
-            flat = flat.copy()  # torch, which has the fast kernels, knows no read-only memory
-        result = target.flat() if target.contiguous else np.empty_like(flat)
-        plan.run_private(flat, result)
         if not target.contiguous:
-            np.copyto(target.view, result.reshape(target.shape))
+            result = np.empty(target.shape, target.view.dtype)
+            self.run(source, Operand(result, target.dtype))
+            np.copyto(target.view, result)
+            return
+        if not source.contiguous:
+            np.copyto(target.view, source.view)
+            source = target
+        self._plan(source, target).run()
 
-    def repetition(self, array: Any, target: Operand) -> Repetition:
-        location = locate(self._context, target)
-        plan = self._plan(target.count, location)
-        if location is not None:
-            return plan.run_located
-        if array is target.view and target.contiguous:
+    def repetition(self, source: Operand, target: Operand) -> Callable[[], object]:
+        return self._plan(source, target).run
 
-            def run(same: npt.NDArray[Any]) -> None:
-                flat = same.reshape(-1)
-                plan.run_private(flat, flat)
-
-            return run
-        return None
-
-    def _plan(self, count: int, location: Location | None) -> _TwoShot:
-        """Return the plan for this location of the arena, or (None) for any private memory."""
-        key = self._task.signature.code, location
-        return self._plans.get(key, lambda: _TwoShot(self._context, self._task, count, location))
+    def _plan(self, source: Operand, target: Operand) -> _TwoShot:
+        key = self._task.signature.code, source.address, target.address
+        return self._plans.get(key, lambda: _TwoShot(self._context, self._task, source.flat(), target.flat()))
 
 
 class _TwoShot:
-    """The two-shot on one node: in place where all ranks' buffers are in the arena, else through the staging areas.
+    """The two-shot on one node, for one array of this rank and one result.
 
-    Bound to this rank's location; bound again when a peer's buffer is elsewhere than in the last call.
+    Where all arrays and results are in the arena, each rank stores its block to all results. Otherwise each reduces its
+    block into its own result, from which the others fetch it: nobody stores to private memory, which may be somebody
+    else's when a rank that was stopped wakes up. Where private memory cannot be copied, all goes through staging areas.
     """
 
-    def __init__(self, context: Context, task: Task, count: int, location: Location | None) -> None:
-        storage, signature = task.dtype.storage, task.signature
+    def __init__(self, context: Context, task: Task, source: Array, target: Array) -> None:
+        signature, size, arena = task.signature, context.topology.size, context.arena
         self._context = context
         self._board = context.board
-        self._location = NOWHERE if location is None else location.packed
         self._text, self._code = signature.text, signature.code
-        self._kernels = kernels_for(task.dtype, task.op, context.topology.size)
+        self._kernels = kernels_for(task.dtype, task.op, size)
         self._instruments = context.instruments
+        self._target = unowned(target)
+        in_place = source.__array_interface__["data"] == target.__array_interface__["data"]
+        self._source = self._target if in_place else unowned(source)
+        place = arena.place(target.__array_interface__["data"][0], target.nbytes)
+        self._places = place if in_place else arena.place(source.__array_interface__["data"][0], source.nbytes), place
+        dtype, count = target.dtype, target.size
         self._staged = cache(
-            lambda: Staged(context.board, context.instruments, signature.text, storage, count, self._kernels)
+            lambda: Staged(context.board, context.instruments, signature.text, dtype, count, self._kernels)
         )
-        self._mine = None if location is None else context.arena.view(location, storage, count)
-        self._others: list[int] = []
-        self._calls: list[Callable[[], object]] | None = None
+        #: By the places of the others: calls, each list before a barrier; None: through staging areas.
+        self._bound: dict[tuple[int, ...], list[list[Callable[[], object]]] | None] = {}
 
-    def run_located(self, _: object = None) -> None:
-        """Reduce the buffer at the location, in place."""
-        board = self._board
-        others = board.arrive(self._text, self._code, self._location)
-        if others != self._others:
+    def run(self) -> None:
+        """Reduce."""
+        board, instruments = self._board, self._instruments
+        if NOWHERE in self._places:
+            self._staged().copy_in(self._source)  # saves a barrier, if all do
+        others = (*board.arrive(self._text, self._code, *self._places),)
+        if others not in self._bound:
             self._bind(others)
-        instruments = self._instruments
+        phases = self._bound[others]
         if instruments.observers:
-            instruments.step("meet")
-        if self._calls is None:
-            self._run_mixed()
+            instruments.step("publish and meet")
+        if phases is None:
+            self._run_staged(others)
             return
-        for call in self._calls:
-            call()
-        if instruments.observers:
-            instruments.step("reduce and store")
-        board.barrier(self._text)
-        if instruments.observers:
-            instruments.step("barrier")
+        for calls in phases:
+            for call in calls:
+                call()
+            if instruments.observers:
+                instruments.step("load and store")
+            board.barrier(self._text)
+            if instruments.observers:
+                instruments.step("barrier")
 
-    def run_private(self, source: Array, target: Array) -> None:
-        """Reduce the flat ``source`` into the flat ``target``, which peers cannot reach."""
-        board, staged = self._board, self._staged()
-        staged.copy_in(source)
-        others = board.arrive(self._text, self._code)
-        if max(others) != NOWHERE:
-            board.barrier(self._text)  # a rank whose buffer is located stages only now
-        if self._instruments.observers:
-            self._instruments.step("stage and meet")
-        staged.run(source, target)
-
-    def _run_mixed(self) -> None:
-        """Stage the buffer at the location, as the peers do whose buffers are private."""
-        assert self._mine is not None
+    def _run_staged(self, others: tuple[int, ...]) -> None:
         staged = self._staged()
-        staged.copy_in(self._mine)
-        self._board.barrier(self._text)
-        staged.run(self._mine, self._mine)
+        if NOWHERE not in self._places:
+            staged.copy_in(self._source)
+        if any(NOWHERE not in each for each in (self._places, *_pairs(others))):
+            self._board.barrier(self._text)  # some rank has staged its input only now
+        staged.run(self._source, self._target)
 
-    def _bind(self, others: list[int]) -> None:
-        context, mine = self._context, self._mine
-        assert mine is not None
-        self._others = others
-        self._calls = None
-        if min(others) == NOWHERE:
+    def _bind(self, others: tuple[int, ...]) -> None:
+        if len(self._bound) >= _BOUND:
+            self._bound.clear()
+        pairs = dict(zip(self._board.peers, _pairs(others), strict=True))
+        everyone = (self._places, *pairs.values())
+        if any(NOWHERE in each for each in everyone):
+            self._bound[others] = None
             return
-        schedule = context.schedule(Collective.ALLREDUCE, "two_shot")
-        plan = Plan(
+        arena, source, target = self._context.arena, self._source, self._target
+        sources, targets = (
+            {peer: arena.at(peer, pair[index], target.dtype, target.size) for peer, pair in pairs.items()}
+            for index in (0, 1)
+        )
+        result = None if source is target else target
+        if min(map(min, everyone)) >= 0:
+            alike = all(given == taken for given, taken in everyone)
+            memory = Memory(source, sources, result=result, peer_results=None if alike else targets)
+            self._bound[others] = [self._calls(Collective.ALLREDUCE, "two_shot", memory)]
+            return
+        reducing = self._calls(Collective.REDUCE_SCATTER, "load", Memory(source, sources, result=result))
+        self._bound[others] = [reducing, self._calls(Collective.ALLGATHER, "load", Memory(target, targets))]
+
+    def _calls(self, collective: Collective, algorithm: str, memory: Memory) -> list[Callable[[], object]]:
+        context = self._context
+        schedule = context.schedule(collective, algorithm)
+        return Plan(
             rank=context.rank,
             schedule=schedule,
-            segments=[Partition.even(mine.size, schedule.nblocks, _LINE_NBYTES // mine.itemsize).segment],
-            memory=Memory(mine, peer_views(context, others, mine.dtype, [mine.size] * context.topology.size)),
+            segments=[Partition.even(memory.mine.size, schedule.nblocks, _LINE_NBYTES // memory.mine.itemsize).segment],
+            memory=memory,
             kernels=self._kernels,
             messages=None,
             waiter=context.waiter,
             signature=self._text,
             instruments=context.instruments,
-        )
-        self._calls = plan.calls
+        ).calls
 
     def close(self) -> None:
-        """Forget the views; a caller who still holds the plan makes it bind again."""
-        self._calls, self._others = None, []
+        """Forget what was bound; a caller who still holds this binds again."""
+        self._bound.clear()
+
+
+def _pairs(places: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return (source, target) of each of the other ranks."""
+    return list(zip(places[::2], places[1::2], strict=True))
 
 
 def touches_memory(algorithm: str, call: Call) -> bool:

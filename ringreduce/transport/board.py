@@ -3,11 +3,13 @@
 Every rank owns two pages of flags and texts that only it writes, and areas that its peers read (or write, between
 barriers):
 
-    line 0, 1   arrival: call number, signature hash, location of the buffer, for even and odd calls
+    line 0, 1   arrival: call number, signature hash, places of input and result, four more numbers, for even and odd
+                calls
     line 2      barrier: how many barriers this rank has reached
     line 3      status: not 0 once the rank takes part in no further call
     line 4 ...  what this rank called, as text, written only when a mismatch was seen
     page 1      why this rank takes part in no further call, written before its status
+    numbers     two of `_NUMBERS_NBYTES`: numbers said at arrival that the line cannot hold, for even and odd calls
     mailboxes   two of `MAILBOX_NBYTES`: data of small collectives, for even and odd calls
     staging     four of `STAGE_NBYTES`: pieces of private buffers on their way (two in, two out)
 
@@ -30,10 +32,10 @@ import numpy.typing as npt
 
 from ringreduce.calls import Called, GivenUp, disagreement
 from ringreduce.errors import CollectiveError, PeerLostError
-from ringreduce.transport.shared import Arena, Location
+from ringreduce.transport.shared import NOWHERE, Arena, Location
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["MAILBOX_NBYTES", "NOWHERE", "STAGE_NBYTES", "Board", "fence", "signature_hash"]
+__all__ = ["MAILBOX_NBYTES", "STAGE_NBYTES", "Board", "fence", "signature_hash"]
 
 Array = npt.NDArray[Any]
 
@@ -44,19 +46,19 @@ _LINE = 64  # bytes: what the cores' caches pass to one another
 _PAGE = 4096
 _BARRIER, _STATUS = 2, 3
 _CALLED, _WHY = slice(4 * _LINE, _PAGE), slice(_PAGE, 2 * _PAGE)
-_MAILBOXES = 2 * _PAGE
+_NUMBERS = 2 * _PAGE
+_NUMBERS_NBYTES = 2 * _PAGE  # a number for each of a thousand members
+_MAILBOXES = _NUMBERS + 2 * _NUMBERS_NBYTES
 _STAGES = _MAILBOXES + 2 * MAILBOX_NBYTES
 _BOARD_NBYTES = _STAGES + 4 * STAGE_NBYTES
 
 _POLLS = 100  # about 3 us
 _YIELDS = 200  # about 100 us, or as long as the ranks that share the core take
 
-_NUMBER, _SIGNATURE, _LOCATION = range(3)
+_NUMBER, _SIGNATURE, _SOURCE, _TARGET, _SAID = range(5)
+_NSAID = _LINE // 8 - _SAID
 
-#: What a rank publishes as its location whose buffer no peer can reach.
-NOWHERE = -1
-
-#: What it publishes in place of the hash of a signature, which is never negative, for a call that it cannot make.
+#: What a rank publishes in place of the hash of a signature, which is never negative, for a call that it cannot make.
 _REFUSED = -1
 
 
@@ -101,6 +103,11 @@ class Board:
         # What `arrive` and `barrier` walk through: the peers' lines, by parity.
         self._arrivals = tuple(tuple(line[parity] for _, line in self._others) for parity in (0, 1))
         self._barriers = tuple(line[_BARRIER] for _, line in self._others)
+        # Where `say` puts what a line cannot hold, by parity and member.
+        self._longer = tuple(
+            [part[_NUMBERS + parity * _NUMBERS_NBYTES :][:_NUMBERS_NBYTES].data.cast("q") for part in self._parts]
+            for parity in (0, 1)
+        )
         self.number = 0
         self.epoch = 0
         self.called: Callable[[str], Called] = Called.here
@@ -128,16 +135,35 @@ class Board:
         assert nbytes <= limit
         return [part[offset : offset + nbytes].view(dtype).reshape(shape) for part in self._parts]
 
-    def arrive(self, signature: str, code: int, location: int = NOWHERE) -> list[int]:
+    def say(self, numbers: Sequence[int]) -> None:
+        """Let the other members read numbers once this rank has arrived at its next call; see `said`."""
+        parity = self.number + 1 & 1
+        area = self._mine[parity][_SAID:] if len(numbers) <= _NSAID else self._longer[parity][self.index]
+        for index, number in enumerate(numbers):
+            area[index] = number
+
+    def said(self, count: int) -> list[int]:
+        """Return what each of the other members has said to this call: ``count`` numbers each, in the order of `peers`.
+
+        Valid until this rank leaves the call.
+        """
+        parity = self.number & 1
+        if count <= _NSAID:
+            return [number for line in self._arrivals[parity] for number in line[_SAID : _SAID + count].tolist()]
+        longer = [area for index, area in enumerate(self._longer[parity]) if index != self.index]
+        return [number for area in longer for number in area[:count].tolist()]
+
+    def arrive(self, signature: str, code: int, source: int = NOWHERE, target: int = NOWHERE) -> list[int]:
         """Begin a call together with the other members: the barrier before any data is touched.
 
         Args:
             signature: what this rank calls.
             code: `signature_hash` of it, computed once.
-            location: where this rank's buffer is, packed.
+            source: the place of this rank's input, see `ringreduce.transport.shared`.
+            target: the place of its result.
 
         Returns:
-            Where the buffers of the other members are, packed, in the order of `peers`.
+            Source and target of each of the other members, in the order of `peers`.
 
         Raises:
             MismatchError: on every member, if any called something else.
@@ -147,7 +173,8 @@ class Board:
         parity = number & 1
         line = self._mine[parity]
         line[_SIGNATURE] = code
-        line[_LOCATION] = location
+        line[_SOURCE] = source
+        line[_TARGET] = target
         if self._fence is not None:
             self._fence()
         line[_NUMBER] = number
@@ -157,14 +184,15 @@ class Board:
                 self._wait(lines, number, signature)
         if self._fence is not None:
             self._fence()
-        agreed, locations = True, []
+        agreed, places = True, []
         for peer in lines:
             if peer[_SIGNATURE] != code:
                 agreed = False
-            locations.append(peer[_LOCATION])
+            places.append(peer[_SOURCE])
+            places.append(peer[_TARGET])
         if not agreed:
             self._disagree(signature)
-        return locations
+        return places
 
     def refuse(self, reason: str) -> NoReturn:
         """Come to a call that this rank cannot make, so that it is over for all members.

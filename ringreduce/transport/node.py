@@ -96,6 +96,8 @@ def join(
         members = (messages.rank,)
         arena = Arena(PrivateSegments())
         locations = [Board.allocate(arena)]
+    else:
+        arena.copies_private = config.private_memory and _copies_private(messages, arena, members)
     board = Board(arena, members, locations, messages.rank, waiter)
     messages.exchange(b"")  # nobody may flag before everyone looks
     return Node(topology, hosts, arena, board)
@@ -150,3 +152,30 @@ def _share(messages: Messages, arena: Arena, members: Sequence[int], why_not: st
     together(messages, look)
     arena.release(block)
     return [Location(*everyone[member]["board"]) for member in members]
+
+
+def _copies_private(messages: Messages, arena: Arena, members: Sequence[int]) -> bool:
+    """Return whether the ranks of every node can copy each other's private memory. Collective.
+
+    Args:
+        messages: all ranks.
+        arena: of this one.
+        members: of its node.
+    """
+    secret = np.frombuffer(secrets.token_bytes(_SECRET_NBYTES), np.uint8)
+    mine = {"address": secret.__array_interface__["data"][0], "secret": secret.tolist()}
+    everyone = exchange_json(messages, mine)
+
+    def look() -> None:
+        found = np.empty_like(secret)
+        for member in members:
+            arena.private(member, everyone[member]["address"], _SECRET_NBYTES).copy_to(found)()
+            if found.tolist() != everyone[member]["secret"]:
+                raise TransportError(f"it finds other memory in place of rank {member}'s")
+
+    try:
+        together(messages, look)
+    except StepFailedError as reason:
+        _log.info("private arrays are copied twice between ranks of a node: %s", reason)
+        return False
+    return True

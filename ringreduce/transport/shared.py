@@ -18,10 +18,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.errors import TransportError
+from ringreduce.transport.private import PrivateMemory, reads
 
-__all__ = ["Arena", "Block", "Location", "MemfdSegments", "PrivateSegments", "Segments"]
+__all__ = ["MAILED", "NOWHERE", "Arena", "Block", "Location", "MemfdSegments", "PrivateSegments", "Segments"]
 
 Array = npt.NDArray[Any]
+
+#: Places in the memory of a rank, as one number: not negative, a location in its arena, packed; less than these two,
+#: the negative of an address in the private memory of its process.
+NOWHERE = -1  # where no peer can reach it
+MAILED = -2  # in the rank's mailbox for this call
 
 _PAGE = 4096
 _MAP_FIXED = 0x10  # of Linux; Python's mmap has no name for it
@@ -53,6 +59,10 @@ class Segments(ABC):
     """
 
     nbytes = 64 << 20  # address space, not memory: pages come into being when they are touched
+
+    def pid(self, rank: int) -> int:
+        """Return the process of a peer: this one, unless segments are mapped from others."""
+        return os.getpid()
 
     @abstractmethod
     def create(self, nbytes: int) -> tuple[int, Array]:
@@ -109,6 +119,9 @@ class MemfdSegments(Segments):
         self._own: dict[int, mmap.mmap] = {}
         self._opened: dict[tuple[int, int], Array] = {}
         self._watched: dict[int, select.poll] = {}
+
+    def pid(self, rank: int) -> int:
+        return self._pids[rank]
 
     def create(self, nbytes: int) -> tuple[int, Array]:
         try:
@@ -212,9 +225,13 @@ class Arena:
 
     Memory that is free stays with the arena, to be used again without page faults. Its pages go back to the system when
     nothing of it is large enough and a new segment has to be made.
+
+    Attributes:
+        copies_private: whether the ranks of the node can copy each other's private memory; the same on all of them.
     """
 
     def __init__(self, segments: Segments) -> None:
+        self.copies_private = False
         self._segments = segments
         self._returned: deque[Block] = deque()
         self._memory: dict[int, Array] = {}
@@ -260,6 +277,24 @@ class Arena:
             return None
         base, length, segment = self._bases[index]
         return Location(segment, address - base) if address + nbytes <= base + length else None
+
+    def place(self, address: int, nbytes: int) -> int:
+        """Return the place of some memory of this rank's."""
+        location = self.locate(address, nbytes)
+        if location is not None:
+            return location.packed
+        readable = self.copies_private and reads(os.getpid(), address, nbytes)  # that of devices, perhaps, is not
+        return -address if readable else NOWHERE
+
+    def at(self, rank: int, place: int, dtype: np.dtype[Any], count: int) -> Array | PrivateMemory:
+        """Return elements of a peer's memory at a place that it has published."""
+        if place < MAILED:
+            return PrivateMemory(rank, self._segments.pid(rank), -place, dtype, count)
+        return self.peer_view(rank, Location.unpack(place), dtype, count)
+
+    def private(self, rank: int, address: int, nbytes: int) -> PrivateMemory:
+        """Return bytes in the private memory of a peer."""
+        return PrivateMemory(rank, self._segments.pid(rank), address, np.dtype(np.uint8), nbytes)
 
     def view(self, location: Location, dtype: np.dtype[Any], count: int) -> Array:
         """Return elements of this rank's own memory, without holding on to the array that was made of it."""

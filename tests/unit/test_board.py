@@ -56,8 +56,8 @@ def on_boards(
     return run_threads(size, lambda index: function(boards[index]), on_error=fail)
 
 
-def arrive(board: Board, signature: str, location: int = NOWHERE) -> list[int]:
-    return board.arrive(signature, signature_hash(signature), location)
+def arrive(board: Board, signature: str, source: int = NOWHERE, target: int = NOWHERE) -> list[int]:
+    return board.arrive(signature, signature_hash(signature), source, target)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -107,17 +107,44 @@ def test_areas_of_the_board_do_not_overlap() -> None:
 
 
 def test_locations_are_those_of_this_call() -> None:
-    """Every rank learns where the others' buffers lie in this call, also when they moved since the last one."""
+    """Every rank learns where the others' inputs and results lie in this call, also when they have moved."""
 
     def publish(board: Board) -> None:
         for turn in range(4):
-            places = arrive(board, "call", Location(board.index + 1, turn * 64).packed)
+            places = arrive(board, "call", Location(board.index + 1, turn * 64).packed, -5000 - board.index)
             others = [index for index in range(3) if index != board.index]
             assert board.peers == [10 + index for index in others]
-            assert [Location.unpack(place) for place in places] == [Location(index + 1, turn * 64) for index in others]
-        assert arrive(board, "call") == [NOWHERE] * 2
+            assert places[::2] == [Location(index + 1, turn * 64).packed for index in others]
+            assert places[1::2] == [-5000 - index for index in others]
+        assert arrive(board, "call") == [NOWHERE] * 4
 
     on_boards(3, publish)
+
+
+@pytest.mark.parametrize("count", [0, 1, 4, 5, 1000])
+def test_numbers_said_are_those_of_this_call(count: int) -> None:
+    """Every rank hears the numbers that the others have said to this call, few or many, and of each as many."""
+
+    def talk(board: Board) -> None:
+        for turn in range(4):
+            board.say([turn * 10_000 + board.index * 1000 + i for i in range(count)])
+            arrive(board, "call")
+            others = [index for index in range(3) if index != board.index]
+            said = [turn * 10_000 + index * 1000 + i for index in others for i in range(count)]
+            assert board.said(count) == said
+
+    on_boards(3, talk)
+
+
+def test_a_number_that_nobody_says_is_not_heard() -> None:
+    """To a call to which nothing is said, nothing is heard."""
+
+    def publish(board: Board) -> None:
+        board.say([1, 2])
+        arrive(board, "call")
+        assert board.said(0) == []
+
+    on_boards(2, publish)
 
 
 @pytest.mark.parametrize("calls", [("a", "b", "a"), ("a", "b", "c"), ("b", "a", "a")])

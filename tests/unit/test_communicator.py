@@ -760,14 +760,122 @@ def test_results_go_into_views_of_any_stride(dtype: str) -> None:
 
 
 def test_rows_of_ragged_calls_leave_nothing_behind() -> None:
-    """An allgather with other rows each time is one kind of call, not ever more of them; so is what tells the rows."""
+    """An allgather with other rows each time is one kind of call, not ever more of them."""
 
     def body(communicator: rr.Communicator) -> int:
         for rows in range(20):
             communicator.allgather(np.ones((rows + communicator.rank, 2)))
         return len(communicator._selection._chosen)
 
-    assert run_ranks(2, body) == [2, 2]
+    assert run_ranks(2, body) == [1, 1]
+
+
+@pytest.mark.parametrize("node_size", [None, 1])
+@pytest.mark.parametrize("private_memory", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_calls_that_come_again(size: int, private_memory: bool, node_size: int | None) -> None:
+    """Collectives give NumPy's results again and again: on arrays that stay and whose content changes, in any memory.
+
+    Inputs are ranks' own, the arena's on some ranks, and small and large; results go to new arrays, to given ones, and
+    in place.
+    """
+    config = Config(timeout_s=30, private_memory=private_memory)
+
+    def body(communicator: rr.Communicator) -> None:
+        rank = communicator.rank
+
+        def kept(count: int, shared: bool) -> np.ndarray:
+            return communicator.empty(count, np.int64) if shared else np.empty(count, np.int64)
+
+        for count in (3, 1001, 40_003):
+            for shared in (False, True, rank == 0):
+                whole, out = kept(count * size, shared), kept(count * size, shared)
+                given, part, root = kept(count, shared), kept(count, shared), size - 1
+                for turn in range(3):
+                    wholes = [np.arange(count * size) * (1 + q) + turn for q in range(size)]
+                    total, own = sum(wholes), slice(rank * count, (rank + 1) * count)
+                    pieces = np.concatenate([each[own] for each in wholes])
+                    whole[:] = wholes[rank]
+                    assert_equal(communicator.allreduce(whole), total)
+                    assert_equal(communicator.allreduce(whole, out=out), total)
+                    assert_equal(communicator.alltoall(whole), pieces)
+                    assert_equal(communicator.alltoall(whole, out=out), pieces)
+                    assert_equal(communicator.alltoall(whole, [count] * size)[0], pieces)
+                    assert_equal(communicator.broadcast(whole, root), wholes[root])
+                    assert_equal(communicator.broadcast(whole, root, out=out), wholes[root])
+                    assert_equal(communicator.reduce_scatter(whole), total[own])
+                    assert_equal(communicator.reduce_scatter(whole, out=part), total[own])
+                    assert_equal(whole, wholes[rank])
+                    assert_equal(communicator.reduce_scatter(whole, out=whole[own]), total[own])
+                    whole[:] = wholes[rank]
+                    assert_equal(communicator.broadcast(whole, root, out=whole), wholes[root])
+                    given[:] = whole[own] = wholes[rank][own]
+                    gathered = np.concatenate([each[q * count :][:count] for q, each in enumerate(wholes)])
+                    assert_equal(communicator.allgather(given), gathered)
+                    assert_equal(communicator.allgather(given, out=out), gathered)
+                    assert_equal(communicator.allgather(whole[own], out=whole), gathered)
+                    assert_equal(
+                        communicator.allreduce(given, out=given),
+                        sum(each[q * count :][:count] for q, each in enumerate(wholes)),
+                    )
+
+    run_ranks(size, body, node_size=node_size, config=config)
+
+
+@pytest.mark.parametrize("node_size", [None, 1])
+def test_ragged_results_go_where_there_is_room(node_size: int | None) -> None:
+    """Rows of any number go into a given array that holds them, also one with gaps; one that does not is refused."""
+
+    def body(communicator: rr.Communicator) -> None:
+        rank = communicator.rank
+        rows = np.full((rank + 1, 2), rank, np.float32)
+        wanted = np.repeat(np.arange(3, dtype=np.float32), [2 * (q + 1) for q in range(3)]).reshape(6, 2)
+        for out in (np.empty((6, 2), np.float32), np.empty((12, 2), np.float32)[::2]):
+            assert communicator.allgather(rows, out=out) is out
+            assert_equal(out, wanted)
+        splits = [1 + (rank == peer) for peer in range(3)]
+        sent = np.full(4, rank, np.int32)
+        received, counts = communicator.alltoall(sent, splits, out=np.empty(4, np.int32))
+        assert counts == splits
+        assert_equal(received, np.repeat(np.arange(3, dtype=np.int32), splits))
+        for call in (
+            lambda: communicator.allgather(rows, out=np.empty((6 + (rank == 1), 2), np.float32)),
+            lambda: communicator.alltoall(sent, splits, out=np.empty(4 + (rank == 1), np.int32)),
+        ):
+            error = caught(call)
+            assert isinstance(error, rr.MismatchError)
+            assert "out has" in error.values[1]
+            assert "out has" not in error.values[0]
+        for out in (np.empty((6, 2)), np.empty((6, 3), np.float32), np.empty(6, np.float32)):
+            with pytest.raises((rr.UnsupportedBufferError, rr.MismatchError)):
+                communicator.allgather(rows, out=out)
+        assert_equal(communicator.allgather(rows), wanted)
+
+    run_ranks(3, body, node_size=node_size)
+
+
+def test_an_input_that_its_result_would_overwrite_is_copied() -> None:
+    """A result that overlaps its input, but does not hold it where it belongs, gets the right values all the same."""
+
+    def body(communicator: rr.Communicator) -> None:
+        rank = communicator.rank
+        for count in (5, 30_000):
+            memory = np.zeros(3 * count, np.int64)
+            memory[1 : count + 1] = np.arange(count) + rank
+            assert_equal(
+                communicator.allgather(memory[1 : count + 1], out=memory[: 2 * count]),
+                np.concatenate([np.arange(count), np.arange(count) + 1]),
+            )
+            memory[: 2 * count] = np.arange(2 * count) * (rank + 1)
+            wanted = np.concatenate([np.arange(2 * count)[rank * count :][:count] * (q + 1) for q in range(2)])
+            assert_equal(communicator.alltoall(memory[: 2 * count], out=memory[1 : 2 * count + 1]), wanted)
+            memory[: 2 * count] = np.arange(2 * count) * (rank + 1)
+            wanted = np.arange(2 * count)[rank * count :][:count] * 3
+            assert_equal(communicator.reduce_scatter(memory[: 2 * count], out=memory[1 : count + 1]), wanted)
+            memory[:count] = np.arange(count) + rank
+            assert_equal(communicator.broadcast(memory[:count], 1, out=memory[1 : count + 1]), np.arange(count) + 1)
+
+    run_ranks(2, body)
 
 
 @pytest.mark.parametrize("count", [16_383, 16_384, 65_537])
