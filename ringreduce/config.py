@@ -100,6 +100,10 @@ def parse_nbytes(text: str) -> int:
     return int(found[1]) << {None: 0, "K": 10, "M": 20, "G": 30}[found[2]]
 
 
+def _nbytes_or_none(text: str) -> int:
+    return 0 if text == "0" else parse_nbytes(text)
+
+
 def _positive_int(text: str) -> int:
     if not text.isdigit() or int(text) == 0:
         raise ValueError("expected a positive whole number")
@@ -156,6 +160,9 @@ class Config:
         node_size: treat every so many consecutive ranks as a node. ``RINGREDUCE_NODE_SIZE``
         shared_memory: whether ranks of a node may share memory. ``RINGREDUCE_SHARED_MEMORY``
         private_memory: whether ranks of a node may copy each other's private memory. ``RINGREDUCE_PRIVATE_MEMORY``
+        results_nbytes: new arrays that collectives return lie in memory that the ranks of the node share, as long as
+            those of a rank that live take no more than so many bytes together; None: a quarter of the machine's memory,
+            divided by the ranks of the node. ``RINGREDUCE_RESULTS``, 0 for none
         algorithm: the allreduce algorithm to use wherever it can run. ``RINGREDUCE_ALGORITHM``
         segment_nbytes: the most bytes of a block that travel at once, so that transfers overlap. ``RINGREDUCE_SEGMENT``
         fusion_nbytes: small asynchronous allreduces travel together; a group that holds so many bytes is closed.
@@ -186,6 +193,7 @@ class Config:
     node_size: int | None = _setting("RINGREDUCE_NODE_SIZE", _positive_int, None)
     shared_memory: bool = _setting("RINGREDUCE_SHARED_MEMORY", _switch, True)
     private_memory: bool = _setting("RINGREDUCE_PRIVATE_MEMORY", _switch, True)
+    results_nbytes: int | None = _setting("RINGREDUCE_RESULTS", _nbytes_or_none, None)
     algorithm: str | None = _setting("RINGREDUCE_ALGORITHM", str, None)
     segment_nbytes: int = _setting("RINGREDUCE_SEGMENT", parse_nbytes, 256 << 10)
     # On one node, 1 to 100 MiB differ by no more than the measurement does; this is small enough for gradients that are

@@ -18,6 +18,7 @@ from ringreduce.calls import GivenUp
 from ringreduce.errors import ConfigError
 from ringreduce.instruments import Tally
 from ringreduce.paths import NCCL, BoundCall, Call, Choice, Context, Gpu, Operands, Standing, close_all, ordinal
+from ringreduce.processes import Forked
 from ringreduce.reduce_ops import SUM, ReduceOp
 from ringreduce.selection import Selection, forced
 from ringreduce.transport.nccl import cupy_nccl
@@ -34,7 +35,7 @@ class Member:
         self._bound: dict[tuple[int, int, str], BoundCall] = {}  # by the ids of array and out, and the collective
         self._standing = Standing(context, self._selection.forget, self._bound.clear)
         self.gpu = Gpu(context, self._standing, cuda_driver, cupy_nccl)
-        self._operands = Operands(self._standing, self.gpu)
+        self._operands = Operands(self._standing, self.gpu, context.arena, shares_results=context.topology.size > 1)
         self.instruments = context.instruments
         self.tallies = {each.value: Tally() for each in Collective}
         self.rank = context.rank
@@ -185,6 +186,10 @@ class Member:
     def leave(self, why: GivenUp) -> bool:
         """Let nobody on this node wait for this rank any more; return whether it is the first of them that leaves."""
         return self._context.board.leave(why)
+
+    def forked(self, processes: Forked) -> None:
+        """Take note that this process has just forked others; see `Arena`."""
+        self._context.arena.forked(processes)
 
     def disown(self, reason: str) -> None:
         """Refuse all calls: this process was forked by the rank whose communicator this is.

@@ -13,6 +13,7 @@ from ringreduce.config import Config
 from ringreduce.engine import Engine
 from ringreduce.errors import ConfigError
 from ringreduce.paths import Context, close_all
+from ringreduce.processes import Forked
 from ringreduce.transport.control import SharedControlChannel
 from ringreduce.transport.messages import Messages
 from ringreduce.transport.node import host_name, join
@@ -185,6 +186,12 @@ class ProcessSet:
             other.unregister()
         self._sharing.clear()
         return parts
+
+    def forked(self, processes: Forked) -> None:
+        """Take note that the member has just forked others."""
+        if self._parts is not None:
+            for communicator in (self._parts.engine.communicator, self._parts.communicator):
+                communicator.forked(processes)
 
     def disown(self, reason: str) -> None:
         """Communicate no more, as this process was forked by the member."""

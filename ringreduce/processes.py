@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-__all__ = ["ancestors", "announce", "at_exit", "is_multiprocessing_child", "launcher", "rank_above", "watch"]
+__all__ = ["Forked", "ancestors", "announce", "at_exit", "is_multiprocessing_child", "launcher", "rank_above", "watch"]
 
 #: What starts ranks and stays with them until they end, as the kernel calls it, in at most 15 characters: the launchers
 #: of Open MPI, MPICH, Intel MPI and MVAPICH, Slurm, PALS, Flux and jsrun, and their daemons on other hosts.
@@ -75,6 +75,35 @@ def ancestors() -> Iterator[tuple[int, str]]:
             return
         yield pid, text[text.index("(") + 1 : text.rindex(")")]
         pid = int(text[text.rindex(")") + 2 :].split()[1])
+
+
+class Forked:
+    """Processes that this one forks at one moment: made before the fork, and then told on which side it is."""
+
+    def __init__(self) -> None:
+        self._read: int | None
+        self._read, self._write = os.pipe()  # whose writing end nobody closes but with the last of these processes
+
+    def in_parent(self) -> None:
+        """Let this process not be counted."""
+        os.close(self._write)
+
+    def in_child(self) -> None:
+        """Be counted."""
+        assert self._read is not None
+        os.close(self._read)
+
+    @property
+    def ended(self) -> bool:
+        """Whether all have ended, those that they have forked themselves included."""
+        if self._read is not None:
+            waiting = select.poll()
+            waiting.register(self._read, 0)  # tells of the end all the same
+            if not waiting.poll(0):
+                return False
+            os.close(self._read)
+            self._read = None
+        return True
 
 
 def is_multiprocessing_child() -> bool:

@@ -76,6 +76,7 @@ class _Process:
         self._entrance = Entrance()  # no thread starts or ends a world in the midst of doing so
         self._starting = threading.Lock()  # one thread at a time
         self._announcement: int | None = None  # to processes that this one starts: a file descriptor
+        self._forking: dict[int, processes.Forked] = {}  # by thread
         self._shuts_down: int | None = None  # the process that ends its world when it ends
 
     # ---- the world there is ----
@@ -159,7 +160,9 @@ class _Process:
     def _take_part_in_ends_and_forks(self) -> None:
         """Be called when this process ends or forks; does nothing the second time."""
         if self._shuts_down is None:
-            os.register_at_fork(after_in_child=self._after_fork)
+            os.register_at_fork(
+                before=self._before_fork, after_in_parent=self._after_fork_here, after_in_child=self._after_fork
+            )
         if self._shuts_down != os.getpid():
             self._shuts_down = os.getpid()
             processes.at_exit(self._at_exit)
@@ -184,8 +187,22 @@ class _Process:
         if self.termination is None or self.termination.at_exit():
             self.shut_down()
 
+    def _before_fork(self) -> None:
+        if self.own() is not None:
+            self._forking[threading.get_ident()] = processes.Forked()
+
+    def _after_fork_here(self) -> None:
+        own, forked = self.own(), self._forking.pop(threading.get_ident(), None)
+        if forked is not None:
+            forked.in_parent()
+            if own is not None:
+                own.forked(forked)
+
     def _after_fork(self) -> None:
         """Borrow the world of the rank that has forked this process."""
+        forked = self._forking.pop(threading.get_ident(), None)
+        if forked is not None:
+            forked.in_child()
         self._entrance, self._starting = Entrance(), threading.Lock()
         own = self.own()
         if own is not None:

@@ -25,6 +25,7 @@ from ringreduce.launch import Connection, RankAbove
 from ringreduce.metrics import Metrics
 from ringreduce.paths import NCCL, VENDOR, close_all
 from ringreduce.process_sets import Parts, ProcessSet, connect
+from ringreduce.processes import Forked
 from ringreduce.timeline import Clock, Timeline, Track
 from ringreduce.topology import Topology
 from ringreduce.transport.messages import Messages, StepFailedError, exchange_json, together
@@ -313,6 +314,11 @@ class OwnWorld(World):
         why = GivenUp(reason, self.rank)
         first = [each.communicator.leave(why) for each in self.sets.values() if each.connected]
         return all(first)
+
+    def forked(self, processes: Forked) -> None:
+        """Take note that this process has just forked others."""
+        for each in self.sets.values():
+            each.forked(processes)
 
     def lend(self) -> BorrowedWorld:
         """Return the world of this process, which the rank has forked. Takes no lock, and waits for none.

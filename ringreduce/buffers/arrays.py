@@ -20,7 +20,7 @@ from ringreduce.errors import UnsupportedBufferError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Operand", "as_given", "library_of", "like", "new", "operand_of", "typed", "unowned"]
+__all__ = ["Operand", "as_given", "library_of", "like", "native", "new", "operand_of", "typed", "unowned"]
 
 #: What is taken as an array of no dimension.
 _NUMBERS = np.generic, bool, int, float, complex
@@ -155,6 +155,16 @@ def new(shape: Sequence[int], dtype: DType, library: str) -> Any:
 
         return torch.empty(tuple(shape), dtype=getattr(torch, dtype.name), device="cpu")
     return np.empty(shape, ml_bfloat16() if dtype.name == "bfloat16" else dtype.storage)
+
+
+def native(view: npt.NDArray[Any], dtype: DType, library: str) -> Any:
+    """Return an array of ``library`` on the memory of a contiguous one of the storage type."""
+    if library == "torch":
+        import torch
+
+        tensor = torch.from_numpy(view)
+        return tensor.view(torch.bfloat16) if dtype.name == "bfloat16" else tensor
+    return view.view(ml_bfloat16()) if dtype.name == "bfloat16" else view
 
 
 def typed(memory: npt.NDArray[np.uint8], dtype: DType) -> Any:

@@ -10,13 +10,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.buffers import DType, Operand, library_of, new, operand_of
+from ringreduce.buffers import DType, Operand, library_of, native, new, operand_of
 from ringreduce.buffers.cuda.arrays import DeviceOperand
 from ringreduce.errors import UnsupportedBufferError
 from ringreduce.paths.gpu import Gpu
 from ringreduce.paths.standing import Standing
+from ringreduce.transport.shared import Arena
 
 __all__ = ["AnyOperand", "Operands", "RowsReceived", "apart", "flat_target", "is_memory_of", "same", "with_rows"]
+
+#: Smaller results are private: they go through mailboxes, or through a plan's own memory.
+_LEAST_SHARED_NBYTES = 16 << 10
 
 #: Of an array in host memory or on a GPU.
 AnyOperand = Operand | DeviceOperand
@@ -28,11 +32,15 @@ class Operands:
     Args:
         standing: says whether calls may be made.
         gpu: this rank's.
+        arena: where results may lie.
+        shares_results: whether anybody gains by that.
     """
 
-    def __init__(self, standing: Standing, gpu: Gpu) -> None:
+    def __init__(self, standing: Standing, gpu: Gpu, arena: Arena, *, shares_results: bool) -> None:
         self._standing = standing
         self._gpu = gpu
+        self._arena = arena
+        self._shares_results = shares_results
 
     def require_usable(self, operand: AnyOperand) -> None:
         """Refuse what cannot be used here, before the ranks meet.
@@ -78,11 +86,16 @@ class Operands:
 
     def maker(self, array: Any, dtype: DType) -> Callable[[tuple[int, ...]], tuple[Any, Operand]]:
         """Return what makes arrays in host memory of the library of ``array``, which it does not keep, of any shape."""
-        library = library_of(array)
+        library, arena, shared = library_of(array), self._arena, self._shares_results
 
         def make(shape: tuple[int, ...]) -> tuple[Any, Operand]:
-            out = new(shape, dtype, library)
-            return out, Operand.of(out)
+            nbytes = prod(shape) * dtype.itemsize
+            memory = arena.result(nbytes) if shared and nbytes >= _LEAST_SHARED_NBYTES else None
+            if memory is None:
+                out = new(shape, dtype, library)
+                return out, Operand.of(out)
+            view = memory.view(dtype.storage).reshape(shape)
+            return native(view, dtype, library), Operand(view, dtype)
 
         return make
 

@@ -17,7 +17,7 @@ from ringreduce.errors import TransportError
 from ringreduce.topology import Topology
 from ringreduce.transport.board import Board
 from ringreduce.transport.messages import Messages, StepFailedError, exchange_json, together
-from ringreduce.transport.shared import Arena, Block, Location, PrivateSegments, Segments
+from ringreduce.transport.shared import Arena, Block, Location, PrivateSegments, Segments, memory_nbytes
 from ringreduce.transport.waiting import Waiter
 
 __all__ = ["Node", "host_name", "join"]
@@ -25,6 +25,8 @@ __all__ = ["Node", "host_name", "join"]
 _log = logging.getLogger(__name__)
 
 _SECRET_NBYTES = 32
+#: Results of all ranks of a node may take this part of the memory, if the settings do not say otherwise: a quarter.
+_RESULTS_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,10 @@ def join(
     hosts = topology = Topology.from_hosts((each["host"], rank // node_size) for rank, each in enumerate(everyone))
     members = hosts.node_of(messages.rank)
     waiter.crowded = len(members) > len({core for member in members for core in everyone[member]["cores"]})
-    arena = Arena(make_segments({member: everyone[member]["pid"] for member in members}))
+    results_nbytes = config.results_nbytes
+    if results_nbytes is None:
+        results_nbytes = memory_nbytes() // (_RESULTS_SHARE * len(members))
+    arena = Arena(make_segments({member: everyone[member]["pid"] for member in members}), results_nbytes)
     why_not = "" if config.shared_memory else "it is switched off"
     if len({everyone[member]["namespace"] for member in members}) > 1:
         why_not = why_not or "ranks of its machine run in separate pid namespaces"
@@ -94,7 +99,7 @@ def join(
         arena.close()
         topology = Topology.from_hosts(range(messages.size))
         members = (messages.rank,)
-        arena = Arena(PrivateSegments())
+        arena = Arena(PrivateSegments(), results_nbytes)
         locations = [Board.allocate(arena)]
     else:
         arena.copies_private = config.private_memory and _copies_private(messages, arena, members)

@@ -6,21 +6,36 @@ import bisect
 import ctypes
 import mmap
 import os
+import resource
 import select
+import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ringreduce.errors import TransportError
+from ringreduce.processes import Forked
 from ringreduce.transport.private import PrivateMemory, reads
 
-__all__ = ["MAILED", "NOWHERE", "Arena", "Block", "Location", "MemfdSegments", "PrivateSegments", "Segments"]
+__all__ = [
+    "MAILED",
+    "NOWHERE",
+    "Arena",
+    "Block",
+    "Location",
+    "MemfdSegments",
+    "PrivateSegments",
+    "Segments",
+    "memory_nbytes",
+]
 
 Array = npt.NDArray[Any]
 
@@ -31,6 +46,7 @@ MAILED = -2  # in the rank's mailbox for this call
 
 _PAGE = 4096
 _MAP_FIXED = 0x10  # of Linux; Python's mmap has no name for it
+_KEPT_NBYTES = 256 << 20  # free memory that keeps its pages, of each of two kinds
 _OFFSET_BITS = 44  # 16 TiB; leaves 19 bits for the segment
 
 
@@ -220,33 +236,85 @@ class Block:
     location: Location
 
 
-class Arena:
-    """Hands out blocks of this rank's segments, first fit; makes segments as they are needed. Local, not collective.
+def memory_nbytes() -> int:
+    """Return how much memory this machine has, or the container in which this process runs."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # no such cgroup, or no limit: "max"
+            limits.append(int(Path(path).read_text(encoding="ascii")))
+    return min(limits)
 
-    Memory that is free stays with the arena, to be used again without page faults. Its pages go back to the system when
-    nothing of it is large enough and a new segment has to be made.
+
+def _most_segments() -> int:
+    """Return how many segments there may be before no more are made for results."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft // 4
+
+
+class _Lease(weakref.ref[Array]):
+    """A reference to an array that was lent a block; its callback takes the block back.
+
+    Attributes:
+        block: of the array.
+        is_result: whether it counts as a result.
+        seen: whether a process that was forked may look at it still.
+    """
+
+    __slots__ = ("block", "is_result", "seen")
+
+    block: Block
+    is_result: bool
+    seen: bool
+
+
+class Arena:
+    """Hands out blocks of this rank's segments; makes segments as they are needed. Local, not collective.
+
+    Blocks of arrays that are gone are kept, up to 256 MiB, for arrays of the same size, which find their pages there.
+    Other free memory is handed out first fit. Its pages go back to the system once more than 256 MiB have become free,
+    and when nothing of it is large enough and a new segment has to be made.
+
+    What lives when the process forks is not handed out again before all processes that were forked have ended: they see
+    what is written here later.
+
+    Args:
+        segments: makes them.
+        results_nbytes: how much all results may take that live at once; beyond that they are private.
 
     Attributes:
         copies_private: whether the ranks of the node can copy each other's private memory; the same on all of them.
     """
 
-    def __init__(self, segments: Segments) -> None:
+    def __init__(self, segments: Segments, results_nbytes: int = 0) -> None:
         self.copies_private = False
         self._segments = segments
-        self._returned: deque[Block] = deque()
+        self._results_nbytes = results_nbytes
+        self._result_nbytes_lent = 0
+        self._leases: dict[int, _Lease] = {}
+        self._returned: deque[_Lease] = deque()  # not taken back yet
+        self._kept: list[Block] = []
+        self._kept_nbytes = 0
+        self._seen: list[Block] = []  # by processes that were forked
+        self._forked: list[Forked] = []
         self._memory: dict[int, Array] = {}
         self._free: dict[int, list[tuple[int, int]]] = {}  # segment -> (offset, nbytes) of holes, ascending
+        self._freed_nbytes = 0  # since the pages of holes went back
         self._bases: list[tuple[int, int, int]] = []  # (address, nbytes, segment) of all segments, ascending
 
-    def allocate(self, nbytes: int) -> Block:
-        """Return a page-aligned block of at least one byte; its content is undefined."""
-        nreturned = len(self._returned)
-        if nreturned:
-            self._segments.settle()
-        for _ in range(nreturned):  # and none that comes back meanwhile: that one is not settled
-            self.release(self._returned.popleft())
+    def allocate(self, nbytes: int, most_segments: int | None = None) -> Block:
+        """Return a page-aligned block of at least one byte; its content is undefined.
+
+        Raises:
+            TransportError: there is no memory to share; or it would take a segment more than ``most_segments``.
+        """
         nbytes = max(1, -(-nbytes // _PAGE)) * _PAGE
-        segment, offset = self._take(nbytes)
+        if self._returned:
+            self._take_back()
+        for index in range(len(self._kept) - 1, -1, -1):
+            if self._kept[index].memory.nbytes == nbytes:
+                self._kept_nbytes -= nbytes
+                return self._kept.pop(index)
+        segment, offset = self._take(nbytes, most_segments)
         return Block(self._memory[segment][offset : offset + nbytes], Location(segment, offset))
 
     def release(self, block: Block) -> None:
@@ -260,15 +328,77 @@ class Arena:
             else:
                 merged.append((offset, nbytes))
         self._free[block.location.segment] = merged
+        self._freed_nbytes += block.memory.nbytes
+        if self._freed_nbytes > _KEPT_NBYTES:
+            self._discard_holes()
 
     def array(self, nbytes: int) -> Array:
         """Return a block as an array that takes its memory back to the arena when it and all its views are gone."""
-        block = self.allocate(nbytes)
+        return self._lend(self.allocate(nbytes), nbytes, is_result=False)
+
+    def result(self, nbytes: int) -> Array | None:
+        """Return what `array` does, for a new array that a collective returns; None: it is better private.
+
+        Results are private where those that live have reached their limit, or where it would take one more segment, and
+        those are as many as a quarter of the files that this process may have open.
+        """
+        if self._returned:
+            self._take_back()
+        if self._result_nbytes_lent + nbytes > self._results_nbytes:
+            return None
+        try:
+            block = self.allocate(nbytes, _most_segments())
+        except TransportError:
+            return None
+        return self._lend(block, nbytes, is_result=True)
+
+    def _lend(self, block: Block, nbytes: int, *, is_result: bool) -> Array:
         # Going through a memoryview makes `owner` the base of every view that is taken of it.
         owner = np.frombuffer(block.memory.data, np.uint8)
-        # The collector may run this in the middle of `release`, or on another thread: appending is all that is safe.
-        weakref.finalize(owner, self._returned.append, block).atexit = False
+        lease = _Lease(owner, self._end)
+        lease.block, lease.is_result, lease.seen = block, is_result, False
+        self._leases[id(lease)] = lease
+        if is_result:
+            self._result_nbytes_lent += block.memory.nbytes
         return owner[:nbytes]
+
+    def _end(self, lease: weakref.ref[Array]) -> None:
+        # The collector may call this in the middle of `release`, or on another thread: this much is safe.
+        self._returned.append(self._leases.pop(id(lease)))
+
+    def _take_back(self) -> None:
+        nreturned = len(self._returned)
+        self._segments.settle()
+        for _ in range(nreturned):  # and none that comes back meanwhile: that one is not settled
+            lease = self._returned.popleft()
+            if lease.is_result:
+                self._result_nbytes_lent -= lease.block.memory.nbytes
+            if lease.seen:
+                self._seen.append(lease.block)
+            else:
+                self._keep(lease.block)
+        if self._seen and all(each.ended for each in self._forked):
+            for block in self._seen:
+                self._keep(block)
+            self._seen.clear()
+
+    def _keep(self, block: Block) -> None:
+        if block.memory.nbytes > _KEPT_NBYTES:
+            self.release(block)
+            return
+        self._kept.append(block)
+        self._kept_nbytes += block.memory.nbytes
+        while self._kept_nbytes > _KEPT_NBYTES:
+            oldest = self._kept.pop(0)
+            self._kept_nbytes -= oldest.memory.nbytes
+            self.release(oldest)
+
+    def forked(self, processes: Forked) -> None:
+        """Hand out nothing that lives now again before all ``processes`` have ended, which were forked just now."""
+        self._forked = [each for each in self._forked if not each.ended]
+        self._forked.append(processes)
+        for lease in list(self._leases.values()):
+            lease.seen = True
 
     def locate(self, address: int, nbytes: int) -> Location | None:
         """Return where ``nbytes`` bytes at ``address`` are in the arena, None if they are not part of it."""
@@ -325,17 +455,34 @@ class Arena:
         """Give back the segments; arrays that users still hold stay valid."""
         self._segments.close()
 
-    def _take(self, nbytes: int) -> tuple[int, int]:
-        for segment, holes in self._free.items():
-            for index, (offset, size) in enumerate(holes):
-                if size >= nbytes:
-                    holes[index : index + 1] = [(offset + nbytes, size - nbytes)] if size > nbytes else []
-                    return segment, offset
-        for segment, holes in self._free.items():
-            for offset, size in holes:
-                self._segments.discard(segment, offset, size)
+    def _take(self, nbytes: int, most_segments: int | None) -> tuple[int, int]:
+        found = self._first_fit(nbytes)
+        if found is None and self._kept:
+            kept, self._kept, self._kept_nbytes = self._kept, [], 0
+            for block in kept:
+                self.release(block)
+            found = self._first_fit(nbytes)
+        if found is not None:
+            return found
+        if most_segments is not None and len(self._memory) >= most_segments:
+            raise TransportError(f"there are {len(self._memory)} segments already")
+        self._discard_holes()
         segment, memory = self._segments.create(max(nbytes, self._segments.nbytes))
         self._memory[segment] = memory
         self._free[segment] = [(nbytes, memory.nbytes - nbytes)] if memory.nbytes > nbytes else []
         bisect.insort(self._bases, (memory.__array_interface__["data"][0], memory.nbytes, segment))
         return segment, 0
+
+    def _first_fit(self, nbytes: int) -> tuple[int, int] | None:
+        for segment, holes in self._free.items():
+            for index, (offset, size) in enumerate(holes):
+                if size >= nbytes:
+                    holes[index : index + 1] = [(offset + nbytes, size - nbytes)] if size > nbytes else []
+                    return segment, offset
+        return None
+
+    def _discard_holes(self) -> None:
+        for segment, holes in self._free.items():
+            for offset, size in holes:
+                self._segments.discard(segment, offset, size)
+        self._freed_nbytes = 0
