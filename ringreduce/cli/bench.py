@@ -89,7 +89,7 @@ class Bench:
         self._collective = COLLECTIVES[settings.collective]
         self._seed = 0
         largest = max(case.nbytes for case, _ in self.plan())
-        self._ours = Ours(world, largest, place, shared=settings.shared_buffers)
+        self._ours = Ours(world, largest, place, shared=settings.shared_buffers, new_results=settings.new_results)
 
     def plan(self) -> Iterator[tuple[Case, str]]:
         """Yield every case and the algorithm (``"auto"`` or a name) to run it with, in the order of the table."""
@@ -105,14 +105,14 @@ class Bench:
         """Verify and time one case; collective.
 
         In place, ours takes turns with the peers and with the memory traffic that bounds it; out of place it runs
-        alone, unless the collective has no in-place form.
+        alone, unless that is the only form: where the collective has no other, or results are to be new arrays.
         """
         name = algorithm
         if algorithm == "auto":
             name = self._world.choose(case.collective.name, case.input_nbytes, case.dtype, op=case.op).algorithm
         asked = None if algorithm == "auto" else algorithm
         outer = self._ours.out_of_place(case, asked)
-        if not case.collective.in_place:
+        if self._settings.new_results or not case.collective.in_place:
             return Row(self._result(case, name, asked, outer, self._rivals(case), in_place=False), None)
         out_of_place = self._result(case, name, asked, outer, [], in_place=False)
         inner = self._ours.in_place(case, asked)

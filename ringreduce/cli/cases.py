@@ -49,7 +49,8 @@ class Collective:
         nccl_name: the name of the program of nccl-tests that measures it.
         osu_name: how the OSU micro-benchmarks call it.
         reduces: whether ``-o`` means anything.
-        in_place: whether the input can be overwritten by a result of the same size.
+        in_place: whether there is a form in which input and result share memory: one overwrites the other or, where a
+            rank's own part is one of P, that part is in its place among them.
         divided: whether a rank's own part is one of P equal ones: counts are per part, as in nccl-tests.
     """
 
@@ -59,6 +60,11 @@ class Collective:
     reduces: bool
     in_place: bool
     divided: bool
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether the result of the form in place overwrites all of the input."""
+        return self.in_place and not self.divided
 
     def bus_factor(self, nranks: int) -> float:
         """Return bus bandwidth / algorithm bandwidth: what a link carries per byte of the stated size."""
@@ -70,9 +76,9 @@ class Collective:
 COLLECTIVES: dict[str, Collective] = {
     "allreduce": Collective("allreduce", "all_reduce_perf", "Allreduce", reduces=True, in_place=True, divided=False),
     "reduce_scatter": Collective(
-        "reduce_scatter", "reduce_scatter_perf", "Reduce_scatter", reduces=True, in_place=False, divided=True
+        "reduce_scatter", "reduce_scatter_perf", "Reduce_scatter", reduces=True, in_place=True, divided=True
     ),
-    "allgather": Collective("allgather", "all_gather_perf", "Allgather", reduces=False, in_place=False, divided=True),
+    "allgather": Collective("allgather", "all_gather_perf", "Allgather", reduces=False, in_place=True, divided=True),
     "broadcast": Collective("broadcast", "broadcast_perf", "Bcast", reduces=False, in_place=True, divided=False),
     "alltoall": Collective("alltoall", "alltoall_perf", "Alltoall", reduces=False, in_place=False, divided=True),
 }

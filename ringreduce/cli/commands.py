@@ -113,6 +113,12 @@ Examples:
     help="Arrays of ringreduce.empty, or of numpy.empty.",
 )
 @click.option(
+    "--results",
+    type=click.Choice(["given", "new"]),
+    default="given",
+    help="Out of place: into the same array each time, or into new ones, and then nothing in place.",
+)
+@click.option(
     "--device",
     type=click.Choice(["cpu", "cuda"]),
     default="cpu",
@@ -187,7 +193,8 @@ def _settings(options: dict[str, Any]) -> Settings:
     if options["output_file"] and not Path(options["output_file"]).absolute().parent.is_dir():
         raise click.UsageError(f"the folder of {options['output_file']} does not exist")
     options["max_nbytes"] = _last_size(options["min_nbytes"], options["max_nbytes"], 32 << 20)
-    return Settings(shared_buffers=options.pop("buffers") == "shared", **options)
+    shared, new = options.pop("buffers") == "shared", options.pop("results") == "new"
+    return Settings(shared_buffers=shared, new_results=new, **options)
 
 
 def _last_size(first: int, last: int | None, usual: int) -> int:

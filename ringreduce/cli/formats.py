@@ -44,6 +44,7 @@ class NcclWriter(Writer):
 
     def head(self, machine: Machine) -> str:
         settings, collective = self.settings, COLLECTIVES[self.settings.collective]
+        new = ", results in new arrays" if settings.new_results else ""
         step = f"{settings.step_nbytes}(bytes)" if settings.step_nbytes else f"{settings.step_factor}(factor)"
         lines = [
             f"ringreduce version {machine.versions['ringreduce']}, layout of nccl-tests",
@@ -52,7 +53,7 @@ class NcclWriter(Writer):
             f"step: {step} warmup iters: {_or_auto(settings.warmup)} iters: {_or_auto(settings.iterations)} "
             f"agg iters: 1 validation: {settings.check}",
             f"{machine.placement}, {plural(machine.cores, 'core')}, {machine.cpu}; {machine.mpi_library or 'no MPI'}",
-            f"{settings.buffers} buffers; time: median over the iterations of the slowest rank's time",
+            f"{settings.buffers} buffers{new}; time: median over the iterations of the slowest rank's time",
         ]
         if settings.iterations is None:
             lines.append("auto: 300 iterations for small sizes, 1 GiB / size from 3.4 MiB, never fewer than 16")
@@ -124,7 +125,7 @@ class OsuWriter(Writer):
 
     def head(self, machine: Machine) -> str:
         collective = COLLECTIVES[self.settings.collective]
-        where = "in place" if collective.in_place else "out of place"
+        where = "in place" if collective.in_place and not self.settings.new_results else "out of place"
         columns = f"{'# Size':<10}{'Avg Latency(us)':>18}"
         if self.settings.per_iteration:
             columns += f"{'Min Latency(us)':>18}{'Max Latency(us)':>18}{'Iterations':>12}"

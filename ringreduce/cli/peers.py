@@ -66,7 +66,7 @@ class MpiPeer:
         if not self._can(case):
             return None
         source = np.empty(case.input_count, case.dtype)
-        result = source if case.collective.in_place else np.empty(case.output_count, case.dtype)
+        result = source if case.collective.overwrites else np.empty(case.output_count, case.dtype)
         if case.collective.name == "allgather":  # the own part stands where it belongs: nothing to copy
             source = result[self._comm.rank * case.count :][: case.count]
         comm, in_place, op = self._comm, self._mpi.IN_PLACE, self._ops[case.op]
@@ -117,7 +117,7 @@ class GlooPeer:
         if row.name not in self._TYPES or (case.op_name and case.op is AVERAGE):
             return None
         source = self._place.new(case.input_count, case.dtype)
-        result = source if case.collective.in_place else self._place.new(case.output_count, case.dtype)
+        result = source if case.collective.overwrites else self._place.new(case.output_count, case.dtype)
         given, got = _tensor(source, row), _tensor(result, row)
         ops: dict[ReduceOp, Any] = {
             SUM: dist.ReduceOp.SUM,
@@ -164,7 +164,7 @@ class StagedMpi:
         if inner is None:
             return None
         place, source = self._place, self._place.new(case.input_count, case.dtype)
-        result = source if case.collective.in_place else place.new(case.output_count, case.dtype)
+        result = source if case.collective.overwrites else place.new(case.output_count, case.dtype)
         for array in (inner.source, inner.call()):
             self._pin(_whole(array))
 

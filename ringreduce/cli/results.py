@@ -31,6 +31,7 @@ class Settings:
         root: the rank that broadcasts.
         algorithm: ``"auto"``, ``"all"`` or a name.
         shared_buffers: whether arrays come from ``ringreduce.empty``.
+        new_results: whether calls that are not in place return new arrays, instead of the same one each time.
         peers: who else is measured.
         format: ``"nccl"``, ``"osu"``, ``"json"`` or ``"csv"``.
         output_file: where to write the JSON report as well.
@@ -51,6 +52,7 @@ class Settings:
     root: int = 0
     algorithm: str = "auto"
     shared_buffers: bool = False
+    new_results: bool = False
     peers: tuple[str, ...] = ()
     format: str = "nccl"
     output_file: str | None = None

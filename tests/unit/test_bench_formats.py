@@ -90,8 +90,8 @@ def test_nccl_row_without_verification():
 
 def test_nccl_row_without_in_place():
     """A collective without an in-place form leaves that half empty; its speed-ups are those out of place."""
-    settings = dataclasses.replace(SETTINGS, collective="allgather", peers=("mpi",))
-    assert NcclWriter(settings).row(row("allgather", 4096)) == (
+    settings = dataclasses.replace(SETTINGS, collective="alltoall", peers=("mpi",))
+    assert NcclWriter(settings).row(row("alltoall", 4096)) == (
         "        4096           256     float    none      -1     6.51    0.63    0.47       0      N/A     N/A     N/A"
         "     N/A            two_shot      shared     2.00x\n"
     )
