@@ -17,7 +17,7 @@ class Mailbox(Path):
     """Small allreduces on one node, in one barrier."""
 
     transport = "shared"
-    reduces_halves = True
+    reduces_at_once = True
 
     @classmethod
     def takes(cls, algorithm: str, call: Call) -> bool:

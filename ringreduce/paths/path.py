@@ -264,8 +264,9 @@ class Path(ABC):
     """
 
     transport: ClassVar[str]
-    #: Whether 16-bit floats are reduced as they are, with one rounding; otherwise in float32, and rounded at the end.
-    reduces_halves: ClassVar[bool] = False
+    #: Whether one rank reduces all terms of an element at once. Otherwise 16-bit floats are reduced in float32 and
+    #: rounded at the end, and averages of integers are summed in 64 bits and divided at the end.
+    reduces_at_once: ClassVar[bool] = False
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -292,9 +293,8 @@ class Path(ABC):
 
         Averages of integers are sums in 64 bits; a 16-bit float is to be rounded once.
         """
-        if call.averages_integers or (call.op is not None and call.dtype.half and not cls.reduces_halves):
-            return call.widened()
-        return call
+        wants_wider = call.averages_integers or (call.op is not None and call.dtype.half)
+        return call.widened() if wants_wider and not cls.reduces_at_once else call
 
     @abstractmethod
     def allreduce(self, task: Task, shape: tuple[int, ...]) -> Reduction:

@@ -42,7 +42,7 @@ class SharedMemory(Path):
     """Calls on one node by direct loads and stores."""
 
     transport = "shared"
-    reduces_halves = True
+    reduces_at_once = True
 
     @classmethod
     def takes(cls, algorithm: str, call: Call) -> bool:
