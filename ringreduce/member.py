@@ -88,6 +88,16 @@ class Member:
         native: np.dtype[Any] = new((0,), row, "numpy").dtype
         return memory.view(native).reshape(dims)
 
+    def empty_like(self, array: Any) -> Any:
+        """Return an uninitialised array for a result: of the shape, dtype and library of one in host memory, C order.
+
+        It is a communication buffer as long as the results that live together are not too large; see
+        ``RINGREDUCE_RESULTS``. Local.
+        """
+        self._standing.require_open()
+        dtype = DType.of(array.dtype)
+        return self._operands.maker(array, dtype)(tuple(array.shape))[0]
+
     def algorithms(
         self, collective: Collective | str = Collective.ALLREDUCE, *, device: str | None = None
     ) -> list[str]:

@@ -52,6 +52,8 @@ _ONE_SHOT_OF_MANY_NBYTES = 32 << 10
 #: nodes have several ranks; for other numbers of nodes with single ranks, those of a tree.
 _DOUBLING_NBYTES = 24 << 10
 _TREE_NBYTES = 48 << 10
+#: Between nodes, a broadcast of more than this for each rank that data is handed on by goes along a chain.
+_BINOMIAL_NBYTES = 128 << 10
 #: An allreduce between nodes -> the same with lanes.
 _HIERARCHICAL = {"halving_doubling": "hierarchical_halving", "direct": "hierarchical_direct", "ring": "hierarchical"}
 #: Up to so many nodes may send to one at once: switches can buffer that, and ranks can have as many messages under way.
@@ -214,10 +216,14 @@ def _rule_of_others(call: Call) -> tuple[str, str]:
     """Return the algorithm of another collective on several ranks, and why."""
     if call.topology.single_node:
         return "load", "one node: every rank reads what it needs"
+    if call.collective is Collective.BROADCAST:
+        limit = _BINOMIAL_NBYTES * (call.topology.size - 1)
+        if call.nbytes > limit:
+            return "chain", f"several nodes, over {limit} bytes: fills every link"
+        return "binomial", f"several nodes, at most {limit} bytes: few rounds"
     name = {
         Collective.REDUCE_SCATTER: "ring",
         Collective.ALLGATHER: "ring",
-        Collective.BROADCAST: "binomial",
         Collective.ALLTOALL: "pairwise",
     }[call.collective]
     return name, "several nodes"

@@ -259,7 +259,7 @@ def _allreduce(
     with preparing("allreduce", name, process_set) as prepare:
         tensors = prepare.listed(tensors)
         sources = [TENSORS.without_graph(each) for each in tensors]
-        targets = sources if in_place else [torch.empty_like(each) for each in sources]
+        targets = sources if in_place else prepare.new_like(sources)
         given = tensors if in_place else targets
 
         def result() -> Any:

@@ -60,7 +60,7 @@ class Differentiable:
         """Reduce arrays into new ones; see `PreparingArrays.allreduce`."""
 
         def prepared(prepare: PreparingArrays, sources: _Values) -> Request:
-            targets = [self._arrays.empty_like(each) for each in sources]
+            targets = prepare.new_like(sources)
             return prepare.allreduce(sources, targets, op, prescale, postscale, wire=wire)
 
         def adjoint(back: Differentiable, grads: _Values) -> _Values:

@@ -8,7 +8,7 @@ an `Arrays`, a collective of the binding is a few lines:
 
     def allreduce_async(array, name=None, op=AVERAGE, process_set=global_process_set):
         with preparing("allreduce", name, process_set) as prepare:
-            request = prepare.allreduce([array], [ARRAYS.empty_like(array)], op, 1.0, 1.0)
+            request = prepare.allreduce([array], prepare.new_like([array]), op, 1.0, 1.0)
         return request.submit()  # a Handle, for poll() and synchronize(); carry_out() waits
 
 Wrong arguments raise inside the ``with``, and the other ranks hear of it. A binding must be a part of this package:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from ringreduce.adasum import adasum
 from ringreduce.arguments import real_number, row_counts, shown
-from ringreduce.buffers import DTYPES
+from ringreduce.buffers import DTYPES, Operand, operand_of
 from ringreduce.communicator import Communicator
 from ringreduce.engine import BlockingCall, Engine, Operation, Reduction, Refusal, unnamed
 from ringreduce.errors import ConfigError, UnsupportedBufferError
@@ -51,6 +51,9 @@ Adasum = "adasum"
 ReproducibleSum = "reproducible sum"
 
 Op = ReduceOp | str
+
+#: Smaller results travel in buffers together with others, and are copied out of these.
+_LEAST_SHARED_NBYTES = 64 << 10
 
 _Context = TypeVar("_Context", bound="Preparing")
 
@@ -287,6 +290,17 @@ class PreparingArrays(Preparing):
             return targets if after is None else after()
 
         return self.call_on(text, run, sources, targets)
+
+    def new_like(self, sources: Sequence[Any]) -> list[Any]:
+        """Return new arrays for results, of the same shapes, strides and dtypes, in the same place."""
+        return [self._new_like(each) for each in sources]
+
+    def _new_like(self, array: Any) -> Any:
+        if getattr(array, "nbytes", 0) >= _LEAST_SHARED_NBYTES and self._arrays.device_of([array]) is None:
+            operand = operand_of(array)
+            if isinstance(operand, Operand) and operand.contiguous:
+                return self._process_set.engine.communicator.empty_like(array)
+        return self._arrays.empty_like(array)
 
     def allgather(self, sources: Sequence[Any], result: Callable[[list[Any]], Any]) -> Request:
         """Return a request to concatenate arrays along their first dimension; ``result`` is given the list."""

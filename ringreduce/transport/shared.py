@@ -9,6 +9,7 @@ import os
 import resource
 import select
 import sys
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
@@ -268,7 +269,7 @@ class _Lease(weakref.ref[Array]):
 
 
 class Arena:
-    """Hands out blocks of this rank's segments; makes segments as they are needed. Local, not collective.
+    """Hands out blocks of this rank's segments; makes segments as they are needed. Local, not collective; thread-safe.
 
     Blocks of arrays that are gone are kept, up to 256 MiB, for arrays of the same size, which find their pages there.
     Other free memory is handed out first fit. Its pages go back to the system once more than 256 MiB have become free,
@@ -287,6 +288,7 @@ class Arena:
 
     def __init__(self, segments: Segments, results_nbytes: int = 0) -> None:
         self.copies_private = False
+        self._lock = threading.RLock()
         self._segments = segments
         self._results_nbytes = results_nbytes
         self._result_nbytes_lent = 0
@@ -308,29 +310,31 @@ class Arena:
             TransportError: there is no memory to share; or it would take a segment more than ``most_segments``.
         """
         nbytes = max(1, -(-nbytes // _PAGE)) * _PAGE
-        if self._returned:
-            self._take_back()
-        for index in range(len(self._kept) - 1, -1, -1):
-            if self._kept[index].memory.nbytes == nbytes:
-                self._kept_nbytes -= nbytes
-                return self._kept.pop(index)
-        segment, offset = self._take(nbytes, most_segments)
-        return Block(self._memory[segment][offset : offset + nbytes], Location(segment, offset))
+        with self._lock:
+            if self._returned:
+                self._take_back()
+            for index in range(len(self._kept) - 1, -1, -1):
+                if self._kept[index].memory.nbytes == nbytes:
+                    self._kept_nbytes -= nbytes
+                    return self._kept.pop(index)
+            segment, offset = self._take(nbytes, most_segments)
+            return Block(self._memory[segment][offset : offset + nbytes], Location(segment, offset))
 
     def release(self, block: Block) -> None:
         """Take a block back."""
-        holes = self._free[block.location.segment]
-        bisect.insort(holes, (block.location.offset, block.memory.nbytes))
-        merged: list[tuple[int, int]] = []
-        for offset, nbytes in holes:
-            if merged and sum(merged[-1]) == offset:
-                merged[-1] = (merged[-1][0], merged[-1][1] + nbytes)
-            else:
-                merged.append((offset, nbytes))
-        self._free[block.location.segment] = merged
-        self._freed_nbytes += block.memory.nbytes
-        if self._freed_nbytes > _KEPT_NBYTES:
-            self._discard_holes()
+        with self._lock:
+            holes = self._free[block.location.segment]
+            bisect.insort(holes, (block.location.offset, block.memory.nbytes))
+            merged: list[tuple[int, int]] = []
+            for offset, nbytes in holes:
+                if merged and sum(merged[-1]) == offset:
+                    merged[-1] = (merged[-1][0], merged[-1][1] + nbytes)
+                else:
+                    merged.append((offset, nbytes))
+            self._free[block.location.segment] = merged
+            self._freed_nbytes += block.memory.nbytes
+            if self._freed_nbytes > _KEPT_NBYTES:
+                self._discard_holes()
 
     def array(self, nbytes: int) -> Array:
         """Return a block as an array that takes its memory back to the arena when it and all its views are gone."""
@@ -342,15 +346,17 @@ class Arena:
         Results are private where those that live have reached their limit, or where it would take one more segment, and
         those are as many as a quarter of the files that this process may have open.
         """
-        if self._returned:
-            self._take_back()
-        if self._result_nbytes_lent + nbytes > self._results_nbytes:
-            return None
-        try:
-            block = self.allocate(nbytes, _most_segments())
-        except TransportError:
-            return None
-        return self._lend(block, nbytes, is_result=True)
+        with self._lock:
+            if self._returned:
+                self._take_back()
+            if self._result_nbytes_lent + nbytes > self._results_nbytes:
+                return None
+            try:
+                block = self.allocate(nbytes, _most_segments())
+            except TransportError:
+                return None
+            self._result_nbytes_lent += block.memory.nbytes
+            return self._lend(block, nbytes, is_result=True)
 
     def _lend(self, block: Block, nbytes: int, *, is_result: bool) -> Array:
         # Going through a memoryview makes `owner` the base of every view that is taken of it.
@@ -358,8 +364,6 @@ class Arena:
         lease = _Lease(owner, self._end)
         lease.block, lease.is_result, lease.seen = block, is_result, False
         self._leases[id(lease)] = lease
-        if is_result:
-            self._result_nbytes_lent += block.memory.nbytes
         return owner[:nbytes]
 
     def _end(self, lease: weakref.ref[Array]) -> None:

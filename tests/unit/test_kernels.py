@@ -220,3 +220,25 @@ def test_empty_views_are_combined() -> None:
         row = DTYPES[name]
         empty = [np.empty(0, row.storage) for _ in range(3)]
         kernels_for(row, ReduceOp.SUM, 3).combine(empty)(empty[0])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("name", [name for name in DTYPES if DTYPES[name].kind in WHOLE])
+def test_averages_of_integers(name: str, size: int, rng: np.random.Generator) -> None:
+    """They are what whole numbers give, rounded toward zero, over the whole range; sums of 64 bits wrap around."""
+    arrays = [random(name, rng) for _ in range(size)]
+    limits = (0, 1) if name == "bool" else (np.iinfo(name).min, np.iinfo(name).max)
+    for array in arrays:
+        array[:2] = limits
+    signed = DTYPES[name].kind != "uint"
+
+    def averaged(terms: list[int]) -> int:
+        total = sum(terms) % 2**64
+        total -= 2**64 * (signed and total >= 2**63)
+        return abs(total) // size * (1 if total >= 0 else -1)
+
+    wanted = np.array([averaged([int(each) for each in terms]) for terms in zip(*arrays, strict=True)]).astype(name)
+    combine = kernels_for(DTYPES[name], ReduceOp.AVERAGE, size).combine(arrays)
+    for target in (np.empty(COUNT, name), arrays[-1]):
+        combine(target)
+        np.testing.assert_array_equal(target, wanted)

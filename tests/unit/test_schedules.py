@@ -134,6 +134,7 @@ def test_two_shot_of_two_ranks() -> None:
         (Collective.ALLGATHER, "ring", Topology.uniform(1, 4), 3, 0.75, 0),
         (Collective.ALLGATHER, "load", Topology.uniform(1, 4), 1, 0, 0.75),
         (Collective.BROADCAST, "binomial", Topology.uniform(1, 9), 4, 4, 0),
+        (Collective.BROADCAST, "chain", Topology.uniform(1, 9), 8, 1, 0),
         (Collective.BROADCAST, "load", Topology.uniform(1, 9), 1, 0, 1),
         (Collective.ALLTOALL, "pairwise", Topology.uniform(1, 5), 4, 0.8, 0),
         (Collective.ALLTOALL, "direct", Topology.uniform(1, 5), 1, 0.8, 0),

@@ -18,6 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringreduce.errors import TransportError
+from ringreduce.processes import Forked
+from ringreduce.testing import run_threads
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.shared import Arena, Block, Location, MemfdSegments, PrivateSegments
 
@@ -302,3 +304,107 @@ def test_what_a_forked_process_writes_is_its_own(shared: bool) -> None:
     for end in (*written, *read):
         os.close(end)
     segments.close()
+
+
+def resident_nbytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+
+
+def test_results_are_private_beyond_their_limit() -> None:
+    """Results that live take no more than their limit; what one gives back, another may take."""
+    arena = Arena(PrivateSegments(), results_nbytes=10 * PAGE)
+    first, second = arena.result(6 * PAGE), arena.result(4 * PAGE)
+    assert first is not None
+    assert second is not None
+    assert arena.result(1) is None
+    assert arena.array(PAGE) is not None
+    del first
+    assert arena.result(6 * PAGE) is not None
+    assert Arena(PrivateSegments()).result(1) is None
+
+
+def test_results_are_private_when_descriptors_run_short() -> None:
+    """Where segments use up a quarter of the files that a process may open, results make no more; buffers still do."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    arena = Arena(PrivateSegments(), results_nbytes=1 << 40)
+    nsegments = 0
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        results = []
+        while (result := arena.result(65 << 20)) is not None:
+            results.append(result)
+            nsegments += 1
+        assert nsegments == 64
+        assert arena.array(65 << 20) is not None
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_what_is_kept_of_dropped_arrays_is_bounded() -> None:
+    """Arrays of ever other sizes, dropped, leave no more than twice 256 MiB with their pages: blocks, and holes."""
+    segments = MemfdSegments({0: os.getpid()})
+    arena = Arena(segments)
+    before = resident_nbytes()
+    for number in range(40):
+        array = arena.array((20 << 20) + number * PAGE)
+        array[::PAGE] = 1
+        del array
+    assert resident_nbytes() < before + (512 << 20) + (40 << 20)
+    arena.close()
+
+
+def test_a_block_of_the_same_size_comes_again() -> None:
+    """Two arrays that are made and dropped in turn take two places, whatever else is free."""
+    arena = Arena(PrivateSegments())
+    arena.release(arena.allocate(5 * PAGE))
+    places, last = set(), None
+    for _ in range(10):
+        last = arena.array(3 * PAGE)
+        places.add(address(last))
+    assert len(places) == 2
+
+
+def test_threads_may_use_one_arena() -> None:
+    """Blocks that several threads make and drop at once are never two arrays' at a time."""
+    arena = Arena(PrivateSegments())
+
+    def work(number: int) -> None:
+        rng = np.random.default_rng(number)
+        for _ in range(300):
+            array = arena.array(int(rng.integers(1, 4 * PAGE)))
+            array[:] = number
+            assert (array == number).all()
+
+    run_threads(4, work)
+
+
+def test_what_lives_at_a_fork_is_not_handed_out_before_the_child_ends() -> None:
+    """A child goes on seeing what its parent has dropped; when it has ended, the memory is used again."""
+    arena = Arena(MemfdSegments({0: os.getpid()}))
+    array = arena.array(8 * PAGE)
+    array[:] = 3
+    place = address(array)
+    forked, go_on = Forked(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        forked.in_child()
+        os.close(go_on[1])
+        os.read(go_on[0], 1)  # ends when the parent closes its end
+        os._exit(0 if (array == 3).all() else 1)
+    forked.in_parent()
+    arena.forked(forked)
+    assert not forked.ended
+    del array
+    others = [arena.array(8 * PAGE) for _ in range(3)]
+    for other in others:
+        other[:] = 9
+    assert place not in map(address, others)
+    os.close(go_on[1])
+    assert os.waitpid(child, 0)[1] == 0
+    os.close(go_on[0])
+    assert forked.ended
+    late = arena.array(PAGE)
+    del late  # what comes back is looked at when something does
+    assert place in {address(arena.array(8 * PAGE)) for _ in range(2)}
+    arena.close()
