@@ -159,13 +159,13 @@ class _Loads:
         bound = layout.calls.get(key)
         if bound is None:
             bound = self._bind(layout, key, target, published)
-        calls, kept = bound
+        calls, some_wait = bound
         for call in calls:
             call()
         if instruments.observers:
             instruments.step("load")
-        if kept:
-            board.barrier(self._text)
+        if some_wait:  # this one, if others have read its input where it is
+            board.barrier(self._text, wait=published != MAILED)
             if instruments.observers:
                 instruments.step("barrier")
         if copied is not None:
@@ -198,7 +198,7 @@ class _Loads:
     def _bind(
         self, layout: _Layout, key: tuple[int, ...], target: Array, published: int
     ) -> tuple[list[Callable[[], object]], bool]:
-        """Bind what loads into a target; say also whether the inputs of all must stay as they are until the end."""
+        """Bind what loads into a target; say also whether any rank has to wait at the end."""
         context, board, task = self._context, self._board, self._task
         source, result = self._source, unowned(target)
         places = dict(zip(board.peers, key[2::2], strict=True))

@@ -212,12 +212,19 @@ class Board:
         """The other members, ascending."""
         return [member for member, _ in self._others]
 
-    def barrier(self, signature: str) -> None:
-        """Wait until every member has reached its n-th barrier, as this rank reaches its own."""
+    def barrier(self, signature: str, *, wait: bool = True) -> None:
+        """Wait until every member has reached its n-th barrier, as this rank reaches its own.
+
+        Args:
+            signature: what this rank calls.
+            wait: whether this rank waits; if not, it lets the others go on alone.
+        """
         epoch = self.epoch = self.epoch + 1
         if self._fence is not None:
             self._fence()
         self._mine[_BARRIER][0] = epoch
+        if not wait:
+            return
         for line in self._barriers:
             if line[0] < epoch and not self._soon(line, epoch):
                 self._wait(self._barriers, epoch, signature)

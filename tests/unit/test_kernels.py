@@ -237,7 +237,8 @@ def test_averages_of_integers(name: str, size: int, rng: np.random.Generator) ->
         total -= 2**64 * (signed and total >= 2**63)
         return abs(total) // size * (1 if total >= 0 else -1)
 
-    wanted = np.array([averaged([int(each) for each in terms]) for terms in zip(*arrays, strict=True)]).astype(name)
+    totals = [averaged([int(each) for each in terms]) for terms in zip(*arrays, strict=True)]
+    wanted = np.array(totals, dtype=object).astype(name)
     combine = kernels_for(DTYPES[name], ReduceOp.AVERAGE, size).combine(arrays)
     for target in (np.empty(COUNT, name), arrays[-1]):
         combine(target)
