@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -211,13 +212,21 @@ def _counts(size: int) -> list[int]:
     return sorted({0, 1, size - 1, size, size + 1, 97, 4099, 300_007})
 
 
-def _inputs(communicator: Communicator, shape: int | tuple[int, ...], dtype: str, salt: int = 0) -> list[Array]:
-    return [sample(rank, shape, dtype, salt) for rank in range(communicator.size)]
+@lru_cache(maxsize=16)  # making them takes longer than most calls, and all algorithms get the same
+def _inputs(size: int, shape: int | tuple[int, ...], dtype: str, salt: int = 0) -> list[Array]:
+    """Return what each rank contributes; nobody may change it."""
+    return [sample(rank, shape, dtype, salt) for rank in range(size)]
+
+
+@lru_cache(maxsize=16)
+def _answer(size: int, shape: int | tuple[int, ...], dtype: str, op: ReduceOp, salt: int = 0) -> Array:
+    """Return what a reduction of these inputs must give; nobody may change it."""
+    return expected(_inputs(size, shape, dtype, salt), op)
 
 
 def _check_allreduce(communicator: Communicator, count: int, algorithm: str | None) -> None:
-    inputs = _inputs(communicator, count, "float32")
-    answer = expected(inputs, ReduceOp.SUM)
+    inputs = _inputs(communicator.size, count, "float32")
+    answer = _answer(communicator.size, count, "float32", ReduceOp.SUM)
     mine = inputs[communicator.rank].copy()
     out_of_place = communicator.allreduce(mine, algorithm=algorithm)
     assert_equal(out_of_place, answer)
@@ -234,14 +243,15 @@ def _check_allreduce(communicator: Communicator, count: int, algorithm: str | No
 def _check_dtype(communicator: Communicator, dtype: str, op: ReduceOp) -> None:
     # Small ones go through mailboxes, large ones through pieces; an odd shape meets no alignment.
     for shape in ((3, 7), (33, 1021)):
-        inputs = _inputs(communicator, shape, dtype, salt=2)
-        assert_close(communicator.allreduce(inputs[communicator.rank], op), expected(inputs, op))
+        mine = _inputs(communicator.size, shape, dtype, 2)[communicator.rank]
+        assert_close(communicator.allreduce(mine, op), _answer(communicator.size, shape, dtype, op, 2))
 
 
 def _check_reduce_scatter(communicator: Communicator, rows: int, algorithm: str | None) -> None:
-    inputs = _inputs(communicator, (rows, 3), "int64")
-    parts = np.array_split(expected(inputs, ReduceOp.SUM), communicator.size)
-    result = communicator.reduce_scatter(inputs[communicator.rank], algorithm=algorithm)
+    mine = _inputs(communicator.size, (rows, 3), "int64")[communicator.rank]
+    answer = _answer(communicator.size, (rows, 3), "int64", ReduceOp.SUM)
+    parts = np.array_split(answer, communicator.size)
+    result = communicator.reduce_scatter(mine, algorithm=algorithm)
     assert_equal(result, parts[communicator.rank])
 
 
@@ -255,7 +265,7 @@ def _check_allgather(communicator: Communicator, rows: int, algorithm: str | Non
 
 def _check_broadcast(communicator: Communicator, count: int, algorithm: str | None) -> None:
     for root in range(communicator.size):
-        inputs = _inputs(communicator, count, "int32")
+        inputs = _inputs(communicator.size, count, "int32")
         mine = inputs[communicator.rank].copy()
         assert_equal(communicator.broadcast(mine, root, algorithm=algorithm), inputs[root])
         assert_equal(mine, inputs[communicator.rank])

@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-# Some installations keep mpirun off the path (behind modules); these tests are about jobs that it starts.
-pytestmark = pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not on the path")
+Run = Callable[..., Any]
 
 
-def mpirun(ranks: int, *arguments: str, limit_s: int = 50) -> subprocess.CompletedProcess[str]:
-    """Run the command line on so many ranks; what takes longer than the limit is killed, all ranks of it."""
-    command = ["timeout", "--kill-after=5", str(limit_s), "mpirun", "-np", str(ranks)]
-    environment = {**os.environ, "OMPI_MCA_mpi_yield_when_idle": str(int(ranks > len(os.sched_getaffinity(0))))}
-    return subprocess.run(
-        [*command, sys.executable, "-m", "ringreduce", *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=limit_s + 20,
-    )
+@pytest.fixture
+def mpirun(run_job: Run) -> Run:
+    """A function that runs the command line on so many ranks."""
+    return lambda ranks, *arguments: run_job(ranks, "-m", "ringreduce", *arguments)
 
 
 def rows(text: str) -> list[list[str]]:
     return [line.split() for line in text.splitlines() if line and not line.startswith("#")]
 
 
-def test_table_of_two_ranks():
+def test_table_of_two_ranks(mpirun: Run):
     """The table parses like that of nccl-tests: one row per size, numbers in the standard columns, nothing wrong."""
     done = mpirun(2, "bench", "allreduce", "-b", "8", "-e", "1M", "-f", "64", "-n", "5", "--vs", "mpi")
     assert done.returncode == 0, done.stderr
@@ -50,7 +39,7 @@ def test_table_of_two_ranks():
 
 
 @pytest.mark.parametrize("collective", ["reduce_scatter", "allgather", "broadcast", "alltoall"])
-def test_other_collectives_of_three_ranks(collective: str):
+def test_other_collectives_of_three_ranks(mpirun: Run, collective: str):
     """Every collective runs and verifies on an odd number of ranks, beside MPI's own."""
     done = mpirun(3, "bench", collective, "-b", "8", "-e", "32K", "-f", "64", "-n", "3", "--vs", "mpi", "-d", "int32")
     assert done.returncode == 0, done.stderr
@@ -58,7 +47,7 @@ def test_other_collectives_of_three_ranks(collective: str):
     assert len(rows(done.stdout)) == 3
 
 
-def test_all_algorithms_on_shared_buffers(tmp_path):
+def test_all_algorithms_on_shared_buffers(mpirun: Run, tmp_path):
     """--algorithm all measures several algorithms, and -J gets them all with the peers' figures."""
     path = tmp_path / "report.json"
     done = mpirun(
@@ -78,7 +67,7 @@ def test_all_algorithms_on_shared_buffers(tmp_path):
             assert result["bound_share"] > 0
 
 
-def test_gloo_takes_part():
+def test_gloo_takes_part(mpirun: Run):
     """--vs gloo forms its own process group within the run."""
     pytest.importorskip("torch")
     done = mpirun(2, "bench", "allreduce", "-b", "64K", "-e", "64K", "-n", "3", "--vs", "gloo", "--format", "json")
@@ -95,7 +84,7 @@ def test_gloo_takes_part():
         (["--root", "2"], "there is no rank 2 to be the root; the last is rank 1"),
     ],
 )
-def test_wrong_use_is_said_once(arguments: list[str], complaint: str):
+def test_wrong_use_is_said_once(mpirun: Run, arguments: list[str], complaint: str):
     """All ranks end with status 2, and only rank 0 says why."""
     done = mpirun(2, "bench", "allreduce", *arguments)
     assert done.returncode == 2
@@ -103,21 +92,21 @@ def test_wrong_use_is_said_once(arguments: list[str], complaint: str):
     assert rows(done.stdout) == []
 
 
-def test_explain_speaks_once():
+def test_explain_speaks_once(mpirun: Run):
     """Rank 0 speaks for all."""
     done = mpirun(2, "explain", "-b", "1M", "-e", "1M")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("1 MiB") == 1
 
 
-def test_help_is_printed_once():
+def test_help_is_printed_once(mpirun: Run):
     """Rank 0 speaks for all, also when it only explains the options."""
     done = mpirun(2, "bench", "--help")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Usage:") == 1
 
 
-def test_asynchronous_operations():
+def test_asynchronous_operations(mpirun: Run):
     """``bench async`` prints the latency of one operation and the time of many, and verifies both."""
     done = mpirun(2, "bench", "async", "-n", "5", "--format", "json")
     assert done.returncode == 0, done.stderr

@@ -111,9 +111,11 @@ if __name__ == "__main__":
     if hvd.rank() == 0:
         for method in ("spawn", "forkserver"):
             context = multiprocessing.get_context(method)
-            for question in ("size", "ranks", "allreduce"):
-                child = context.Process(target=work, args=[question])
+            questions = ("size", "ranks", "allreduce")
+            children = [context.Process(target=work, args=[question]) for question in questions]
+            for child in children:
                 child.start()
+            for child, question in zip(children, questions):
                 child.join()
                 assert child.exitcode == 0, (method, question)
     hvd.barrier()
@@ -233,7 +235,11 @@ LAUNCHERS_VARIABLES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "RANK", "WOR
 @pytest.fixture
 def run_alone() -> Callable[..., subprocess.CompletedProcess[str]]:
     """A function that runs a command with no launcher in its environment but what it is given."""
-    bare = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS_VARIABLES)}
+    bare = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith("OMPI_MCA_") or not name.startswith(LAUNCHERS_VARIABLES)  # the first are the user's
+    }
 
     def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
