@@ -9,7 +9,6 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ringreduce.algorithms import Collective
 from ringreduce.arguments import row_counts, whole_number
@@ -26,6 +25,7 @@ from ringreduce.reduce_ops import SUM, ReduceOp
 
 __all__ = ["Communicator"]
 
+_RESULTS_KNOWN = 16
 _BARRIER = Signature.of("barrier", waits=False)
 
 
@@ -270,7 +270,7 @@ class Communicator(Member):
             assert reduction is not None
             if is_new:
                 make = partial(self._operands.maker(array, source.dtype), source.shape)
-                run: Callable[[], Any] = partial(_reduce_into_new, reduction, given, make)
+                run = _reducing_into_new(reduction, given, make)
             else:
                 run = reduction.repetition(given, given if in_place else target.unowned())
             self._bind("allreduce", array, None if is_new else out, (op, algorithm), run, source.nbytes)
@@ -409,8 +409,8 @@ class Communicator(Member):
             make = self._operands.maker(array, source.dtype)
             run: Callable[[], Any] = partial(_again_into_new, again, make, row, target.shape)
         elif is_memory_of(out, target):
-            flat = target.unowned().flat()
-            run = partial(again, lambda rows: flat)
+            same_memory = target.unowned()
+            run = partial(again, lambda rows: same_memory)
         else:
             return
         self._bind(collective, array, out, arguments, run, nbytes)
@@ -490,10 +490,23 @@ class _Running:
             instruments.tell("collective_finished", self._collective, self._algorithm, self._nbytes, seconds)
 
 
-def _reduce_into_new(reduction: Reduction, source: Operand, make: Callable[[], tuple[Any, Operand]]) -> Any:
-    result, target = make()
-    reduction.run(source, target)
-    return result
+def _reducing_into_new(
+    reduction: Reduction, source: Operand, make: Callable[[], tuple[Any, Operand]]
+) -> Callable[[], Any]:
+    """Return what reduces the same memory into a new array each time."""
+    known: dict[int, Callable[[], object]] = {}  # by the address of the result: few come in turn
+
+    def run() -> Any:
+        result, target = make()
+        repetition = known.get(target.address)
+        if repetition is None:
+            if len(known) >= _RESULTS_KNOWN:
+                known.clear()
+            repetition = known[target.address] = reduction.repetition(source, target.unowned())
+        repetition()
+        return result
+
+    return run
 
 
 def _again_into_new(
@@ -505,10 +518,10 @@ def _again_into_new(
     """Repeat a call into a new array: of a shape, or, where there is one, of rows of that shape."""
     made: Any = None
 
-    def result(rows: list[int]) -> npt.NDArray[Any]:
+    def result(rows: list[int]) -> Operand:
         nonlocal made
         made, target = make(shape if row is None else (sum(rows), *row))
-        return target.view.reshape(-1)
+        return target
 
     again(result)
     return made

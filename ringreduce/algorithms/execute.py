@@ -351,14 +351,16 @@ class Plan:
                 if reducing:
                     mine = memory.mine[_span(segment, blocks)][piece]
                     everywhere = {peer for peer, _ in stores} == {peer for peer, _ in reducing}
-                    if len(reducing) > 1 and everywhere and memory.result is None and memory.peer_results is None:
+                    touchable = all(isinstance(remote, np.ndarray) for _, remote in reducing)
+                    in_place = memory.result is None and memory.peer_results is None
+                    if len(reducing) > 1 and everywhere and touchable and in_place:
                         yield from self._combine_in_all(reducing, mine, complete=complete)
                         continue
                     yield from self._combine_here(reducing, mine, result[piece], complete=complete)
                 for remote in copies:
                     yield _copy(remote[piece], result[piece])
                 for _, remote in stores:
-                    yield partial(np.copyto, remote[piece], result[piece])
+                    yield _store(result[piece], remote[piece])
 
     def _combine(
         self, contributions: list[tuple[int, Array]], mine: Array, target: Array | None = None, *, complete: bool
@@ -399,14 +401,11 @@ class Plan:
         segments = self._memory.peer_segments.get(access.peer)
         return self._memory.peers[access.peer][_span(segment if segments is None else segments[index], access.remote)]
 
-    def _stored(self, index: int, segment: Segment, access: Transfer) -> Array:
+    def _stored(self, index: int, segment: Segment, access: Transfer) -> Array | PrivateMemory:
         results = self._memory.peer_results
         if results is None:
-            remote = self._remote(index, segment, access)
-        else:
-            remote = results[access.peer][_span(segment, access.remote)]
-        assert isinstance(remote, np.ndarray), "private memory of a peer cannot be stored to"
-        return remote
+            return self._remote(index, segment, access)
+        return results[access.peer][_span(segment, access.remote)]
 
 
 class _Scratch:
@@ -432,6 +431,10 @@ class _Scratch:
 
 def _copy(source: Array | PrivateMemory, target: Array) -> Call:
     return source.copy_to(target) if isinstance(source, PrivateMemory) else partial(np.copyto, target, source)
+
+
+def _store(source: Array, target: Array | PrivateMemory) -> Call:
+    return target.copy_from(source) if isinstance(target, PrivateMemory) else partial(np.copyto, target, source)
 
 
 def _waiting_for(schedule: Schedule, signature: str) -> str:

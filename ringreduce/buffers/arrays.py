@@ -36,10 +36,10 @@ class Operand:  # a frozen dataclass would take three times as long to make
 
     __slots__ = ("_address", "dtype", "view")
 
-    def __init__(self, view: npt.NDArray[Any], dtype: DType) -> None:
+    def __init__(self, view: npt.NDArray[Any], dtype: DType, address: int = -1) -> None:
         self.view = view
         self.dtype = dtype
-        self._address = -1
+        self._address = address  # -1: not known yet
 
     @classmethod
     def of(cls, array: Any) -> Operand:

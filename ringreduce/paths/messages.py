@@ -71,7 +71,7 @@ class Messages(Path):
     def allgather(self, task: Task, source: Array, numbers: Sequence[int], row: int, result: Result) -> Again:
         rows = rows_received(self._exchanged(task, numbers), self._context.rank)
         counts = [each * row for each in rows]
-        partition, target = Partition.of_sizes(counts), result(rows)
+        partition, target = Partition.of_sizes(counts), result(rows).flat()
         own = target[partition.segment[self._context.rank]]
         if own.__array_interface__["data"] != source.__array_interface__["data"]:
             np.copyto(own, source)
@@ -97,7 +97,7 @@ class Messages(Path):
         rank, said = self._context.rank, self._exchanged(task, numbers)
         rows = rows_received(said, rank)
         sending, receiving = [each * row for each in numbers[:-1]], [each * row for each in rows]
-        target = result(rows)
+        target = result(rows).flat()
         own = Partition.of_sizes(receiving).segment[rank]
         np.copyto(target[own], source[Partition.of_sizes(sending).segment[rank]])
         work = np.concatenate([source, target])

@@ -90,12 +90,11 @@ class Operands:
 
         def make(shape: tuple[int, ...]) -> tuple[Any, Operand]:
             nbytes = prod(shape) * dtype.itemsize
-            memory = arena.result(nbytes) if shared and nbytes >= _LEAST_SHARED_NBYTES else None
-            if memory is None:
+            made = arena.result(shape, dtype.storage, nbytes) if shared and nbytes >= _LEAST_SHARED_NBYTES else None
+            if made is None:
                 out = new(shape, dtype, library)
                 return out, Operand.of(out)
-            view = memory.view(dtype.storage).reshape(shape)
-            return native(view, dtype, library), Operand(view, dtype)
+            return native(made[0], dtype, library), Operand(made[0], dtype, made[1])
 
         return make
 
@@ -166,16 +165,16 @@ class RowsReceived:
             self.target.require_writable()
             self.room = shape[0]
 
-    def __call__(self, rows: list[int]) -> npt.NDArray[Any]:
-        """Return where the rows that come from each rank go, as a flat array in host memory."""
+    def __call__(self, rows: list[int]) -> Operand:
+        """Return where the rows that come from each rank go: contiguous, in host memory."""
         self.rows = rows
         if self.target is None:
             self.out, self.target = self._operands.new(self._array, self._source, (sum(rows), *self._source.shape[1:]))
         target = self.target
         if isinstance(target, Operand) and target.contiguous:
-            return target.flat()
+            return target
         self._flat = np.empty(prod(target.shape), target.dtype.storage)
-        return self._flat
+        return Operand(self._flat, target.dtype)
 
     def store(self) -> Any:
         """Return the result, now that all rows are there."""

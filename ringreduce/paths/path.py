@@ -47,8 +47,8 @@ __all__ = [
 ]
 
 Array = npt.NDArray[Any]
-#: Returns where a result goes, flat, once it is known how many rows come from each rank.
-Result = Callable[[list[int]], Array]
+#: Returns where a result goes, contiguous memory, once it is known how many rows come from each rank.
+Result = Callable[[list[int]], Operand]
 #: Repeats a call on the same input; None: nothing is saved, each call looks everything up.
 Again = Callable[[Result], object] | None
 
@@ -191,7 +191,8 @@ class BoundCall:
     """A call that was looked up once, for as long as its arrays live.
 
     Attributes:
-        run: makes the call again; returns its result.
+        repeats: says of array, out and two arguments of a call whether it is the same call again.
+        run: makes it again; returns a new array, if it makes one.
         nbytes: that it counts for.
 
     Args:
@@ -202,7 +203,7 @@ class BoundCall:
         forget: called when one of the arrays is gone.
     """
 
-    __slots__ = ("_algorithm", "_argument", "_arrays", "nbytes", "run")
+    __slots__ = ("nbytes", "repeats", "run")
 
     def __init__(
         self,
@@ -213,22 +214,22 @@ class BoundCall:
         nbytes: int,
         forget: Callable[[object], object],
     ) -> None:
-        self._argument, self._algorithm = arguments
         self.run = run
         self.nbytes = nbytes
-        given = dict.fromkeys((id(array), id(out)))
-        self._arrays = [
-            (weakref.ref(each, forget), _unchanged(each)) for each in (array, out)[: len(given)] if each is not None
-        ]
+        argument, algorithm = arguments
+        known, unchanged = weakref.ref(array, forget), _unchanged(array)
 
-    def repeats(self, array: Any, out: Any, argument: Any, algorithm: Any) -> bool:
-        """Return whether a call with these arguments is the same call again."""
-        if not (argument is self._argument and algorithm is self._algorithm):
-            return False
-        for (known, unchanged), given in zip(self._arrays, (array, out), strict=False):
-            if known() is not given or not unchanged(given):
-                return False
-        return True
+        def repeats(same: Any, _: object, first: Any, second: Any) -> bool:
+            return first is argument and second is algorithm and known() is same and unchanged(same)
+
+        self.repeats: Callable[[Any, Any, Any, Any], bool] = repeats
+        if out is not None and out is not array:
+            known_out, out_unchanged = weakref.ref(out, forget), _unchanged(out)
+
+            def repeats_into(same: Any, same_out: Any, first: Any, second: Any) -> bool:
+                return known_out() is same_out and out_unchanged(same_out) and repeats(same, None, first, second)
+
+            self.repeats = repeats_into
 
 
 def _unchanged(array: Any) -> Callable[[Any], bool]:
@@ -363,7 +364,7 @@ class Itself(Path):
 
     def allgather(self, task: Task, source: Array, numbers: Sequence[int], row: int, result: Result) -> Again:
         require_room(task.signature.text, [numbers])
-        np.copyto(result(rows_received([numbers], 0)), source)
+        np.copyto(result(rows_received([numbers], 0)).flat(), source)
         return None
 
     def reduce_scatter(self, task: Task, source: Array, counts: Sequence[int], target: Array) -> Again:

@@ -53,13 +53,13 @@ class SharedMemory(Path):
         return _Reduction(self._context, self._plans, task)
 
     def broadcast(self, task: Task, source: Array, target: Array, root: int) -> Again:
-        return self._run(_Broadcast, task, source, (), 1, lambda _: target, root)
+        return self._run(_Broadcast, task, source, (), 1, lambda _: Operand(target, task.dtype), root)
 
     def allgather(self, task: Task, source: Array, numbers: Sequence[int], row: int, result: Result) -> Again:
         return self._run(_Allgather, task, source, numbers, row, result)
 
     def reduce_scatter(self, task: Task, source: Array, counts: Sequence[int], target: Array) -> Again:
-        return self._run(_ReduceScatter, task, source, (), 1, lambda _: target, counts)
+        return self._run(_ReduceScatter, task, source, (), 1, lambda _: Operand(target, task.dtype), counts)
 
     def alltoall(self, task: Task, source: Array, numbers: Sequence[int], row: int, result: Result) -> Again:
         return self._run(_Alltoall, task, source, numbers, row, result)
@@ -137,28 +137,27 @@ class _Loads:
 
     def run(self, result: Result) -> None:
         """Carry it out."""
-        board, published, copied = self._board, self._place, None
+        board, instruments, numbers = self._board, self._context.instruments, self._numbers
+        published, copied = self._place, None
         if self._box is not None:
             np.copyto(self._box[board.number + 1 & 1], self._source)
         elif published == NOWHERE:
             copied = self._copied()
             published = copied.location.packed
-        board.say(self._numbers)
+        if numbers:
+            board.say(numbers)
         others = board.arrive(self._text, self._code, published)
-        said = (*board.said(len(self._numbers)),)
+        said = (*board.said(len(numbers)),) if numbers else ()
         layout = self._layouts.get(said)
         if layout is None:
-            if len(self._layouts) >= _BOUND:
-                self._layouts.clear()
-            layout = self._layouts[said] = self._layout(said)
-        instruments = self._context.instruments
+            layout = self._layout(said)
         if instruments.observers:
             instruments.step("publish and meet")
         target = result(layout.received)
-        key = target.__array_interface__["data"][0], board.number & 1, *others
+        key = (target.address, board.number & 1, *others)
         bound = layout.calls.get(key)
         if bound is None:
-            bound = self._bind(layout, key, target, published)
+            bound = self._bind(layout, key, target.flat(), published)
         calls, some_wait = bound
         for call in calls:
             call()
@@ -187,7 +186,10 @@ class _Loads:
         count, rank = len(self._numbers), self._context.rank
         numbers = [list(said[start : start + count]) for start in range(0, len(said), count)] if count else []
         numbers.insert(rank, list(self._numbers))
-        return self._lay_out(numbers)
+        if len(self._layouts) >= _BOUND:
+            self._layouts.clear()
+        self._layouts[said] = self._lay_out(numbers)
+        return self._layouts[said]
 
     def _copied(self) -> Block:
         arena = self._context.arena
@@ -331,9 +333,8 @@ class _Reduction(Reduction):
 class _TwoShot:
     """The two-shot on one node, for one array of this rank and one result.
 
-    Where all arrays and results are in the arena, each rank stores its block to all results. Otherwise each reduces its
-    block into its own result, from which the others fetch it: nobody stores to private memory, which may be somebody
-    else's when a rank that was stopped wakes up. Where private memory cannot be copied, all goes through staging areas.
+    Each rank stores its block to all results, wherever they are. Where private memory cannot be copied, and some rank's
+    array or result is private, all goes through staging areas.
     """
 
     def __init__(self, context: Context, task: Task, source: Array, target: Array) -> None:
@@ -352,8 +353,8 @@ class _TwoShot:
         self._staged = cache(
             lambda: Staged(context.board, context.instruments, signature.text, dtype, count, self._kernels)
         )
-        #: By the places of the others: calls, each list before a barrier; None: through staging areas.
-        self._bound: dict[tuple[int, ...], list[list[Callable[[], object]]] | None] = {}
+        #: By the places of the others; None: through staging areas.
+        self._bound: dict[tuple[int, ...], list[Callable[[], object]] | None] = {}
 
     def run(self) -> None:
         """Reduce."""
@@ -363,20 +364,19 @@ class _TwoShot:
         others = (*board.arrive(self._text, self._code, *self._places),)
         if others not in self._bound:
             self._bind(others)
-        phases = self._bound[others]
+        calls = self._bound[others]
         if instruments.observers:
             instruments.step("publish and meet")
-        if phases is None:
+        if calls is None:
             self._run_staged(others)
             return
-        for calls in phases:
-            for call in calls:
-                call()
-            if instruments.observers:
-                instruments.step("load and store")
-            board.barrier(self._text)
-            if instruments.observers:
-                instruments.step("barrier")
+        for call in calls:
+            call()
+        if instruments.observers:
+            instruments.step("load and store")
+        board.barrier(self._text)
+        if instruments.observers:
+            instruments.step("barrier")
 
     def _run_staged(self, others: tuple[int, ...]) -> None:
         staged = self._staged()
@@ -389,33 +389,34 @@ class _TwoShot:
     def _bind(self, others: tuple[int, ...]) -> None:
         if len(self._bound) >= _BOUND:
             self._bound.clear()
+        context, source, target = self._context, self._source, self._target
         pairs = dict(zip(self._board.peers, _pairs(others), strict=True))
         everyone = (self._places, *pairs.values())
         if any(NOWHERE in each for each in everyone):
             self._bound[others] = None
             return
-        arena, source, target = self._context.arena, self._source, self._target
         sources, targets = (
-            {peer: arena.at(peer, pair[index], target.dtype, target.size) for peer, pair in pairs.items()}
+            {
+                peer: context.arena.at(
+                    *(peer, pairs[peer][index], target.dtype, target.size),
+                    partial(self._board.require_present, number, self._text),
+                )
+                for number, peer in enumerate(pairs)
+            }
             for index in (0, 1)
         )
-        result = None if source is target else target
-        if min(map(min, everyone)) >= 0:
-            alike = all(given == taken for given, taken in everyone)
-            memory = Memory(source, sources, result=result, peer_results=None if alike else targets)
-            self._bound[others] = [self._calls(Collective.ALLREDUCE, "two_shot", memory)]
-            return
-        reducing = self._calls(Collective.REDUCE_SCATTER, "load", Memory(source, sources, result=result))
-        self._bound[others] = [reducing, self._calls(Collective.ALLGATHER, "load", Memory(target, targets))]
-
-    def _calls(self, collective: Collective, algorithm: str, memory: Memory) -> list[Callable[[], object]]:
-        context = self._context
-        schedule = context.schedule(collective, algorithm)
-        return Plan(
+        in_place = all(given == taken for given, taken in everyone)
+        schedule = context.schedule(Collective.ALLREDUCE, "two_shot")
+        self._bound[others] = Plan(
             rank=context.rank,
             schedule=schedule,
-            segments=[Partition.even(memory.mine.size, schedule.nblocks, _LINE_NBYTES // memory.mine.itemsize).segment],
-            memory=memory,
+            segments=[Partition.even(target.size, schedule.nblocks, _LINE_NBYTES // target.itemsize).segment],
+            memory=Memory(
+                source,
+                sources,
+                result=None if source is target else target,
+                peer_results=None if in_place else targets,
+            ),
             kernels=self._kernels,
             messages=None,
             waiter=context.waiter,

@@ -141,6 +141,7 @@ class Standing:
     def give_up(self, error: BaseException) -> None:
         """Refuse all further calls, and let no other rank wait for one: which calls belong together is not known."""
         if self._failure is None:
+            # Its traceback keeps the arrays of the call alive, to which a rank that is late may still store.
             self._failure = error
             with suppress(RingReduceError):
                 self._context.leave(error)

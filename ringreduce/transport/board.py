@@ -279,6 +279,16 @@ class Board:
         finally:
             self._waiting = None
 
+    def require_present(self, place: int, signature: str) -> None:
+        """Raise what ends this rank's call if a member has left.
+
+        Args:
+            place: the member's, among ``peers``.
+            signature: what this rank calls.
+        """
+        if self._others[place][1][_STATUS][0]:
+            raise self._why(place).error(self._others[place][0], f"this rank called {signature}")
+
     def find_lost(self, doing: str, among: Sequence[int] | None = None) -> CollectiveError | None:
         """Return what to raise about a member that takes part in nothing any more, None if there is none.
 

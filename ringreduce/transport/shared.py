@@ -13,9 +13,10 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -231,9 +232,11 @@ class PrivateSegments(Segments):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A piece of the arena: its bytes and where peers find them."""
+    """A piece of the arena: its bytes, as an array and as a memoryview, where they are, and where peers find them."""
 
     memory: Array
+    view: memoryview
+    address: int
     location: Location
 
 
@@ -303,11 +306,11 @@ class Arena:
         self._freed_nbytes = 0  # since the pages of holes went back
         self._bases: list[tuple[int, int, int]] = []  # (address, nbytes, segment) of all segments, ascending
 
-    def allocate(self, nbytes: int, most_segments: int | None = None) -> Block:
+    def allocate(self, nbytes: int, most_segments: Callable[[], int] | None = None) -> Block:
         """Return a page-aligned block of at least one byte; its content is undefined.
 
         Raises:
-            TransportError: there is no memory to share; or it would take a segment more than ``most_segments``.
+            TransportError: there is no memory to share; or it would take a segment more than ``most_segments()``.
         """
         nbytes = max(1, -(-nbytes // _PAGE)) * _PAGE
         with self._lock:
@@ -318,7 +321,8 @@ class Arena:
                     self._kept_nbytes -= nbytes
                     return self._kept.pop(index)
             segment, offset = self._take(nbytes, most_segments)
-            return Block(self._memory[segment][offset : offset + nbytes], Location(segment, offset))
+            memory = self._memory[segment][offset : offset + nbytes]
+            return Block(memory, memory.data, memory.__array_interface__["data"][0], Location(segment, offset))
 
     def release(self, block: Block) -> None:
         """Take a block back."""
@@ -338,33 +342,46 @@ class Arena:
 
     def array(self, nbytes: int) -> Array:
         """Return a block as an array that takes its memory back to the arena when it and all its views are gone."""
-        return self._lend(self.allocate(nbytes), nbytes, is_result=False)
+        return self._lend(self.allocate(nbytes), (nbytes,), np.dtype(np.uint8), is_result=False)
 
-    def result(self, nbytes: int) -> Array | None:
-        """Return what `array` does, for a new array that a collective returns; None: it is better private.
+    def result(self, shape: tuple[int, ...], dtype: np.dtype[Any], nbytes: int) -> tuple[Array, int] | None:
+        """Return such an array for what a collective returns, and its address; None: it is better private.
 
         Results are private where those that live have reached their limit, or where it would take one more segment, and
         those are as many as a quarter of the files that this process may have open.
         """
         with self._lock:
-            if self._returned:
-                self._take_back()
-            if self._result_nbytes_lent + nbytes > self._results_nbytes:
-                return None
-            try:
-                block = self.allocate(nbytes, _most_segments())
-            except TransportError:
-                return None
-            self._result_nbytes_lent += block.memory.nbytes
-            return self._lend(block, nbytes, is_result=True)
+            block = self._replaced(nbytes)
+            if block is None:
+                if self._returned:
+                    self._take_back()
+                if self._result_nbytes_lent + nbytes > self._results_nbytes:
+                    return None
+                try:
+                    block = self.allocate(nbytes, _most_segments)
+                except TransportError:
+                    return None
+                self._result_nbytes_lent += block.memory.nbytes
+            return self._lend(block, shape, dtype, is_result=True), block.address
 
-    def _lend(self, block: Block, nbytes: int, *, is_result: bool) -> Array:
+    def _replaced(self, nbytes: int) -> Block | None:
+        """Return the block of a result that has just come back, if it has the right size: the usual case."""
+        if len(self._returned) != 1:
+            return None
+        last = self._returned[0]
+        if last.seen or not last.is_result or not 0 <= last.block.memory.nbytes - nbytes < _PAGE:
+            return None
+        self._returned.popleft()
+        self._segments.settle()
+        return last.block
+
+    def _lend(self, block: Block, shape: tuple[int, ...], dtype: np.dtype[Any], *, is_result: bool) -> Array:
         # Going through a memoryview makes `owner` the base of every view that is taken of it.
-        owner = np.frombuffer(block.memory.data, np.uint8)
+        owner = np.frombuffer(block.view, dtype, prod(shape))
         lease = _Lease(owner, self._end)
         lease.block, lease.is_result, lease.seen = block, is_result, False
         self._leases[id(lease)] = lease
-        return owner[:nbytes]
+        return owner.reshape(shape)
 
     def _end(self, lease: weakref.ref[Array]) -> None:
         # The collector may call this in the middle of `release`, or on another thread: this much is safe.
@@ -420,10 +437,12 @@ class Arena:
         readable = self.copies_private and reads(os.getpid(), address, nbytes)  # that of devices, perhaps, is not
         return -address if readable else NOWHERE
 
-    def at(self, rank: int, place: int, dtype: np.dtype[Any], count: int) -> Array | PrivateMemory:
-        """Return elements of a peer's memory at a place that it has published."""
+    def at(
+        self, rank: int, place: int, dtype: np.dtype[Any], count: int, present: Callable[[], object] = lambda: None
+    ) -> Array | PrivateMemory:
+        """Return elements of a peer's memory at a place that it has published; ``present`` as for `PrivateMemory`."""
         if place < MAILED:
-            return PrivateMemory(rank, self._segments.pid(rank), -place, dtype, count)
+            return PrivateMemory(rank, self._segments.pid(rank), -place, dtype, count, present)
         return self.peer_view(rank, Location.unpack(place), dtype, count)
 
     def private(self, rank: int, address: int, nbytes: int) -> PrivateMemory:
@@ -459,7 +478,7 @@ class Arena:
         """Give back the segments; arrays that users still hold stay valid."""
         self._segments.close()
 
-    def _take(self, nbytes: int, most_segments: int | None) -> tuple[int, int]:
+    def _take(self, nbytes: int, most_segments: Callable[[], int] | None) -> tuple[int, int]:
         found = self._first_fit(nbytes)
         if found is None and self._kept:
             kept, self._kept, self._kept_nbytes = self._kept, [], 0
@@ -468,7 +487,7 @@ class Arena:
             found = self._first_fit(nbytes)
         if found is not None:
             return found
-        if most_segments is not None and len(self._memory) >= most_segments:
+        if most_segments is not None and len(self._memory) >= most_segments():
             raise TransportError(f"there are {len(self._memory)} segments already")
         self._discard_holes()
         segment, memory = self._segments.create(max(nbytes, self._segments.nbytes))

@@ -312,15 +312,21 @@ def resident_nbytes() -> int:
 
 def test_results_are_private_beyond_their_limit() -> None:
     """Results that live take no more than their limit; what one gives back, another may take."""
+
+    def result(arena: Arena, nbytes: int) -> np.ndarray | None:
+        made = arena.result((nbytes // 2, 2), UINT8, nbytes)
+        assert made is None or (made[0].shape == (nbytes // 2, 2) and address(made[0]) == made[1])
+        return None if made is None else made[0]
+
     arena = Arena(PrivateSegments(), results_nbytes=10 * PAGE)
-    first, second = arena.result(6 * PAGE), arena.result(4 * PAGE)
+    first, second = result(arena, 6 * PAGE), result(arena, 4 * PAGE)
     assert first is not None
     assert second is not None
-    assert arena.result(1) is None
+    assert result(arena, 2) is None
     assert arena.array(PAGE) is not None
     del first
-    assert arena.result(6 * PAGE) is not None
-    assert Arena(PrivateSegments()).result(1) is None
+    assert result(arena, 6 * PAGE) is not None
+    assert result(Arena(PrivateSegments()), 2) is None
 
 
 def test_results_are_private_when_descriptors_run_short() -> None:
@@ -332,7 +338,7 @@ def test_results_are_private_when_descriptors_run_short() -> None:
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
         results = []
-        while (result := arena.result(65 << 20)) is not None:
+        while (result := arena.result((65 << 20,), UINT8, 65 << 20)) is not None:
             results.append(result)
             nsegments += 1
         assert nsegments == 64
