@@ -164,7 +164,8 @@ class Bench:
 
         One rank has none: what it puts in is the result, and no memory is touched.
         """
-        offered = [peer.contender(case) for peer in self._peers]
+        new_results = self._settings.new_results
+        offered = [peer.contender(case, new_results=new_results) for peer in self._peers]
         rivals = [each for each in offered if each is not None and not self._count_wrong(case, each)]
         if case.collective.name == "allreduce" and self._world.size > 1:
             rivals.append(self._bound_contender(case))

@@ -36,8 +36,13 @@ Array = npt.NDArray[Any]
 class Peer(Protocol):
     """A library that can do some of our jobs."""
 
-    def contender(self, case: Case) -> Contender | None:
-        """Prepare one case; None where the library does not offer it for these elements and this operation."""
+    def contender(self, case: Case, *, new_results: bool = False) -> Contender | None:
+        """Prepare one case; None where the library does not offer it for these elements and this operation.
+
+        Args:
+            case: what to do.
+            new_results: let calls return new arrays, where the library can.
+        """
 
     def close(self) -> None:
         """Give back what the library holds; collective."""
@@ -62,9 +67,11 @@ class MpiPeer:
         self._comm = MPI.COMM_WORLD.Dup()
         self._ops = {SUM: MPI.SUM, PRODUCT: MPI.PROD, MIN: MPI.MIN, MAX: MPI.MAX}
 
-    def contender(self, case: Case) -> Contender | None:
+    def contender(self, case: Case, *, new_results: bool = False) -> Contender | None:
         if not self._can(case):
             return None
+        if new_results:
+            return self._into_new(case)
         source = np.empty(case.input_count, case.dtype)
         result = source if case.collective.overwrites else np.empty(case.output_count, case.dtype)
         if case.collective.name == "allgather":  # the own part stands where it belongs: nothing to copy
@@ -78,6 +85,31 @@ class MpiPeer:
             "alltoall": (comm.Alltoall, source, result),
         }
         return Contender("mpi", source, _giving(result, *calls[case.collective.name]))
+
+    def _into_new(self, case: Case) -> Contender:
+        """Prepare what one writes by hand for a new result."""
+        comm, op, source = self._comm, self._ops[case.op], np.empty(case.input_count, case.dtype)
+
+        def broadcast(given: Array, result: Array) -> None:
+            if comm.rank == case.root:
+                np.copyto(result, given)
+            comm.Bcast(result, case.root)
+
+        calls: dict[str, Callable[[Array, Array], object]] = {
+            "allreduce": lambda given, result: comm.Allreduce(given, result, op),
+            "reduce_scatter": lambda given, result: comm.Reduce_scatter_block(given, result, op),
+            "allgather": comm.Allgather,
+            "broadcast": broadcast,
+            "alltoall": comm.Alltoall,
+        }
+        carry_out = calls[case.collective.name]
+
+        def call() -> Array:
+            result = np.empty(case.output_count, case.dtype)
+            carry_out(source, result)
+            return result
+
+        return Contender("mpi", source, call)
 
     def close(self) -> None:
         self._comm.Free()
@@ -109,7 +141,7 @@ class GlooPeer:
         self._open = contextlib.ExitStack()
         self._open.enter_context(gloo_process_group(world))
 
-    def contender(self, case: Case) -> Contender | None:
+    def contender(self, case: Case, *, new_results: bool = False) -> Contender | None:
         """Prepare one case; None also where Gloo refuses tensors on a GPU, as for some collectives."""
         import torch.distributed as dist
 
@@ -158,7 +190,7 @@ class StagedMpi:
         self._mpi = MpiPeer(world)
         self._pinned: list[Array] = []  # kept for as long as it is pinned
 
-    def contender(self, case: Case) -> Contender | None:
+    def contender(self, case: Case, *, new_results: bool = False) -> Contender | None:
         self._unpin()
         inner = self._mpi.contender(case)
         if inner is None:

@@ -62,6 +62,15 @@ def test_right_results_pass(collective: str, shared: bool):
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
+def test_new_results_are_measured_alone(collective: str):
+    """Where results are to be new arrays there is no form in place, and the head says so."""
+    reports, printed = run(Settings(collective, new_results=True, **FAST))
+    assert [report.nwrong for report in reports] == [0, 0]
+    assert all(row.in_place is None for row in reports[0].rows)
+    assert "results in new arrays" in printed
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
 def test_wrong_results_fail(collective: str):
     """One wrong element on the last rank is counted on every rank, shown, and makes the exit status 1."""
     settings = Settings(collective, **{**FAST, "max_nbytes": 8, "check": 2})

@@ -193,7 +193,7 @@ def test_mpi_by_hand_goes_down_and_up(monkeypatch: pytest.MonkeyPatch) -> None:
         def __init__(self, world: Any) -> None:
             self.closed = False
 
-        def contender(self, case: Any) -> Contender:
+        def contender(self, case: Any, **options: Any) -> Contender:
             array = np.zeros(case.input_count, case.dtype)
 
             def double() -> np.ndarray:
@@ -315,7 +315,7 @@ class NoPeer:
     def __init__(self, world: Any, place: Any) -> None:
         pass
 
-    def contender(self, case: Any) -> None:
+    def contender(self, case: Any, **options: Any) -> None:
         return None
 
     def close(self) -> None:
