@@ -59,6 +59,7 @@ _HIERARCHICAL = {"halving_doubling": "hierarchical_halving", "direct": "hierarch
 #: Up to so many nodes may send to one at once: switches can buffer that, and ranks can have as many messages under way.
 _FEW_NODES = 16
 
+_FEW_AT_ONCE = f"at most {_FEW_NODES} nodes, all at once"
 _REMEMBERED = 4096  # kinds of calls
 
 
@@ -221,12 +222,12 @@ def _rule_of_others(call: Call) -> tuple[str, str]:
         if call.nbytes > limit:
             return "chain", f"several nodes, over {limit} bytes: fills every link"
         return "binomial", f"several nodes, at most {limit} bytes: few rounds"
-    name = {
-        Collective.REDUCE_SCATTER: "ring",
-        Collective.ALLGATHER: "ring",
-        Collective.ALLTOALL: "pairwise",
-    }[call.collective]
-    return name, "several nodes"
+    nodes = len(call.topology.nodes)
+    if call.collective is Collective.ALLTOALL:
+        return ("direct", _FEW_AT_ONCE) if nodes <= _FEW_NODES else ("pairwise", "several nodes")
+    if nodes <= _FEW_NODES and nodes == call.topology.size:
+        return "direct", f"{_FEW_AT_ONCE}, one rank per node"
+    return "ring", "several nodes: each block crosses each link once"
 
 
 class Selection:

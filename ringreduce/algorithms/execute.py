@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,8 @@ Bytes = npt.NDArray[np.uint8]
 
 #: Segments in flight at once: with four receives posted a link never idles while a segment is reduced.
 STREAMS = 4
+#: Messages that a stream leaves behind, if nothing depends on them, when it goes on.
+_LEFT_BEHIND = 1
 #: While blocks of at least so many bytes travel, a rank may nap, as other streams keep the link busy.
 _BULK_NBYTES = 64 << 10
 #: Bytes of direct accesses that are combined and copied on at a time: few enough to stay in L2.
@@ -45,7 +47,8 @@ class Memory:
         mine: this rank's buffer, one-dimensional and contiguous.
         peers: the buffers of ranks whose memory can be touched, or copied at least, by rank.
         peer_segments: for peers whose blocks are elsewhere than here: their segments, by rank.
-        result: where direct accesses put what they load or reduce, if not into ``mine``, and copy it to peers from.
+        result: where direct accesses put what they load or reduce, if not into ``mine``, and copy it to peers from;
+            and where steps with messages combine by rank.
         result_segments: where blocks are in the result, if elsewhere than in ``mine``.
         peer_results: where direct accesses store to, if not into ``peers``; by rank.
         make_scratch: makes memory of the same kind for so many elements that messages bring; None: NumPy does.
@@ -88,12 +91,23 @@ class Coding(Protocol):
 
 @dataclass(slots=True)
 class _Round:
-    """One step of one segment, bound: messages to start, calls that need no message, calls that need them all."""
+    """One step of one segment, bound.
+
+    Attributes:
+        name: for observers.
+        requests: the messages to start, in this order.
+        before: calls that need none of them.
+        after: calls that need those of them that are needed.
+        needed, kept: those of them that the next step needs; and those whose memory no later step changes, for which
+            only the end of the plan has to wait.
+    """
 
     name: str
     requests: list[Request]
     before: list[Call]
     after: list[Call]
+    needed: list[Request]
+    kept: list[Request]
 
 
 class Plan:
@@ -136,6 +150,7 @@ class Plan:
         self._rank = rank
         self._schedule = schedule
         self._last = schedule.last_reductions()
+        self._kept = schedule.kept_sends()
         self._memory = memory
         self._kernels = kernels
         self._messages = messages
@@ -180,7 +195,8 @@ class Plan:
             if len(streams) > 1:
                 self._run_together(streams, self._messages)
             else:
-                for requests in streams[0]:
+                for needed, kept in streams[0]:
+                    requests = needed + kept
                     if not self._messages.test_all(requests):
                         self._waiter.until(partial(self._messages.test_all, requests), self._waiting_for)
         except BaseException:
@@ -195,8 +211,14 @@ class Plan:
 
     # ---- running ----
 
-    def _carry_out(self, rounds: list[_Round], messages: Messages, started: list[Request]) -> Iterator[list[Request]]:
-        """Run the rounds of a stream; yield the messages that must arrive first, and add all that start to a list."""
+    def _carry_out(
+        self, rounds: list[_Round], messages: Messages, started: list[Request]
+    ) -> Iterator[tuple[list[Request], list[Request]]]:
+        """Run the rounds of a stream, and add all messages that start to a list.
+
+        Yields:
+            The messages that must be complete before it goes on, and those that may go on, too.
+        """
         together = len(self._streams) > 1  # then `_run_together` tells of the waits
         for each in rounds:
             if each.requests:
@@ -205,7 +227,7 @@ class Plan:
             for call in each.before:
                 call()
             if each.requests:
-                yield each.requests
+                yield each.needed, each.kept
             if self._instruments.observers and not together:
                 self._instruments.step(f"{each.name}: transfer")
             for call in each.after:
@@ -213,18 +235,23 @@ class Plan:
             if self._instruments.observers and (each.after or together):
                 self._instruments.step(f"{each.name}: reduce")
 
-    def _run_together(self, streams: list[Iterator[list[Request]]], messages: Messages) -> None:
-        """Advance whichever stream has its messages; that order varies from run to run, the results do not."""
-        under_way = [(stream, request) for stream in streams for request in next(stream, ())]
+    def _run_together(self, streams: list[Iterator[tuple[list[Request], list[Request]]]], messages: Messages) -> None:
+        """Advance whichever stream has its messages; that order varies from run to run, the results do not.
+
+        A stream may leave a few messages behind that only the end has to wait for.
+        """
+        under_way = [each for stream in streams for each in _next(stream)]
         while under_way:
-            several = len({stream for stream, _ in under_way}) > 1
-            done = self._wait_for_some(messages, [request for _, request in under_way], several=several)
+            several = len({each.stream for each in under_way}) > 1
+            done = self._wait_for_some(messages, [each.request for each in under_way], several=several)
             if self._instruments.observers:
                 self._instruments.step("wait for messages")
-            advanced = {under_way[position][0] for position in done}
+            advanced = {under_way[position].stream for position in done}
             under_way = [each for position, each in enumerate(under_way) if position not in done]
-            for stream in advanced.difference([stream for stream, _ in under_way]):
-                under_way += [(stream, request) for request in next(stream, ())]
+            for stream in advanced:
+                left = [each.needed for each in under_way if each.stream is stream]
+                if not any(left) and len(left) <= _LEFT_BEHIND:
+                    under_way += _next(stream)
 
     def _wait_for_some(self, messages: Messages, requests: list[Request], *, several: bool) -> set[int]:
         """Return the positions of those that have become complete, at least one; ``several``: streams have some."""
@@ -248,22 +275,38 @@ class Plan:
             name, last = f"step {number} of segment {index + 1}", self._last[number - 1]
             scratch.reset()
             if not (step.sends or step.recvs):
-                yield _Round(name, [], list(self._direct_calls(step, last, index, segment)), [])
+                yield _Round(name, [], list(self._direct_calls(step, last, index, segment)), [], [], [])
                 known.clear()
             elif self._coding is None:
-                yield self._bind_plain(name, step, last, segment, tag, scratch)
+                yield self._bind_plain(name, step, last, self._kept[number - 1], index, segment, tag, scratch)
             else:
                 yield from self._bind_coded(name, step, segment, tag, scratch, kept, known)
 
     def _bind_plain(
-        self, name: str, step: Step, last: frozenset[int], segment: Segment, tag: int, scratch: _Scratch
+        self,
+        name: str,
+        step: Step,
+        last: frozenset[int],
+        kept_sends: frozenset[Transfer],
+        index: int,
+        segment: Segment,
+        tag: int,
+        scratch: _Scratch,
     ) -> _Round:
-        mine, kernels = self._memory.mine, self._kernels
-        requests = [self._send(mine[part], each.peer, tag) for each, part in _parts(segment, step.sends)]
+        memory, kernels = self._memory, self._kernels
+        mine, result = memory.mine, memory.mine if memory.result is None else memory.result
+        places = segment if memory.result_segments is None else memory.result_segments[index]
+        needed: list[Request] = []
+        kept: list[Request] = []
+        requests: list[Request] = []
+        for each, part in _parts(segment, step.sends):
+            requests.append(self._send(mine[part], each.peer, tag))
+            (kept if each in kept_sends else needed).append(requests[-1])
         terms: dict[range, list[tuple[int, Array]]] = {}
         for each, part in _parts(segment, step.recvs):
             place = scratch.take(part.stop - part.start) if each.reduce else mine[part]
             requests.append(self._recv(place, each.peer, tag))
+            needed.append(requests[-1])
             if each.reduce:
                 terms.setdefault(each.blocks, []).append((each.peer, place))
         after: list[Call] = []
@@ -271,11 +314,11 @@ class Plan:
             assert kernels is not None
             target, complete = mine[_span(segment, blocks)], blocks.start in last
             if step.by_rank:
-                after.append(self._combine(arrived, target, complete=complete))
+                after.append(self._combine(arrived, target, result[_span(places, blocks)], complete=complete))
                 continue
             for number, (_, place) in enumerate(arrived, start=1):
                 after.append(kernels.fold(target, place, complete=complete and number == len(arrived)))
-        return _Round(name, requests, [], after)
+        return _Round(name, requests, [], after, needed, kept)
 
     def _bind_coded(
         self,
@@ -321,8 +364,8 @@ class Plan:
             known[blocks] = kept.take(coding.nbytes(part))
             after.append(coding.combine(part, arrived, known[blocks]))
         if encoding:
-            yield _Round(f"{name}: encode", [], encoding, [])
-        yield _Round(name, requests, [], after)
+            yield _Round(f"{name}: encode", [], encoding, [], [], [])
+        yield _Round(name, requests, [], after, requests, [])
 
     def _send(self, data: Array, peer: int, tag: int) -> Request:
         assert self._messages is not None
@@ -406,6 +449,19 @@ class Plan:
         if results is None:
             return self._remote(index, segment, access)
         return results[access.peer][_span(segment, access.remote)]
+
+
+class _UnderWay(NamedTuple):
+    """A message under way, its stream, and whether that needs it to go on."""
+
+    stream: Iterator[tuple[list[Request], list[Request]]]
+    request: Request
+    needed: bool
+
+
+def _next(stream: Iterator[tuple[list[Request], list[Request]]]) -> list[_UnderWay]:
+    needed, kept = next(stream, ([], []))
+    return [_UnderWay(stream, each, True) for each in needed] + [_UnderWay(stream, each, False) for each in kept]
 
 
 class _Scratch:

@@ -115,6 +115,15 @@ class Schedule:
             changed.update(block for each in incoming for block in each.blocks)
         return found[::-1]
 
+    def kept_sends(self) -> list[frozenset[Transfer]]:
+        """Return for each step what it sends that no later step of this rank changes: nobody has to wait for that."""
+        found: list[frozenset[Transfer]] = []
+        changed: set[int] = set()
+        for step in reversed(self.steps):
+            found.append(frozenset(each for each in step.sends if changed.isdisjoint(each.blocks)))
+            changed.update(block for each in (*step.recvs, *step.loads) for block in each.blocks)
+        return found[::-1]
+
 
 @dataclass(frozen=True, slots=True)
 class Cost:

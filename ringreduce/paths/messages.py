@@ -81,14 +81,27 @@ class Messages(Path):
 
     def reduce_scatter(self, task: Task, source: Array, counts: Sequence[int], target: Array) -> Again:
         context, partition = self._context, Partition.of_sizes(counts)
-        size = context.topology.size
+        size, own = context.topology.size, partition.segment[context.rank]
         context.meet(task.signature)
-        work = source.copy()
+        schedule = context.schedule(Collective.REDUCE_SCATTER, task.algorithm)
+        at_once = all(step.by_rank for step in schedule.steps)  # then nothing is summed up in the source
+        work = source if at_once else source.copy()
         segments = segments_of_blocks(partition, _segment_limit(context, work, max(counts)))
         op = ReduceOp.SUM if task.op is ReduceOp.AVERAGE else task.op  # only the own block is complete in the end
-        kernels = kernels_for(task.dtype, op, size)
-        self._send(Collective.REDUCE_SCATTER, task, Memory(work), segments, kernels)
-        np.copyto(target, work[partition.segment[context.rank]])
+        kernels, memory = kernels_for(task.dtype, op, size), Memory(work)
+        if at_once:
+            nothing = slice(0, 0)
+            results = [
+                tuple(
+                    slice(part.start - own.start, part.stop - own.start) if rank == context.rank else nothing
+                    for rank, part in enumerate(segment)
+                )
+                for segment in segments
+            ]
+            memory = Memory(source, result=target, result_segments=results)
+        self._send(Collective.REDUCE_SCATTER, task, memory, segments, kernels)
+        if not at_once:
+            np.copyto(target, work[own])
         if task.op is ReduceOp.AVERAGE:
             divide(target, size)
         return None
@@ -100,12 +113,10 @@ class Messages(Path):
         target = result(rows).flat()
         own = Partition.of_sizes(receiving).segment[rank]
         np.copyto(target[own], source[Partition.of_sizes(sending).segment[rank]])
-        work = np.concatenate([source, target])
         both = Partition.of_sizes([*sending, *receiving])
         largest = max(max(each[:-1]) for each in said) * row
-        segments = segments_of_blocks(both, _segment_limit(self._context, work, largest), largest)
-        self._send(Collective.ALLTOALL, task, Memory(work), segments)
-        np.copyto(target, work[source.size :])
+        segments = segments_of_blocks(both, _segment_limit(self._context, target, largest), largest)
+        self._send(Collective.ALLTOALL, task, Memory(_Joined(source, target)), segments)  # type: ignore[arg-type]
         return None
 
     def _exchanged(self, task: Task, numbers: Sequence[int]) -> list[list[int]]:
@@ -134,6 +145,19 @@ class Messages(Path):
             plan.run()
         finally:
             plan.close()
+
+
+class _Joined:
+    """Two arrays as one, of which every part that is asked for is in one of them: no copy is made."""
+
+    def __init__(self, first: Array, second: Array) -> None:
+        self._first, self._second = first, second
+        self.dtype, self.itemsize, self.size = first.dtype, first.itemsize, first.size + second.size
+
+    def __getitem__(self, part: slice) -> Array:
+        if part.stop <= self._first.size:
+            return self._first[part]
+        return self._second[part.start - self._first.size : part.stop - self._first.size]
 
 
 class Hierarchy(Messages):
