@@ -1,6 +1,17 @@
 """Memory that collectives work on: dtypes, views of arrays, and the kernels that combine, cast and copy."""
 
-from ringreduce.buffers.arrays import Operand, as_given, library_of, like, native, new, operand_of, typed, unowned
+from ringreduce.buffers.arrays import (
+    Operand,
+    address_of,
+    as_given,
+    library_of,
+    like,
+    native,
+    new,
+    operand_of,
+    typed,
+    unowned,
+)
 from ringreduce.buffers.casts import divide_toward_zero, narrow, widen, wider
 from ringreduce.buffers.dtypes import DTYPES, DType
 from ringreduce.buffers.kernels import Call, Kernels, divide, kernels_for, quiet_context
@@ -11,6 +22,7 @@ __all__ = [
     "DType",
     "Kernels",
     "Operand",
+    "address_of",
     "as_given",
     "divide",
     "divide_toward_zero",

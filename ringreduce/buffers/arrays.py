@@ -20,7 +20,7 @@ from ringreduce.errors import UnsupportedBufferError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Operand", "as_given", "library_of", "like", "native", "new", "operand_of", "typed", "unowned"]
+__all__ = ["Operand", "address_of", "as_given", "library_of", "like", "native", "new", "operand_of", "typed", "unowned"]
 
 #: What is taken as an array of no dimension.
 _NUMBERS = np.generic, bool, int, float, complex
@@ -94,7 +94,7 @@ class Operand:  # a frozen dataclass would take three times as long to make
     def address(self) -> int:
         """Where the first element is."""
         if self._address < 0:
-            self._address = self.view.__array_interface__["data"][0]
+            self._address = address_of(self.view)
         return self._address
 
     @property
@@ -178,12 +178,18 @@ def typed(memory: npt.NDArray[np.uint8], dtype: DType) -> Any:
     return torch.from_numpy(memory).view(torch.bfloat16)
 
 
+def address_of(array: npt.NDArray[Any]) -> int:
+    """Return where the first element is."""
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
 def unowned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """View the memory of a contiguous array, as one dimension and writable, without keeping it alive.
 
     For plans, which outlive the arrays that they were made for: whoever runs one holds an array at that address.
     """
-    memory: Any = (ctypes.c_byte * array.nbytes).from_address(array.__array_interface__["data"][0])
+    memory: Any = (ctypes.c_byte * array.nbytes).from_address(address_of(array))
     return np.frombuffer(memory, array.dtype) if array.nbytes else np.empty(0, array.dtype)
 
 

@@ -8,7 +8,7 @@ private array of moderate size travels through a buffer of the plan; a large one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from ringreduce.algorithms import Collective
 from ringreduce.algorithms.execute import STREAMS, Coding, Memory, Plan
-from ringreduce.buffers import Kernels, Operand, divide, kernels_for
+from ringreduce.buffers import Operand, address_of, divide, kernels_for, unowned
 from ringreduce.partition import Partition, Segment, segments_of_blocks, segments_of_buffer
-from ringreduce.paths.context import Context
+from ringreduce.paths.context import Context, Signature
 from ringreduce.paths.path import (
     VENDOR,
     Again,
@@ -59,92 +59,132 @@ class Messages(Path):
         return _Reduction(self, task)
 
     def broadcast(self, task: Task, source: Array, target: Array, root: int) -> Again:
-        if self._context.rank == root and source.__array_interface__["data"] != target.__array_interface__["data"]:
+        context = self._context
+        if context.rank == root and address_of(source) != address_of(target):
             np.copyto(target, source)
-        self._context.meet(task.signature)
-        nblocks = self._context.schedule(Collective.BROADCAST, task.algorithm, root).nblocks
-        limit = _segment_limit(self._context, target, target.size // nblocks)
-        segments = segments_of_buffer(target.size, nblocks, limit)
-        self._send(Collective.BROADCAST, task, Memory(target), segments, root=root)
+        context.meet(task.signature)
+
+        def bind() -> Plan:
+            nblocks = context.schedule(Collective.BROADCAST, task.algorithm, root).nblocks
+            segments = segments_of_buffer(target.size, nblocks, _segment_limit(context, target, target.size // nblocks))
+            memory = Memory(unowned(target))
+            return context.plan(Collective.BROADCAST, task.algorithm, segments, memory, None, task.signature, root=root)
+
+        self._plan(task, bind, root, address_of(target)).run()
         return None
 
     def allgather(self, task: Task, source: Array, numbers: Sequence[int], row: int, result: Result) -> Again:
-        rows = rows_received(self._exchanged(task, numbers), self._context.rank)
-        counts = [each * row for each in rows]
-        partition, target = Partition.of_sizes(counts), result(rows).flat()
-        own = target[partition.segment[self._context.rank]]
-        if own.__array_interface__["data"] != source.__array_interface__["data"]:
+        context = self._context
+        rows = rows_received(self._exchanged(task, numbers), context.rank)
+        partition, target = Partition.of_sizes([each * row for each in rows]), result(rows).flat()
+        own = target[partition.segment[context.rank]]
+        if address_of(own) != address_of(source):
             np.copyto(own, source)
-        segments = segments_of_blocks(partition, _segment_limit(self._context, target, max(counts)))
-        self._send(Collective.ALLGATHER, task, Memory(target), segments)
+
+        def bind() -> Plan:
+            segments = segments_of_blocks(partition, _segment_limit(context, target, max(rows) * row))
+            memory = Memory(unowned(target))
+            return context.plan(Collective.ALLGATHER, task.algorithm, segments, memory, None, task.signature)
+
+        self._plan(task, bind, address_of(target), *rows).run()
         return None
 
     def reduce_scatter(self, task: Task, source: Array, counts: Sequence[int], target: Array) -> Again:
-        context, partition = self._context, Partition.of_sizes(counts)
-        size, own = context.topology.size, partition.segment[context.rank]
+        context, size = self._context, self._context.topology.size
         context.meet(task.signature)
         schedule = context.schedule(Collective.REDUCE_SCATTER, task.algorithm)
-        at_once = all(step.by_rank for step in schedule.steps)  # then nothing is summed up in the source
-        work = source if at_once else source.copy()
-        segments = segments_of_blocks(partition, _segment_limit(context, work, max(counts)))
-        op = ReduceOp.SUM if task.op is ReduceOp.AVERAGE else task.op  # only the own block is complete in the end
-        kernels, memory = kernels_for(task.dtype, op, size), Memory(work)
-        if at_once:
-            nothing = slice(0, 0)
-            results = [
-                tuple(
-                    slice(part.start - own.start, part.stop - own.start) if rank == context.rank else nothing
-                    for rank, part in enumerate(segment)
-                )
-                for segment in segments
-            ]
-            memory = Memory(source, result=target, result_segments=results)
-        self._send(Collective.REDUCE_SCATTER, task, memory, segments, kernels)
-        if not at_once:
-            np.copyto(target, work[own])
+        if all(step.by_rank for step in schedule.steps):  # then nothing is summed up in the source
+            plan = self._plan(
+                task,
+                lambda: self._scattering(task, counts, unowned(source), unowned(target)),
+                address_of(source),
+                address_of(target),
+            )
+            plan.run()
+        else:
+            work = source.copy()
+            plan = self._scattering(task, counts, work)
+            try:
+                plan.run()
+            finally:
+                plan.close()
+            np.copyto(target, work[Partition.of_sizes(counts).segment[context.rank]])
         if task.op is ReduceOp.AVERAGE:
             divide(target, size)
         return None
 
+    def _scattering(self, task: Task, counts: Sequence[int], work: Array, target: Array | None = None) -> Plan:
+        """Bind a reduce-scatter; into ``target``, if nothing is reduced in the array itself."""
+        context, partition = self._context, Partition.of_sizes(counts)
+        own = partition.segment[context.rank]
+        segments = segments_of_blocks(partition, _segment_limit(context, work, max(counts)))
+        results = [
+            tuple(
+                slice(part.start - own.start, part.stop - own.start) if rank == context.rank else slice(0, 0)
+                for rank, part in enumerate(segment)
+            )
+            for segment in segments
+        ]
+        memory = Memory(work) if target is None else Memory(work, result=target, result_segments=results)
+        op = ReduceOp.SUM if task.op is ReduceOp.AVERAGE else task.op  # only the own block is complete in the end
+        kernels = kernels_for(task.dtype, op, context.topology.size)
+        return context.plan(Collective.REDUCE_SCATTER, task.algorithm, segments, memory, kernels, task.signature)
+
     def alltoall(self, task: Task, source: Array, numbers: Sequence[int], row: int, result: Result) -> Again:
-        rank, said = self._context.rank, self._exchanged(task, numbers)
-        rows = rows_received(said, rank)
+        context = self._context
+        said = self._exchanged(task, numbers)
+        rows = rows_received(said, context.rank)
         sending, receiving = [each * row for each in numbers[:-1]], [each * row for each in rows]
         target = result(rows).flat()
-        own = Partition.of_sizes(receiving).segment[rank]
-        np.copyto(target[own], source[Partition.of_sizes(sending).segment[rank]])
-        both = Partition.of_sizes([*sending, *receiving])
-        largest = max(max(each[:-1]) for each in said) * row
-        segments = segments_of_blocks(both, _segment_limit(self._context, target, largest), largest)
-        self._send(Collective.ALLTOALL, task, Memory(_Joined(source, target)), segments)  # type: ignore[arg-type]
+        own = Partition.of_sizes(receiving).segment[context.rank]
+        np.copyto(target[own], source[Partition.of_sizes(sending).segment[context.rank]])
+
+        def bind() -> Plan:
+            both = Partition.of_sizes([*sending, *receiving])
+            largest = max(max(each[:-1]) for each in said) * row
+            segments = segments_of_blocks(both, _segment_limit(context, target, largest), largest)
+            memory = Memory(_Joined(unowned(source), unowned(target)))  # type: ignore[arg-type]
+            return context.plan(Collective.ALLTOALL, task.algorithm, segments, memory, None, task.signature)
+
+        counts = [count for each in said for count in each]
+        self._plan(task, bind, address_of(source), address_of(target), *counts).run()
         return None
 
     def _exchanged(self, task: Task, numbers: Sequence[int]) -> list[list[int]]:
         """Meet the others in a call, and return the numbers of all; see `Path.allgather`."""
-        context, size, count = self._context, self._context.topology.size, len(numbers)
+        context, count = self._context, len(numbers)
         context.meet(task.signature)
-        everyone = np.empty(size * count, np.int64)
-        everyone[context.rank * count :][:count] = numbers
-        segments = [Partition.of_sizes([count] * size).segment]
-        self._send(Collective.ALLGATHER, task._replace(algorithm="direct"), Memory(everyone), segments)
-        said: list[list[int]] = everyone.reshape(size, count).tolist()
+        exchange: _Exchange = self._plans.get(
+            ("numbers", task.signature.code), lambda: _Exchange(context, task.signature, count)
+        )
+        said = exchange.run(numbers)
         require_room(task.signature.text, said)
         return said
 
-    def _send(
-        self,
-        collective: Collective,
-        task: Task,
-        memory: Memory,
-        segments: Sequence[Segment],
-        kernels: Kernels | None = None,
-        root: int = 0,
-    ) -> None:
-        plan = self._context.plan(collective, task.algorithm, segments, memory, kernels, task.signature, root=root)
-        try:
-            plan.run()
-        finally:
-            plan.close()
+    def _plan(self, task: Task, bind: Callable[[], Plan], *where: int) -> Plan:
+        """Return a plan for memory at these addresses, and whatever else it depends on; bind it if there is none."""
+        plan: Plan = self._plans.get((task.signature.code, task.algorithm, *where), bind)
+        return plan
+
+
+class _Exchange:
+    """Gives a few numbers of every rank to all, in a call that the ranks have met in."""
+
+    def __init__(self, context: Context, signature: Signature, count: int) -> None:
+        size = context.topology.size
+        self._everyone = np.empty((size, count), np.int64)
+        self._mine = self._everyone[context.rank]
+        memory, segments = Memory(self._everyone.reshape(-1)), [Partition.of_sizes([count] * size).segment]
+        self._plan = context.plan(Collective.ALLGATHER, "direct", segments, memory, None, signature)
+
+    def run(self, numbers: Sequence[int]) -> list[list[int]]:
+        self._mine[:] = numbers
+        self._plan.run()
+        said: list[list[int]] = self._everyone.tolist()
+        return said
+
+    def close(self) -> None:
+        self._plan.close()
 
 
 class _Joined:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.buffers import DType, Operand, library_of, native, new, operand_of
+from ringreduce.buffers import DType, Operand, address_of, library_of, native, new, operand_of
 from ringreduce.buffers.cuda.arrays import DeviceOperand
 from ringreduce.errors import UnsupportedBufferError
 from ringreduce.paths.gpu import Gpu
@@ -216,8 +216,8 @@ def apart(source: npt.NDArray[Any], target: npt.NDArray[Any], place: int | None 
     """
     if not np.may_share_memory(source, target):
         return source
-    start = target.__array_interface__["data"][0] + (place or 0) * source.itemsize
-    stays = place is not None and target.flags.c_contiguous and source.__array_interface__["data"][0] == start
+    start = address_of(target) + (place or 0) * source.itemsize
+    stays = place is not None and target.flags.c_contiguous and address_of(source) == start
     return source if stays else source.copy()
 
 

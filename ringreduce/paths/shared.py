@@ -20,7 +20,7 @@ from ringreduce import algorithms
 from ringreduce.algorithms import Collective
 from ringreduce.algorithms.execute import Memory, Plan
 from ringreduce.algorithms.fused import Staged
-from ringreduce.buffers import Operand, kernels_for, unowned
+from ringreduce.buffers import Operand, address_of, kernels_for, unowned
 from ringreduce.partition import Partition, Segment
 from ringreduce.paths.context import Cache, Context
 from ringreduce.paths.path import Again, Call, Path, Reduction, Result, Task, require_room, rows_received
@@ -74,7 +74,7 @@ class SharedMemory(Path):
         result: Result,
         *arguments: Any,
     ) -> Again:
-        key = task.signature.code, source.__array_interface__["data"][0], source.size, *numbers
+        key = task.signature.code, address_of(source), source.size, *numbers
         loads: _Loads = self._plans.get(key, lambda: kind(self._context, task, source, numbers, row, *arguments))
         loads.run(result)
         return loads.run
@@ -133,7 +133,7 @@ class _Loads:
             boxes = (self._board.mailboxes(parity, source.dtype, source.shape) for parity in (0, 1))
             self._box = tuple(each[self._board.index] for each in boxes)
         else:
-            self._place = context.arena.place(source.__array_interface__["data"][0], source.nbytes)
+            self._place = context.arena.place(address_of(source), source.nbytes)
 
     def run(self, result: Result) -> None:
         """Carry it out."""
@@ -213,7 +213,7 @@ class _Loads:
         calls: list[Callable[[], object]] = []
         if layout.own is not None:
             given, taken = source[layout.own[0]], result[layout.own[1]]
-            if given.size and given.__array_interface__["data"] != taken.__array_interface__["data"]:
+            if given.size and address_of(given) != address_of(taken):
                 calls.append(partial(np.copyto, taken, given))
         calls += Plan(
             rank=context.rank,
@@ -345,10 +345,10 @@ class _TwoShot:
         self._kernels = kernels_for(task.dtype, task.op, size)
         self._instruments = context.instruments
         self._target = unowned(target)
-        in_place = source.__array_interface__["data"] == target.__array_interface__["data"]
+        in_place = address_of(source) == address_of(target)
         self._source = self._target if in_place else unowned(source)
-        place = arena.place(target.__array_interface__["data"][0], target.nbytes)
-        self._places = place if in_place else arena.place(source.__array_interface__["data"][0], source.nbytes), place
+        place = arena.place(address_of(target), target.nbytes)
+        self._places = place if in_place else arena.place(address_of(source), source.nbytes), place
         dtype, count = target.dtype, target.size
         self._staged = cache(
             lambda: Staged(context.board, context.instruments, signature.text, dtype, count, self._kernels)
