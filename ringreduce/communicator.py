@@ -117,9 +117,9 @@ class Communicator(Member):
         if deterministic and algorithm is None and wire is None:
             algorithm, deterministic = DETERMINISTIC, False
         if not (deterministic or wire):
-            bound = self._bound.get((id(array), id(out), "allreduce"))
-            if bound is not None and bound.repeats(array, out, op, algorithm) and not self.instruments.observers:
-                return self._repeat("allreduce", bound, out)
+            repeated = self._repeat("allreduce", array, out, op, algorithm)
+            if repeated is not None:
+                return repeated
         return self._standing.call(
             "allreduce", self._allreduce, array, op, out, algorithm, deterministic, wire, feedback
         )
@@ -138,9 +138,9 @@ class Communicator(Member):
             algorithm: as for `allreduce`.
             out: where this rank's part goes; None: a new array.
         """
-        bound = self._bound.get((id(array), id(out), "reduce_scatter"))
-        if bound is not None and bound.repeats(array, out, op, algorithm) and not self.instruments.observers:
-            return self._repeat("reduce_scatter", bound, out)
+        repeated = self._repeat("reduce_scatter", array, out, op, algorithm)
+        if repeated is not None:
+            return repeated
         return self._standing.call("reduce_scatter", self._reduce_scatter, array, op, out, algorithm)
 
     def allgather(self, array: Any, *, out: Any = None, algorithm: str | None = None) -> Any:
@@ -155,9 +155,9 @@ class Communicator(Member):
         Raises:
             MismatchError: on some rank, ``out`` has not as many rows as all arrays together.
         """
-        bound = self._bound.get((id(array), id(out), "allgather"))
-        if bound is not None and bound.repeats(array, out, None, algorithm) and not self.instruments.observers:
-            return self._repeat("allgather", bound, out)
+        repeated = self._repeat("allgather", array, out, None, algorithm)
+        if repeated is not None:
+            return repeated
         return self._standing.call("allgather", self._allgather, array, out, algorithm)
 
     def broadcast(self, array: Any, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> Any:
@@ -172,9 +172,9 @@ class Communicator(Member):
         Raises:
             ConfigError: there is no such rank.
         """
-        bound = self._bound.get((id(array), id(out), "broadcast"))
-        if bound is not None and bound.repeats(array, out, root, algorithm) and not self.instruments.observers:
-            return self._repeat("broadcast", bound, out)
+        repeated = self._repeat("broadcast", array, out, root, algorithm)
+        if repeated is not None:
+            return repeated
         return self._standing.call("broadcast", self._broadcast, array, root, out, algorithm)
 
     def alltoall(
@@ -197,9 +197,9 @@ class Communicator(Member):
             MismatchError: on some rank, ``out`` has not as many rows as come there.
         """
         if splits is None:
-            bound = self._bound.get((id(array), id(out), "alltoall"))
-            if bound is not None and bound.repeats(array, out, None, algorithm) and not self.instruments.observers:
-                return self._repeat("alltoall", bound, out)
+            repeated = self._repeat("alltoall", array, out, None, algorithm)
+            if repeated is not None:
+                return repeated
         return self._standing.call("alltoall", self._alltoall, array, splits, out, algorithm)
 
     def barrier(self) -> None:
@@ -431,8 +431,18 @@ class Communicator(Member):
         key = id(array), id(out), collective
         self._bound[key] = BoundCall(array, out, arguments, run, nbytes, lambda _: self._bound.pop(key, None))
 
-    def _repeat(self, collective: str, bound: BoundCall, out: Any) -> Any:
-        """Make a call again that was bound."""
+    def _repeat(self, collective: str, array: Any, out: Any, argument: Any, algorithm: str | None) -> Any:
+        """Make a call again, if it was bound and nobody observes; return its result, None if it was not made."""
+        bound = self._bound.get((id(array), id(out), collective))
+        if (
+            bound is None
+            or bound.argument is not argument
+            or bound.algorithm is not algorithm
+            or not bound.is_array(array)
+            or not (bound.is_out is None or bound.is_out(out))
+            or self.instruments.observers
+        ):
+            return None
         started = perf_counter()
         try:
             made = self._standing.quiet.run(bound.run)

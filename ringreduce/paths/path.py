@@ -191,19 +191,14 @@ class BoundCall:
     """A call that was looked up once, for as long as its arrays live.
 
     Attributes:
-        repeats: says of array, out and two arguments of a call whether it is the same call again.
-        run: makes it again; returns a new array, if it makes one.
+        argument, algorithm: two more arguments, as they were given.
+        is_array: says whether an array is the one that was passed, with the memory and layout that it had then.
+        is_out: the same of ``out``; None: that was ``array``, or nothing.
+        run: makes the call again; returns a new array, if it makes one.
         nbytes: that it counts for.
-
-    Args:
-        array: the caller's.
-        out: the caller's; may be ``array``, or None: a new array each time.
-        arguments: two more, as they were given.
-        run, nbytes: see above.
-        forget: called when one of the arrays is gone.
     """
 
-    __slots__ = ("nbytes", "repeats", "run")
+    __slots__ = ("algorithm", "argument", "is_array", "is_out", "nbytes", "run")
 
     def __init__(
         self,
@@ -214,32 +209,29 @@ class BoundCall:
         nbytes: int,
         forget: Callable[[object], object],
     ) -> None:
+        self.argument, self.algorithm = arguments
+        self.is_array = _same(array, forget)
+        self.is_out = None if out is None or out is array else _same(out, forget)
         self.run = run
         self.nbytes = nbytes
-        argument, algorithm = arguments
-        known, unchanged = weakref.ref(array, forget), _unchanged(array)
-
-        def repeats(same: Any, _: object, first: Any, second: Any) -> bool:
-            return first is argument and second is algorithm and known() is same and unchanged(same)
-
-        self.repeats: Callable[[Any, Any, Any, Any], bool] = repeats
-        if out is not None and out is not array:
-            known_out, out_unchanged = weakref.ref(out, forget), _unchanged(out)
-
-            def repeats_into(same: Any, same_out: Any, first: Any, second: Any) -> bool:
-                return known_out() is same_out and out_unchanged(same_out) and repeats(same, None, first, second)
-
-            self.repeats = repeats_into
 
 
-def _unchanged(array: Any) -> Callable[[Any], bool]:
-    """Return what says whether an array, known to be this one, has the memory and layout that it has now."""
+def _same(array: Any, forget: Callable[[object], object]) -> Callable[[Any], bool]:
+    """Return what says whether an array is this one, which is not held, and has the memory and layout that it has now.
+
+    Args:
+        array: of NumPy or torch.
+        forget: called when it is gone.
+    """
+    known: Callable[[], Any] = weakref.ref(array, forget)
     if isinstance(array, np.ndarray):  # it can be given another shape and dtype; a weak reference forbids `resize`
         shape, dtype = array.shape, array.dtype
-        return lambda same: same.shape == shape and same.dtype is dtype
+        return lambda given: known() is given and given.shape == shape and given.dtype is dtype
     # `set_`, `resize_`, ``data =`` and `t_` change a tensor.
     address, size, strides = array.data_ptr(), array.shape, array.stride()
-    return lambda same: same.data_ptr() == address and same.shape == size and same.stride() == strides
+    return lambda given: (
+        known() is given and given.data_ptr() == address and given.shape == size and given.stride() == strides
+    )
 
 
 class Chosen(NamedTuple):

@@ -353,18 +353,24 @@ class _TwoShot:
         self._staged = cache(
             lambda: Staged(context.board, context.instruments, signature.text, dtype, count, self._kernels)
         )
+        self._hidden = NOWHERE in self._places  # from the others
         #: By the places of the others; None: through staging areas.
         self._bound: dict[tuple[int, ...], list[Callable[[], object]] | None] = {}
+        self._others: list[int] = []  # in the last call
+        self._calls: list[Callable[[], object]] | None = None  # bound for these
 
     def run(self) -> None:
         """Reduce."""
         board, instruments = self._board, self._instruments
-        if NOWHERE in self._places:
+        if self._hidden:
             self._staged().copy_in(self._source)  # saves a barrier, if all do
-        others = (*board.arrive(self._text, self._code, *self._places),)
-        if others not in self._bound:
-            self._bind(others)
-        calls = self._bound[others]
+        others = board.arrive(self._text, self._code, *self._places)
+        if others != self._others:
+            key = (*others,)
+            if key not in self._bound:
+                self._bind(key)
+            self._others, self._calls = others, self._bound[key]
+        calls = self._calls
         if instruments.observers:
             instruments.step("publish and meet")
         if calls is None:
@@ -378,9 +384,9 @@ class _TwoShot:
         if instruments.observers:
             instruments.step("barrier")
 
-    def _run_staged(self, others: tuple[int, ...]) -> None:
+    def _run_staged(self, others: list[int]) -> None:
         staged = self._staged()
-        if NOWHERE not in self._places:
+        if not self._hidden:
             staged.copy_in(self._source)
         if any(NOWHERE not in each for each in (self._places, *_pairs(others))):
             self._board.barrier(self._text)  # some rank has staged its input only now
@@ -427,6 +433,7 @@ class _TwoShot:
     def close(self) -> None:
         """Forget what was bound; a caller who still holds this binds again."""
         self._bound.clear()
+        self._others = []
 
 
 def _pairs(places: Sequence[int]) -> list[tuple[int, ...]]:
