@@ -116,12 +116,15 @@ class Schedule:
         return found[::-1]
 
     def kept_sends(self) -> list[frozenset[Transfer]]:
-        """Return for each step what it sends that no later step of this rank changes: nobody has to wait for that."""
+        """Return for each step what it sends that neither it nor a later step of this rank changes.
+
+        Nobody has to wait for such a message to be gone, but the end of the schedule.
+        """
         found: list[frozenset[Transfer]] = []
         changed: set[int] = set()
         for step in reversed(self.steps):
-            found.append(frozenset(each for each in step.sends if changed.isdisjoint(each.blocks)))
             changed.update(block for each in (*step.recvs, *step.loads) for block in each.blocks)
+            found.append(frozenset(each for each in step.sends if changed.isdisjoint(each.blocks)))
         return found[::-1]
 
 

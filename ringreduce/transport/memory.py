@@ -30,7 +30,7 @@ class MemoryWorld:
         self.timeout_s = timeout_s
         # deque.append and popleft are atomic, so the queues need no lock of their own; and so is dict.setdefault, while
         # a defaultdict may give two threads a queue each.
-        self.queues: dict[tuple[int, int, int], deque[Array]] = {}
+        self.queues: dict[tuple[int, int, int], deque[_Transfer]] = {}
         self.notes: list[deque[tuple[int, bytes]]] = [deque() for _ in range(size)]
         self.segments: dict[tuple[int, int], Array] = {}
         self.payloads: list[bytes] = [b""] * size
@@ -46,16 +46,28 @@ class MemoryWorld:
 
 @dataclass(slots=True)
 class _Transfer:
-    """A described message; ``done`` is True when it is complete or was never started."""
+    """A described message.
 
-    queue: deque[Array]
+    Attributes:
+        queue: where it goes through.
+        data: what is sent, or where it is received.
+        is_send: which of the two.
+        done: whether it is complete, or was never started.
+        copy: what was sent; None once it was received.
+    """
+
+    queue: deque[_Transfer]
     data: Array
     is_send: bool
     done: bool = field(default=True)
+    copy: Array | None = None
 
 
 class MemoryMessages:
-    """Messages through queues: a send is complete when it is tested, a receive when something is in its queue."""
+    """Messages through queues: a send is complete when it was received, a receive when something is in its queue.
+
+    Memory that is sent must stay as it is until then; here that is checked.
+    """
 
     name = "memory"
     library = "none"
@@ -75,7 +87,7 @@ class MemoryMessages:
     def recv(self, data: Array, peer: int, tag: int) -> Request:
         return _Transfer(self._queue(peer, self.rank, tag), data, is_send=False)
 
-    def _queue(self, sender: int, receiver: int, tag: int) -> deque[Array]:
+    def _queue(self, sender: int, receiver: int, tag: int) -> deque[_Transfer]:
         return self._world.queues.setdefault((sender, receiver, tag), deque())
 
     def start(self, requests: Sequence[Request]) -> None:
@@ -83,7 +95,8 @@ class MemoryMessages:
             assert isinstance(each, _Transfer) and each.done, "a transfer was started twice"
             each.done = False
             if each.is_send:
-                each.queue.append(each.data.copy())
+                each.copy = each.data.copy()
+                each.queue.append(each)
 
     def test_all(self, requests: Sequence[Request]) -> bool:
         self.test_some(requests)
@@ -93,12 +106,15 @@ class MemoryMessages:
         finished = []
         for index, each in enumerate(requests):
             assert isinstance(each, _Transfer)
-            if each.done or not (each.is_send or each.queue):
+            if each.done or (each.copy is not None if each.is_send else not each.queue):
                 continue
             if not each.is_send:
-                arrived = each.queue.popleft()
-                assert arrived.nbytes == each.data.nbytes, f"{arrived.nbytes} bytes came, {each.data.nbytes} expected"
-                np.copyto(each.data, arrived)
+                sent = each.queue.popleft()
+                assert sent.copy is not None
+                assert sent.copy.nbytes == each.data.nbytes, f"{sent.copy.nbytes} bytes came, not {each.data.nbytes}"
+                assert sent.copy.tobytes() == sent.data.tobytes(), "what was sent has changed on its way"
+                np.copyto(each.data, sent.copy)
+                sent.copy = None
             each.done = True
             finished.append(index)
         return finished

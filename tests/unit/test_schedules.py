@@ -198,6 +198,21 @@ def test_ranks_without_a_lane_do_nothing() -> None:
 # ---- the table ----
 
 
+def test_what_is_kept_while_it_travels() -> None:
+    """A message is kept if its blocks stay as they are: in an allgather and along a chain, not in a reduction."""
+    topology = Topology.uniform(4, 1)
+
+    def kept(collective: Collective, name: str) -> list[int]:
+        return [len(each) for each in schedule_for(collective, name, 1, topology).kept_sends()]
+
+    assert kept(Collective.ALLREDUCE, "recursive_doubling") == [0, 0]
+    assert kept(Collective.ALLREDUCE, "ring") == [0, 0, 0, 1, 1, 1]
+    assert kept(Collective.ALLREDUCE, "direct") == [0, 3]
+    assert kept(Collective.ALLGATHER, "ring") == [1, 1, 1]
+    assert kept(Collective.BROADCAST, "chain") == [0, 1]
+    assert kept(Collective.ALLTOALL, "direct") == [3]
+
+
 def test_names_are_unique() -> None:
     """A collective and a name mean one algorithm."""
     keys = [(algorithm.collective, algorithm.name) for algorithm in ALGORITHMS]
