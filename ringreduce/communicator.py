@@ -18,7 +18,16 @@ from ringreduce.errors import ConfigError
 from ringreduce.member import Member
 from ringreduce.partition import Partition
 from ringreduce.paths import DETERMINISTIC, BoundCall, Choice, Chosen, Feedback, Signature, codec_for
-from ringreduce.paths.operands import AnyOperand, RowsReceived, apart, flat_target, is_memory_of, same, with_rows
+from ringreduce.paths.operands import (
+    AnyOperand,
+    RowsReceived,
+    apart,
+    can_be_watched,
+    flat_target,
+    is_memory_of,
+    same,
+    with_rows,
+)
 from ringreduce.paths.path import Again, Reduction, Result
 from ringreduce.paths.standing import require_alone
 from ringreduce.reduce_ops import SUM, ReduceOp
@@ -265,7 +274,7 @@ class Communicator(Member):
         if not (is_new or in_place) and np.may_share_memory(source.view, target.view) and not same(source, target):
             source = Operand(source.view.copy(), source.dtype)
         chosen = self._reduce(source, target, kind, algorithm)
-        if is_memory_of(array, source) and is_memory_of(out, target):
+        if is_memory_of(array, source, source.view) and is_memory_of(out, target, target.view):
             reduction, given = chosen.reduction, source.unowned()
             assert reduction is not None
             if is_new:
@@ -319,10 +328,11 @@ class Communicator(Member):
         )
         running = _Running(self, "reduce_scatter", chosen.choice.algorithm, source.nbytes)
         with running, self._operands.on_host(source, target) as (given, taken), flat_target(taken) as flat:
-            flat_source, own = given.flat(), sum(counts[: self.rank])
-            again = chosen.run(apart(flat_source, flat, -own), counts, flat)
+            flat_source = apart(given.flat(), flat, -sum(counts[: self.rank]))
+            again = chosen.run(flat_source, counts, flat)
         given_out = None if is_new else out
-        self._bind_again("reduce_scatter", array, given_out, (op, algorithm), again, source, target, source.nbytes)
+        again = again if is_memory_of(array, source, flat_source) else None
+        self._bind_again("reduce_scatter", array, given_out, (op, algorithm), again, target, source)
         return out
 
     def _allgather(self, array: Any, out: Any, algorithm: str | None) -> Any:
@@ -331,16 +341,15 @@ class Communicator(Member):
         shape, row = ("*", *source.shape[1:]), prod(source.shape[1:])
         received = RowsReceived(self._operands, array, source, out)
         chosen = self._selection.other(Collective.ALLGATHER, source.dtype, shape, algorithm)
-        nbytes = source.nbytes * self.size
-        running = _Running(self, "allgather", chosen.choice.algorithm, nbytes)
+        running = _Running(self, "allgather", chosen.choice.algorithm, source.nbytes * self.size)
         with running, self._operands.on_host(source, source, store=False) as (given, _):
-            flat, numbers = given.flat(), (source.shape[0], received.room)
-            if isinstance(received.target, Operand):
-                in_its_place = received.room == self.size * source.shape[0]
-                flat = apart(flat, received.target.view, self.rank * flat.size if in_its_place else None)
-            again = chosen.run(flat, numbers, row, received)
+            flat = given.flat()
+            again = chosen.run(flat, (source.shape[0], received.room), row, received)
+            assert received.target is not None
+            running.nbytes = received.target.nbytes
         result = received.store()
-        self._bind_again("allgather", array, out, (None, algorithm), again, source, received.target, nbytes)
+        again = again if is_memory_of(array, source, flat) else None
+        self._bind_again("allgather", array, out, (None, algorithm), again, received.target, received.target)
         return result
 
     def _broadcast(self, array: Any, root: int, out: Any, algorithm: str | None) -> Any:
@@ -360,7 +369,8 @@ class Communicator(Member):
             flat_source = apart(given.flat(), flat, 0) if am_root and not same(given, taken) else flat
             again = chosen.run(flat_source, flat, root)
         given_out = None if is_new else out
-        self._bind_again("broadcast", array, given_out, (given_root, algorithm), again, source, target, nbytes)
+        again = again if not am_root or is_memory_of(array, source, flat_source) else None
+        self._bind_again("broadcast", array, given_out, (given_root, algorithm), again, target, source)
         return as_given(array, out) if is_new else out
 
     def _alltoall(self, array: Any, splits: Sequence[int] | None, out: Any, algorithm: str | None) -> Any:
@@ -378,7 +388,8 @@ class Communicator(Member):
             again = chosen.run(flat, numbers, row, received)
         result = received.store()
         if splits is None:
-            self._bind_again("alltoall", array, out, (None, algorithm), again, source, received.target, source.nbytes)
+            again = again if is_memory_of(array, source, flat) else None
+            self._bind_again("alltoall", array, out, (None, algorithm), again, received.target, source)
             return result
         return result, received.rows
 
@@ -391,29 +402,29 @@ class Communicator(Member):
         out: Any,
         arguments: tuple[Any, Any],
         again: Again,
-        source: AnyOperand,
         target: AnyOperand | None,
-        nbytes: int,
+        counted: AnyOperand,
     ) -> None:
         """Remember how to repeat a call that is no allreduce.
 
         Args:
-            collective, array, out, arguments, nbytes: as for `_bind`.
+            collective, array, out, arguments: as for `_bind`.
             again: repeats it; None: nothing does.
-            source, target: the memory of ``array`` and of the result.
+            target: the memory of the result.
+            counted: what the call counts for.
         """
-        if again is None or not (is_memory_of(array, source) and isinstance(target, Operand)):
+        if again is None or not isinstance(target, Operand) or not can_be_watched(array):
             return
         if out is None:
             row = target.shape[1:] if collective in ("allgather", "alltoall") else None
-            make = self._operands.maker(array, source.dtype)
+            make = self._operands.maker(array, target.dtype)
             run: Callable[[], Any] = partial(_again_into_new, again, make, row, target.shape)
-        elif is_memory_of(out, target):
+        elif is_memory_of(out, target, target.view):
             same_memory = target.unowned()
             run = partial(again, lambda rows: same_memory)
         else:
             return
-        self._bind(collective, array, out, arguments, run, nbytes)
+        self._bind(collective, array, out, arguments, run, counted.nbytes)
 
     def _bind(
         self, collective: str, array: Any, out: Any, arguments: tuple[Any, Any], run: Callable[[], Any], nbytes: int
@@ -444,11 +455,13 @@ class Communicator(Member):
         ):
             return None
         started = perf_counter()
+        standing = self._standing
+        standing.go_on()
         try:
-            made = self._standing.quiet.run(bound.run)
+            made = standing.quiet.run(bound.run)
         except BaseException as error:
             require_alone(error)
-            self._standing.break_off(error)
+            standing.end(collective, error)
             raise
         tally = self.tallies[collective]
         tally.calls += 1
@@ -471,7 +484,7 @@ class _Running:
     A class, as a generator for a context manager would take a microsecond of the three that a small call has.
     """
 
-    __slots__ = ("_algorithm", "_collective", "_fail", "_instruments", "_nbytes", "_started", "_tally")
+    __slots__ = ("_algorithm", "_collective", "_fail", "_instruments", "_started", "_tally", "nbytes")
 
     def __init__(self, communicator: Communicator, collective: str, algorithm: str, nbytes: int) -> None:
         self._fail = communicator._standing.fail
@@ -479,11 +492,11 @@ class _Running:
         self._tally = communicator.tallies[collective]
         self._collective = collective
         self._algorithm = algorithm
-        self._nbytes = nbytes
+        self.nbytes = nbytes
 
     def __enter__(self) -> None:
         if self._instruments.observers:
-            self._instruments.tell("collective_started", self._collective, self._algorithm, self._nbytes)
+            self._instruments.tell("collective_started", self._collective, self._algorithm, self.nbytes)
         self._started = perf_counter()
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -493,11 +506,11 @@ class _Running:
         seconds = perf_counter() - self._started
         tally = self._tally
         tally.calls += 1
-        tally.nbytes += self._nbytes
+        tally.nbytes += self.nbytes
         tally.seconds += seconds
         instruments = self._instruments
         if instruments.observers:
-            instruments.tell("collective_finished", self._collective, self._algorithm, self._nbytes, seconds)
+            instruments.tell("collective_finished", self._collective, self._algorithm, self.nbytes, seconds)
 
 
 def _reducing_into_new(

@@ -81,29 +81,33 @@ class Forked:
     """Processes that this one forks at one moment: made before the fork, and then told on which side it is."""
 
     def __init__(self) -> None:
-        self._read: int | None
-        self._read, self._write = os.pipe()  # whose writing end nobody closes but with the last of these processes
+        self._lock = threading.Lock()
+        self._ends: tuple[int, int] | None = None
+        self._ended = False
+        with suppress(OSError):  # no more descriptors: then nobody knows when they end
+            self._ends = os.pipe()  # whose writing end nobody closes but with the last of these processes
 
     def in_parent(self) -> None:
         """Let this process not be counted."""
-        os.close(self._write)
+        if self._ends is not None:
+            os.close(self._ends[1])
 
     def in_child(self) -> None:
         """Be counted."""
-        assert self._read is not None
-        os.close(self._read)
+        if self._ends is not None:
+            os.close(self._ends[0])
 
     @property
     def ended(self) -> bool:
-        """Whether all have ended, those that they have forked themselves included."""
-        if self._read is not None:
-            waiting = select.poll()
-            waiting.register(self._read, 0)  # tells of the end all the same
-            if not waiting.poll(0):
-                return False
-            os.close(self._read)
-            self._read = None
-        return True
+        """Whether all have ended, those that they have forked themselves included; may be asked on any thread."""
+        with self._lock:
+            if not self._ended and self._ends is not None:
+                waiting = select.poll()
+                waiting.register(self._ends[0], 0)  # tells of the end all the same
+                if waiting.poll(0):
+                    os.close(self._ends[0])
+                    self._ended = True
+            return self._ended
 
 
 def is_multiprocessing_child() -> bool:

@@ -188,8 +188,10 @@ class _Process:
             self.shut_down()
 
     def _before_fork(self) -> None:
-        if self.own() is not None:
-            self._forking[threading.get_ident()] = processes.Forked()
+        own = self.own()
+        if own is not None:
+            forked = self._forking[threading.get_ident()] = processes.Forked()
+            own.forked(forked)  # what other threads drop until the fork, the child has; and again after it
 
     def _after_fork_here(self) -> None:
         own, forked = self.own(), self._forking.pop(threading.get_ident(), None)

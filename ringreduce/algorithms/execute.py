@@ -24,7 +24,7 @@ from ringreduce.transport.messages import Messages, Request
 from ringreduce.transport.private import PrivateMemory
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["STREAMS", "Coding", "Memory", "Plan"]
+__all__ = ["INNER_NBYTES", "STREAMS", "Coding", "Memory", "Plan"]
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -36,7 +36,7 @@ _LEFT_BEHIND = 1
 #: While blocks of at least so many bytes travel, a rank may nap, as other streams keep the link busy.
 _BULK_NBYTES = 64 << 10
 #: Bytes of direct accesses that are combined and copied on at a time: few enough to stay in L2.
-_INNER_NBYTES = 256 << 10
+INNER_NBYTES = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,7 @@ class Memory:
             and where steps with messages combine by rank.
         result_segments: where blocks are in the result, if elsewhere than in ``mine``.
         peer_results: where direct accesses store to, if not into ``peers``; by rank.
+        copies: returns, for a peer, `INNER_NBYTES` bytes to which pieces of its private memory go, to be reduced.
         make_scratch: makes memory of the same kind for so many elements that messages bring; None: NumPy does.
     """
 
@@ -60,6 +61,7 @@ class Memory:
     result: Array | None = None
     result_segments: list[Segment] | None = None
     peer_results: Mapping[int, Array | PrivateMemory] | None = None
+    copies: Callable[[int], Bytes] = lambda peer: np.empty(INNER_NBYTES, np.uint8)
     make_scratch: Callable[[int], Array] | None = None
 
 
@@ -167,7 +169,6 @@ class Plan:
         make = memory.make_scratch or partial(np.empty, dtype=memory.mine.dtype if coding is None else np.uint8)
         scratches = [(_Scratch(make), _Scratch(make)) for _ in range(nstreams)]
         self._requests: list[Request] = []
-        self._fetched: dict[int, _Scratch] = {}  # where private memory of a peer is copied to, to be reduced
         try:
             for index, segment in enumerate(segments):
                 stream = index % nstreams
@@ -388,7 +389,7 @@ class Plan:
             result = (memory.mine if memory.result is None else memory.result)[_span(places, blocks)]
             copies = [remote for each, remote in loads if not each.reduce]
             complete = blocks.start in last
-            limit = _INNER_NBYTES // result.itemsize if len(copies) < len(loads) or stores else result.size
+            limit = INNER_NBYTES // result.itemsize if len(copies) < len(loads) or stores else result.size
             for piece in pieces(0, result.size, max(1, limit)):
                 reducing = [(each.peer, remote[piece]) for each, remote in loads if each.reduce]
                 if reducing:
@@ -421,9 +422,7 @@ class Plan:
         terms: list[tuple[int, Array]] = []
         for peer, remote in contributions:
             if isinstance(remote, PrivateMemory):
-                place = self._fetched.setdefault(peer, _Scratch(partial(np.empty, dtype=mine.dtype)))
-                place.reset()
-                terms.append((peer, place.take(remote.size)))
+                terms.append((peer, self._memory.copies(peer)[: mine.nbytes].view(mine.dtype)))
                 yield remote.copy_to(terms[-1][1])
             else:
                 terms.append((peer, remote))

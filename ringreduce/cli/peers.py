@@ -76,10 +76,12 @@ class MpiPeer:
         result = source if case.collective.overwrites else np.empty(case.output_count, case.dtype)
         if case.collective.name == "allgather":  # the own part stands where it belongs: nothing to copy
             source = result[self._comm.rank * case.count :][: case.count]
+        if case.collective.name == "reduce_scatter":
+            result = source[: case.count]
         comm, in_place, op = self._comm, self._mpi.IN_PLACE, self._ops[case.op]
         calls: dict[str, tuple[Any, ...]] = {
             "allreduce": (comm.Allreduce, in_place, result, op),
-            "reduce_scatter": (comm.Reduce_scatter_block, source, result, op),
+            "reduce_scatter": (comm.Reduce_scatter_block, in_place, source, op),
             "allgather": (comm.Allgather, in_place, result),
             "broadcast": (comm.Bcast, result, case.root),
             "alltoall": (comm.Alltoall, source, result),

@@ -2,8 +2,9 @@
 
 An algorithm that also touches the memory of other ranks of the node works in the arena: all ranks meet at the board.
 
-Plans are kept for memory that is ours (the arena), never for the caller's: a kept plan would keep the array alive. A
-private array of moderate size travels through a buffer of the plan; a large one gets a plan for the one call.
+Plans of allreduces are kept for memory that is ours (the arena). A private array of moderate size travels through a
+buffer of the plan; a large one gets a plan for the one call. Those of other collectives are bound to addresses; they
+keep no array alive, and run only while the caller holds the arrays that are there.
 """
 
 from __future__ import annotations
@@ -146,8 +147,15 @@ class Messages(Path):
             memory = Memory(_Joined(unowned(source), unowned(target)))  # type: ignore[arg-type]
             return context.plan(Collective.ALLTOALL, task.algorithm, segments, memory, None, task.signature)
 
-        counts = [count for each in said for count in each]
-        self._plan(task, bind, address_of(source), address_of(target), *counts).run()
+        counts = [count for each in said for count in each[:-1]]
+        if len(set(counts)) == 1:
+            self._plan(task, bind, address_of(source), address_of(target), counts[0]).run()
+            return None
+        plan = bind()  # other numbers each time, mostly
+        try:
+            plan.run()
+        finally:
+            plan.close()
         return None
 
     def _exchanged(self, task: Task, numbers: Sequence[int]) -> list[list[int]]:

@@ -17,7 +17,17 @@ from ringreduce.paths.gpu import Gpu
 from ringreduce.paths.standing import Standing
 from ringreduce.transport.shared import Arena
 
-__all__ = ["AnyOperand", "Operands", "RowsReceived", "apart", "flat_target", "is_memory_of", "same", "with_rows"]
+__all__ = [
+    "AnyOperand",
+    "Operands",
+    "RowsReceived",
+    "apart",
+    "can_be_watched",
+    "flat_target",
+    "is_memory_of",
+    "same",
+    "with_rows",
+]
 
 #: Smaller results are private: they go through mailboxes, or through a plan's own memory.
 _LEAST_SHARED_NBYTES = 16 << 10
@@ -197,13 +207,23 @@ def with_rows(array: Any, what: str) -> AnyOperand:
     return source
 
 
-def is_memory_of(array: Any, operand: AnyOperand) -> bool:
-    """Return whether an operand in host memory is all of an array's own memory, and the array can be watched."""
-    if not isinstance(operand, Operand) or not operand.contiguous or not operand.count:
+def can_be_watched(array: Any) -> bool:
+    """Return whether an array can be recognized when it is passed again: one of NumPy or torch, and no number."""
+    return isinstance(array, np.ndarray) or hasattr(array, "data_ptr")
+
+
+def is_memory_of(array: Any, operand: AnyOperand, used: npt.NDArray[Any]) -> bool:
+    """Return whether what a call has used is an array's own memory, all of it, in host memory: no copy.
+
+    Args:
+        array: what the caller passed.
+        operand: its memory.
+        used: by the call.
+    """
+    if not (isinstance(operand, Operand) and operand.contiguous and operand.count and can_be_watched(array)):
         return False
-    if isinstance(array, np.ndarray):
-        return True
-    return hasattr(array, "data_ptr") and array.data_ptr() == operand.address
+    address = address_of(array) if isinstance(array, np.ndarray) else array.data_ptr()
+    return bool(address == operand.address == address_of(used))
 
 
 def apart(source: npt.NDArray[Any], target: npt.NDArray[Any], place: int | None = None) -> npt.NDArray[Any]:

@@ -210,27 +210,38 @@ class BoundCall:
         forget: Callable[[object], object],
     ) -> None:
         self.argument, self.algorithm = arguments
-        self.is_array = _same(array, forget)
-        self.is_out = None if out is None or out is array else _same(out, forget)
+        self.is_array = _same(array, forget, written=out is array)
+        self.is_out = None if out is None or out is array else _same(out, forget, written=True)
         self.run = run
         self.nbytes = nbytes
 
 
-def _same(array: Any, forget: Callable[[object], object]) -> Callable[[Any], bool]:
+def _same(array: Any, forget: Callable[[object], object], *, written: bool) -> Callable[[Any], bool]:
     """Return what says whether an array is this one, which is not held, and has the memory and layout that it has now.
 
     Args:
         array: of NumPy or torch.
         forget: called when it is gone.
+        written: whether it must be writable still.
     """
     known: Callable[[], Any] = weakref.ref(array, forget)
     if isinstance(array, np.ndarray):  # it can be given another shape and dtype; a weak reference forbids `resize`
-        shape, dtype = array.shape, array.dtype
-        return lambda given: known() is given and given.shape == shape and given.dtype is dtype
+        shape, dtype, steps = array.shape, array.dtype, array.strides
+        return lambda given: (
+            known() is given
+            and given.shape == shape
+            and given.dtype is dtype
+            and given.strides == steps
+            and (not written or given.flags.writeable)
+        )
     # `set_`, `resize_`, ``data =`` and `t_` change a tensor.
-    address, size, strides = array.data_ptr(), array.shape, array.stride()
+    address, kind, size, strides = array.data_ptr(), array.dtype, array.shape, array.stride()
     return lambda given: (
-        known() is given and given.data_ptr() == address and given.shape == size and given.stride() == strides
+        known() is given
+        and given.data_ptr() == address
+        and given.dtype is kind
+        and given.shape == size
+        and given.stride() == strides
     )
 
 

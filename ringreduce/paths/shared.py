@@ -18,12 +18,13 @@ import numpy.typing as npt
 
 from ringreduce import algorithms
 from ringreduce.algorithms import Collective
-from ringreduce.algorithms.execute import Memory, Plan
+from ringreduce.algorithms.execute import INNER_NBYTES, Memory, Plan
 from ringreduce.algorithms.fused import Staged
-from ringreduce.buffers import Operand, address_of, kernels_for, unowned
+from ringreduce.buffers import Kernels, Operand, address_of, kernels_for, unowned
 from ringreduce.partition import Partition, Segment
 from ringreduce.paths.context import Cache, Context
 from ringreduce.paths.path import Again, Call, Path, Reduction, Result, Task, require_room, rows_received
+from ringreduce.reduce_ops import ReduceOp
 from ringreduce.transport.shared import MAILED, NOWHERE, Block, Location
 
 __all__ = ["SharedMemory", "locate", "peer_views", "touches_memory"]
@@ -44,13 +45,17 @@ class SharedMemory(Path):
     transport = "shared"
     reduces_at_once = True
 
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._scratch = _Scratch(context.topology.size)
+
     @classmethod
     def takes(cls, algorithm: str, call: Call) -> bool:
         return call.topology.single_node and touches_memory(algorithm, call)
 
     def allreduce(self, task: Task, shape: tuple[int, ...]) -> _Reduction:
         # On one node the hierarchical algorithms are the two-shot, too.
-        return _Reduction(self._context, self._plans, task)
+        return _Reduction(self._context, self._plans, self._scratch, task)
 
     def broadcast(self, task: Task, source: Array, target: Array, root: int) -> Again:
         return self._run(_Broadcast, task, source, (), 1, lambda _: Operand(target, task.dtype), root)
@@ -75,9 +80,37 @@ class SharedMemory(Path):
         *arguments: Any,
     ) -> Again:
         key = task.signature.code, address_of(source), source.size, *numbers
-        loads: _Loads = self._plans.get(key, lambda: kind(self._context, task, source, numbers, row, *arguments))
+        loads: _Loads = self._plans.get(
+            key, lambda: kind(self._context, self._scratch, task, source, numbers, row, *arguments)
+        )
         loads.run(result)
         return loads.run
+
+
+class _Scratch:
+    """Memory that the calls of a path use one after the other: what kernels need, and copies of private memory.
+
+    Args:
+        size: the number of ranks.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._kernels: dict[tuple[str, ReduceOp], Kernels] = {}
+        self._copies: dict[int, Array] = {}
+
+    def kernels(self, task: Task) -> Kernels:
+        """Return what reduces the elements of a task."""
+        key = task.dtype.name, task.op
+        if key not in self._kernels:
+            self._kernels[key] = kernels_for(task.dtype, task.op, self._size)
+        return self._kernels[key]
+
+    def copies(self, peer: int) -> Array:
+        """Return where a piece of a peer's private memory is copied, to be reduced."""
+        if peer not in self._copies:
+            self._copies[peer] = np.empty(INNER_NBYTES, np.uint8)
+        return self._copies[peer]
 
 
 class _Layout(NamedTuple):
@@ -89,7 +122,7 @@ class _Layout(NamedTuple):
         mine: where blocks are in this rank's input, where some of them are reduced.
         result: where they are in its result.
         peers: (elements, blocks) of the inputs of the others that are loaded from.
-        calls: what was bound: by the address of the result, the places of the others, and whether the call is even.
+        calls: what was bound: by the address of the result, whether the call is odd, and the places of the others.
     """
 
     received: list[int]
@@ -97,7 +130,21 @@ class _Layout(NamedTuple):
     mine: Segment
     result: Segment
     peers: Mapping[int, tuple[int, Segment]]
-    calls: dict[tuple[int, ...], tuple[list[Callable[[], object]], bool]]
+    calls: dict[tuple[int, ...], _Bound]
+
+
+class _Bound(NamedTuple):
+    """What a rank does once the ranks have met.
+
+    Attributes:
+        calls: what it does first.
+        some_wait: whether some rank has to wait then until the others are done, as they read its input where it is.
+        after: what it does in the end.
+    """
+
+    calls: list[Callable[[], object]]
+    some_wait: bool
+    after: list[Callable[[], object]]
 
 
 class _Loads:
@@ -107,6 +154,7 @@ class _Loads:
 
     Args:
         context: the ranks.
+        scratch: of the path.
         task: what to do.
         source: this rank's input; it is not kept.
         numbers: what the ranks tell each other when they meet.
@@ -116,8 +164,11 @@ class _Loads:
     collective: Collective
     root = 0
 
-    def __init__(self, context: Context, task: Task, source: Array, numbers: Sequence[int], row: int) -> None:
+    def __init__(
+        self, context: Context, scratch: _Scratch, task: Task, source: Array, numbers: Sequence[int], row: int
+    ) -> None:
         self._context = context
+        self._scratch = scratch
         self._board = context.board
         self._task = task
         self._text, self._code = task.signature.text, task.signature.code
@@ -137,13 +188,20 @@ class _Loads:
 
     def run(self, result: Result) -> None:
         """Carry it out."""
-        board, instruments, numbers = self._board, self._context.instruments, self._numbers
         published, copied = self._place, None
         if self._box is not None:
-            np.copyto(self._box[board.number + 1 & 1], self._source)
+            np.copyto(self._box[self._board.number + 1 & 1], self._source)
         elif published == NOWHERE:
             copied = self._copied()
             published = copied.location.packed
+        try:
+            self._carry_out(result, published)
+        finally:
+            if copied is not None:
+                self._context.arena.release(copied)
+
+    def _carry_out(self, result: Result, published: int) -> None:
+        board, instruments, numbers = self._board, self._context.instruments, self._numbers
         if numbers:
             board.say(numbers)
         others = board.arrive(self._text, self._code, published)
@@ -158,17 +216,16 @@ class _Loads:
         bound = layout.calls.get(key)
         if bound is None:
             bound = self._bind(layout, key, target.flat(), published)
-        calls, some_wait = bound
-        for call in calls:
+        for call in bound.calls:
             call()
         if instruments.observers:
             instruments.step("load")
-        if some_wait:  # this one, if others have read its input where it is
+        if bound.some_wait:  # this one, if others have read its input where it is
             board.barrier(self._text, wait=published != MAILED)
             if instruments.observers:
                 instruments.step("barrier")
-        if copied is not None:
-            self._context.arena.release(copied)
+        for call in bound.after:
+            call()
 
     def close(self) -> None:
         """Forget what was bound; a caller who still holds this binds again."""
@@ -197,24 +254,31 @@ class _Loads:
         np.copyto(arena.view(block.location, self._source.dtype, self._source.size), self._source)
         return block
 
-    def _bind(
-        self, layout: _Layout, key: tuple[int, ...], target: Array, published: int
-    ) -> tuple[list[Callable[[], object]], bool]:
-        """Bind what loads into a target; say also whether any rank has to wait at the end."""
+    def _bind(self, layout: _Layout, key: tuple[int, ...], target: Array, published: int) -> _Bound:
+        """Bind what loads into a target."""
         context, board, task = self._context, self._board, self._task
         source, result = self._source, unowned(target)
+        after: list[Callable[[], object]] = []
+        own = None if layout.own is None else (source[layout.own[0]], result[layout.own[1]])
+        in_its_place = own is not None and address_of(own[0]) == address_of(own[1])
+        if own is not None and published != MAILED and not in_its_place and np.may_share_memory(source, result):
+            # The others still read what this rank would overwrite.
+            final, result = result, np.empty_like(result)
+            after.append(partial(np.copyto, final, result))
+            own = None if layout.own is None else (source[layout.own[0]], result[layout.own[1]])
         places = dict(zip(board.peers, key[2::2], strict=True))
         peers: dict[int, Any] = {}
+        present: list[Callable[[], object]] = []
         for peer, (size, _) in layout.peers.items():
             if places[peer] == MAILED:
                 peers[peer] = board.mailboxes(key[1], source.dtype, (size,))[board.members.index(peer)]
             else:
                 peers[peer] = context.arena.at(peer, places[peer], source.dtype, size)
+                # One that had left the call may have overwritten what was loaded.
+                present.append(partial(board.require_present, board.peers.index(peer), self._text))
         calls: list[Callable[[], object]] = []
-        if layout.own is not None:
-            given, taken = source[layout.own[0]], result[layout.own[1]]
-            if given.size and address_of(given) != address_of(taken):
-                calls.append(partial(np.copyto, taken, given))
+        if own is not None and own[0].size and not in_its_place:
+            calls.append(partial(np.copyto, own[1], own[0]))
         calls += Plan(
             rank=context.rank,
             schedule=context.schedule(self.collective, task.algorithm, self.root),
@@ -225,8 +289,9 @@ class _Loads:
                 {peer: [blocks] for peer, (_, blocks) in layout.peers.items()},
                 result=result,
                 result_segments=[layout.result],
+                copies=self._scratch.copies,
             ),
-            kernels=kernels_for(task.dtype, task.op, context.topology.size),
+            kernels=self._scratch.kernels(task),
             messages=None,
             waiter=context.waiter,
             signature=self._text,
@@ -234,18 +299,26 @@ class _Loads:
         ).calls
         if len(layout.calls) >= _BOUND:
             layout.calls.clear()
-        layout.calls[key] = calls, any(place != MAILED for place in (published, *places.values()))
-        return layout.calls[key]
+        some_wait = any(place != MAILED for place in (published, *places.values()))
+        bound = layout.calls[key] = _Bound(calls + present, some_wait, after)
+        return bound
 
 
 class _Broadcast(_Loads):
     collective = Collective.BROADCAST
 
     def __init__(
-        self, context: Context, task: Task, source: Array, numbers: Sequence[int], row: int, root: int
+        self,
+        context: Context,
+        scratch: _Scratch,
+        task: Task,
+        source: Array,
+        numbers: Sequence[int],
+        row: int,
+        root: int,
     ) -> None:
         self.root = root
-        super().__init__(context, task, source, numbers, row)
+        super().__init__(context, scratch, task, source, numbers, row)
 
     def _gives(self) -> bool:
         return self._context.rank == self.root
@@ -260,10 +333,17 @@ class _ReduceScatter(_Loads):
     collective = Collective.REDUCE_SCATTER
 
     def __init__(
-        self, context: Context, task: Task, source: Array, numbers: Sequence[int], row: int, counts: Sequence[int]
+        self,
+        context: Context,
+        scratch: _Scratch,
+        task: Task,
+        source: Array,
+        numbers: Sequence[int],
+        row: int,
+        counts: Sequence[int],
     ) -> None:
         self._counts = counts
-        super().__init__(context, task, source, numbers, row)
+        super().__init__(context, scratch, task, source, numbers, row)
 
     def _lay_out(self, numbers: list[list[int]]) -> _Layout:
         blocks, rank = Partition.of_sizes(self._counts).segment, self._context.rank
@@ -306,9 +386,10 @@ class _Alltoall(_Loads):
 class _Reduction(Reduction):
     """The allreduce of arrays of one shape, wherever they are."""
 
-    def __init__(self, context: Context, plans: Cache[_TwoShot], task: Task) -> None:
+    def __init__(self, context: Context, plans: Cache[_TwoShot], scratch: _Scratch, task: Task) -> None:
         self._context = context
         self._plans = plans
+        self._scratch = scratch
         self._task = task
 
     def run(self, source: Operand, target: Operand) -> None:
@@ -327,7 +408,9 @@ class _Reduction(Reduction):
 
     def _plan(self, source: Operand, target: Operand) -> _TwoShot:
         key = self._task.signature.code, source.address, target.address
-        return self._plans.get(key, lambda: _TwoShot(self._context, self._task, source.flat(), target.flat()))
+        return self._plans.get(
+            key, lambda: _TwoShot(self._context, self._scratch, self._task, source.flat(), target.flat())
+        )
 
 
 class _TwoShot:
@@ -337,12 +420,13 @@ class _TwoShot:
     array or result is private, all goes through staging areas.
     """
 
-    def __init__(self, context: Context, task: Task, source: Array, target: Array) -> None:
-        signature, size, arena = task.signature, context.topology.size, context.arena
+    def __init__(self, context: Context, scratch: _Scratch, task: Task, source: Array, target: Array) -> None:
+        signature, arena = task.signature, context.arena
         self._context = context
+        self._scratch = scratch
         self._board = context.board
         self._text, self._code = signature.text, signature.code
-        self._kernels = kernels_for(task.dtype, task.op, size)
+        self._kernels = scratch.kernels(task)
         self._instruments = context.instruments
         self._target = unowned(target)
         in_place = address_of(source) == address_of(target)
@@ -413,7 +497,7 @@ class _TwoShot:
         )
         in_place = all(given == taken for given, taken in everyone)
         schedule = context.schedule(Collective.ALLREDUCE, "two_shot")
-        self._bound[others] = Plan(
+        bound = Plan(
             rank=context.rank,
             schedule=schedule,
             segments=[Partition.even(target.size, schedule.nblocks, _LINE_NBYTES // target.itemsize).segment],
@@ -422,6 +506,7 @@ class _TwoShot:
                 sources,
                 result=None if source is target else target,
                 peer_results=None if in_place else targets,
+                copies=self._scratch.copies,
             ),
             kernels=self._kernels,
             messages=None,
@@ -429,6 +514,9 @@ class _TwoShot:
             signature=self._text,
             instruments=context.instruments,
         ).calls
+        # One that had left the call may have overwritten what was loaded.
+        bound += [partial(self._board.require_present, number, self._text) for number in range(len(pairs))]
+        self._bound[others] = bound
 
     def close(self) -> None:
         """Forget what was bound; a caller who still holds this binds again."""

@@ -103,8 +103,16 @@ class Standing:
             raise
 
     def go_on(self) -> None:
-        """Begin the next part of a call whose first part all ranks have ended."""
+        """Note that a call begins which is not made by `call`; `end` is told if it fails."""
         self._behind = self._calls.number
+
+    def end(self, collective: str, error: BaseException) -> None:
+        """Let the others know of such a call's error, or decide what it means for later calls, if they do already."""
+        if self._unheard(error):
+            assert isinstance(error, Exception)
+            self.refuse(collective, error)
+        else:
+            self.break_off(error)
 
     def refuse(self, name: str, error: Exception) -> None:
         """Meet the others in place of a call of this name that this rank cannot make."""
@@ -140,6 +148,8 @@ class Standing:
 
     def give_up(self, error: BaseException) -> None:
         """Refuse all further calls, and let no other rank wait for one: which calls belong together is not known."""
+        for forget in self._forget:
+            forget()
         if self._failure is None:
             # Its traceback keeps the arrays of the call alive, to which a rank that is late may still store.
             self._failure = error

@@ -167,16 +167,18 @@ def _copies_private(messages: Messages, arena: Arena, members: Sequence[int]) ->
         arena: of this one.
         members: of its node.
     """
-    secret = np.frombuffer(secrets.token_bytes(_SECRET_NBYTES), np.uint8)
+    secret = np.frombuffer(bytearray(secrets.token_bytes(_SECRET_NBYTES)), np.uint8)
     mine = {"address": secret.__array_interface__["data"][0], "secret": secret.tolist()}
     everyone = exchange_json(messages, mine)
 
     def look() -> None:
         found = np.empty_like(secret)
         for member in members:
-            arena.private(member, everyone[member]["address"], _SECRET_NBYTES).copy_to(found)()
+            memory = arena.private(member, everyone[member]["address"], _SECRET_NBYTES)
+            memory.copy_to(found)()
             if found.tolist() != everyone[member]["secret"]:
                 raise TransportError(f"it finds other memory in place of rank {member}'s")
+            memory.copy_from(found)()  # what is there already: only to try it
 
     try:
         together(messages, look)

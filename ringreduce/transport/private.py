@@ -11,7 +11,7 @@ import ctypes
 import errno
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -86,8 +86,9 @@ class PrivateMemory:
 
         def copy(memory: Array = target) -> None:  # keeps the target
             for here, there, nbytes in copies:
-                if _readv(pid, here, 1, there, 1, 0) != nbytes:
-                    _fail(rank)
+                copied = _readv(pid, here, 1, there, 1, 0)
+                if copied != nbytes:
+                    _fail(rank, copied, nbytes)
 
         return copy
 
@@ -98,8 +99,9 @@ class PrivateMemory:
         def copy(memory: Array = source) -> None:
             for here, there, nbytes in copies:
                 present()
-                if _writev(pid, here, 1, there, 1, 0) != nbytes:
-                    _fail(rank)
+                copied = _writev(pid, here, 1, there, 1, 0)
+                if copied != nbytes:
+                    _fail(rank, copied, nbytes)
 
         return copy
 
@@ -127,8 +129,10 @@ def reads(pid: int, address: int, nbytes: int) -> bool:
     return all(_readv(pid, here, 1, (ctypes.c_size_t * 2)(end, 1), 1, 0) == 1 for end in ends)
 
 
-def _fail(rank: int) -> None:
+def _fail(rank: int, copied: int, nbytes: int) -> NoReturn:
     number = ctypes.get_errno()
+    if copied >= 0:
+        raise TransportError(f"only {copied} of {nbytes} bytes of rank {rank}'s array could be copied")
     if number == errno.ESRCH:
         raise PeerLostError(rank, "its process has ended; this rank was about to copy its memory")
     raise TransportError(f"cannot copy the memory of rank {rank}'s array: {os.strerror(number)}")

@@ -261,14 +261,14 @@ class _Lease(weakref.ref[Array]):
     Attributes:
         block: of the array.
         is_result: whether it counts as a result.
-        seen: whether a process that was forked may look at it still.
+        seen: the processes that were forked while the array lived, and may look at it still.
     """
 
     __slots__ = ("block", "is_result", "seen")
 
     block: Block
     is_result: bool
-    seen: bool
+    seen: list[Forked]
 
 
 class Arena:
@@ -299,8 +299,7 @@ class Arena:
         self._returned: deque[_Lease] = deque()  # not taken back yet
         self._kept: list[Block] = []
         self._kept_nbytes = 0
-        self._seen: list[Block] = []  # by processes that were forked
-        self._forked: list[Forked] = []
+        self._seen: list[_Lease] = []  # by processes that were forked and have not ended
         self._memory: dict[int, Array] = {}
         self._free: dict[int, list[tuple[int, int]]] = {}  # segment -> (offset, nbytes) of holes, ascending
         self._freed_nbytes = 0  # since the pages of holes went back
@@ -379,7 +378,7 @@ class Arena:
         # Going through a memoryview makes `owner` the base of every view that is taken of it.
         owner = np.frombuffer(block.view, dtype, prod(shape))
         lease = _Lease(owner, self._end)
-        lease.block, lease.is_result, lease.seen = block, is_result, False
+        lease.block, lease.is_result, lease.seen = block, is_result, []
         self._leases[id(lease)] = lease
         return owner.reshape(shape)
 
@@ -390,18 +389,17 @@ class Arena:
     def _take_back(self) -> None:
         nreturned = len(self._returned)
         self._segments.settle()
-        for _ in range(nreturned):  # and none that comes back meanwhile: that one is not settled
-            lease = self._returned.popleft()
+        back, self._seen = self._seen, []
+        back += [
+            self._returned.popleft() for _ in range(nreturned)
+        ]  # none that comes back meanwhile: it is not settled
+        for lease in back:
+            if not all(each.ended for each in lease.seen):
+                self._seen.append(lease)
+                continue
             if lease.is_result:
                 self._result_nbytes_lent -= lease.block.memory.nbytes
-            if lease.seen:
-                self._seen.append(lease.block)
-            else:
-                self._keep(lease.block)
-        if self._seen and all(each.ended for each in self._forked):
-            for block in self._seen:
-                self._keep(block)
-            self._seen.clear()
+            self._keep(lease.block)
 
     def _keep(self, block: Block) -> None:
         if block.memory.nbytes > _KEPT_NBYTES:
@@ -415,11 +413,10 @@ class Arena:
             self.release(oldest)
 
     def forked(self, processes: Forked) -> None:
-        """Hand out nothing that lives now again before all ``processes`` have ended, which were forked just now."""
-        self._forked = [each for each in self._forked if not each.ended]
-        self._forked.append(processes)
-        for lease in list(self._leases.values()):
-            lease.seen = True
+        """Hand out nothing that lives now again before all ``processes`` have ended, which are forked just now."""
+        for lease in [*self._leases.values(), *self._returned]:
+            if processes not in lease.seen:
+                lease.seen.append(processes)
 
     def locate(self, address: int, nbytes: int) -> Location | None:
         """Return where ``nbytes`` bytes at ``address`` are in the arena, None if they are not part of it."""

@@ -855,11 +855,11 @@ def test_ragged_results_go_where_there_is_room(node_size: int | None) -> None:
 
 
 def test_an_input_that_its_result_would_overwrite_is_copied() -> None:
-    """A result that overlaps its input, but does not hold it where it belongs, gets the right values all the same."""
+    """A result that overlaps its input, but does not hold it where it belongs, gets the right values every time."""
 
     def body(communicator: rr.Communicator) -> None:
         rank = communicator.rank
-        for count in (5, 30_000):
+        for count in (5, 5, 5, 30_000, 30_000, 30_000):
             memory = np.zeros(3 * count, np.int64)
             memory[1 : count + 1] = np.arange(count) + rank
             assert_equal(
@@ -888,3 +888,93 @@ def test_averages_of_integers_may_outgrow_the_mailbox(count: int, algorithm: str
         assert (communicator.allreduce(mine, "average", algorithm=algorithm) == 2).all()
 
     run_ranks(3, check)
+
+
+def test_overlapping_arrays_may_be_passed_again() -> None:
+    """The same arrays, which overlap, give the right results again and again, though each call works on a copy."""
+
+    def body(communicator: rr.Communicator) -> None:
+        rank = communicator.rank
+        for count in (6, 30_000):
+            whole, wanted = np.empty(2 * count, np.int64), np.arange(2 * count)
+            shifted, base = np.empty(count + 1, np.int64), np.arange(count)
+            given, out = shifted[1:], shifted[:-1]
+            for turn in range(4):
+                whole[:] = wanted * (rank + 1) + turn
+                pieces = np.concatenate([(wanted * (q + 1) + turn)[rank * count :][:count] for q in range(2)])
+                assert_equal(communicator.alltoall(whole, out=whole), pieces)
+                given[:] = base + rank + turn
+                assert_equal(communicator.allreduce(given, out=out), 2 * (base + turn) + 1)
+                given[:] = base + rank + turn
+                assert_equal(communicator.broadcast(given, 1, out=out), base + 1 + turn)
+
+    run_ranks(2, body)
+
+
+def test_uneven_rows_that_lie_in_the_result() -> None:
+    """Rows that are a part of the result, but not where they belong, are not overwritten before others have read."""
+
+    def body(communicator: rr.Communicator) -> None:
+        rank, row = communicator.rank, 5000
+        wanted = np.repeat(np.arange(3.0), [row * (q + 1) for q in range(3)]).reshape(6, row)
+        for _ in range(5):
+            out = np.full((6, row), -1.0)
+            mine = out[2:4] if rank == 1 else np.empty((rank + 1, row))
+            mine[:] = rank
+            assert_equal(communicator.allgather(mine, out=out), wanted)
+
+    run_ranks(3, body)
+
+
+def test_arrays_that_have_changed_are_looked_at_again() -> None:
+    """A bound call notices another dtype of the same memory, and that a result became read-only."""
+
+    def body(communicator: rr.Communicator) -> None:
+        tensor = torch.full((4,), 2.0)
+        communicator.allreduce(tensor, out=tensor)
+        tensor.data = tensor.data.view(torch.int32)
+        tensor.fill_(-5)
+        assert communicator.allreduce(tensor, out=tensor).tolist() == [-10] * 4
+        array = np.ones(4)
+        communicator.allreduce(array, out=array)
+        array.flags.writeable = False
+        with pytest.raises((rr.UnsupportedBufferError, rr.MismatchError)):
+            communicator.allreduce(array, out=array)
+        assert array.tolist() == [2.0] * 4
+
+    run_ranks(2, body)
+
+
+def test_a_repeated_call_that_cannot_begin_is_refused() -> None:
+    """Where there is no memory for the result of one rank, all ranks hear of it, and go on."""
+
+    def body(communicator: rr.Communicator) -> None:
+        array = np.ones(20_000)
+        communicator.allreduce(array)
+
+        def full(*_: object) -> None:
+            raise MemoryError("full")
+
+        lend = communicator._context.arena.result
+        if communicator.rank == 1:
+            communicator._context.arena.result = full  # type: ignore[method-assign]
+        with pytest.raises(MemoryError if communicator.rank == 1 else rr.MismatchError):
+            communicator.allreduce(array)
+        communicator._context.arena.result = lend  # type: ignore[method-assign]
+        assert_equal(communicator.allreduce(array), np.full(20_000, 2.0))
+
+    run_ranks(2, body)
+
+
+def test_nothing_is_done_after_a_rank_has_given_up() -> None:
+    """Calls that were bound are refused as others are."""
+
+    def body(communicator: rr.Communicator) -> None:
+        array = np.ones(3)
+        communicator.allreduce(array, out=array)
+        communicator.barrier()
+        communicator.give_up(RuntimeError("enough"))
+        with pytest.raises(rr.TransportError):
+            communicator.allreduce(array, out=array)
+
+    run_ranks(2, body)

@@ -67,6 +67,25 @@ def test_memory_of_another_process() -> None:
         copy()
 
 
+def test_elements_are_stored() -> None:
+    """What is copied there is what the array holds then, in the part that was asked for; nothing when the rank left."""
+    target, source = np.zeros(1000, np.int64), np.arange(100)
+    copy = memory_of(target)[300:400].copy_from(source)
+    source += 7
+    copy()
+    assert (target[300:400] == np.arange(100) + 7).all()
+    assert not target[:300].any()
+    assert not target[400:].any()
+
+    def left() -> None:
+        raise PeerLostError(7, "it has left")
+
+    address = target.__array_interface__["data"][0]
+    with pytest.raises(PeerLostError, match="it has left"):
+        PrivateMemory(7, os.getpid(), address, target.dtype, 100, left).copy_from(source)()
+    assert not target[:300].any()
+
+
 def test_what_is_not_there_is_an_error() -> None:
     """Addresses without memory are found out beforehand, and named if a copy meets them all the same."""
     target = np.empty(16, np.uint8)
