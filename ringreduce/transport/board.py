@@ -241,7 +241,7 @@ class Board:
     def leave(self, why: GivenUp) -> bool:
         """Let nobody wait for this rank in vain; return whether it is the first member that does so."""
         if not self._mine[_STATUS][0]:
-            self._say(_WHY, json.dumps(why).encode())
+            self._write_text(_WHY, json.dumps(why).encode())
             if self._fence is not None:
                 self._fence()
             self._mine[_STATUS][0] = 1
@@ -279,15 +279,15 @@ class Board:
         finally:
             self._waiting = None
 
-    def require_present(self, place: int, signature: str) -> None:
+    def require_present(self, position: int, signature: str) -> None:
         """Raise what ends this rank's call if a member has left.
 
         Args:
-            place: the member's, among ``peers``.
+            position: of the member among ``peers``.
             signature: what this rank calls.
         """
-        if self._others[place][1][_STATUS][0]:
-            raise self._why(place).error(self._others[place][0], f"this rank called {signature}")
+        if self._others[position][1][_STATUS][0]:
+            raise self._why(position).error(self._others[position][0], f"this rank called {signature}")
 
     def find_lost(self, doing: str, among: Sequence[int] | None = None) -> CollectiveError | None:
         """Return what to raise about a member that takes part in nothing any more, None if there is none.
@@ -298,52 +298,52 @@ class Board:
             doing: what this rank does, for the error.
             among: positions in ``peers``; None: all but those that have shut down.
         """
-        places = range(len(self._others)) if among is None else among
-        left = {place: self._why(place) for place in places if self._left(place)}
-        for place in places:
-            member = self._others[place][0]
-            if place not in left and not self._arena.alive(member) and not self._left(place):
+        reached = range(len(self._others)) if among is None else among
+        left = {position: self._why(position) for position in reached if self._left(position)}
+        for position in reached:
+            member = self._others[position][0]
+            if position not in left and not self._arena.alive(member) and not self._left(position):
                 return PeerLostError(member, f"its process has ended; {doing}")
-        for place, why in left.items():
+        for position, why in left.items():
             if why.reason or among is not None:
-                return why.error(self._others[place][0], doing)
+                return why.error(self._others[position][0], doing)
         return None
 
-    def _left(self, place: int) -> bool:
-        flag = self._others[place][1][_STATUS][0]
+    def _left(self, position: int) -> bool:
+        flag = self._others[position][1][_STATUS][0]
         if flag and self._fence is not None:
             self._fence()
         return bool(flag)
 
-    def _why(self, place: int) -> GivenUp:
-        return GivenUp(*json.loads(self._said(self.members.index(self._others[place][0]), _WHY)))
+    def _why(self, position: int) -> GivenUp:
+        return GivenUp(*json.loads(self._read_text(self.members.index(self._others[position][0]), _WHY)))
 
     def _watch(self) -> None:
         """Raise if a member that is waited for has left or died."""
         if self._waiting is None:
             return
         lines, number, signature = self._waiting
-        late = [place for place, flag in enumerate(lines) if flag[0] < number]
+        late = [position for position, flag in enumerate(lines) if flag[0] < number]
         lost = self.find_lost(f"this rank called {signature}", late)
         if lost is not None:
             raise lost
 
-    def _say(self, where: slice, text: bytes) -> None:
+    def _write_text(self, where: slice, text: bytes) -> None:
         """Write what the others read once a flag tells them to."""
         area = self._parts[self.index][where]
         assert 8 + len(text) <= len(area)
         area[8 : 8 + len(text)] = np.frombuffer(text, np.uint8)
         area[:8].view(np.int64)[0] = len(text)
 
-    def _said(self, index: int, where: slice) -> bytes:
+    def _read_text(self, index: int, where: slice) -> bytes:
         area = self._parts[index][where]
         return area[8 : 8 + int(area[:8].view(np.int64)[0])].tobytes()
 
     def _disagree(self, signature: str) -> NoReturn:
         """Tell the others what was called, learn what they called, and raise."""
-        self._say(_CALLED, self.called(signature).to_json())
+        self._write_text(_CALLED, self.called(signature).to_json())
         self.barrier(signature)
-        calls = {member: Called.from_json(self._said(index, _CALLED)) for index, member in enumerate(self.members)}
+        calls = {member: Called.from_json(self._read_text(index, _CALLED)) for index, member in enumerate(self.members)}
         self.barrier(signature)
         raise disagreement(calls)
 
