@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
+from math import prod
 from typing import Any, NamedTuple, TypeVar, cast
 
 from ringreduce.adasum import adasum
@@ -296,7 +297,8 @@ class PreparingArrays(Preparing):
         return [self._new_like(each) for each in sources]
 
     def _new_like(self, array: Any) -> Any:
-        if getattr(array, "nbytes", 0) >= _LEAST_SHARED_NBYTES and self._arrays.device_of([array]) is None:
+        large = prod(array.shape) * array.dtype.itemsize >= _LEAST_SHARED_NBYTES
+        if large and self._arrays.device_of([array]) is None:
             operand = operand_of(array)
             if isinstance(operand, Operand) and operand.contiguous:
                 return self._process_set.engine.communicator.empty_like(array)
