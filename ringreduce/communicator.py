@@ -440,7 +440,9 @@ class Communicator(Member):
             nbytes: what the call counts for.
         """
         key = id(array), id(out), collective
-        self._bound[key] = BoundCall(array, out, arguments, run, nbytes, lambda _: self._bound.pop(key, None))
+        self._bound[key] = BoundCall(
+            array, out, arguments, run, self.tallies[collective], nbytes, lambda _: self._bound.pop(key, None)
+        )
 
     def _repeat(self, collective: str, array: Any, out: Any, argument: Any, algorithm: str | None) -> Any:
         """Make a call again, if it was bound and nobody observes; return its result, None if it was not made."""
@@ -456,14 +458,18 @@ class Communicator(Member):
             return None
         started = perf_counter()
         standing = self._standing
-        standing.go_on()
+        if out is None:
+            standing.go_on()  # there may be no memory for the result; nothing else can fail before the ranks meet
         try:
             made = standing.quiet.run(bound.run)
         except BaseException as error:
             require_alone(error)
-            standing.end(collective, error)
+            if out is None:
+                standing.end(collective, error)
+            else:
+                standing.break_off(error)
             raise
-        tally = self.tallies[collective]
+        tally = bound.tally
         tally.calls += 1
         tally.nbytes += bound.nbytes
         tally.seconds += perf_counter() - started

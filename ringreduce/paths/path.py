@@ -21,6 +21,7 @@ from ringreduce import algorithms
 from ringreduce.algorithms import Collective
 from ringreduce.buffers import DTYPES, DType, Operand, wider
 from ringreduce.errors import MismatchError
+from ringreduce.instruments import Tally
 from ringreduce.paths.context import Cache, Context, Signature
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.topology import Topology
@@ -195,10 +196,11 @@ class BoundCall:
         is_array: says whether an array is the one that was passed, with the memory and layout that it had then.
         is_out: the same of ``out``; None: that was ``array``, or nothing.
         run: makes the call again; returns a new array, if it makes one.
+        tally: where it counts.
         nbytes: that it counts for.
     """
 
-    __slots__ = ("algorithm", "argument", "is_array", "is_out", "nbytes", "run")
+    __slots__ = ("algorithm", "argument", "is_array", "is_out", "nbytes", "run", "tally")
 
     def __init__(
         self,
@@ -206,6 +208,7 @@ class BoundCall:
         out: Any,
         arguments: tuple[Any, Any],
         run: Callable[[], Any],
+        tally: Tally,
         nbytes: int,
         forget: Callable[[object], object],
     ) -> None:
@@ -213,6 +216,7 @@ class BoundCall:
         self.is_array = _same(array, forget, written=out is array)
         self.is_out = None if out is None or out is array else _same(out, forget, written=True)
         self.run = run
+        self.tally = tally
         self.nbytes = nbytes
 
 
@@ -226,14 +230,12 @@ def _same(array: Any, forget: Callable[[object], object], *, written: bool) -> C
     """
     known: Callable[[], Any] = weakref.ref(array, forget)
     if isinstance(array, np.ndarray):  # it can be given another shape and dtype; a weak reference forbids `resize`
-        shape, dtype, steps = array.shape, array.dtype, array.strides
-        return lambda given: (
-            known() is given
-            and given.shape == shape
-            and given.dtype is dtype
-            and given.strides == steps
-            and (not written or given.flags.writeable)
-        )
+        shape, dtype = array.shape, array.dtype
+        if written:
+            return lambda given: (
+                known() is given and given.shape == shape and given.dtype is dtype and given.flags.writeable
+            )
+        return lambda given: known() is given and given.shape == shape and given.dtype is dtype
     # `set_`, `resize_`, ``data =`` and `t_` change a tensor.
     address, kind, size, strides = array.data_ptr(), array.dtype, array.shape, array.stride()
     return lambda given: (
