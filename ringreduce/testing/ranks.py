@@ -71,7 +71,7 @@ def _communicator(
     node = join(messages, waiter, settings, "threads", lambda pids: world.segments_of(rank))
     waiter.crowded = True  # threads of one interpreter run one at a time
     context = Context(messages, waiter, node, settings, called)
-    context.agreement.patience = 16  # a false suspicion costs nothing here, a test that waits does
+    context.agreement.patience_s = 0.0  # a false suspicion costs nothing here, a test that waits does
     return Communicator(context)
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Callable
+from time import monotonic
 from typing import NoReturn
 
 from ringreduce.calls import Called, GivenUp, disagreement
@@ -26,7 +27,7 @@ from ringreduce.transport.waiting import Waiter
 __all__ = ["Agreement"]
 
 _REMEMBERED = 4096  # calls; a rank cannot be further ahead of a peer that still asks, but for broadcast roots
-_PATIENCE = 4096  # watcher rounds without data (about half a second) before a rank announces what it waits in
+_PATIENCE_S = 0.5  # a rank that waits for so long announces what it waits in
 
 
 class Agreement:
@@ -39,14 +40,14 @@ class Agreement:
 
     Attributes:
         number: of the call that this rank is in, or was in last.
-        patience: how often `watch` is called without data before a rank announces what it waits in.
+        patience_s: how long a rank waits in a call, in seconds, before it announces what it waits in.
     """
 
     def __init__(self, messages: Messages, waiter: Waiter, called: Callable[[str], Called] = Called.here) -> None:
         self._messages = messages
         self._waiter = waiter
         self._called = called
-        self.patience = _PATIENCE
+        self.patience_s = _PATIENCE_S
         self.number = 0
         self._settled_up_to = 0  # notes about calls up to this one are old
         self._known: set[str] = set()
@@ -56,7 +57,7 @@ class Agreement:
         self._announced: set[int] = set()
         self._left: dict[int, tuple[int, GivenUp]] = {}  # rank -> its last call, and why that was the last
         self._has_left = False
-        self._checks = 0
+        self._waits_since: float | None = None  # in the present call
 
     def enter(self, signature: str, *, meet: bool = False) -> None:
         """Begin the next call; compare its signature with the other ranks' if it is new.
@@ -109,8 +110,10 @@ class Agreement:
             MismatchError, PeerLostError, TransportError: as `enter`.
         """
         self._listen()
-        self._checks += 1
-        if self._checks == self.patience and self.number > self._settled_up_to:
+        now = monotonic()
+        if self._waits_since is None:
+            self._waits_since = now
+        if now - self._waits_since >= self.patience_s and self.number > self._settled_up_to:
             self._announce(self.number)
 
     def leave(self, why: GivenUp) -> None:
@@ -122,7 +125,7 @@ class Agreement:
     def _begin(self, signature: str) -> None:
         self.number += 1
         self._mine[self.number] = signature
-        self._checks = 0
+        self._waits_since = None
         if len(self._mine) > _REMEMBERED:
             self._mine.popitem(last=False)
 

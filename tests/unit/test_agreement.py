@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -21,12 +22,12 @@ T = TypeVar("T")
 class Rank:
     """An agreement with its waiter, and what a rank does while it waits for data."""
 
-    def __init__(self, world: MemoryWorld, rank: int, timeout_s: float, patience: int) -> None:
+    def __init__(self, world: MemoryWorld, rank: int, timeout_s: float, patience_s: float) -> None:
         self.rank = rank
         self.messages = world.messages(rank)
         self.waiter = Waiter(timeout_s, crowded=True)
         self.agreement = Agreement(self.messages, self.waiter)
-        self.agreement.patience = patience
+        self.agreement.patience_s = patience_s
         self.waiter.watchers.append(self.agreement.watch)
 
     def call(self, signature: str) -> Exception | None:
@@ -44,9 +45,9 @@ class Rank:
         return count
 
 
-def on_ranks(size: int, function: Callable[[Rank], T], timeout_s: float = 20.0, patience: int = 5) -> list[T]:
+def on_ranks(size: int, function: Callable[[Rank], T], timeout_s: float = 20.0, patience_s: float = 0.0) -> list[T]:
     world = MemoryWorld(size)
-    ranks = [Rank(world, rank, timeout_s, patience) for rank in range(size)]
+    ranks = [Rank(world, rank, timeout_s, patience_s) for rank in range(size)]
 
     def fail() -> None:
         for rank in ranks:
@@ -99,7 +100,7 @@ def test_a_known_call_meets_a_new_one() -> None:
         assert isinstance(error, MismatchError)
         return error
 
-    errors = on_ranks(3, call, patience=1 << 30)
+    errors = on_ranks(3, call, patience_s=math.inf)
     assert [error.values for error in errors] == [{0: "known", 1: "new", 2: "known"}] * 3
 
 
@@ -127,7 +128,7 @@ def test_suspicion_without_reason_is_harmless() -> None:
         rank.waiter.timeout_s = 20.0
         return error or rank.call("next")
 
-    assert all(isinstance(error, CollectiveTimeoutError) for error in on_ranks(3, call, patience=2))
+    assert all(isinstance(error, CollectiveTimeoutError) for error in on_ranks(3, call))
 
 
 def test_a_call_that_peers_already_finished() -> None:
@@ -143,7 +144,7 @@ def test_a_call_that_peers_already_finished() -> None:
         assert isinstance(error, MismatchError)
         return error
 
-    errors = on_ranks(3, call, patience=1 << 30)
+    errors = on_ranks(3, call, patience_s=math.inf)
     assert [error.values for error in errors] == [{0: "new", 1: "a", 2: "a"}] * 3
 
 
@@ -153,7 +154,7 @@ def test_a_call_announced_early_and_left_behind_is_answered() -> None:
     early = world.messages(0)
     for call, signature in [(1, "a"), (2, "new")]:
         early.post(json.dumps({"call": call, "called": Called(signature), "refused": False}).encode(), 1)
-    rank = Rank(world, 1, timeout_s=20.0, patience=1 << 30)
+    rank = Rank(world, 1, timeout_s=20.0, patience_s=math.inf)
     assert [rank.call("a"), rank.call("a"), rank.call("a")] == [None, None, None]
     error = rank.wait_for_data()
     assert isinstance(error, MismatchError)
@@ -222,7 +223,7 @@ def test_ranks_resume_at_one_number() -> None:
         rank.agreement.resume(3)
         return rank.call("together") or rank.call("a") or rank.call("again")
 
-    assert on_ranks(3, call, patience=1 << 30) == [None] * 3
+    assert on_ranks(3, call, patience_s=math.inf) == [None] * 3
 
 
 def test_what_a_peer_announces_before_a_rank_resumes_is_not_lost() -> None:
@@ -238,15 +239,32 @@ def test_what_a_peer_announces_before_a_rank_resumes_is_not_lost() -> None:
     assert on_ranks(3, call) == [None] * 3
 
 
+def test_impatience_is_a_matter_of_time() -> None:
+    """However often a rank looks in vain, it announces nothing before its patience is over, and then once."""
+    world = MemoryWorld(2)
+    agreement, other = Agreement(world.messages(0), Waiter(1.0)), world.messages(1)
+    agreement._known.add("call")
+    agreement.enter("call")
+    agreement.patience_s = math.inf
+    for _ in range(10_000):
+        agreement.watch()
+    assert other.poll() is None
+    agreement.patience_s = 0.0
+    for _ in range(3):
+        agreement.watch()
+    assert other.poll() is not None
+    assert other.poll() is None
+
+
 def test_a_late_answer_is_no_mismatch() -> None:
     """A rank that hears only after thousands of calls that a peer was once worried says nothing about that old call."""
     world = MemoryWorld(2)
     slow, other = (Agreement(world.messages(rank), Waiter(1.0)) for rank in (0, 1))
     slow._known.add("call")
     other._known.add("call")
+    other.patience_s = 0.0
     other.enter("call")
-    for _ in range(other.patience):
-        other.watch()
+    other.watch()
     for _ in range(5000):
         slow.enter("call")
     slow.watch()
