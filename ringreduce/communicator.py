@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from math import prod
 from time import perf_counter
@@ -17,24 +17,13 @@ from ringreduce.buffers.cuda.arrays import DeviceOperand
 from ringreduce.errors import ConfigError
 from ringreduce.member import Member
 from ringreduce.partition import Partition
-from ringreduce.paths import DETERMINISTIC, BoundCall, Choice, Chosen, Feedback, Signature, codec_for
-from ringreduce.paths.operands import (
-    AnyOperand,
-    RowsReceived,
-    apart,
-    can_be_watched,
-    flat_target,
-    is_memory_of,
-    same,
-    with_rows,
-)
-from ringreduce.paths.path import Again, Reduction, Result
-from ringreduce.paths.standing import require_alone
+from ringreduce.paths import DETERMINISTIC, Choice, Chosen, Feedback, Signature, codec_for
+from ringreduce.paths.operands import AnyOperand, RowsReceived, apart, flat_target, same, with_rows
+from ringreduce.paths.path import Offer
 from ringreduce.reduce_ops import SUM, ReduceOp
 
 __all__ = ["Communicator"]
 
-_RESULTS_KNOWN = 16
 _BARRIER = Signature.of("barrier", waits=False)
 
 
@@ -126,7 +115,7 @@ class Communicator(Member):
         if deterministic and algorithm is None and wire is None:
             algorithm, deterministic = DETERMINISTIC, False
         if not (deterministic or wire):
-            repeated = self._repeat("allreduce", array, out, op, algorithm)
+            repeated = self._bound.repeat("allreduce", array, out, op, algorithm)
             if repeated is not None:
                 return repeated
         return self._standing.call(
@@ -147,7 +136,7 @@ class Communicator(Member):
             algorithm: as for `allreduce`.
             out: where this rank's part goes; None: a new array.
         """
-        repeated = self._repeat("reduce_scatter", array, out, op, algorithm)
+        repeated = self._bound.repeat("reduce_scatter", array, out, op, algorithm)
         if repeated is not None:
             return repeated
         return self._standing.call("reduce_scatter", self._reduce_scatter, array, op, out, algorithm)
@@ -164,7 +153,7 @@ class Communicator(Member):
         Raises:
             MismatchError: on some rank, ``out`` has not as many rows as all arrays together.
         """
-        repeated = self._repeat("allgather", array, out, None, algorithm)
+        repeated = self._bound.repeat("allgather", array, out, None, algorithm)
         if repeated is not None:
             return repeated
         return self._standing.call("allgather", self._allgather, array, out, algorithm)
@@ -181,7 +170,7 @@ class Communicator(Member):
         Raises:
             ConfigError: there is no such rank.
         """
-        repeated = self._repeat("broadcast", array, out, root, algorithm)
+        repeated = self._bound.repeat("broadcast", array, out, root, algorithm)
         if repeated is not None:
             return repeated
         return self._standing.call("broadcast", self._broadcast, array, root, out, algorithm)
@@ -206,7 +195,7 @@ class Communicator(Member):
             MismatchError: on some rank, ``out`` has not as many rows as come there.
         """
         if splits is None:
-            repeated = self._repeat("alltoall", array, out, None, algorithm)
+            repeated = self._bound.repeat("alltoall", array, out, None, algorithm)
             if repeated is not None:
                 return repeated
         return self._standing.call("alltoall", self._alltoall, array, splits, out, algorithm)
@@ -274,15 +263,9 @@ class Communicator(Member):
         if not (is_new or in_place) and np.may_share_memory(source.view, target.view) and not same(source, target):
             source = Operand(source.view.copy(), source.dtype)
         chosen = self._reduce(source, target, kind, algorithm)
-        if is_memory_of(array, source, source.view) and is_memory_of(out, target, target.view):
-            reduction, given = chosen.reduction, source.unowned()
-            assert reduction is not None
-            if is_new:
-                make = partial(self._operands.maker(array, source.dtype), source.shape)
-                run = _reducing_into_new(reduction, given, make)
-            else:
-                run = reduction.repetition(given, given if in_place else target.unowned())
-            self._bind("allreduce", array, None if is_new else out, (op, algorithm), run, source.nbytes)
+        assert chosen.reduction is not None
+        given_out = None if is_new else out
+        self._bound.bind_reduction(array, given_out, (op, algorithm), chosen.reduction, source, target)
         return as_given(array, out) if is_new else out
 
     def allreduce_operands(
@@ -330,9 +313,8 @@ class Communicator(Member):
         with running, self._operands.on_host(source, target) as (given, taken), flat_target(taken) as flat:
             flat_source = apart(given.flat(), flat, -sum(counts[: self.rank]))
             again = chosen.run(flat_source, counts, flat)
-        given_out = None if is_new else out
-        again = again if is_memory_of(array, source, flat_source) else None
-        self._bind_again("reduce_scatter", array, given_out, (op, algorithm), again, target, source)
+        used, given_out = Operand(flat_source, source.dtype), None if is_new else out
+        self._bound.bind("reduce_scatter", array, given_out, (op, algorithm), again, used, target, source.nbytes)
         return out
 
     def _allgather(self, array: Any, out: Any, algorithm: str | None) -> Any:
@@ -344,12 +326,12 @@ class Communicator(Member):
         running = _Running(self, "allgather", chosen.choice.algorithm, source.nbytes * self.size)
         with running, self._operands.on_host(source, source, store=False) as (given, _):
             flat = given.flat()
-            again = chosen.run(flat, (source.shape[0], received.room), row, received)
+            again = chosen.run(flat, Offer(received.room, (source.shape[0],)), row, received)
             assert received.target is not None
             running.nbytes = received.target.nbytes
         result = received.store()
-        again = again if is_memory_of(array, source, flat) else None
-        self._bind_again("allgather", array, out, (None, algorithm), again, received.target, received.target)
+        used = Operand(flat, source.dtype)
+        self._bound.bind("allgather", array, out, (None, algorithm), again, used, received.target, running.nbytes)
         return result
 
     def _broadcast(self, array: Any, root: int, out: Any, algorithm: str | None) -> Any:
@@ -368,9 +350,8 @@ class Communicator(Member):
         with running, lent as (given, taken), flat_target(taken) as flat:
             flat_source = apart(given.flat(), flat, 0) if am_root and not same(given, taken) else flat
             again = chosen.run(flat_source, flat, root)
-        given_out = None if is_new else out
-        again = again if not am_root or is_memory_of(array, source, flat_source) else None
-        self._bind_again("broadcast", array, given_out, (given_root, algorithm), again, target, source)
+        used, given_out = Operand(flat_source, source.dtype) if am_root else None, None if is_new else out
+        self._bound.bind("broadcast", array, given_out, (given_root, algorithm), again, used, target, nbytes)
         return as_given(array, out) if is_new else out
 
     def _alltoall(self, array: Any, splits: Sequence[int] | None, out: Any, algorithm: str | None) -> Any:
@@ -378,102 +359,20 @@ class Communicator(Member):
         self._operands.require_usable(source)
         shape, row = ("*", *source.shape[1:]), prod(source.shape[1:])
         received = RowsReceived(self._operands, array, source, out)
-        numbers = (*row_counts(splits, source.shape[0], self.size), received.room)
+        offer = Offer(received.room, tuple(row_counts(splits, source.shape[0], self.size)))
         chosen = self._selection.other(Collective.ALLTOALL, source.dtype, shape, algorithm)
         running = _Running(self, "alltoall", chosen.choice.algorithm, source.nbytes)
         with running, self._operands.on_host(source, source, store=False) as (given, _):
             flat = given.flat()
             if isinstance(received.target, Operand):
                 flat = apart(flat, received.target.view)
-            again = chosen.run(flat, numbers, row, received)
+            again = chosen.run(flat, offer, row, received)
         result = received.store()
         if splits is None:
-            again = again if is_memory_of(array, source, flat) else None
-            self._bind_again("alltoall", array, out, (None, algorithm), again, received.target, source)
+            used = Operand(flat, source.dtype)
+            self._bound.bind("alltoall", array, out, (None, algorithm), again, used, received.target, source.nbytes)
             return result
         return result, received.rows
-
-    # ---- calls that come again ----
-
-    def _bind_again(
-        self,
-        collective: str,
-        array: Any,
-        out: Any,
-        arguments: tuple[Any, Any],
-        again: Again,
-        target: AnyOperand | None,
-        counted: AnyOperand,
-    ) -> None:
-        """Remember how to repeat a call that is no allreduce.
-
-        Args:
-            collective, array, out, arguments: as for `_bind`.
-            again: repeats it; None: nothing does.
-            target: the memory of the result.
-            counted: what the call counts for.
-        """
-        if again is None or not isinstance(target, Operand) or not can_be_watched(array):
-            return
-        if out is None:
-            row = target.shape[1:] if collective in ("allgather", "alltoall") else None
-            make = self._operands.maker(array, target.dtype)
-            run: Callable[[], Any] = partial(_again_into_new, again, make, row, target.shape)
-        elif is_memory_of(out, target, target.view):
-            same_memory = target.unowned()
-            run = partial(again, lambda rows: same_memory)
-        else:
-            return
-        self._bind(collective, array, out, arguments, run, counted.nbytes)
-
-    def _bind(
-        self, collective: str, array: Any, out: Any, arguments: tuple[Any, Any], run: Callable[[], Any], nbytes: int
-    ) -> None:
-        """Remember how to repeat a call for as long as its arrays live.
-
-        Args:
-            collective: its name.
-            array: what the caller passed.
-            out: the same; None: each call returns a new array.
-            arguments: two more that the caller passed.
-            run: repeats the call; returns the new array.
-            nbytes: what the call counts for.
-        """
-        key = id(array), id(out), collective
-        self._bound[key] = BoundCall(
-            array, out, arguments, run, self.tallies[collective], nbytes, lambda _: self._bound.pop(key, None)
-        )
-
-    def _repeat(self, collective: str, array: Any, out: Any, argument: Any, algorithm: str | None) -> Any:
-        """Make a call again, if it was bound and nobody observes; return its result, None if it was not made."""
-        bound = self._bound.get((id(array), id(out), collective))
-        if (
-            bound is None
-            or bound.argument is not argument
-            or bound.algorithm is not algorithm
-            or not bound.is_array(array)
-            or not (bound.is_out is None or bound.is_out(out))
-            or self.instruments.observers
-        ):
-            return None
-        started = perf_counter()
-        standing = self._standing
-        if out is None:
-            standing.go_on()  # there may be no memory for the result; nothing else can fail before the ranks meet
-        try:
-            made = standing.quiet.run(bound.run)
-        except BaseException as error:
-            require_alone(error)
-            if out is None:
-                standing.end(collective, error)
-            else:
-                standing.break_off(error)
-            raise
-        tally = bound.tally
-        tally.calls += 1
-        tally.nbytes += bound.nbytes
-        tally.seconds += perf_counter() - started
-        return made if out is None else out
 
     def _meet(self, signature: Signature) -> None:
         self._standing.require_open()
@@ -517,43 +416,6 @@ class _Running:
         instruments = self._instruments
         if instruments.observers:
             instruments.tell("collective_finished", self._collective, self._algorithm, self.nbytes, seconds)
-
-
-def _reducing_into_new(
-    reduction: Reduction, source: Operand, make: Callable[[], tuple[Any, Operand]]
-) -> Callable[[], Any]:
-    """Return what reduces the same memory into a new array each time."""
-    known: dict[int, Callable[[], object]] = {}  # by the address of the result: few come in turn
-
-    def run() -> Any:
-        result, target = make()
-        repetition = known.get(target.address)
-        if repetition is None:
-            if len(known) >= _RESULTS_KNOWN:
-                known.clear()
-            repetition = known[target.address] = reduction.repetition(source, target.unowned())
-        repetition()
-        return result
-
-    return run
-
-
-def _again_into_new(
-    again: Callable[[Result], object],
-    make: Callable[[tuple[int, ...]], tuple[Any, Operand]],
-    row: tuple[int, ...] | None,
-    shape: tuple[int, ...],
-) -> Any:
-    """Repeat a call into a new array: of a shape, or, where there is one, of rows of that shape."""
-    made: Any = None
-
-    def result(rows: list[int]) -> Operand:
-        nonlocal made
-        made, target = make(shape if row is None else (sum(rows), *row))
-        return target
-
-    again(result)
-    return made
 
 
 def _length(part: slice) -> int:

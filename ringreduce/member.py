@@ -17,7 +17,7 @@ from ringreduce.buffers.cuda.cupy_driver import cuda_driver
 from ringreduce.calls import GivenUp
 from ringreduce.errors import ConfigError
 from ringreduce.instruments import Tally
-from ringreduce.paths import NCCL, BoundCall, Call, Choice, Context, Gpu, Operands, Standing, close_all, ordinal
+from ringreduce.paths import NCCL, BoundCalls, Call, Choice, Context, Gpu, Operands, Standing, close_all, ordinal
 from ringreduce.processes import Forked
 from ringreduce.reduce_ops import SUM, ReduceOp
 from ringreduce.selection import Selection, forced
@@ -32,12 +32,12 @@ class Member:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._selection = Selection(context)
-        self._bound: dict[tuple[int, int, str], BoundCall] = {}  # by the ids of array and out, and the collective
-        self._standing = Standing(context, self._selection.forget, self._bound.clear)
+        self._standing = Standing(context, self._selection.forget, lambda: self._bound.clear())
         self.gpu = Gpu(context, self._standing, cuda_driver, cupy_nccl)
         self._operands = Operands(self._standing, self.gpu, context.arena, shares_results=context.topology.size > 1)
         self.instruments = context.instruments
         self.tallies = {each.value: Tally() for each in Collective}
+        self._bound = BoundCalls(self._standing, self._operands, self.instruments, self.tallies)
         self.rank = context.rank
         self.topology = context.topology
         self.size = self.topology.size

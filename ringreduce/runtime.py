@@ -446,9 +446,9 @@ def reduce_scatter(array: Any, op: ReduceOp | str = SUM, *, out: Any = None, alg
     return world().reduce_scatter(array, op, out=out, algorithm=algorithm)
 
 
-def allgather(array: Any, *, algorithm: str | None = None) -> Any:
+def allgather(array: Any, *, out: Any = None, algorithm: str | None = None) -> Any:
     """Concatenate the ranks' arrays along the first dimension; see `Communicator.allgather`."""
-    return world().allgather(array, algorithm=algorithm)
+    return world().allgather(array, out=out, algorithm=algorithm)
 
 
 def broadcast(array: Any, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> Any:
@@ -456,9 +456,9 @@ def broadcast(array: Any, root: int = 0, *, out: Any = None, algorithm: str | No
     return world().broadcast(array, root, out=out, algorithm=algorithm)
 
 
-def alltoall(array: Any, splits: Sequence[int] | None = None, *, algorithm: str | None = None) -> Any:
+def alltoall(array: Any, splits: Sequence[int] | None = None, *, out: Any = None, algorithm: str | None = None) -> Any:
     """Send every rank its part and get one's own of all; see `Communicator.alltoall`."""
-    return world().alltoall(array, splits, algorithm=algorithm)
+    return world().alltoall(array, splits, out=out, algorithm=algorithm)
 
 
 def barrier() -> None:

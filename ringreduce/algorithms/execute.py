@@ -24,7 +24,7 @@ from ringreduce.transport.messages import Messages, Request
 from ringreduce.transport.private import PrivateMemory
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["INNER_NBYTES", "STREAMS", "Coding", "Memory", "Plan"]
+__all__ = ["INNER_NBYTES", "STREAMS", "Coding", "Elements", "Memory", "Plan"]
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -39,12 +39,22 @@ _BULK_NBYTES = 64 << 10
 INNER_NBYTES = 256 << 10
 
 
+class Elements(Protocol):
+    """What a plan needs of a buffer: its contiguous parts."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+    @property
+    def itemsize(self) -> int: ...
+    def __getitem__(self, part: slice, /) -> Array: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Memory:
     """Where a plan's blocks are.
 
     Attributes:
-        mine: this rank's buffer, one-dimensional and contiguous.
+        mine: this rank's buffer, one-dimensional; where something is loaded or stored directly, an array.
         peers: the buffers of ranks whose memory can be touched, or copied at least, by rank.
         peer_segments: for peers whose blocks are elsewhere than here: their segments, by rank.
         result: where direct accesses put what they load or reduce, if not into ``mine``, and copy it to peers from;
@@ -55,7 +65,7 @@ class Memory:
         make_scratch: makes memory of the same kind for so many elements that messages bring; None: NumPy does.
     """
 
-    mine: Array
+    mine: Elements
     peers: Mapping[int, Array | PrivateMemory] = field(default_factory=dict)
     peer_segments: dict[int, list[Segment]] = field(default_factory=dict)
     result: Array | None = None
@@ -152,7 +162,7 @@ class Plan:
         self._rank = rank
         self._schedule = schedule
         self._last = schedule.last_reductions()
-        self._kept = schedule.kept_sends()
+        self._kept_sends = schedule.kept_sends()
         self._memory = memory
         self._kernels = kernels
         self._messages = messages
@@ -279,7 +289,7 @@ class Plan:
                 yield _Round(name, [], list(self._direct_calls(step, last, index, segment)), [], [], [])
                 known.clear()
             elif self._coding is None:
-                yield self._bind_plain(name, step, last, self._kept[number - 1], index, segment, tag, scratch)
+                yield self._bind_plain(name, step, last, self._kept_sends[number - 1], index, segment, tag, scratch)
             else:
                 yield from self._bind_coded(name, step, segment, tag, scratch, kept, known)
 
@@ -296,7 +306,7 @@ class Plan:
     ) -> _Round:
         memory, kernels = self._memory, self._kernels
         mine, result = memory.mine, memory.mine if memory.result is None else memory.result
-        places = segment if memory.result_segments is None else memory.result_segments[index]
+        into = segment if memory.result_segments is None else memory.result_segments[index]
         needed: list[Request] = []
         kept: list[Request] = []
         requests: list[Request] = []
@@ -315,7 +325,7 @@ class Plan:
             assert kernels is not None
             target, complete = mine[_span(segment, blocks)], blocks.start in last
             if step.by_rank:
-                after.append(self._combine(arrived, target, result[_span(places, blocks)], complete=complete))
+                after.append(self._combine(arrived, target, result[_span(into, blocks)], complete=complete))
                 continue
             for number, (_, place) in enumerate(arrived, start=1):
                 after.append(kernels.fold(target, place, complete=complete and number == len(arrived)))
@@ -381,12 +391,12 @@ class Plan:
     def _direct_calls(self, step: Step, last: frozenset[int], index: int, segment: Segment) -> Iterator[Call]:
         """Load and store piece by piece, so that a piece is stored to the peers while it is in the cache."""
         memory = self._memory
-        places = segment if memory.result_segments is None else memory.result_segments[index]
+        into = segment if memory.result_segments is None else memory.result_segments[index]
         touched = list(dict.fromkeys(each.blocks for each in step.loads + step.stores))
         for blocks in touched:
             loads = [(each, self._remote(index, segment, each)) for each in step.loads if each.blocks == blocks]
             stores = [(each.peer, self._stored(index, segment, each)) for each in step.stores if each.blocks == blocks]
-            result = (memory.mine if memory.result is None else memory.result)[_span(places, blocks)]
+            result = (memory.mine if memory.result is None else memory.result)[_span(into, blocks)]
             copies = [remote for each, remote in loads if not each.reduce]
             complete = blocks.start in last
             limit = INNER_NBYTES // result.itemsize if len(copies) < len(loads) or stores else result.size

@@ -32,6 +32,10 @@ class Operand:  # a frozen dataclass would take three times as long to make
     Attributes:
         view: the array's own memory with its own shape and strides, in ``dtype.storage``.
         dtype: the type of its elements.
+
+    Args:
+        view, dtype: see above.
+        address: of the first element; -1: it is looked up when somebody asks.
     """
 
     __slots__ = ("_address", "dtype", "view")
@@ -39,7 +43,7 @@ class Operand:  # a frozen dataclass would take three times as long to make
     def __init__(self, view: npt.NDArray[Any], dtype: DType, address: int = -1) -> None:
         self.view = view
         self.dtype = dtype
-        self._address = address  # -1: not known yet
+        self._address = address
 
     @classmethod
     def of(cls, array: Any) -> Operand:

@@ -3,12 +3,13 @@
 A `Path` is for arrays in host memory; `Gpu` knows those for device memory.
 """
 
+from ringreduce.paths.bound import BoundCalls
 from ringreduce.paths.cleanup import close_all
 from ringreduce.paths.context import Context, Signature
 from ringreduce.paths.formats import Feedback, Formats, codec_for
 from ringreduce.paths.gpu import STAGED, Gpu, ordinal
 from ringreduce.paths.operands import Operands
-from ringreduce.paths.path import DETERMINISTIC, NCCL, VENDOR, BoundCall, Call, Choice, Chosen, Path, Work
+from ringreduce.paths.path import DETERMINISTIC, NCCL, VENDOR, Call, Choice, Chosen, Path, Work
 from ringreduce.paths.paths import PATHS, Paths, path_for
 from ringreduce.paths.standing import Standing
 
@@ -18,7 +19,7 @@ __all__ = [
     "PATHS",
     "STAGED",
     "VENDOR",
-    "BoundCall",
+    "BoundCalls",
     "Call",
     "Choice",
     "Chosen",

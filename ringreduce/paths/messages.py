@@ -24,11 +24,11 @@ from ringreduce.paths.path import (
     VENDOR,
     Again,
     Call,
+    Offer,
     Path,
     Reduction,
     Result,
     Task,
-    require_room,
     rows_received,
 )
 from ringreduce.paths.shared import locate, peer_views, touches_memory
@@ -74,9 +74,9 @@ class Messages(Path):
         self._plan(task, bind, root, address_of(target)).run()
         return None
 
-    def allgather(self, task: Task, source: Array, numbers: Sequence[int], row: int, result: Result) -> Again:
+    def allgather(self, task: Task, source: Array, offer: Offer, row: int, result: Result) -> Again:
         context = self._context
-        rows = rows_received(self._exchanged(task, numbers), context.rank)
+        rows = rows_received(task.signature.text, self._offers(task, offer), context.rank)
         partition, target = Partition.of_sizes([each * row for each in rows]), result(rows).flat()
         own = target[partition.segment[context.rank]]
         if address_of(own) != address_of(source):
@@ -131,25 +131,25 @@ class Messages(Path):
         kernels = kernels_for(task.dtype, op, context.topology.size)
         return context.plan(Collective.REDUCE_SCATTER, task.algorithm, segments, memory, kernels, task.signature)
 
-    def alltoall(self, task: Task, source: Array, numbers: Sequence[int], row: int, result: Result) -> Again:
+    def alltoall(self, task: Task, source: Array, offer: Offer, row: int, result: Result) -> Again:
         context = self._context
-        said = self._exchanged(task, numbers)
-        rows = rows_received(said, context.rank)
-        sending, receiving = [each * row for each in numbers[:-1]], [each * row for each in rows]
+        offers = self._offers(task, offer)
+        rows = rows_received(task.signature.text, offers, context.rank)
+        sending, receiving = [each * row for each in offer.rows], [each * row for each in rows]
         target = result(rows).flat()
         own = Partition.of_sizes(receiving).segment[context.rank]
         np.copyto(target[own], source[Partition.of_sizes(sending).segment[context.rank]])
 
         def bind() -> Plan:
             both = Partition.of_sizes([*sending, *receiving])
-            largest = max(max(each[:-1]) for each in said) * row
+            largest = max(max(each.rows) for each in offers) * row
             segments = segments_of_blocks(both, _segment_limit(context, target, largest), largest)
-            memory = Memory(_Joined(unowned(source), unowned(target)))  # type: ignore[arg-type]
+            memory = Memory(_Joined(unowned(source), unowned(target)))
             return context.plan(Collective.ALLTOALL, task.algorithm, segments, memory, None, task.signature)
 
-        counts = [count for each in said for count in each[:-1]]
-        if len(set(counts)) == 1:
-            self._plan(task, bind, address_of(source), address_of(target), counts[0]).run()
+        counts = {count for each in offers for count in each.rows}
+        if len(counts) == 1:
+            self._plan(task, bind, address_of(source), address_of(target), *counts).run()
             return None
         plan = bind()  # other numbers each time, mostly
         try:
@@ -158,16 +158,14 @@ class Messages(Path):
             plan.close()
         return None
 
-    def _exchanged(self, task: Task, numbers: Sequence[int]) -> list[list[int]]:
-        """Meet the others in a call, and return the numbers of all; see `Path.allgather`."""
-        context, count = self._context, len(numbers)
+    def _offers(self, task: Task, offer: Offer) -> list[Offer]:
+        """Meet the others in a call, and return the offers of all, in rank order."""
+        context, saying = self._context, (offer.room, *offer.rows)
         context.meet(task.signature)
         exchange: _Exchange = self._plans.get(
-            ("numbers", task.signature.code), lambda: _Exchange(context, task.signature, count)
+            ("offers", task.signature.code), lambda: _Exchange(context, task.signature, len(saying))
         )
-        said = exchange.run(numbers)
-        require_room(task.signature.text, said)
-        return said
+        return [Offer(room, tuple(rows)) for room, *rows in exchange.run(saying)]
 
     def _plan(self, task: Task, bind: Callable[[], Plan], *where: int) -> Plan:
         """Return a plan for memory at these addresses, and whatever else it depends on; bind it if there is none."""
@@ -200,7 +198,7 @@ class _Joined:
 
     def __init__(self, first: Array, second: Array) -> None:
         self._first, self._second = first, second
-        self.dtype, self.itemsize, self.size = first.dtype, first.itemsize, first.size + second.size
+        self.dtype, self.itemsize = first.dtype, first.itemsize
 
     def __getitem__(self, part: slice) -> Array:
         if part.stop <= self._first.size:

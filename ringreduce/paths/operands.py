@@ -212,32 +212,26 @@ def can_be_watched(array: Any) -> bool:
     return isinstance(array, np.ndarray) or hasattr(array, "data_ptr")
 
 
-def is_memory_of(array: Any, operand: AnyOperand, used: npt.NDArray[Any]) -> bool:
-    """Return whether what a call has used is an array's own memory, all of it, in host memory: no copy.
-
-    Args:
-        array: what the caller passed.
-        operand: its memory.
-        used: by the call.
-    """
+def is_memory_of(array: Any, operand: AnyOperand) -> bool:
+    """Return whether an operand in host memory is an array's own memory, all of it and contiguous: no copy."""
     if not (isinstance(operand, Operand) and operand.contiguous and operand.count and can_be_watched(array)):
         return False
     address = address_of(array) if isinstance(array, np.ndarray) else array.data_ptr()
-    return bool(address == operand.address == address_of(used))
+    return bool(address == operand.address)
 
 
-def apart(source: npt.NDArray[Any], target: npt.NDArray[Any], place: int | None = None) -> npt.NDArray[Any]:
+def apart(source: npt.NDArray[Any], target: npt.NDArray[Any], start: int | None = None) -> npt.NDArray[Any]:
     """Return a source, or a copy of it if a result would overwrite what others still read.
 
     Args:
         source: flat.
         target: where the result goes.
-        place: the element of the target at which the source may stand, as it belongs there.
+        start: the element of the target at which the source may begin, as it belongs there.
     """
     if not np.may_share_memory(source, target):
         return source
-    start = address_of(target) + (place or 0) * source.itemsize
-    stays = place is not None and target.flags.c_contiguous and address_of(source) == start
+    where = address_of(target) + (start or 0) * source.itemsize
+    stays = start is not None and target.flags.c_contiguous and address_of(source) == where
     return source if stays else source.copy()
 
 

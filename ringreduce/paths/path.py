@@ -7,7 +7,6 @@ which holds what connects the ranks, and the plans that can be used again.
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,6 @@ from ringreduce import algorithms
 from ringreduce.algorithms import Collective
 from ringreduce.buffers import DTYPES, DType, Operand, wider
 from ringreduce.errors import MismatchError
-from ringreduce.instruments import Tally
 from ringreduce.paths.context import Cache, Context, Signature
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.topology import Topology
@@ -31,18 +29,17 @@ __all__ = [
     "NCCL",
     "VENDOR",
     "Again",
-    "BoundCall",
     "Call",
     "Carrier",
     "Choice",
     "Chosen",
     "Itself",
+    "Offer",
     "Path",
     "Reduction",
     "Result",
     "Task",
     "Work",
-    "require_room",
     "rows_received",
     "work_of_one_byte",
 ]
@@ -150,6 +147,21 @@ class Task(NamedTuple):
     signature: Signature
 
 
+class Offer(NamedTuple):
+    """What a rank tells the others in a collective in which ranks may give any number of rows.
+
+    Attributes:
+        room: the rows of the array for this rank's result; -1: it is made as large as is wanted.
+        rows: how many it gives: one number for all ranks, or one for each.
+    """
+
+    room: int
+    rows: tuple[int, ...]
+
+    def rows_for(self, rank: int) -> int:
+        return self.rows[rank] if len(self.rows) > 1 else self.rows[0]
+
+
 class Work(NamedTuple):
     """What an allreduce costs: the factors of the parameters of `ringreduce.autotune.Model`, in the same order.
 
@@ -186,65 +198,6 @@ class Reduction(ABC):
             source, target: as for `run`; contiguous.
         """
         return partial(self.run, source, target)
-
-
-class BoundCall:
-    """A call that was looked up once, for as long as its arrays live.
-
-    Attributes:
-        argument, algorithm: two more arguments, as they were given.
-        is_array: says whether an array is the one that was passed, with the memory and layout that it had then.
-        is_out: the same of ``out``; None: that was ``array``, or nothing.
-        run: makes the call again; returns a new array, if it makes one.
-        tally: where it counts.
-        nbytes: that it counts for.
-    """
-
-    __slots__ = ("algorithm", "argument", "is_array", "is_out", "nbytes", "run", "tally")
-
-    def __init__(
-        self,
-        array: Any,
-        out: Any,
-        arguments: tuple[Any, Any],
-        run: Callable[[], Any],
-        tally: Tally,
-        nbytes: int,
-        forget: Callable[[object], object],
-    ) -> None:
-        self.argument, self.algorithm = arguments
-        self.is_array = _same(array, forget, written=out is array)
-        self.is_out = None if out is None or out is array else _same(out, forget, written=True)
-        self.run = run
-        self.tally = tally
-        self.nbytes = nbytes
-
-
-def _same(array: Any, forget: Callable[[object], object], *, written: bool) -> Callable[[Any], bool]:
-    """Return what says whether an array is this one, which is not held, and has the memory and layout that it has now.
-
-    Args:
-        array: of NumPy or torch.
-        forget: called when it is gone.
-        written: whether it must be writable still.
-    """
-    known: Callable[[], Any] = weakref.ref(array, forget)
-    if isinstance(array, np.ndarray):  # it can be given another shape and dtype; a weak reference forbids `resize`
-        shape, dtype = array.shape, array.dtype
-        if written:
-            return lambda given: (
-                known() is given and given.shape == shape and given.dtype is dtype and given.flags.writeable
-            )
-        return lambda given: known() is given and given.shape == shape and given.dtype is dtype
-    # `set_`, `resize_`, ``data =`` and `t_` change a tensor.
-    address, kind, size, strides = array.data_ptr(), array.dtype, array.shape, array.stride()
-    return lambda given: (
-        known() is given
-        and given.data_ptr() == address
-        and given.dtype is kind
-        and given.shape == size
-        and given.stride() == strides
-    )
 
 
 class Chosen(NamedTuple):
@@ -310,13 +263,13 @@ class Path(ABC):
         """Copy the root's ``source`` into everyone's ``target``: the same memory or apart from it."""
         raise NotImplementedError  # of a path that takes allreduces alone; nobody asks it
 
-    def allgather(self, task: Task, source: Array, numbers: Sequence[int], row: int, result: Result) -> Again:
+    def allgather(self, task: Task, source: Array, offer: Offer, row: int, result: Result) -> Again:
         """Put every rank's rows into a result, one after the other.
 
         Args:
             task: how.
             source: this rank's rows.
-            numbers: how many there are, and the rows of the array for the result, -1 if a new one is made.
+            offer: what this rank tells the others.
             row: elements in a row.
             result: makes or returns that array.
 
@@ -329,13 +282,12 @@ class Path(ABC):
         """Cut every rank's ``source`` into blocks of ``counts`` elements; reduce this rank's block into ``target``."""
         raise NotImplementedError  # of a path that takes allreduces alone; nobody asks it
 
-    def alltoall(self, task: Task, source: Array, numbers: Sequence[int], row: int, result: Result) -> Again:
+    def alltoall(self, task: Task, source: Array, offer: Offer, row: int, result: Result) -> Again:
         """Send rows to every rank; the result is what the ranks sent here, in rank order.
 
         Args:
-            task, row, result: as for `allgather`.
+            task, offer, row, result: as for `allgather`.
             source: the rows for rank 0, 1, ... one after the other.
-            numbers: how many there are for each rank, and the rows of the array for the result, -1 if one is made.
 
         Raises:
             MismatchError: as for `allgather`.
@@ -367,9 +319,8 @@ class Itself(Path):
         np.copyto(target, source)
         return None
 
-    def allgather(self, task: Task, source: Array, numbers: Sequence[int], row: int, result: Result) -> Again:
-        require_room(task.signature.text, [numbers])
-        np.copyto(result(rows_received([numbers], 0)).flat(), source)
+    def allgather(self, task: Task, source: Array, offer: Offer, row: int, result: Result) -> Again:
+        np.copyto(result(rows_received(task.signature.text, [offer], 0)).flat(), source)
         return None
 
     def reduce_scatter(self, task: Task, source: Array, counts: Sequence[int], target: Array) -> Again:
@@ -384,28 +335,24 @@ class _Copy(Reduction):
         np.copyto(target.view, source.view)
 
 
-def rows_received(numbers: Sequence[Sequence[int]], rank: int) -> list[int]:
-    """Return how many rows a rank gets from each, in an allgather or alltoall; ``numbers``: those of every rank."""
-    return [each[min(rank, len(each) - 2)] for each in numbers]  # in an allgather everyone gets the same
-
-
-def require_room(signature: str, numbers: Sequence[Sequence[int]]) -> None:
-    """Raise on all ranks if on some the array for the result is too small or too large.
+def rows_received(signature: str, offers: Sequence[Offer], rank: int) -> list[int]:
+    """Return how many rows a rank gets from each.
 
     Args:
         signature: of the call.
-        numbers: those of every rank in an allgather or alltoall.
+        offers: of all ranks, in rank order.
+        rank: who gets them.
 
     Raises:
-        MismatchError: it is.
+        MismatchError: on all ranks: on some, the array for the result is too small or too large.
     """
-    results = [sum(rows_received(numbers, rank)) for rank in range(len(numbers))]
-    if all(each[-1] in (-1, rows) for each, rows in zip(numbers, results, strict=True)):
-        return
+    received = [[each.rows_for(rank) for each in offers] for rank in range(len(offers))]
+    if all(each.room in (-1, sum(rows)) for each, rows in zip(offers, received, strict=True)):
+        return received[rank]
     texts = {}
-    for rank, (each, rows) in enumerate(zip(numbers, results, strict=True)):
-        wrong = each[-1] not in (-1, rows)
-        texts[rank] = f"{signature}, out has {each[-1]} rows, and the result {rows}" if wrong else signature
+    for number, (each, rows) in enumerate(zip(offers, received, strict=True)):
+        wrong = each.room not in (-1, sum(rows))
+        texts[number] = f"{signature}, out has {each.room} rows, and the result {sum(rows)}" if wrong else signature
     raise MismatchError(texts)
 
 

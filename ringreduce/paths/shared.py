@@ -10,7 +10,7 @@ Plans are bound to addresses and keep no array alive: a plan runs only while the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +23,7 @@ from ringreduce.algorithms.fused import Staged
 from ringreduce.buffers import Kernels, Operand, address_of, kernels_for, unowned
 from ringreduce.partition import Partition, Segment
 from ringreduce.paths.context import Cache, Context
-from ringreduce.paths.path import Again, Call, Path, Reduction, Result, Task, require_room, rows_received
+from ringreduce.paths.path import Again, Call, Offer, Path, Reduction, Result, Task, rows_received
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.transport.shared import MAILED, NOWHERE, Block, Location
 
@@ -35,7 +35,7 @@ Array = npt.NDArray[Any]
 _LINE_NBYTES = 64
 #: Up to this size, to copy an input into the mailbox costs less than the barrier after which it may change again.
 _MAILED_NBYTES = 16 << 10
-#: Results, or numbers of rows, that a plan is bound to at once.
+#: Results, or offers of the others, that a plan is bound to at once.
 _BOUND = 64
 
 
@@ -58,30 +58,35 @@ class SharedMemory(Path):
         return _Reduction(self._context, self._plans, self._scratch, task)
 
     def broadcast(self, task: Task, source: Array, target: Array, root: int) -> Again:
-        return self._run(_Broadcast, task, source, (), 1, lambda _: Operand(target, task.dtype), root)
+        rank, count = self._context.rank, source.size
+        lay_out = partial(_broadcast_layout, rank, root, count)
+        return self._run(Collective.BROADCAST, task, source, None, lay_out, lambda _: Operand(target, task.dtype), root)
 
-    def allgather(self, task: Task, source: Array, numbers: Sequence[int], row: int, result: Result) -> Again:
-        return self._run(_Allgather, task, source, numbers, row, result)
+    def allgather(self, task: Task, source: Array, offer: Offer, row: int, result: Result) -> Again:
+        lay_out = partial(_allgather_layout, task.signature.text, self._context.rank, row)
+        return self._run(Collective.ALLGATHER, task, source, offer, lay_out, result)
 
     def reduce_scatter(self, task: Task, source: Array, counts: Sequence[int], target: Array) -> Again:
-        return self._run(_ReduceScatter, task, source, (), 1, lambda _: Operand(target, task.dtype), counts)
+        lay_out = partial(_reduce_scatter_layout, self._context.rank, counts)
+        return self._run(Collective.REDUCE_SCATTER, task, source, None, lay_out, lambda _: Operand(target, task.dtype))
 
-    def alltoall(self, task: Task, source: Array, numbers: Sequence[int], row: int, result: Result) -> Again:
-        return self._run(_Alltoall, task, source, numbers, row, result)
+    def alltoall(self, task: Task, source: Array, offer: Offer, row: int, result: Result) -> Again:
+        lay_out = partial(_alltoall_layout, task.signature.text, self._context.rank, row)
+        return self._run(Collective.ALLTOALL, task, source, offer, lay_out, result)
 
     def _run(
         self,
-        kind: type[_Loads],
+        collective: Collective,
         task: Task,
         source: Array,
-        numbers: Sequence[int],
-        row: int,
+        offer: Offer | None,
+        lay_out: Callable[[list[Offer]], _Layout],
         result: Result,
-        *arguments: Any,
+        root: int | None = None,
     ) -> Again:
-        key = task.signature.code, address_of(source), source.size, *numbers
+        key = task.signature.code, address_of(source), source.size, offer
         loads: _Loads = self._plans.get(
-            key, lambda: kind(self._context, self._scratch, task, source, numbers, row, *arguments)
+            key, lambda: _Loads(self._context, self._scratch, collective, task, source, offer, lay_out, root)
         )
         loads.run(result)
         return loads.run
@@ -155,30 +160,39 @@ class _Loads:
     Args:
         context: the ranks.
         scratch: of the path.
-        task: what to do.
+        collective: which.
+        task: how.
         source: this rank's input; it is not kept.
-        numbers: what the ranks tell each other when they meet.
-        row: elements in a row.
+        offer: what this rank tells the others when they meet; None: all ranks know all.
+        lay_out: takes the offers of all ranks, in rank order, and returns where blocks are.
+        root: whose input alone is loaded from; None: everybody's.
     """
 
-    collective: Collective
-    root = 0
-
     def __init__(
-        self, context: Context, scratch: _Scratch, task: Task, source: Array, numbers: Sequence[int], row: int
+        self,
+        context: Context,
+        scratch: _Scratch,
+        collective: Collective,
+        task: Task,
+        source: Array,
+        offer: Offer | None,
+        lay_out: Callable[[list[Offer]], _Layout],
+        root: int | None,
     ) -> None:
         self._context = context
         self._scratch = scratch
         self._board = context.board
         self._task = task
+        self._schedule = context.schedule(collective, task.algorithm, root or 0)
         self._text, self._code = task.signature.text, task.signature.code
         self._source = unowned(source)
-        self._numbers = numbers
-        self._row = row
-        self._layouts: dict[tuple[int, ...], _Layout] = {}
+        self._offer = offer
+        self._said = () if offer is None else (offer.room, *offer.rows)
+        self._lay_out = lay_out
+        self._layouts: dict[tuple[int, ...], _Layout] = {}  # by what the others have said
         self._box: tuple[Array, ...] | None = None
         self._place = MAILED
-        if not self._gives():
+        if root not in (None, context.rank):
             return
         if source.nbytes <= _MAILED_NBYTES:
             boxes = (self._board.mailboxes(parity, source.dtype, source.shape) for parity in (0, 1))
@@ -201,11 +215,11 @@ class _Loads:
                 self._context.arena.release(copied)
 
     def _carry_out(self, result: Result, published: int) -> None:
-        board, instruments, numbers = self._board, self._context.instruments, self._numbers
-        if numbers:
-            board.say(numbers)
+        board, instruments, saying = self._board, self._context.instruments, self._said
+        if saying:
+            board.say(saying)
         others = board.arrive(self._text, self._code, published)
-        said = (*board.said(len(numbers)),) if numbers else ()
+        said = (*board.said(len(saying)),) if saying else ()
         layout = self._layouts.get(said)
         if layout is None:
             layout = self._layout(said)
@@ -231,21 +245,16 @@ class _Loads:
         """Forget what was bound; a caller who still holds this binds again."""
         self._layouts.clear()
 
-    def _gives(self) -> bool:
-        """Return whether others load from this rank's input."""
-        return True
-
-    def _lay_out(self, numbers: list[list[int]]) -> _Layout:
-        """Return where blocks are; ``numbers``: of all ranks, in rank order."""
-        raise NotImplementedError
-
     def _layout(self, said: tuple[int, ...]) -> _Layout:
-        count, rank = len(self._numbers), self._context.rank
-        numbers = [list(said[start : start + count]) for start in range(0, len(said), count)] if count else []
-        numbers.insert(rank, list(self._numbers))
+        """Return where blocks are, after what the others have said; remember it."""
+        offers: list[Offer] = []
+        if self._offer is not None:
+            count = len(self._said)
+            offers = [Offer(said[start], said[start + 1 : start + count]) for start in range(0, len(said), count)]
+            offers.insert(self._context.rank, self._offer)
         if len(self._layouts) >= _BOUND:
             self._layouts.clear()
-        self._layouts[said] = self._lay_out(numbers)
+        self._layouts[said] = self._lay_out(offers)
         return self._layouts[said]
 
     def _copied(self) -> Block:
@@ -281,7 +290,7 @@ class _Loads:
             calls.append(partial(np.copyto, own[1], own[0]))
         calls += Plan(
             rank=context.rank,
-            schedule=context.schedule(self.collective, task.algorithm, self.root),
+            schedule=self._schedule,
             segments=[layout.mine],
             memory=Memory(
                 source,
@@ -304,83 +313,37 @@ class _Loads:
         return bound
 
 
-class _Broadcast(_Loads):
-    collective = Collective.BROADCAST
-
-    def __init__(
-        self,
-        context: Context,
-        scratch: _Scratch,
-        task: Task,
-        source: Array,
-        numbers: Sequence[int],
-        row: int,
-        root: int,
-    ) -> None:
-        self.root = root
-        super().__init__(context, scratch, task, source, numbers, row)
-
-    def _gives(self) -> bool:
-        return self._context.rank == self.root
-
-    def _lay_out(self, numbers: list[list[int]]) -> _Layout:
-        whole = slice(0, self._source.size)
-        peers = {} if self._gives() else {self.root: (self._source.size, (whole,))}
-        return _Layout([], (whole, whole) if self._gives() else None, (whole,), (whole,), peers, {})
+def _broadcast_layout(rank: int, root: int, count: int, _: list[Offer]) -> _Layout:
+    whole = slice(0, count)
+    peers = {} if rank == root else {root: (count, (whole,))}
+    return _Layout([], (whole, whole) if rank == root else None, (whole,), (whole,), peers, {})
 
 
-class _ReduceScatter(_Loads):
-    collective = Collective.REDUCE_SCATTER
-
-    def __init__(
-        self,
-        context: Context,
-        scratch: _Scratch,
-        task: Task,
-        source: Array,
-        numbers: Sequence[int],
-        row: int,
-        counts: Sequence[int],
-    ) -> None:
-        self._counts = counts
-        super().__init__(context, scratch, task, source, numbers, row)
-
-    def _lay_out(self, numbers: list[list[int]]) -> _Layout:
-        blocks, rank = Partition.of_sizes(self._counts).segment, self._context.rank
-        result = [slice(0, 0)] * len(blocks)
-        result[rank] = slice(0, self._counts[rank])
-        peers = dict.fromkeys(self._board.peers, (self._source.size, blocks))
-        return _Layout([], None, blocks, tuple(result), peers, {})
+def _reduce_scatter_layout(rank: int, counts: Sequence[int], _: list[Offer]) -> _Layout:
+    blocks = Partition.of_sizes(counts).segment
+    result = tuple(slice(0, count if block == rank else 0) for block, count in enumerate(counts))
+    peers = {peer: (sum(counts), blocks) for peer in range(len(counts)) if peer != rank}
+    return _Layout([], None, blocks, result, peers, {})
 
 
-class _Allgather(_Loads):
-    collective = Collective.ALLGATHER
-
-    def _lay_out(self, numbers: list[list[int]]) -> _Layout:
-        require_room(self._text, numbers)
-        rows = rows_received(numbers, self._context.rank)
-        counts = [each * self._row for each in rows]
-        result = Partition.of_sizes(counts).segment
-        # A peer publishes its own block alone.
-        peers = {peer: (counts[peer], (slice(0, counts[peer]),) * len(counts)) for peer in self._board.peers}
-        own = slice(0, self._source.size), result[self._context.rank]
-        return _Layout(rows, own, result, result, peers, {})
+def _allgather_layout(signature: str, rank: int, row: int, offers: list[Offer]) -> _Layout:
+    rows = rows_received(signature, offers, rank)
+    counts = [each * row for each in rows]
+    result = Partition.of_sizes(counts).segment
+    # A peer publishes its own block alone.
+    peers = {peer: (count, (slice(0, count),) * len(counts)) for peer, count in enumerate(counts) if peer != rank}
+    return _Layout(rows, (slice(0, counts[rank]), result[rank]), result, result, peers, {})
 
 
-class _Alltoall(_Loads):
-    collective = Collective.ALLTOALL
-
-    def _lay_out(self, numbers: list[list[int]]) -> _Layout:
-        require_room(self._text, numbers)
-        rank = self._context.rank
-        rows = [each[:-1] for each in numbers]
-        received = rows_received(numbers, rank)
-        sending = [Partition.of_sizes([count * self._row for count in each]).segment for each in rows]
-        receiving = Partition.of_sizes([count * self._row for count in received]).segment
-        nothing = (slice(0, 0),) * len(rows)
-        peers = {peer: (sum(rows[peer]) * self._row, sending[peer] + nothing) for peer in self._board.peers}
-        own = sending[rank][rank], receiving[rank]
-        return _Layout(received, own, nothing + receiving, nothing + receiving, peers, {})
+def _alltoall_layout(signature: str, rank: int, row: int, offers: list[Offer]) -> _Layout:
+    rows = rows_received(signature, offers, rank)
+    ranks = range(len(offers))
+    sending = [Partition.of_sizes([each.rows_for(to) * row for to in ranks]) for each in offers]
+    receiving = Partition.of_sizes([each * row for each in rows]).segment
+    nothing = (slice(0, 0),) * len(offers)
+    peers = {peer: (sending[peer].bounds[-1], sending[peer].segment + nothing) for peer in ranks if peer != rank}
+    own = sending[rank].segment[rank], receiving[rank]
+    return _Layout(rows, own, nothing + receiving, nothing + receiving, peers, {})
 
 
 class _Reduction(Reduction):
@@ -433,10 +396,7 @@ class _TwoShot:
         self._source = self._target if in_place else unowned(source)
         place = arena.place(address_of(target), target.nbytes)
         self._places = place if in_place else arena.place(address_of(source), source.nbytes), place
-        dtype, count = target.dtype, target.size
-        self._staged = cache(
-            lambda: Staged(context.board, context.instruments, signature.text, dtype, count, self._kernels)
-        )
+        self._staged: Staged | None = None  # made when it is needed
         self._hidden = NOWHERE in self._places  # from the others
         #: By the places of the others; None: through staging areas.
         self._bound: dict[tuple[int, ...], list[Callable[[], object]] | None] = {}
@@ -447,7 +407,7 @@ class _TwoShot:
         """Reduce."""
         board, instruments = self._board, self._instruments
         if self._hidden:
-            self._staged().copy_in(self._source)  # saves a barrier, if all do
+            self._staging().copy_in(self._source)  # saves a barrier, if all do
         others = board.arrive(self._text, self._code, *self._places)
         if others != self._others:
             key = (*others,)
@@ -468,8 +428,14 @@ class _TwoShot:
         if instruments.observers:
             instruments.step("barrier")
 
+    def _staging(self) -> Staged:
+        if self._staged is None:
+            target = self._target
+            self._staged = Staged(self._board, self._instruments, self._text, target.dtype, target.size, self._kernels)
+        return self._staged
+
     def _run_staged(self, others: list[int]) -> None:
-        staged = self._staged()
+        staged = self._staging()
         if not self._hidden:
             staged.copy_in(self._source)
         if any(NOWHERE not in each for each in (self._places, *_pairs(others))):

@@ -102,18 +102,6 @@ class Standing:
                 self._refuse(refusal(collective, error), error)
             raise
 
-    def go_on(self) -> None:
-        """Note that a call begins which is not made by `call`; `end` is told if it fails."""
-        self._behind = self._calls.number
-
-    def end(self, collective: str, error: BaseException) -> None:
-        """Let the others know of such a call's error, or decide what it means for later calls, if they do already."""
-        if self._unheard(error):
-            assert isinstance(error, Exception)
-            self.refuse(collective, error)
-        else:
-            self.break_off(error)
-
     def refuse(self, name: str, error: Exception) -> None:
         """Meet the others in place of a call of this name that this rank cannot make."""
         if self.open:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
 import textwrap
 
 import pytest
+
+import ringreduce as rr
+from ringreduce.algorithms import Collective
 
 LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MV2_", "SLURM_", "PALS_", "FLUX_", "JSM_", "RINGREDUCE_")
 
@@ -232,3 +236,10 @@ def test_a_forked_process_does_not_end_the_world() -> None:
         assert not rr.is_initialized()
         """
     )
+
+
+@pytest.mark.parametrize("name", [each.value for each in Collective])
+def test_functions_take_what_methods_take(name: str) -> None:
+    """Each collective has the same arguments as a function of the package and as a method of a communicator."""
+    _, *of_method = inspect.signature(getattr(rr.Communicator, name)).parameters.values()
+    assert [*inspect.signature(getattr(rr, name)).parameters.values()] == of_method
