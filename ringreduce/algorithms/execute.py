@@ -410,7 +410,9 @@ class Plan:
                     if len(reducing) > 1 and everywhere and touchable and in_place:
                         yield from self._combine_in_all(reducing, mine, complete=complete)
                         continue
-                    yield from self._combine_here(reducing, mine, result[piece], complete=complete)
+                    # The same object, if it is the same memory: then NumPy need not find that out in each call.
+                    target = mine if memory.result is None else result[piece]
+                    yield from self._combine_here(reducing, mine, target, complete=complete)
                 for remote in copies:
                     yield _copy(remote[piece], result[piece])
                 for _, remote in stores:

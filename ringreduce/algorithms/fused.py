@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ringreduce.buffers import Kernels
 from ringreduce.instruments import Instruments
 from ringreduce.partition import Partition, pieces
-from ringreduce.transport.board import STAGE_NBYTES, Board, signature_hash
+from ringreduce.transport.board import STAGE_NBYTES, Arrival, Board, signature_hash
 
 __all__ = ["Mailbox", "Staged"]
 
@@ -50,8 +50,7 @@ class Mailbox:
     ) -> None:
         self._board = board
         self._instruments = instruments
-        self._signature = signature
-        self._code = signature_hash(signature)
+        self._arrival = Arrival(signature, signature_hash(signature))
         mailboxes = [board.mailboxes(parity, dtype, shape) for parity in (0, 1)]
         self._mine = tuple(each[board.index] for each in mailboxes)
         self._reduce = tuple(map(kernels.combine, mailboxes))
@@ -60,7 +59,7 @@ class Mailbox:
         """Reduce ``source`` into ``target``, of any strides: every rank reduces all mailboxes in rank order."""
         parity = self._board.number + 1 & 1
         np.copyto(self._mine[parity], source)
-        self._board.arrive(self._signature, self._code)
+        self._board.arrive(self._arrival)
         if self._instruments.observers:
             self._instruments.step("post and meet")
         if target.flags.c_contiguous:

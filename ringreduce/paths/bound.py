@@ -196,15 +196,13 @@ def _same(array: Any, forget: Callable[[object], object], *, written: bool) -> C
         written: whether it must be writable still.
     """
     known: Callable[[], Any] = weakref.ref(array, forget)
-    if isinstance(array, np.ndarray):  # it can be given another layout and dtype; a weak reference forbids `resize`
-        shape, steps, dtype = array.shape, array.strides, array.dtype
-        return lambda given: (
-            known() is given
-            and given.shape == shape
-            and given.strides == steps
-            and given.dtype is dtype
-            and (not written or given.flags.writeable)
-        )
+    if isinstance(array, np.ndarray):  # it can be given another shape and dtype; a weak reference forbids `resize`
+        shape, dtype = array.shape, array.dtype
+        if written:
+            return lambda given: (
+                known() is given and given.shape == shape and given.dtype is dtype and given.flags.writeable
+            )
+        return lambda given: known() is given and given.shape == shape and given.dtype is dtype
     # `set_`, `resize_`, ``data =`` and `t_` change a tensor.
     address, kind, size, strides = array.data_ptr(), array.dtype, array.shape, array.stride()
     return lambda given: (

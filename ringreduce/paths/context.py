@@ -18,7 +18,7 @@ from ringreduce.partition import Segment
 from ringreduce.paths.cleanup import close_all
 from ringreduce.topology import Topology
 from ringreduce.transport.agreement import Agreement
-from ringreduce.transport.board import Board, signature_hash
+from ringreduce.transport.board import Arrival, Board, signature_hash
 from ringreduce.transport.messages import Messages, exchange_json
 from ringreduce.transport.node import Node
 from ringreduce.transport.shared import NOWHERE, Arena, Location
@@ -34,17 +34,20 @@ class Signature:
     Attributes:
         text: for people.
         code: for flags and tags.
+        arrival: the same for a board, where no memory is touched.
         waits: whether no rank can end the call before all have come to it. Then ranks of several nodes need not compare
             a call that all have made before: messages of different calls do not match.
     """
 
     text: str
     code: int
+    arrival: Arrival
     waits: bool
 
     @classmethod
     def of(cls, text: str, *, waits: bool = True) -> Signature:
-        return cls(text, signature_hash(text), waits)
+        code = signature_hash(text)
+        return cls(text, code, Arrival(text, code), waits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +141,7 @@ class Context:
             MismatchError: they do not.
         """
         if self.single_node:
-            self.node.board.arrive(signature.text, signature.code)
+            self.node.board.arrive(signature.arrival)
         else:
             self.agreement.enter(signature.text, meet=not signature.waits)
 
@@ -167,7 +170,7 @@ class Context:
             self.agreement.enter(signature.text, meet=not signature.waits)
         try:
             place = NOWHERE if location is None else location.packed
-            return self.board.arrive(signature.text, signature.code, place)[::2]
+            return self.board.arrive(Arrival(signature.text, signature.code, place))[::2]
         except MismatchError:
             if not self.single_node:
                 self.agreement.settle()  # the other nodes must hear of it, and say what they call

@@ -50,6 +50,7 @@ from ringreduce.partition import Partition
 from ringreduce.paths.cleanup import close_all, keep_mapped
 from ringreduce.paths.context import Context, Signature
 from ringreduce.paths.on_device import OnDevice
+from ringreduce.transport.board import Arrival
 from ringreduce.transport.device import DeviceBlock, DeviceNode
 from ringreduce.transport.messages import StepFailedError, exchange_json, together
 from ringreduce.transport.shared import NOWHERE, Location
@@ -220,7 +221,7 @@ class DeviceAllreduce(OnDevice):
     def _meet(self, signature: Signature, said: int) -> dict[int, int]:
         """Meet at the board; return what every rank said, in rank order."""
         board = self._context.board
-        heard = dict(zip(board.peers, board.arrive(signature.text, signature.code, said)[::2], strict=True))
+        heard = dict(zip(board.peers, board.arrive(Arrival(signature.text, signature.code, said))[::2], strict=True))
         heard[self._devices.rank] = said
         return {member: heard[member] for member in self._devices.members}
 

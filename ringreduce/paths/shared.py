@@ -25,6 +25,7 @@ from ringreduce.partition import Partition, Segment
 from ringreduce.paths.context import Cache, Context
 from ringreduce.paths.path import Again, Call, Offer, Path, Reduction, Result, Task, rows_received
 from ringreduce.reduce_ops import ReduceOp
+from ringreduce.transport.board import Arrival
 from ringreduce.transport.shared import MAILED, NOWHERE, Block, Location
 
 __all__ = ["SharedMemory", "locate", "peer_views", "touches_memory"]
@@ -184,41 +185,41 @@ class _Loads:
         self._board = context.board
         self._task = task
         self._schedule = context.schedule(collective, task.algorithm, root or 0)
-        self._text, self._code = task.signature.text, task.signature.code
+        self._text = task.signature.text
         self._source = unowned(source)
         self._offer = offer
         self._said = () if offer is None else (offer.room, *offer.rows)
         self._lay_out = lay_out
         self._layouts: dict[tuple[int, ...], _Layout] = {}  # by what the others have said
         self._box: tuple[Array, ...] | None = None
-        self._place = MAILED
-        if root not in (None, context.rank):
-            return
-        if source.nbytes <= _MAILED_NBYTES:
-            boxes = (self._board.mailboxes(parity, source.dtype, source.shape) for parity in (0, 1))
-            self._box = tuple(each[self._board.index] for each in boxes)
-        else:
-            self._place = context.arena.place(address_of(source), source.nbytes)
+        place = MAILED
+        if root in (None, context.rank):
+            if source.nbytes <= _MAILED_NBYTES:
+                boxes = (self._board.mailboxes(parity, source.dtype, source.shape) for parity in (0, 1))
+                self._box = tuple(each[self._board.index] for each in boxes)
+            else:
+                place = context.arena.place(address_of(source), source.nbytes)
+        self._arrival = Arrival(task.signature.text, task.signature.code, place)
 
     def run(self, result: Result) -> None:
         """Carry it out."""
-        published, copied = self._place, None
+        mine, copied = self._arrival, None
         if self._box is not None:
             np.copyto(self._box[self._board.number + 1 & 1], self._source)
-        elif published == NOWHERE:
+        elif mine.source == NOWHERE:
             copied = self._copied()
-            published = copied.location.packed
+            mine = mine._replace(source=copied.location.packed)
         try:
-            self._carry_out(result, published)
+            self._carry_out(result, mine)
         finally:
             if copied is not None:
                 self._context.arena.release(copied)
 
-    def _carry_out(self, result: Result, published: int) -> None:
+    def _carry_out(self, result: Result, mine: Arrival) -> None:
         board, instruments, saying = self._board, self._context.instruments, self._said
         if saying:
             board.say(saying)
-        others = board.arrive(self._text, self._code, published)
+        others = board.arrive(mine)
         said = (*board.said(len(saying)),) if saying else ()
         layout = self._layouts.get(said)
         if layout is None:
@@ -229,13 +230,13 @@ class _Loads:
         key = (target.address, board.number & 1, *others)
         bound = layout.calls.get(key)
         if bound is None:
-            bound = self._bind(layout, key, target.flat(), published)
+            bound = self._bind(layout, key, target.flat(), mine.source)
         for call in bound.calls:
             call()
         if instruments.observers:
             instruments.step("load")
         if bound.some_wait:  # this one, if others have read its input where it is
-            board.barrier(self._text, wait=published != MAILED)
+            board.barrier(self._text, wait=mine.source != MAILED)
             if instruments.observers:
                 instruments.step("barrier")
         for call in bound.after:
@@ -388,7 +389,7 @@ class _TwoShot:
         self._context = context
         self._scratch = scratch
         self._board = context.board
-        self._text, self._code = signature.text, signature.code
+        self._text = signature.text
         self._kernels = scratch.kernels(task)
         self._instruments = context.instruments
         self._target = unowned(target)
@@ -397,6 +398,7 @@ class _TwoShot:
         place = arena.place(address_of(target), target.nbytes)
         self._places = place if in_place else arena.place(address_of(source), source.nbytes), place
         self._staged: Staged | None = None  # made when it is needed
+        self._arrival = Arrival(signature.text, signature.code, *self._places)
         self._hidden = NOWHERE in self._places  # from the others
         #: By the places of the others; None: through staging areas.
         self._bound: dict[tuple[int, ...], list[Callable[[], object]] | None] = {}
@@ -408,7 +410,7 @@ class _TwoShot:
         board, instruments = self._board, self._instruments
         if self._hidden:
             self._staging().copy_in(self._source)  # saves a barrier, if all do
-        others = board.arrive(self._text, self._code, *self._places)
+        others = board.arrive(self._arrival)
         if others != self._others:
             key = (*others,)
             if key not in self._bound:
@@ -422,6 +424,9 @@ class _TwoShot:
             return
         for call in calls:
             call()
+        for position, status in enumerate(board.statuses):
+            if status[0]:  # it may have overwritten what was loaded
+                board.require_present(position, self._text)
         if instruments.observers:
             instruments.step("load and store")
         board.barrier(self._text)
@@ -463,7 +468,7 @@ class _TwoShot:
         )
         in_place = all(given == taken for given, taken in everyone)
         schedule = context.schedule(Collective.ALLREDUCE, "two_shot")
-        bound = Plan(
+        self._bound[others] = Plan(
             rank=context.rank,
             schedule=schedule,
             segments=[Partition.even(target.size, schedule.nblocks, _LINE_NBYTES // target.itemsize).segment],
@@ -480,9 +485,6 @@ class _TwoShot:
             signature=self._text,
             instruments=context.instruments,
         ).calls
-        # One that had left the call may have overwritten what was loaded.
-        bound += [partial(self._board.require_present, number, self._text) for number in range(len(pairs))]
-        self._bound[others] = bound
 
     def close(self) -> None:
         """Forget what was bound; a caller who still holds this binds again."""

@@ -6,8 +6,9 @@ barriers):
     line 0, 1   arrival: call number, signature hash, places of input and result, four more numbers, for even and odd
                 calls
     line 2      barrier: how many barriers this rank has reached
-    line 3      status: not 0 once the rank takes part in no further call
-    line 4 ...  what this rank called, as text, written only when a mismatch was seen
+    line 4      status: not 0 once the rank takes part in no further call; processors fetch lines in pairs, and nothing
+                beside this one is ever written in a call
+    line 6 ...  what this rank called, as text, written only when a mismatch was seen
     page 1      why this rank takes part in no further call, written before its status
     numbers     two of `_NUMBERS_NBYTES`: numbers said at arrival that the line cannot hold, for even and odd calls
     mailboxes   two of `MAILBOX_NBYTES`: data of small collectives, for even and odd calls
@@ -25,7 +26,7 @@ import platform
 import threading
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +36,7 @@ from ringreduce.errors import CollectiveError, PeerLostError
 from ringreduce.transport.shared import NOWHERE, Arena, Location
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["MAILBOX_NBYTES", "STAGE_NBYTES", "Board", "fence", "signature_hash"]
+__all__ = ["MAILBOX_NBYTES", "STAGE_NBYTES", "Arrival", "Board", "fence", "signature_hash"]
 
 Array = npt.NDArray[Any]
 
@@ -44,8 +45,8 @@ STAGE_NBYTES = 1 << 20
 
 _LINE = 64  # bytes: what the cores' caches pass to one another
 _PAGE = 4096
-_BARRIER, _STATUS = 2, 3
-_CALLED, _WHY = slice(4 * _LINE, _PAGE), slice(_PAGE, 2 * _PAGE)
+_BARRIER, _STATUS = 2, 4
+_CALLED, _WHY = slice(6 * _LINE, _PAGE), slice(_PAGE, 2 * _PAGE)
 _NUMBERS = 2 * _PAGE
 _NUMBERS_NBYTES = 2 * _PAGE  # a number for each of a thousand members
 _MAILBOXES = _NUMBERS + 2 * _NUMBERS_NBYTES
@@ -67,6 +68,22 @@ def signature_hash(signature: str) -> int:
     return int.from_bytes(blake2b(signature.encode(), digest_size=8).digest(), "little") >> 1
 
 
+class Arrival(NamedTuple):
+    """What a rank tells the other members when it comes to a call; quickest where the same object comes again.
+
+    Attributes:
+        signature: what it calls.
+        code: `signature_hash` of that.
+        source: the place of its input, see `ringreduce.transport.shared`.
+        target: the place of its result.
+    """
+
+    signature: str
+    code: int
+    source: int = NOWHERE
+    target: int = NOWHERE
+
+
 class Board:
     """The flag lines of one process set's ranks on one node.
 
@@ -80,6 +97,7 @@ class Board:
     Attributes:
         number: the calls that this rank has begun.
         epoch: the barriers that it has reached.
+        statuses: of the other members, in the order of `peers`: the first number is not 0 once one takes part no more.
         called: says what this rank calls, and where, to members that call something else.
     """
 
@@ -97,17 +115,19 @@ class Board:
             else arena.peer_view(member, location, np.dtype(np.uint8), _BOARD_NBYTES)
             for member, location in zip(members, locations, strict=True)
         ]
-        lines = [[part[line * _LINE :][:_LINE].data.cast("q") for line in range(4)] for part in self._parts]
+        lines = [[part[line * _LINE :][:_LINE].data.cast("q") for line in range(5)] for part in self._parts]
         self._mine = lines[self.index]
         self._others = [(member, lines[i]) for i, member in enumerate(members) if member != rank]
         # What `arrive` and `barrier` walk through: the peers' lines, by parity.
         self._arrivals = tuple(tuple(line[parity] for _, line in self._others) for parity in (0, 1))
         self._barriers = tuple(line[_BARRIER] for _, line in self._others)
+        self.statuses = tuple(line[_STATUS] for _, line in self._others)
         # Where `say` puts what a line cannot hold, by parity and member.
         self._longer = tuple(
             [part[_NUMBERS + parity * _NUMBERS_NBYTES :][:_NUMBERS_NBYTES].data.cast("q") for part in self._parts]
             for parity in (0, 1)
         )
+        self._published: list[Arrival | None] = [None, None]  # in the arrival lines, by parity
         self.number = 0
         self.epoch = 0
         self.called: Callable[[str], Called] = Called.here
@@ -153,14 +173,11 @@ class Board:
         longer = [area for index, area in enumerate(self._longer[parity]) if index != self.index]
         return [number for area in longer for number in area[:count].tolist()]
 
-    def arrive(self, signature: str, code: int, source: int = NOWHERE, target: int = NOWHERE) -> list[int]:
+    def arrive(self, mine: Arrival) -> list[int]:
         """Begin a call together with the other members: the barrier before any data is touched.
 
         Args:
-            signature: what this rank calls.
-            code: `signature_hash` of it, computed once.
-            source: the place of this rank's input, see `ringreduce.transport.shared`.
-            target: the place of its result.
+            mine: what this rank tells the others.
 
         Returns:
             Source and target of each of the other members, in the order of `peers`.
@@ -172,26 +189,25 @@ class Board:
         number = self.number = self.number + 1
         parity = number & 1
         line = self._mine[parity]
-        line[_SIGNATURE] = code
-        line[_SOURCE] = source
-        line[_TARGET] = target
+        if self._published[parity] is not mine:  # peers poll this line: each store makes it travel
+            _, line[_SIGNATURE], line[_SOURCE], line[_TARGET] = self._published[parity] = mine
         if self._fence is not None:
             self._fence()
         line[_NUMBER] = number
         lines = self._arrivals[parity]
         for peer in lines:
             if peer[_NUMBER] < number and not self._soon(peer, number):
-                self._wait(lines, number, signature)
+                self._wait(lines, number, mine.signature)
         if self._fence is not None:
             self._fence()
-        agreed, places = True, []
+        agreed, places, code = True, [], mine.code
         for peer in lines:
             if peer[_SIGNATURE] != code:
                 agreed = False
             places.append(peer[_SOURCE])
             places.append(peer[_TARGET])
         if not agreed:
-            self._disagree(signature)
+            self._disagree(mine.signature)
         return places
 
     def refuse(self, reason: str) -> NoReturn:
@@ -204,7 +220,7 @@ class Board:
             MismatchError: on every member.
             CollectiveTimeoutError, PeerLostError: a member did not come.
         """
-        self.arrive(reason, _REFUSED)
+        self.arrive(Arrival(reason, _REFUSED))
         self._disagree(reason)  # all have refused
 
     @property
@@ -286,7 +302,7 @@ class Board:
             position: of the member among ``peers``.
             signature: what this rank calls.
         """
-        if self._others[position][1][_STATUS][0]:
+        if self.statuses[position][0]:
             raise self._why(position).error(self._others[position][0], f"this rank called {signature}")
 
     def find_lost(self, doing: str, among: Sequence[int] | None = None) -> CollectiveError | None:

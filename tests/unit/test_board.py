@@ -11,7 +11,7 @@ import pytest
 from ringreduce.calls import GivenUp
 from ringreduce.errors import CollectiveTimeoutError, MismatchError, PeerLostError, TransportError
 from ringreduce.testing import caught, run_threads
-from ringreduce.transport.board import MAILBOX_NBYTES, NOWHERE, STAGE_NBYTES, Board, signature_hash
+from ringreduce.transport.board import MAILBOX_NBYTES, NOWHERE, STAGE_NBYTES, Arrival, Board, signature_hash
 from ringreduce.transport.memory import MemorySegments, MemoryWorld
 from ringreduce.transport.shared import Arena, Location
 from ringreduce.transport.waiting import Waiter
@@ -57,7 +57,7 @@ def on_boards(
 
 
 def arrive(board: Board, signature: str, source: int = NOWHERE, target: int = NOWHERE) -> list[int]:
-    return board.arrive(signature, signature_hash(signature), source, target)
+    return board.arrive(Arrival(signature, signature_hash(signature), source, target))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
