@@ -296,7 +296,7 @@ def test_mismatched_calls_are_noticed():
         same = rank.driver.put(np.ones(3, np.float32))
         if rank.rank == 1:
             signature = Signature.of("allreduce of 3 float32, sum")
-            second = caught(rank.context.board.arrive, signature.text, signature.code)
+            second = caught(rank.context.board.arrive, signature.arrival)
         else:
             second = caught(rank.run, same, same)
         assert rank.run(same, same)
