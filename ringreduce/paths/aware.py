@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from ringreduce.algorithms import Collective
 from ringreduce.algorithms.execute import Memory, Plan
-from ringreduce.buffers import Call
+from ringreduce.buffers import Call, address_of
 from ringreduce.buffers.cuda.driver import Driver, Stream
 from ringreduce.buffers.cuda.kernels import Arithmetic, Table, combine
 from ringreduce.errors import TransportError
@@ -32,7 +32,7 @@ from ringreduce.paths.context import Context, Signature
 from ringreduce.paths.on_device import OnDevice
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.transport.cuda_awareness import CudaAwareness, cuda_awareness
-from ringreduce.transport.device import address_of, untouchable
+from ringreduce.transport.device import untouchable
 
 __all__ = ["AwareAllreduce", "awareness"]
 

@@ -18,7 +18,7 @@ from itertools import chain, pairwise, zip_longest
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.buffers import Call, Operand, narrow, widen
+from ringreduce.buffers import Call, Operand, address_of, narrow, widen
 from ringreduce.buffers.dtypes import DType
 from ringreduce.errors import ConfigError, UnsupportedBufferError
 from ringreduce.partition import Partition, Segment, segments_of_buffer
@@ -151,12 +151,12 @@ class Formats:
             context.meet(task.signature)
             self._plan(codec, task, data.size, None).run(data, [], feedback)
             return
-        work, location = data, context.arena.locate(data.__array_interface__["data"][0], data.nbytes)
+        work, location = data, context.arena.locate(address_of(data), data.nbytes)
         if location is None:  # staged where the node can reach it
             if self._staging.size < max(1, data.size):
                 self._staging = context.arena.array(max(4, data.nbytes)).view(np.float32)
             work = self._staging[: data.size]
-            location = context.arena.locate(work.__array_interface__["data"][0], work.nbytes)
+            location = context.arena.locate(address_of(work), work.nbytes)
             np.copyto(work, data)
         others = context.meet_at_board(task.signature, location)
         self._plan(codec, task, data.size, location).run(work, others, feedback)

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from ringreduce.buffers import DType, Operand
+from ringreduce.buffers import DType, Operand, address_of
 from ringreduce.buffers.cuda.arrays import DeviceOperand
 from ringreduce.buffers.cuda.driver import Driver, Stream
 from ringreduce.errors import TransportError
@@ -236,7 +236,7 @@ class _HostBlock:
         self._driver = driver
         self._arena = arena
         self._block = arena.allocate(nbytes)
-        self._address: int = self._block.memory.__array_interface__["data"][0]
+        self._address: int = address_of(self._block.memory)
         self._in_use = False
         self.nbytes = self._block.memory.nbytes
         self._pinned = pinned and self._pin()

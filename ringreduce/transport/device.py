@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ringreduce.buffers import address_of
 from ringreduce.buffers.cuda.driver import Driver, Event, Stream
 from ringreduce.errors import CollectiveTimeoutError, TransportError
 from ringreduce.transport.messages import Messages, StepFailedError, exchange_json, together
@@ -31,7 +32,7 @@ from ringreduce.transport.node import Node
 from ringreduce.transport.shared import Arena, Block, Location, Segments
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["DeviceArena", "DeviceBlock", "DeviceNode", "address_of", "join_devices", "untouchable"]
+__all__ = ["DeviceArena", "DeviceBlock", "DeviceNode", "join_devices", "untouchable"]
 
 Array = npt.NDArray[Any]
 
@@ -401,8 +402,3 @@ class _DeviceSegments(Segments):
 def untouchable(address: int, nbytes: int) -> Array:
     """Return an array that stands for device memory: it has an address and can be cut; nothing may look into it."""
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
-
-
-def address_of(array: Array) -> int:
-    """Return where an array begins."""
-    return int(array.__array_interface__["data"][0])

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ringreduce.buffers import address_of
 from ringreduce.config import Config
 from ringreduce.errors import TransportError
 from ringreduce.topology import Topology
@@ -168,7 +169,7 @@ def _copies_private(messages: Messages, arena: Arena, members: Sequence[int]) ->
         members: of its node.
     """
     secret = np.frombuffer(bytearray(secrets.token_bytes(_SECRET_NBYTES)), np.uint8)
-    mine = {"address": secret.__array_interface__["data"][0], "secret": secret.tolist()}
+    mine = {"address": address_of(secret), "secret": secret.tolist()}
     everyone = exchange_json(messages, mine)
 
     def look() -> None:

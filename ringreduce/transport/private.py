@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from ringreduce.buffers import address_of
 from ringreduce.errors import PeerLostError, TransportError
 
 __all__ = ["PrivateMemory", "reads"]
@@ -114,7 +115,7 @@ class PrivateMemory:
         copies = []
         for start in range(0, array.nbytes, _MOST_NBYTES):
             nbytes = min(_MOST_NBYTES, array.nbytes - start)
-            here = (ctypes.c_size_t * 2)(array.__array_interface__["data"][0] + start, nbytes)
+            here = (ctypes.c_size_t * 2)(address_of(array) + start, nbytes)
             copies.append((here, (ctypes.c_size_t * 2)(self._address + start, nbytes), nbytes))
         return copies
 

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ringreduce.buffers import address_of
 from ringreduce.errors import TransportError
 from ringreduce.processes import Forked
 from ringreduce.transport.private import PrivateMemory, reads
@@ -321,7 +322,7 @@ class Arena:
                     return self._kept.pop(index)
             segment, offset = self._take(nbytes, most_segments)
             memory = self._memory[segment][offset : offset + nbytes]
-            return Block(memory, memory.data, memory.__array_interface__["data"][0], Location(segment, offset))
+            return Block(memory, memory.data, address_of(memory), Location(segment, offset))
 
     def release(self, block: Block) -> None:
         """Take a block back."""
@@ -490,7 +491,7 @@ class Arena:
         segment, memory = self._segments.create(max(nbytes, self._segments.nbytes))
         self._memory[segment] = memory
         self._free[segment] = [(nbytes, memory.nbytes - nbytes)] if memory.nbytes > nbytes else []
-        bisect.insort(self._bases, (memory.__array_interface__["data"][0], memory.nbytes, segment))
+        bisect.insort(self._bases, (address_of(memory), memory.nbytes, segment))
         return segment, 0
 
     def _first_fit(self, nbytes: int) -> tuple[int, int] | None:

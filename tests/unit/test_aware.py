@@ -287,7 +287,8 @@ DESCRIBING = """
 import ctypes, mmap
 import numpy as np
 from mpi4py import MPI
-from ringreduce.transport.device import address_of, untouchable
+from ringreduce.buffers import address_of
+from ringreduce.transport.device import untouchable
 from ringreduce.transport.mpi import MpiMessages
 from ringreduce.transport.waiting import Waiter
 
