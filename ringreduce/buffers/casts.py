@@ -40,21 +40,19 @@ def narrow(wide: Array, dtype: DType, target: Array) -> None:
 
 
 def divide_toward_zero(wide: Array, divisor: int, scratch: Array | None = None) -> None:
-    """Divide integers of 64 bits in place; -7 / 2 gives -3.
+    """Divide integers in place; -7 / 2 gives -3.
 
     Args:
-        wide: the numbers.
+        wide: the numbers, of a type that also holds them plus or minus the divisor.
         divisor: at least 1.
         scratch: of the same shape and type, is overwritten; None: memory is taken for it.
     """
-    if wide.dtype.kind == "u":
-        np.floor_divide(wide, np.uint64(divisor), out=wide)
-        return
-    # A negative number is brought up by divisor - 1: then rounding down gives what rounding up gave.
-    scratch = np.empty_like(wide) if scratch is None else scratch
-    np.right_shift(wide, 63, out=scratch)
-    np.bitwise_and(scratch, divisor - 1, out=scratch)
-    np.add(wide, scratch, out=wide)
+    if wide.dtype.kind != "u":
+        # A negative number is brought up by divisor - 1: then rounding down gives what rounding up gave.
+        scratch = np.empty_like(wide) if scratch is None else scratch
+        np.right_shift(wide, 8 * wide.itemsize - 1, out=scratch)
+        np.bitwise_and(scratch, divisor - 1, out=scratch)
+        np.add(wide, scratch, out=wide)
     if divisor & (divisor - 1) == 0:
         np.right_shift(wide, divisor.bit_length() - 1, out=wide)  # several times as fast
     else:

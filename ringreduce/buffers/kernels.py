@@ -45,6 +45,9 @@ _UFUNCS = {
     ReduceOp.PRODUCT: np.multiply,
 }
 
+#: So many elements are averaged at a time: what they are summed in stays in a core's second-level cache.
+_IN_CACHE = 32 << 10
+
 
 def divide(target: Array, size: int) -> None:
     """Divide floats in place, with one rounding; for powers of two the inverse is faster, and as exact."""
@@ -153,34 +156,54 @@ class UfuncKernels:
 
 
 class IntegerMeanKernels:
-    """Averages of integers, rounded toward zero, where all terms are at hand: summed in 64 bits, divided, cast back.
+    """Averages of integers, rounded toward zero, where all terms are at hand: summed wide, divided, cast back.
 
-    Floats of 64 bits are the quickest, and exact for integers of up to 32 bits of two million ranks.
+    Floats of 64 bits are the quickest, and exact for integers of up to 32 bits of two million ranks; integers of 8 bits
+    are quicker still in 16 bits, which hold the sums of 256 ranks.
     """
 
     def __init__(self, dtype: DType, size: int) -> None:
-        self._by_floats = dtype.itemsize <= 4 and dtype.kind != "bool"
-        self._wide = np.dtype(np.float64) if self._by_floats else wider(dtype).storage
+        self._wide = self._wide_enough(dtype, size)
         self._size = size
         self._total, self._term = _Scratch(self._wide), _Scratch(self._wide)
 
+    @staticmethod
+    def _wide_enough(dtype: DType, size: int) -> np.dtype[Any]:
+        if dtype.itemsize == 1 and size <= 256:
+            return np.dtype(np.int16 if dtype.kind == "int" else np.uint16)
+        if dtype.itemsize <= 4 and dtype.kind != "bool":
+            return np.dtype(np.float64)
+        return wider(dtype).storage
+
     def combine(self, sources: Sequence[Array], *, complete: bool = True) -> Callable[[Array], object]:
         assert complete and len(sources) == self._size, "a part of a sum cannot be divided"
+        if sources[0].ndim != 1 or sources[0].size <= _IN_CACHE:
+            return self._mean(sources)
+        cuts = [slice(start, start + _IN_CACHE) for start in range(0, sources[0].size, _IN_CACHE)]
+        means = [(cut, self._mean([source[cut] for source in sources])) for cut in cuts]
+
+        def combine(target: Array) -> None:
+            for cut, mean in means:
+                mean(target[cut])
+
+        return combine
+
+    def _mean(self, sources: Sequence[Array]) -> Callable[[Array], object]:
         first, *others = sources
         total, term = self._total.like(first), self._term.like(first)
 
-        def combine(target: Array) -> None:
+        def mean(target: Array) -> None:
             np.copyto(total, first)
             for source in others:
                 np.copyto(term, source)
                 np.add(total, term, out=total)
-            if self._by_floats:
+            if self._wide.kind == "f":
                 divide(total, self._size)
             else:
                 divide_toward_zero(total, self._size, term)
             np.copyto(target, total, casting="unsafe")
 
-        return combine
+        return mean
 
     def fold(self, target: Array, source: Array, *, complete: bool = True) -> Call:
         raise NotImplementedError  # it would be a part of a sum, and those are of the wider type

@@ -222,7 +222,7 @@ def test_empty_views_are_combined() -> None:
         kernels_for(row, ReduceOp.SUM, 3).combine(empty)(empty[0])
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 256, 257])  # 16 bits hold the sum of 256 terms of 8 bits
 @pytest.mark.parametrize("name", [name for name in DTYPES if DTYPES[name].kind in WHOLE])
 def test_averages_of_integers(name: str, size: int, rng: np.random.Generator) -> None:
     """They are what whole numbers give, rounded toward zero, over the whole range; sums of 64 bits wrap around."""
@@ -243,3 +243,12 @@ def test_averages_of_integers(name: str, size: int, rng: np.random.Generator) ->
     for target in (np.empty(COUNT, name), arrays[-1]):
         combine(target)
         np.testing.assert_array_equal(target, wanted)
+
+
+@pytest.mark.parametrize("name", ["int8", "uint8", "int32", "int64"])
+def test_averages_of_many_integers(name: str, rng: np.random.Generator) -> None:
+    """Arrays that are averaged piece by piece come out whole, in place too."""
+    arrays = [rng.integers(-100 if name.startswith("i") else 0, 100, 100_003).astype(name) for _ in range(3)]
+    wanted = np.trunc(np.sum(arrays, axis=0, dtype=np.float64) / 3).astype(name)
+    kernels_for(DTYPES[name], ReduceOp.AVERAGE, 3).combine(arrays)(arrays[1])
+    np.testing.assert_array_equal(arrays[1], wanted)
