@@ -284,8 +284,8 @@ class _Loads:
                 peers[peer] = board.mailboxes(key[1], source.dtype, (size,))[board.members.index(peer)]
             else:
                 peers[peer] = context.arena.at(peer, places[peer], source.dtype, size)
-                # One that had left the call may have overwritten what was loaded.
-                present.append(partial(board.require_present, board.peers.index(peer), self._text))
+                if published == MAILED:  # no barrier will show that one has left, and overwritten what was loaded
+                    present.append(partial(board.require_present, board.peers.index(peer), self._text))
         calls: list[Callable[[], object]] = []
         if own is not None and own[0].size and not in_its_place:
             calls.append(partial(np.copyto, own[1], own[0]))
@@ -424,9 +424,6 @@ class _TwoShot:
             return
         for call in calls:
             call()
-        for position, status in enumerate(board.statuses):
-            if status[0]:  # it may have overwritten what was loaded
-                board.require_present(position, self._text)
         if instruments.observers:
             instruments.step("load and store")
         board.barrier(self._text)

@@ -97,7 +97,6 @@ class Board:
     Attributes:
         number: the calls that this rank has begun.
         epoch: the barriers that it has reached.
-        statuses: of the other members, in the order of `peers`: the first number is not 0 once one takes part no more.
         called: says what this rank calls, and where, to members that call something else.
     """
 
@@ -121,7 +120,6 @@ class Board:
         # What `arrive` and `barrier` walk through: the peers' lines, by parity.
         self._arrivals = tuple(tuple(line[parity] for _, line in self._others) for parity in (0, 1))
         self._barriers = tuple(line[_BARRIER] for _, line in self._others)
-        self.statuses = tuple(line[_STATUS] for _, line in self._others)
         # Where `say` puts what a line cannot hold, by parity and member.
         self._longer = tuple(
             [part[_NUMBERS + parity * _NUMBERS_NBYTES :][:_NUMBERS_NBYTES].data.cast("q") for part in self._parts]
@@ -231,6 +229,9 @@ class Board:
     def barrier(self, signature: str, *, wait: bool = True) -> None:
         """Wait until every member has reached its n-th barrier, as this rank reaches its own.
 
+        A rank whose wait fails takes back that it came: its arrays are the program's again then, so a member that still
+        loads from them must not believe what it loaded, and finds that out when it comes here itself.
+
         Args:
             signature: what this rank calls.
             wait: whether this rank waits; if not, it lets the others go on alone.
@@ -238,12 +239,19 @@ class Board:
         epoch = self.epoch = self.epoch + 1
         if self._fence is not None:
             self._fence()
-        self._mine[_BARRIER][0] = epoch
+        mine = self._mine[_BARRIER]
+        mine[0] = epoch
         if not wait:
             return
-        for line in self._barriers:
-            if line[0] < epoch and not self._soon(line, epoch):
-                self._wait(self._barriers, epoch, signature)
+        try:
+            for line in self._barriers:
+                if line[0] < epoch and not self._soon(line, epoch):
+                    self._wait(self._barriers, epoch, signature)
+        except BaseException:
+            mine[0] = epoch - 1
+            if self._fence is not None:
+                self._fence()
+            raise
         if self._fence is not None:
             self._fence()
 
@@ -302,7 +310,7 @@ class Board:
             position: of the member among ``peers``.
             signature: what this rank calls.
         """
-        if self.statuses[position][0]:
+        if self._others[position][1][_STATUS][0]:
             raise self._why(position).error(self._others[position][0], f"this rank called {signature}")
 
     def find_lost(self, doing: str, among: Sequence[int] | None = None) -> CollectiveError | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -218,6 +219,26 @@ def test_a_member_that_left_after_its_part_is_not_missed() -> None:
         board.leave(GivenUp())
 
     on_boards(3, call)
+
+
+def test_who_stops_waiting_at_a_barrier_has_not_come() -> None:
+    """A rank whose wait fails may write to its arrays again: those that come later learn that they loaded too late."""
+    given_up = threading.Event()
+
+    def call(board: Board) -> object:
+        arrive(board, "sum")
+        if board.index == 0:
+            board._waiter.timeout_s = 0.01
+            error = caught(board.barrier, "sum")
+            board.leave(GivenUp("it waited for too long"))
+            given_up.set()
+            return error
+        assert given_up.wait(20)
+        return caught(board.barrier, "sum")
+
+    first, second = on_boards(2, call)
+    assert isinstance(first, CollectiveTimeoutError)
+    assert "it waited for too long" in str(second)
 
 
 def test_a_member_whose_process_ended_is_named() -> None:
