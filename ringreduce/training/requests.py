@@ -53,8 +53,8 @@ ReproducibleSum = "reproducible sum"
 
 Op = ReduceOp | str
 
-#: Smaller results travel in buffers together with others, and are copied out of these.
-_LEAST_SHARED_NBYTES = 64 << 10
+#: Smaller results mostly travel together with others and are copied out of their buffer; alone, it makes no difference.
+_LEAST_SHARED_NBYTES = 1 << 20
 
 _Context = TypeVar("_Context", bound="Preparing")
 
