@@ -24,6 +24,7 @@ __all__ = [
     "launched_rank",
     "parse_nbytes",
     "several_processes",
+    "survives_deaths",
 ]
 
 #: Of ringreduce.
@@ -278,6 +279,11 @@ def several_processes(environ: Mapping[str, str] = os.environ) -> tuple[Launcher
                 return None
     rank = environ.get(_PMIX_RANK, "")
     return (LAUNCHERS[0], f"{_PMIX_RANK}={rank}") if rank.isdigit() and int(rank) > 0 else None
+
+
+def survives_deaths(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the launcher lets the job go on when ranks die: Open MPI's ``mpirun --with-ft ulfm``."""
+    return environ.get("OMPI_MCA_mpi_ft_enable", "0") in ("1", "true")
 
 
 def gpu_switches(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

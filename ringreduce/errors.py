@@ -31,6 +31,7 @@ __all__ = [
     "TransportError",
     "UnsupportedBufferError",
     "name_ranks",
+    "since",
 ]
 
 
@@ -97,7 +98,7 @@ class PeerLostError(TransportError):
     """A rank that a collective needs is gone.
 
     Attributes:
-        rank: the rank that was lost.
+        rank: the rank that was lost; -1: it is not known which.
         reason: why, as far as is known.
         ends_job: whether that rank has said itself why it ends, and ends the job.
     """
@@ -106,10 +107,22 @@ class PeerLostError(TransportError):
         self.rank = rank
         self.reason = reason
         self.ends_job = ends_job
-        super().__init__(f"rank {rank} is lost: {reason}")
+        super().__init__(f"{f'rank {rank}' if rank >= 0 else 'a rank'} is lost: {reason}")
 
     def __reduce__(self) -> tuple[type[PeerLostError], tuple[int, str, bool]]:
         return type(self), (self.rank, self.reason, self.ends_job)
+
+
+def since(failure: BaseException, what: str) -> TransportError:
+    """Return what a call raises that comes after a failure: the loss of a rank again, if that was it.
+
+    Args:
+        failure: what has ended all.
+        what: it ended, ``"collective"``.
+    """
+    if isinstance(failure, PeerLostError):
+        return PeerLostError(failure.rank, f"{failure.reason} (in an earlier {what})", failure.ends_job)
+    return TransportError(f"an earlier {what} failed, so the ranks are out of step: {failure!r}")
 
 
 class ShutdownError(CollectiveError):

@@ -42,7 +42,21 @@ class Connection(Protocol):
         """Return messages between the ranks, given how their collective calls wait. Collective."""
 
     def abort(self, code: int) -> None:
-        """End all processes of the job at once, with an exit code."""
+        """End all processes of the job at once, with an exit code; where it survives deaths, this process alone."""
+
+    def go_on(self, seniority: int, waiter: Waiter) -> None:
+        """Connect the ranks that are left after the loss of some, and number them anew. Collective over these.
+
+        What was under way between them ends in an error, on all of them.
+
+        Args:
+            seniority: at least 0; ranks of higher ones come first, those of equal ones in the order of before.
+            waiter: how to wait until all have come here.
+
+        Raises:
+            PeerLostError: one more was lost meanwhile. All that are left may try again.
+            CollectiveTimeoutError: a rank that lives did not come.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +139,9 @@ class _Alone:
 
     def abort(self, code: int) -> None:
         os._exit(code)
+
+    def go_on(self, seniority: int, waiter: Waiter) -> None:
+        """Nobody can be lost."""
 
 
 def _proof() -> str | None:

@@ -12,16 +12,17 @@ import numpy.typing as npt
 
 from ringreduce import logs, processes
 from ringreduce.communicator import Communicator
-from ringreduce.config import Config
+from ringreduce.config import Config, survives_deaths
 from ringreduce.conventions import Conventions
 from ringreduce.engine import Entrance
-from ringreduce.errors import ConfigError
+from ringreduce.errors import ConfigError, PeerLostError
 from ringreduce.launch import Connection, RankAbove, connect
 from ringreduce.metrics import Metrics
 from ringreduce.paths import Feedback
 from ringreduce.process_sets import ProcessSet
 from ringreduce.reduce_ops import SUM, ReduceOp
 from ringreduce.termination import Termination
+from ringreduce.transport.waiting import Waiter
 from ringreduce.worlds import BorrowedWorld, OwnWorld
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ __all__ = [
     "empty",
     "explain",
     "global_process_set",
+    "go_on",
     "init",
     "is_homogeneous",
     "is_initialized",
@@ -73,6 +75,7 @@ class _Process:
         self.everyone = ProcessSet.of_world(self.find)
         self.conventions = Conventions.CHAIN_RULE
         self.termination: Termination | None = None
+        self._connection: Connection | None = None  # of the ranks of the world that this process is or was in last
         self._entrance = Entrance()  # no thread starts or ends a world in the midst of doing so
         self._starting = threading.Lock()  # one thread at a time
         self._announcement: int | None = None  # to processes that this one starts: a file descriptor
@@ -123,13 +126,30 @@ class _Process:
     def _started(self, comm: MPI.Intracomm | Sequence[int] | None, settings: Config) -> OwnWorld:
         """Start a world. Collective."""
         logs.set_up(settings.log_level, "")
-        connection = connect(comm, settings)
+        self._connection = connect(comm, settings)
+        return self._begun(self._connection, settings)
+
+    def _begun(self, connection: Connection, settings: Config) -> OwnWorld:
+        """Begin a world of connected ranks. Collective."""
         logs.set_up(settings.log_level, connection.name)
         self._end_with(connection)  # from here on: what fails on one rank must not leave the others there
         self._take_part_in_ends_and_forks()
         world = OwnWorld.start(self.everyone, connection, settings)
         self._announce(RankAbove(world.rank, world.hosts.nodes))
         return world
+
+    def go_on(self, lost: PeerLostError, seniority: int) -> None:
+        """Leave the world, of which ranks were lost, and begin one of those that are left. Collective over these."""
+        with self._entrance, self._starting:
+            own, self.world = self.own(), None
+            if own is not None:
+                own.abandon(lost)
+            connection = self._connection
+            if connection is None:
+                raise ConfigError("ringreduce has not been initialized; call ringreduce.init() first")
+            settings = self._settings()
+            connection.go_on(seniority, Waiter(settings.timeout_s))
+            self.world = self._begun(connection, settings)
 
     def _borrowed(self, settings: Config) -> BorrowedWorld | None:
         """Return the world of the rank that has started this process by `multiprocessing`; None: there is none."""
@@ -276,6 +296,27 @@ def shutdown() -> None:
     nothing: that one is no rank.
     """
     _process.shut_down()
+
+
+def go_on(lost: PeerLostError, seniority: int = 0) -> None:
+    """Leave the world, of which a rank was lost, and start one of the ranks that are left. Collective over these.
+
+    What they have under way, in whatever they are, ends in a `PeerLostError`. They get new numbers, in the order that
+    they had; process sets can be registered anew. Only where the launcher lets a job survive deaths: under Open MPI's
+    ``mpirun --with-ft ulfm``, or `ringreduce run --elastic`.
+
+    Args:
+        lost: what a collective has raised.
+        seniority: at least 0; ranks of higher ones come first.
+
+    Raises:
+        PeerLostError: one more rank was lost meanwhile; call it again. Or the launcher ends the job with any rank:
+            then it is ``lost``.
+        CollectiveTimeoutError: a rank that lives did not call this within the time limit.
+    """
+    if not survives_deaths():
+        raise lost
+    _process.go_on(lost, seniority)
 
 
 def is_initialized() -> bool:

@@ -19,7 +19,7 @@ from ringreduce.autotune import Key, Table
 from ringreduce.calls import GivenUp, refusal
 from ringreduce.communicator import Communicator
 from ringreduce.config import VERSION, Config, ignored_variables, several_processes
-from ringreduce.errors import CollectiveTimeoutError, ConfigError, MismatchError
+from ringreduce.errors import CollectiveTimeoutError, ConfigError, MismatchError, PeerLostError, RingReduceError
 from ringreduce.instruments import Instruments
 from ringreduce.launch import Connection, RankAbove
 from ringreduce.metrics import Metrics
@@ -331,6 +331,16 @@ class OwnWorld(World):
         for each in self.sets.values():
             each.disown(borrowed.barred)
         return borrowed
+
+    def abandon(self, lost: PeerLostError) -> None:
+        """End the world after the loss of a rank. Local: what the other ranks have under way fails later."""
+        with suppress(ConfigError, OSError):  # it is the trace alone that cannot be written
+            self.stop_timeline()
+        for parts in self._unregister_all():
+            parts.communicator.give_up(lost)
+            parts.engine.fail(lost)
+            with suppress(RingReduceError):
+                parts.close()
 
     def close(self) -> None:
         """End the world. Collective."""

@@ -6,7 +6,10 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
+import numpy as np
+
 from ringreduce import runtime
+from ringreduce.config import survives_deaths
 from ringreduce.elastic.state import HostsUpdatedInterrupt, State
 from ringreduce.errors import CollectiveError, PeerLostError
 
@@ -31,10 +34,10 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
 
     The new world is that of ``init()`` without arguments; process sets can be registered anew in a reset callback.
 
-    A job whose rank has died ends today, as its launcher ends it; so it is an interrupt, or an error that the program
-    raises itself, that leads here to another call.
+    A job survives the death of a rank under Open MPI's ``mpirun --with-ft ulfm``; any other launcher ends it. The ranks
+    that are left get new numbers, those with the latest commit first, and go on.
     """
-    return run_fn(func, _start_anew)
+    return _repeated(func, _start_anew)
 
 
 def run_fn(func: Callable[Concatenate[S, P], T], reset: Callable[[], object]) -> Callable[Concatenate[S, P], T]:
@@ -45,11 +48,30 @@ def run_fn(func: Callable[Concatenate[S, P], T], reset: Callable[[], object]) ->
         reset: called before the state's `on_reset`. Collective. What it raises goes to the caller.
     """
 
+    def begin_anew(state: S, lost: PeerLostError | None) -> bool:
+        reset()
+        return False
+
+    return _repeated(func, begin_anew)
+
+
+def _repeated(
+    func: Callable[Concatenate[S, P], T], begin_anew: Callable[[S, PeerLostError | None], bool]
+) -> Callable[Concatenate[S, P], T]:
+    """Return what calls a function again and again.
+
+    Args:
+        func: the function.
+        begin_anew: connects the ranks, given the state and, if that is why, the loss of a rank. Returns whether there
+            are fewer ranks than before, so that this cannot go on for ever.
+    """
+
     @wraps(func)
     def repeated(state: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         skip_sync = False
         restarts, commits = 0, state.commits
         while True:
+            lost = None
             try:
                 if not skip_sync:
                     state.sync()
@@ -58,20 +80,35 @@ def run_fn(func: Callable[Concatenate[S, P], T], reset: Callable[[], object]) ->
                 skip_sync = interrupt.skip_sync
             except CollectiveError as error:
                 restarts = restarts + 1 if state.commits == commits else 1
-                commits = state.commits
                 if not _is_a_change_of_ranks(error) or restarts > _VAIN_RESTARTS:
                     raise
                 state.restore()
                 skip_sync = False
-            reset()
+                lost = error if isinstance(error, PeerLostError) else None
+            if begin_anew(state, lost):
+                restarts = 0
+            commits = state.commits
             state.on_reset()
 
     return repeated
 
 
-def _start_anew() -> None:
-    runtime.shutdown()
-    runtime.init()
+def _start_anew(state: State, lost: PeerLostError | None) -> bool:
+    if lost is None or not survives_deaths():
+        runtime.shutdown()
+        runtime.init()
+        return False
+    while True:  # no more often than there are ranks to lose
+        try:
+            runtime.go_on(lost, state.commits)
+            # A death in a commit leaves some ranks with that commit, and others with the one before.
+            state.commits = int(runtime.broadcast(np.array([state.commits]))[0])
+        except PeerLostError as another:
+            if another is lost:
+                raise
+            lost = another
+        else:
+            return True
 
 
 def _is_a_change_of_ranks(error: CollectiveError) -> bool:

@@ -128,6 +128,11 @@ class Driver:
         """Return whether what is under way goes on beside the program, which needs the core more."""
         return self._progress.overlaps and not self._under_way.waiters
 
+    def fail(self, error: BaseException) -> None:
+        """End everything that is under way, with an error."""
+        with self._turn:
+            self._progress.fail(error)
+
     def close(self) -> None:
         """End everything that is under way, and the progress thread; does nothing the second time."""
         under_way = self._under_way

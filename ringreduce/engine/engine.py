@@ -180,6 +180,11 @@ class Engine:
                 driver.wait(operation)
         return _outcome(operation)
 
+    def fail(self, error: BaseException) -> None:
+        """End everything that is under way with an error, on the other ranks too; nothing is submitted from here on."""
+        with self._entrance:
+            self._driver.fail(error)
+
     def close(self) -> None:
         """Stop. What is under way ends in a `ShutdownError`; safe to call twice.
 

@@ -12,7 +12,7 @@ from ringreduce.buffers import DType, Operand, operand_of
 from ringreduce.calls import Stack, place_of, program_stack, refusal
 from ringreduce.communicator import Communicator
 from ringreduce.engine.orders import Kind, OperationSignature
-from ringreduce.errors import ConfigError, RingReduceError, ShutdownError, TransportError
+from ringreduce.errors import ConfigError, RingReduceError, ShutdownError, since
 from ringreduce.instruments import Instruments
 from ringreduce.reduce_ops import ReduceOp
 
@@ -356,7 +356,7 @@ class UnderWay:
         if self.closed:
             raise ShutdownError("ringreduce was shut down; call init() to start a new world")
         if self.failure is not None:
-            raise TransportError(f"an earlier operation failed, so the ranks are out of step: {self.failure!r}")
+            raise since(self.failure, "operation")
         if self.join is not None:
             raise ConfigError("this rank has joined: it can submit nothing more until all ranks have")
 

@@ -25,7 +25,7 @@ from ringreduce.errors import (
     MismatchError,
     RingReduceError,
     ShutdownError,
-    TransportError,
+    since,
 )
 from ringreduce.paths.context import Context
 
@@ -75,7 +75,7 @@ class Standing:
         if self._closed:
             raise ShutdownError("this communicator was closed; call ringreduce.init() to start a new world")
         if self._failure is not None:
-            raise TransportError(f"an earlier collective failed, so the ranks are out of step: {self._failure!r}")
+            raise since(self._failure, "collective")
 
     # ---- calls ----
 

@@ -61,6 +61,11 @@ class SamplerStateHandler(StateHandler):
     def reset(self) -> None:
         self.value.reset()
 
+    def share(self) -> None:
+        """Let all ranks know what each has processed since they shared last: what a rank knows dies with it."""
+        for each in allgather_object(self.value.news()):
+            self.value.learn(each)
+
 
 class HandlingState(ObjectState):
     """Attributes: a `StateHandler` keeps those that are objects with a state; the others are kept by value.
@@ -94,6 +99,12 @@ class HandlingState(ObjectState):
             handler.sync()
             handler.save()
         super().sync()
+
+    def commit(self) -> None:
+        for handler in self._handlers.values():
+            if isinstance(handler, SamplerStateHandler):
+                handler.share()
+        super().commit()
 
     def check_host_updates(self) -> None:
         try:
@@ -159,6 +170,7 @@ class EpochDivision:
         self.num_replicas = 1
         self.rank = 0
         self._mine: list[int] = []
+        self._news: set[int] = set()  # what this rank has processed and the others do not know
         self._known = 0  # how many were processed when the epoch was divided last
         self.reset()
 
@@ -180,10 +192,23 @@ class EpochDivision:
 
     def record_indices(self, indices: Iterable[int]) -> None:
         """Record that indices were processed; a tensor or an array of them will do."""
-        self.processed_indices |= self._checked(indices)
+        processed = self._checked(indices)
+        self.processed_indices |= processed
+        self._news |= processed
+
+    def news(self) -> set[int]:
+        """Return what this rank has processed since it was asked last."""
+        news, self._news = self._news, set()
+        return news
+
+    def learn(self, processed: set[int]) -> None:
+        """Take note of what other ranks have processed; what is left stays divided as it is."""
+        self.processed_indices |= processed
+        self._known = len(self.processed_indices)
 
     def reset(self) -> None:
         """Divide what is left among the ranks there are now."""
+        self._news = set()
         self.num_replicas, self.rank = (size(), rank()) if is_initialized() else (1, 0)
         self._known = len(self.processed_indices)
         left = [place for place in self._order(self.epoch) if place not in self.processed_indices]

@@ -167,6 +167,9 @@ class MemoryMessages:
                 queue.clear()
         self._meet()
 
+    def revoke(self) -> None:
+        self._world.meeting.abort()
+
     def close(self) -> None:
         pass
 

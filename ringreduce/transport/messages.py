@@ -95,6 +95,12 @@ class Messages(Protocol):
     def renew(self) -> None:
         """Bring what was given up to an end on all ranks, so that no later message meets any of it. Collective."""
 
+    def revoke(self) -> None:
+        """Give up everything after the loss of a rank: what the others have under way fails, too. Local.
+
+        Its memory is nobody's afterwards, unless the transport keeps it.
+        """
+
     def close(self) -> None:
         """Give back what the transport holds; local, and safe to call twice."""
 

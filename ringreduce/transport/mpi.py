@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import pairwise
 from operator import index
 from typing import Any, NamedTuple, cast
@@ -15,6 +17,7 @@ import mpi4py
 import numpy as np
 import numpy.typing as npt
 
+from ringreduce.config import survives_deaths
 from ringreduce.errors import CollectiveTimeoutError, ConfigError, PeerLostError, TransportError, name_ranks
 from ringreduce.processes import at_exit
 from ringreduce.reduce_ops import ReduceOp
@@ -43,9 +46,15 @@ _OPS = {
     ReduceOp.MAX: MPI.MAX,
 }
 _NOTE_TAG, _LAST_TAG, _GIVEN_UP_TAG = 0, 1, 2
-_HERE_TAG, _STARTING_TAG = 32767, 32766  # on communicators that are not ours: the largest that there always are
+#: On communicators that are not ours: the largest that there always are.
+_HERE_TAG, _STARTING_TAG, _LEFT_TAG = 32767, 32766, 32765
 _WHO_IS_HERE, _I_AM = 0, 1  # what is said with the last of these
 _PARTING_S = 1.0
+#: Errors that mean that a rank has died, or that another one has seen that first. A wait for several messages reports
+#: the death in the status of one of them.
+_LOST = {
+    getattr(MPI, name, -1) for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED", "ERR_IN_STATUS")
+}
 
 #: Transports that were not closed, or had transfers under way then: MPI may still use the memory which these name, so
 #: it must stay, and the transport with it.
@@ -53,6 +62,8 @@ _open: set[MpiMessages] = set()
 #: By communicator (as Fortran knows it), the copies that a transport on it began to make and was not made of, in their
 #: order. MPI cannot take back a collective call, so the next transport goes on with them.
 _begun: defaultdict[int, list[_Copy]] = defaultdict(list)
+#: The ranks of the job that have not died; None: all.
+_left: MPI.Intracomm | None = None
 
 
 class _Transfer(NamedTuple):
@@ -96,6 +107,7 @@ class MpiMessages:
         self._exchanges = 0
         self._gave_up = ""  # why the ranks do not exchange anything any more
         _open.add(self)
+        self._data = self._control = cast("MPI.Intracomm", MPI.COMM_NULL)
         self._data = self._duplicate(comm, 0)
         self._control = self._duplicate(comm, 1)
         del _begun[comm.py2f()]
@@ -110,11 +122,11 @@ class MpiMessages:
         self.library = library()
 
     def send(self, data: Array, peer: int, tag: int) -> Request:
-        with _translated():
+        with self._translated():
             return self._keep(self._data.Send_init([data.view(np.uint8), MPI.BYTE], peer, tag), True, data, peer, tag)
 
     def recv(self, data: Array, peer: int, tag: int) -> Request:
-        with _translated():
+        with self._translated():
             return self._keep(self._data.Recv_init([data.view(np.uint8), MPI.BYTE], peer, tag), False, data, peer, tag)
 
     def _keep(self, request: MPI.Prequest, is_send: bool, data: Array, peer: int, tag: int) -> MPI.Prequest:
@@ -125,7 +137,7 @@ class MpiMessages:
         try:
             MPI.Prequest.Startall(cast("list[MPI.Prequest]", requests))
         except MPI.Exception as error:
-            raise _translate(error) from error
+            raise _translate(error, self._data) from error
 
     def test_all(self, requests: Sequence[Request]) -> bool:
         try:
@@ -133,22 +145,21 @@ class MpiMessages:
                 return cast("MPI.Request", requests[0]).Test()
             return MPI.Request.Testall(cast("list[MPI.Request]", requests))
         except MPI.Exception as error:
-            raise _translate(error) from error
+            raise _translate(error, self._data) from error
 
     def test_some(self, requests: Sequence[Request]) -> Sequence[int]:
         try:
             return MPI.Request.Testsome(cast("list[MPI.Request]", requests)) or ()
         except MPI.Exception as error:
-            raise _translate(error) from error
+            raise _translate(error, self._data) from error
 
     def free(self, requests: Sequence[Request]) -> None:
         given_up = {id(each.request) for each in self._given_up}
-        with _translated():
+        with self._translated():
             for request in cast("Sequence[MPI.Prequest]", requests):
                 if id(request) in given_up:
                     self._to_free.append(request)
-                else:
-                    del self._described[id(request)]
+                elif self._described.pop(id(request), None) is not None:  # else `revoke` has taken it
                     request.Free()
 
     def offers_allreduce(self, count: int, dtype: str, op: ReduceOp) -> bool:
@@ -159,21 +170,21 @@ class MpiMessages:
     def allreduce(self, data: Array, op: ReduceOp) -> None:
         # Neither the blocking form, which waits for ever for a rank that is lost, nor the persistent one: Open MPI 5.0
         # never gives back the memory that this takes, as much as the data.
-        with _translated():
+        with self._translated():
             request = self._data.Iallreduce(MPI.IN_PLACE, data, _OPS[op])
             self._unfinished.append((request, data))  # which stay if a rank does not come
             self._waiter.until(request.Test, lambda: "all ranks in the MPI library's own allreduce")
             self._unfinished.pop()
 
     def post(self, note: bytes, peer: int) -> None:
-        with _translated():
+        with self._translated():
             self._posted = [each for each in self._posted if not each[0].Test()]
             self._posted.append((self._control.Isend([note, MPI.BYTE], peer, _NOTE_TAG), note))
         self._sent[peer] += 1
 
     def poll(self) -> tuple[int, bytes] | None:
         status = MPI.Status()
-        with _translated():
+        with self._translated():
             message = self._control.Improbe(MPI.ANY_SOURCE, _NOTE_TAG, status)
             if message is None:
                 return None
@@ -188,7 +199,7 @@ class MpiMessages:
             raise TransportError(f"an earlier exchange between the ranks was given up: {self._gave_up}")
         self._exchanges += 1
         sizes = np.zeros(self.size, np.int64)
-        with _translated():
+        with self._translated():
             own = np.array([len(payload)], np.int64)
             self._meet(self._control.Iallgather(own, sizes), own, sizes)
             gathered = bytearray(int(sizes.sum()))
@@ -239,7 +250,7 @@ class MpiMessages:
 
     def subset(self, ranks: Sequence[int], waiter: Waiter) -> MpiMessages | None:
         self.exchange(b"")  # which has a time limit; splitting has none
-        with _translated():
+        with self._translated():
             part = self._control.Split(ranks[0] if self.rank in ranks else MPI.UNDEFINED, self.rank)
         if part == MPI.COMM_NULL:
             return None
@@ -265,7 +276,7 @@ class MpiMessages:
             if not each.is_send:
                 receives[each.peer, each.tag].append(each.request)
         left: list[MPI.Request] = [each.request for each in given_up]
-        with _translated():
+        with self._translated():
             for source, mine in receives.items():
                 for request in mine[len(coming[source]) :]:
                     request.Cancel()
@@ -279,10 +290,30 @@ class MpiMessages:
         freeing, self._to_free = self._to_free, []
         self.free(freeing)
 
+    def _translated(self) -> AbstractContextManager[None]:
+        return _translated(None if self._data == MPI.COMM_NULL else self._data)
+
+    def revoke(self) -> None:
+        comms = [each for each in (self._data, self._control) if each != MPI.COMM_NULL]
+        self._data = self._control = cast("MPI.Intracomm", MPI.COMM_NULL)
+        for comm in comms:
+            with suppress(MPI.Exception):
+                comm.Revoke()
+        left = [each for each in self._described.values() if not _ends(each.request)]
+        for each in self._described.values():
+            if each not in left:
+                each.request.Free()
+        self._described = {id(each.request): each for each in left}
+        self._posted = [each for each in self._posted if not _ends(each[0])]
+        self._unfinished.clear()
+        if not (self._described or self._posted):
+            _open.discard(self)
+        # They are not freed: later ones would get their numbers, and messages that are on their way.
+
     def _duplicate(self, comm: MPI.Intracomm, number: int) -> MPI.Intracomm:
         """Make the first or second copy of a communicator, or finish making it. Collective."""
         begun = _begun[comm.py2f()]
-        with _translated():
+        with self._translated():
             if number == len(begun):
                 begun.append(_Copy(*comm.Idup()))  # not Dup, which waits without limit for a rank that does not come
             copy, request = begun[number]
@@ -328,7 +359,7 @@ class MpiMessages:
     def close(self) -> None:
         if self._data == MPI.COMM_NULL or MPI.Is_finalized():
             return
-        with _translated():
+        with self._translated():
             if self._part():
                 self._data.Free()
                 self._control.Free()
@@ -367,7 +398,9 @@ class MpiRanks:
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        self._comm = comm
+        self._given = comm
+        self._comm = comm  # those that are left
+        self._heard: dict[int, MPI.Request] = {}  # of the given ones, that they look who is left
 
     @property
     def name(self) -> str:
@@ -376,7 +409,7 @@ class MpiRanks:
     @property
     def who(self) -> str:
         job = world()
-        if job.size == 1:
+        if job.size == 1 and MPI.COMM_WORLD.size == 1:
             return ""
         in_job = f" (rank {job.rank} of {job.size} in the job)" if self._comm.size != job.size else ""
         return f"{self.name} of {self._comm.size}{in_job}"
@@ -385,20 +418,79 @@ class MpiRanks:
         return MpiMessages(self._comm, waiter)
 
     def abort(self, code: int) -> None:
+        if survives_deaths():
+            os.kill(os.getpid(), signal.SIGKILL)  # the others live on; of other ends they would not be told
         MPI.COMM_WORLD.Abort(code)
+
+    def go_on(self, seniority: int, waiter: Waiter) -> None:
+        global _left
+        for each in list(_open):
+            each.revoke()
+        former, self._comm = self._comm, self._given
+        with _translated(self._given):
+            if former != self._given:
+                former.Revoke()
+            self._meet(waiter)
+            left = cast("MPI.Intracomm", self._given.Shrink())
+            left.Set_errhandler(MPI.ERRORS_RETURN)
+            try:
+                ordered = cast("MPI.Intracomm", left.Split(0, left.rank - seniority * left.size))
+            except MPI.Exception:
+                left.Revoke()  # or some would wait in there for those that it has failed for
+                raise
+            ordered.Set_errhandler(MPI.ERRORS_RETURN)
+            left.Free()
+        self._comm = ordered
+        if self._given == MPI.COMM_WORLD:
+            _left = ordered
+
+    def _meet(self, waiter: Waiter) -> None:
+        """Return when all that are left look who is left: to find out takes all of them, and knows no time limit."""
+        comm, notes = self._given, []
+        waits: set[int] = set(range(comm.size)) - {comm.rank}
+        for peer in waits:
+            with suppress(MPI.Exception):  # that one is dead
+                notes.append(comm.Isend([b"", MPI.BYTE], peer, _LEFT_TAG))
+                if peer not in self._heard:
+                    self._heard[peer] = comm.Irecv([bytearray(), MPI.BYTE], peer, _LEFT_TAG)
+
+        def all_heard() -> bool:
+            for peer in list(waits):
+                request = self._heard.get(peer)
+                try:
+                    if request is not None and not request.Test():
+                        continue
+                except MPI.Exception:
+                    pass
+                waits.discard(peer)
+                self._heard.pop(peer, None)
+            return not waits
+
+        waiter.until(all_heard, lambda: f"{name_ranks(sorted(waits))} of the job, who do not say that they go on")
 
 
 def world() -> MPI.Intracomm:
-    """Return the communicator of all ranks, initialising MPI if need be."""
+    """Return the communicator of all ranks, of those that are left if some have died, initialising MPI if need be."""
     if not MPI.Is_initialized():  # as with ``mpi4py.rc.initialize = False``
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
         at_exit(_finalize)
-    return MPI.COMM_WORLD
+    return MPI.COMM_WORLD if _left is None else _left
 
 
 def _finalize() -> None:
     if not MPI.Is_finalized():
         MPI.Finalize()
+
+
+def _ends(request: MPI.Request) -> bool:
+    """Return whether a request of a revoked communicator is over, as it is within moments."""
+    try:
+        Waiter(_PARTING_S).until(request.Test, str)
+    except CollectiveTimeoutError:
+        return False
+    except MPI.Exception:
+        pass
+    return True
 
 
 if _ends_mpi:
@@ -455,16 +547,24 @@ def library() -> str:
 
 
 @contextmanager
-def _translated() -> Iterator[None]:
+def _translated(comm: MPI.Intracomm | None = None) -> Iterator[None]:
     try:
         yield
     except MPI.Exception as error:
-        raise _translate(error) from error
+        raise _translate(error, comm) from error
 
 
-def _translate(error: MPI.Exception) -> TransportError:
-    kind = error.Get_error_class()
+def _translate(error: MPI.Exception, comm: MPI.Intracomm | None = None) -> TransportError:
     text = error.Get_error_string()
-    if kind in (getattr(MPI, "ERR_PROC_FAILED", -1), getattr(MPI, "ERR_PROC_FAILED_PENDING", -1)):
-        return PeerLostError(-1, f"MPI reports {text}")
+    if error.Get_error_class() in _LOST:
+        lost = [] if comm is None else _lost(comm)
+        return PeerLostError(lost[0] if lost else -1, f"MPI reports {text}")
     return TransportError(f"MPI reports {text}")
+
+
+def _lost(comm: MPI.Intracomm) -> list[int]:
+    """Return the ranks of a communicator of which MPI knows that they have died."""
+    with suppress(MPI.Exception, NotImplementedError):
+        failed = comm.Get_failed()
+        return sorted(failed.Translate_ranks(list(range(failed.size)), comm.Get_group()))
+    return []
