@@ -15,7 +15,7 @@ from ringreduce.communicator import Communicator
 from ringreduce.config import Config, survives_deaths
 from ringreduce.conventions import Conventions
 from ringreduce.engine import Entrance
-from ringreduce.errors import ConfigError, PeerLostError
+from ringreduce.errors import CollectiveError, CollectiveTimeoutError, ConfigError
 from ringreduce.launch import Connection, RankAbove, connect
 from ringreduce.metrics import Metrics
 from ringreduce.paths import Feedback
@@ -58,6 +58,10 @@ __all__ = [
     "stop_timeline",
     "world",
 ]
+
+
+#: How far apart ranks come that have all waited for the same rank in vain.
+_GRACE_S = 10.0
 
 
 class _Process:
@@ -138,17 +142,18 @@ class _Process:
         self._announce(RankAbove(world.rank, world.hosts.nodes))
         return world
 
-    def go_on(self, lost: PeerLostError, seniority: int) -> None:
+    def go_on(self, error: CollectiveError, seniority: int) -> None:
         """Leave the world, of which ranks were lost, and begin one of those that are left. Collective over these."""
         with self._entrance, self._starting:
             own, self.world = self.own(), None
             if own is not None:
-                own.abandon(lost)
+                own.abandon(error)
             connection = self._connection
             if connection is None:
                 raise ConfigError("ringreduce has not been initialized; call ringreduce.init() first")
             settings = self._settings()
-            connection.go_on(seniority, Waiter(settings.timeout_s))
+            late = isinstance(error, CollectiveTimeoutError)  # on all ranks: then they need no more time
+            connection.go_on(seniority, Waiter(min(settings.timeout_s, _GRACE_S) if late else settings.timeout_s))
             self.world = self._begun(connection, settings)
 
     def _borrowed(self, settings: Config) -> BorrowedWorld | None:
@@ -298,25 +303,26 @@ def shutdown() -> None:
     _process.shut_down()
 
 
-def go_on(lost: PeerLostError, seniority: int = 0) -> None:
+def go_on(error: CollectiveError, seniority: int = 0) -> None:
     """Leave the world, of which a rank was lost, and start one of the ranks that are left. Collective over these.
 
     What they have under way, in whatever they are, ends in a `PeerLostError`. They get new numbers, in the order that
-    they had; process sets can be registered anew. Only where the launcher lets a job survive deaths: under Open MPI's
-    ``mpirun --with-ft ulfm``, or `ringreduce run --elastic`.
+    they had; process sets can be registered anew. A rank that lives and does not call this in time is killed by those
+    of its machine. Only where the launcher lets a job survive deaths: under Open MPI's ``mpirun --with-ft ulfm``.
 
     Args:
-        lost: what a collective has raised.
+        error: what a collective has raised: the loss of a rank, or that one did not come within the time limit.
         seniority: at least 0; ranks of higher ones come first.
 
     Raises:
-        PeerLostError: one more rank was lost meanwhile; call it again. Or the launcher ends the job with any rank:
-            then it is ``lost``.
-        CollectiveTimeoutError: a rank that lives did not call this within the time limit.
+        PeerLostError: one more rank was lost meanwhile; call it again.
+        CollectiveTimeoutError: a rank of another machine, where no other rank is left, did not call this in time.
+        TransportError: a rank has ended in a way of which the launcher does not tell the others.
+        ConfigError: the launcher ends the job with any of its ranks.
     """
     if not survives_deaths():
-        raise lost
-    _process.go_on(lost, seniority)
+        raise ConfigError("the launcher ends this job with any of its ranks; see mpirun --with-ft ulfm of Open MPI")
+    _process.go_on(error, seniority)
 
 
 def is_initialized() -> bool:

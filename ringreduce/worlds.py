@@ -19,7 +19,7 @@ from ringreduce.autotune import Key, Table
 from ringreduce.calls import GivenUp, refusal
 from ringreduce.communicator import Communicator
 from ringreduce.config import VERSION, Config, ignored_variables, several_processes
-from ringreduce.errors import CollectiveTimeoutError, ConfigError, MismatchError, PeerLostError, RingReduceError
+from ringreduce.errors import CollectiveError, CollectiveTimeoutError, ConfigError, MismatchError, RingReduceError
 from ringreduce.instruments import Instruments
 from ringreduce.launch import Connection, RankAbove
 from ringreduce.metrics import Metrics
@@ -332,13 +332,13 @@ class OwnWorld(World):
             each.disown(borrowed.barred)
         return borrowed
 
-    def abandon(self, lost: PeerLostError) -> None:
+    def abandon(self, error: CollectiveError) -> None:
         """End the world after the loss of a rank. Local: what the other ranks have under way fails later."""
         with suppress(ConfigError, OSError):  # it is the trace alone that cannot be written
             self.stop_timeline()
         for parts in self._unregister_all():
-            parts.communicator.give_up(lost)
-            parts.engine.fail(lost)
+            parts.communicator.give_up(error)
+            parts.engine.fail(error)
             with suppress(RingReduceError):
                 parts.close()
 

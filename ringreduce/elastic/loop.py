@@ -11,7 +11,7 @@ import numpy as np
 from ringreduce import runtime
 from ringreduce.config import survives_deaths
 from ringreduce.elastic.state import HostsUpdatedInterrupt, State
-from ringreduce.errors import CollectiveError, PeerLostError
+from ringreduce.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
 
 __all__ = ["run", "run_fn"]
 
@@ -48,7 +48,7 @@ def run_fn(func: Callable[Concatenate[S, P], T], reset: Callable[[], object]) ->
         reset: called before the state's `on_reset`. Collective. What it raises goes to the caller.
     """
 
-    def begin_anew(state: S, lost: PeerLostError | None) -> bool:
+    def begin_anew(state: S, failure: CollectiveError | None) -> bool:
         reset()
         return False
 
@@ -56,14 +56,14 @@ def run_fn(func: Callable[Concatenate[S, P], T], reset: Callable[[], object]) ->
 
 
 def _repeated(
-    func: Callable[Concatenate[S, P], T], begin_anew: Callable[[S, PeerLostError | None], bool]
+    func: Callable[Concatenate[S, P], T], begin_anew: Callable[[S, CollectiveError | None], bool]
 ) -> Callable[Concatenate[S, P], T]:
     """Return what calls a function again and again.
 
     Args:
         func: the function.
-        begin_anew: connects the ranks, given the state and, if that is why, the loss of a rank. Returns whether there
-            are fewer ranks than before, so that this cannot go on for ever.
+        begin_anew: connects the ranks, given the state and, if that is why, an error. Returns whether there are fewer
+            ranks than before, so that this cannot go on for ever.
     """
 
     @wraps(func)
@@ -71,7 +71,7 @@ def _repeated(
         skip_sync = False
         restarts, commits = 0, state.commits
         while True:
-            lost = None
+            failure = None
             try:
                 if not skip_sync:
                     state.sync()
@@ -84,8 +84,8 @@ def _repeated(
                     raise
                 state.restore()
                 skip_sync = False
-                lost = error if isinstance(error, PeerLostError) else None
-            if begin_anew(state, lost):
+                failure = error
+            if begin_anew(state, failure):
                 restarts = 0
             commits = state.commits
             state.on_reset()
@@ -93,24 +93,30 @@ def _repeated(
     return repeated
 
 
-def _start_anew(state: State, lost: PeerLostError | None) -> bool:
-    if lost is None or not survives_deaths():
+def _start_anew(state: State, failure: CollectiveError | None) -> bool:
+    if failure is None or not (_is_a_loss(failure) and survives_deaths()):
         runtime.shutdown()
         runtime.init()
         return False
     while True:  # no more often than there are ranks to lose
         try:
-            runtime.go_on(lost, state.commits)
+            runtime.go_on(failure, state.commits)
             # A death in a commit leaves some ranks with that commit, and others with the one before.
             state.commits = int(runtime.broadcast(np.array([state.commits]))[0])
-        except PeerLostError as another:
-            if another is lost:
+        except CollectiveError as another:
+            if not _is_a_loss(another):
                 raise
-            lost = another
+            failure = another
         else:
             return True
 
 
 def _is_a_change_of_ranks(error: CollectiveError) -> bool:
     # The base class alone: programs raise it, under Horovod's name for it, to say so.
+    if isinstance(error, CollectiveTimeoutError):
+        return survives_deaths()  # who does not come is left behind
     return isinstance(error, PeerLostError) or type(error) is CollectiveError
+
+
+def _is_a_loss(error: CollectiveError) -> bool:
+    return isinstance(error, (PeerLostError, CollectiveTimeoutError))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -22,6 +23,7 @@ from ringreduce.errors import CollectiveTimeoutError, ConfigError, PeerLostError
 from ringreduce.processes import at_exit
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.transport.messages import Request, exchange_json
+from ringreduce.transport.node import host_name
 from ringreduce.transport.waiting import Waiter
 
 # mpi4py ends MPI at the exit of every process that has it, those too that a rank has forked, and these would wait there
@@ -35,6 +37,8 @@ from mpi4py import MPI  # noqa: E402
 __all__ = ["MpiMessages", "MpiRanks", "library", "subworld", "world", "world_ranks"]
 
 Array = npt.NDArray[Any]
+
+_log = logging.getLogger(__name__)
 
 #: What the library reduces; mpi4py finds MPI's names for them.
 _TYPES = frozenset(("float32", "float64", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))))
@@ -50,6 +54,7 @@ _NOTE_TAG, _LAST_TAG, _GIVEN_UP_TAG = 0, 1, 2
 _HERE_TAG, _STARTING_TAG, _LEFT_TAG = 32767, 32766, 32765
 _WHO_IS_HERE, _I_AM = 0, 1  # what is said with the last of these
 _PARTING_S = 1.0
+_TOLD_S = 2.0  # the library tells of a death within 0.1 s
 #: Errors that mean that a rank has died, or that another one has seen that first. A wait for several messages reports
 #: the death in the status of one of them.
 _LOST = {
@@ -401,6 +406,7 @@ class MpiRanks:
         self._given = comm
         self._comm = comm  # those that are left
         self._heard: dict[int, MPI.Request] = {}  # of the given ones, that they look who is left
+        self._processes: dict[int, int] = {}  # of the given ones that are on this host
 
     @property
     def name(self) -> str:
@@ -415,7 +421,11 @@ class MpiRanks:
         return f"{self.name} of {self._comm.size}{in_job}"
 
     def messages(self, waiter: Waiter) -> MpiMessages:
-        return MpiMessages(self._comm, waiter)
+        messages = MpiMessages(self._comm, waiter)
+        if survives_deaths() and not self._processes:
+            introduced = exchange_json(messages, (host_name(), os.getpid()))
+            self._processes = {rank: pid for rank, (host, pid) in enumerate(introduced) if host == host_name()}
+        return messages
 
     def abort(self, code: int) -> None:
         if survives_deaths():
@@ -445,7 +455,10 @@ class MpiRanks:
             _left = ordered
 
     def _meet(self, waiter: Waiter) -> None:
-        """Return when all that are left look who is left: to find out takes all of them, and knows no time limit."""
+        """Return when all that are left look who is left: to find out takes all of them, and knows no time limit.
+
+        Ranks of this host that do not come in time are killed: nobody can go on while they might.
+        """
         comm, notes = self._given, []
         waits: set[int] = set(range(comm.size)) - {comm.rank}
         for peer in waits:
@@ -453,20 +466,43 @@ class MpiRanks:
                 notes.append(comm.Isend([b"", MPI.BYTE], peer, _LEFT_TAG))
                 if peer not in self._heard:
                     self._heard[peer] = comm.Irecv([bytearray(), MPI.BYTE], peer, _LEFT_TAG)
+        quiet: dict[int, float] = {}  # ranks whose process has ended, and when that was seen
 
         def all_heard() -> bool:
             for peer in list(waits):
                 request = self._heard.get(peer)
                 try:
-                    if request is not None and not request.Test():
-                        continue
-                except MPI.Exception:
-                    pass
-                waits.discard(peer)
-                self._heard.pop(peer, None)
+                    heard = request is None or request.Test()
+                except MPI.Exception:  # it is dead
+                    heard = True
+                if heard:
+                    waits.discard(peer)
+                    self._heard.pop(peer, None)
             return not waits
 
-        waiter.until(all_heard, lambda: f"{name_ranks(sorted(waits))} of the job, who do not say that they go on")
+        def told_of_deaths() -> None:
+            for peer in waits & self._processes.keys():
+                if os.path.exists(f"/proc/{self._processes[peer]}"):
+                    continue
+                if time.monotonic() - quiet.setdefault(peer, time.monotonic()) > _TOLD_S:
+                    raise TransportError(
+                        f"rank {peer} of the job has ended by itself, of which {library()} tells nobody, so the others "
+                        "cannot go on without it; start the job with `ringreduce run --elastic`, where they can"
+                    )
+
+        patient = Waiter(waiter.timeout_s, waiter.crowded)
+        patient.watchers.append(told_of_deaths)
+        try:
+            patient.until(all_heard, str)
+        except CollectiveTimeoutError:
+            for peer in waits & self._processes.keys():
+                _log.warning(
+                    "rank %d of the job does not go on, and is killed: process %d", peer, self._processes[peer]
+                )
+                with suppress(ProcessLookupError):
+                    os.kill(self._processes[peer], signal.SIGKILL)
+            patient.timeout_s = 2 * _TOLD_S
+            patient.until(all_heard, lambda: f"{name_ranks(sorted(waits))} of the job to go on without those that died")
 
 
 def world() -> MPI.Intracomm:
