@@ -187,6 +187,7 @@ class Config:
             chain_rule or horovod; else those of `ringreduce.runtime.set_conventions`
         standalone: whether this process is a world of its own, whatever has started it beside others.
             ``RINGREDUCE_STANDALONE``
+        least_size: elastic training ends once fewer ranks are left. ``RINGREDUCE_MIN_NP``
         launched_size: how many ranks the launcher says it started, None when there was no launcher.
     """
 
@@ -210,6 +211,7 @@ class Config:
     cuda_aware: bool | None = _setting("RINGREDUCE_CUDA_AWARE", _switch_or_auto, None)
     conventions: Conventions = _setting("RINGREDUCE_CONVENTIONS", Conventions.parse, Conventions.CHAIN_RULE)  # noqa: RUF009
     standalone: bool = _setting("RINGREDUCE_STANDALONE", _switch, False)
+    least_size: int = _setting("RINGREDUCE_MIN_NP", _positive_int, 1)
     launched_size: int | None = None
 
     @classmethod

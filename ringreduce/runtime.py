@@ -177,7 +177,7 @@ class _Process:
             return
         new = self.termination is None
         if self.termination is None:
-            self.termination = Termination(connection.abort, self._flush, self._leave)
+            self.termination = Termination(connection.abort, self._flush, self._leave, others_go_on=survives_deaths())
         self.termination.who = connection.who
         if new:
             self.termination.install()

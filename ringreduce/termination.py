@@ -39,17 +39,27 @@ class Termination:
     """The ends of this process, a rank of a job of several. Installed once, for all worlds that it is in.
 
     Args:
-        abort: ends all ranks of the job at once, with an exit code.
+        abort: ends all ranks of the job at once, or this one alone, with an exit code.
         flush: saves what is only in memory, for whoever looks into why the job has ended.
         leave: lets the other ranks know that this one ends, and why; returns whether it is the first of its node.
+        others_go_on: whether ``abort`` ends this process alone.
 
     Attributes:
         who: names this rank in what is written: ``rank 1 of 4``. Empty while there is no world; then everything ends as
             it would without this.
     """
 
-    def __init__(self, abort: Callable[[int], None], flush: Callable[[], None], leave: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        abort: Callable[[int], None],
+        flush: Callable[[], None],
+        leave: Callable[[str], bool],
+        *,
+        others_go_on: bool = False,
+    ) -> None:
         self.who = ""
+        self._then = "the others may go on" if others_go_on else "ending the job"
+        self._others_go_on = others_go_on
         self._abort = abort
         self._flush = flush
         self._leave = leave
@@ -91,7 +101,7 @@ class Termination:
             return True
         try:
             self._leave(f"it {why}")
-            _say(f"{self.who} {why}; ending the job")
+            _say(f"{self.who} {why}; {self._then}")
             self._flush()
         finally:
             self._abort(code)
@@ -119,15 +129,15 @@ class Termination:
         """Let the other ranks and the user know of an exception that ends this one."""
         if issubclass(kind, KeyboardInterrupt):
             if self._leave("it was interrupted"):
-                _say(f"{self.who} was interrupted; ending the job")
-        elif isinstance(error, PeerLostError) and error.ends_job:
+                _say(f"{self.who} was interrupted; {self._then}")
+        elif isinstance(error, PeerLostError) and error.ends_job and not self._others_go_on:
             _say(f"{self.who} ends: {error}")
             time.sleep(_TO_END_S)  # that rank ends the job, with its own exit code
         else:
             self._leave(f"it failed: {kind.__name__}: {error}")
             if self._except_hook is sys.__excepthook__:
                 # In one piece, as the ranks write to one place.
-                _say(f"{self.who} failed; ending the job\n" + "".join(format_exception(kind, error, traceback)))
+                _say(f"{self.who} failed; {self._then}\n" + "".join(format_exception(kind, error, traceback)))
             else:
                 self._except_hook(kind, error, traceback)
 

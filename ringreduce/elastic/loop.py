@@ -11,7 +11,7 @@ import numpy as np
 from ringreduce import runtime
 from ringreduce.config import survives_deaths
 from ringreduce.elastic.state import HostsUpdatedInterrupt, State
-from ringreduce.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
+from ringreduce.errors import CollectiveError, CollectiveTimeoutError, PeerLostError, TransportError
 
 __all__ = ["run", "run_fn"]
 
@@ -108,7 +108,15 @@ def _start_anew(state: State, failure: CollectiveError | None) -> bool:
                 raise
             failure = another
         else:
+            _require_enough(failure)
             return True
+
+
+def _require_enough(failure: CollectiveError) -> None:
+    left, least = runtime.size(), runtime.config().least_size
+    if left < least:
+        runtime.shutdown()
+        raise TransportError(f"{left} ranks are left, and RINGREDUCE_MIN_NP={least} are needed; {failure}") from failure
 
 
 def _is_a_change_of_ranks(error: CollectiveError) -> bool:

@@ -82,6 +82,8 @@ class HandlingState(ObjectState):
 
     def _find_handler(self, value: Any) -> StateHandler | None:
         """Return a handler for an object; None: it is kept by value."""
+        if isinstance(value, EpochDivision):
+            return SamplerStateHandler(value)
         return StateHandler(value) if hasattr(value, "state_dict") and hasattr(value, "load_state_dict") else None
 
     def save(self) -> None:

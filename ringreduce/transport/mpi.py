@@ -496,11 +496,10 @@ class MpiRanks:
             patient.until(all_heard, str)
         except CollectiveTimeoutError:
             for peer in waits & self._processes.keys():
-                _log.warning(
-                    "rank %d of the job does not go on, and is killed: process %d", peer, self._processes[peer]
-                )
+                pid = self._processes[peer]
+                _log.warning("rank %d of the job does not go on, and is killed: process %d", peer, pid)
                 with suppress(ProcessLookupError):
-                    os.kill(self._processes[peer], signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
             patient.timeout_s = 2 * _TOLD_S
             patient.until(all_heard, lambda: f"{name_ranks(sorted(waits))} of the job to go on without those that died")
 

@@ -1,0 +1,210 @@
+"""Deaths of ranks in elastic training, cell by cell: who dies, where, how, and what must come of it.
+
+    python tests/jobs/faults.py                 # every cell, and a table in Markdown
+    python tests/jobs/faults.py --cells 25      # as many, chosen by --seed
+
+What is compared: the steps that count, as the ranks have written them down, are done again in float64 by this process
+alone; the weights must agree, every row must have been trained on in every epoch, and nothing may be left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ringreduce.testing.toy import RATE
+
+PROGRAM = Path(__file__).with_name("programs") / "faults.py"
+RANKS = 4
+STEP = 5
+HOWS = ("exception", "MemoryError", "exit", "SIGKILL", "SIGSEGV", "SIGSTOP")
+WHERES = ("idle", "forward", "overlap", "backward", "negotiation", "allreduce", "commit")
+VICTIMS = {"first": 0, "middle": 1, "last": RANKS - 1}
+LAYOUTS = {"shared memory": {}, "messages": {"RINGREDUCE_NODE_SIZE": "1"}, "both": {"RINGREDUCE_NODE_SIZE": "2"}}
+TIMEOUT_S = 3  # of a wait for a rank that lives and does nothing
+LIMIT_S = 60
+
+
+class Cell(NamedTuple):
+    """One job.
+
+    Attributes:
+        deaths: as the program takes them.
+        layout: a key of `LAYOUTS`.
+        left: how many ranks reach the end; None: none, as the job ends.
+    """
+
+    deaths: tuple[str, ...]
+    layout: str
+    left: int | None = RANKS - 1
+
+    @property
+    def name(self) -> str:
+        return f"{' '.join(self.deaths)} ({self.layout})"
+
+
+def cells() -> list[Cell]:
+    """Return all cells."""
+    single = [
+        Cell((f"{rank}@{STEP}:{where}:{how}",), layout)
+        for how, where, rank, layout in itertools.product(HOWS, WHERES, VICTIMS.values(), LAYOUTS)
+        # What an observer raises is logged, and ends nothing.
+        if not (where in ("overlap", "negotiation", "allreduce") and how in ("exception", "MemoryError"))
+    ]
+    several = [
+        Cell(deaths, layout, left)
+        for layout in LAYOUTS
+        for deaths, left in [
+            ((f"1@{STEP}:idle:SIGKILL", f"2@{STEP}:idle:SIGKILL"), RANKS - 2),
+            ((f"0@{STEP}:backward:SIGKILL", f"3@{STEP}:forward:exit"), RANKS - 2),
+            ((f"0@{STEP}:forward:SIGKILL", f"1@{STEP + 3}:backward:SIGKILL", f"2@{STEP + 6}:idle:exit"), RANKS - 3),
+            ((f"1@{STEP}:idle:SIGKILL", f"0@{STEP}:recovery:SIGKILL"), RANKS - 2),
+            ((f"1@{STEP}:idle:SIGKILL", f"2@{STEP}:recovery:exception"), RANKS - 2),
+            ((f"0@{STEP}:idle:SIGKILL", f"1@{STEP}:broadcast:SIGKILL"), RANKS - 2),
+            (("1@0:broadcast:SIGKILL",), RANKS - 1),
+            ((f"1@{STEP}:idle:launcher",), None),
+        ]
+    ]
+    return single + several
+
+
+def run(cell: Cell) -> tuple[float, str]:
+    """Run a cell; return how long it took (seconds), and what is wrong with it: nothing, if the text is empty."""
+    folder = Path(tempfile.mkdtemp(prefix="ringreduce-faults-"))
+    program = [sys.executable, str(PROGRAM), str(folder), *cell.deaths]
+    command = [sys.executable, "-m", "ringreduce", "run", "--elastic", "-np", str(RANKS), *program]
+    begin = time.monotonic()
+    try:
+        done = subprocess.run(
+            ["timeout", "--kill-after=5", str(LIMIT_S), *command],
+            env={**os.environ, "RINGREDUCE_TIMEOUT": str(TIMEOUT_S), **LAYOUTS[cell.layout]},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        seconds = time.monotonic() - begin
+        wrong = _left_behind(folder) or (_ended(done) if cell.left is None else _trained(folder, done, cell.left))
+        return seconds, f"{wrong}\n{done.stdout}\n{done.stderr}" if wrong else ""
+    finally:
+        shutil.rmtree(folder)
+
+
+def _ended(done: subprocess.CompletedProcess[str]) -> str:
+    return "" if done.returncode not in (0, 124, 137) else f"the job ended with {done.returncode}"
+
+
+def _left_behind(folder: Path, patience_s: float = 6.0) -> str:
+    """Return which processes of the job still run; a rank whose launcher is gone has some seconds to end."""
+    end = time.monotonic() + patience_s
+    while True:
+        found = []
+        for each in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                if str(folder).encode() in each.read_bytes():
+                    found.append(each.parent.name)
+            except OSError:  # it has just ended
+                continue
+        if not found or time.monotonic() > end:
+            return f"processes {', '.join(found)} are left" if found else ""
+        time.sleep(0.1)
+
+
+def _trained(folder: Path, done: subprocess.CompletedProcess[str], left: int) -> str:
+    """Compare a training with what its steps amount to."""
+    if done.returncode != 0:
+        return f"the job ended with {done.returncode}"
+    lines = [json.loads(line) for path in folder.glob("*.jsonl") for line in path.read_text().splitlines()]
+    ends = [each for each in lines if "done" in each]
+    if len(ends) != left or {each["size"] for each in ends} != {left}:
+        return f"{len(ends)} ranks have reached the end, in worlds of {[each['size'] for each in ends]}, not {left}"
+    if any(each["weights"] != ends[0]["weights"] or each["steps"] != ends[0]["steps"] for each in ends):
+        return "the ranks have different weights"
+    attempts: defaultdict[int, defaultdict[int, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    for each in lines:
+        if "indices" in each:
+            attempts[each["step"]][each["generation"]].append(each)
+    counted = []
+    for step in range(ends[0]["steps"]):
+        whole = [number for number, begun in attempts[step].items() if len(begun) == begun[0]["size"]]
+        if not whole:
+            return f"no attempt at step {step} was made by all ranks"
+        counted.append(attempts[step][max(whole)])
+    for mine, wanted in zip(ends[0]["weights"], _weights(counted), strict=True):
+        if not np.allclose(mine, wanted, rtol=1e-4, atol=1e-5):
+            return f"the weights differ by up to {np.abs(np.array(mine) - wanted).max():.3g}"
+    return _every_row(counted)
+
+
+def _weights(steps: list[list[dict[str, Any]]]) -> list[Any]:
+    """Return what these steps of steepest descent make of the weights in one process, in float64."""
+    from programs import faults as program
+
+    inputs, targets = (each.astype(np.float64) for each in program.data())
+    matrix, bias, more = np.zeros((program.FEATURES, program.OUTPUTS)), *np.zeros((2, program.OUTPUTS))
+    for ranks in steps:
+        slopes, offsets = [], []
+        for each in ranks:
+            rows = inputs[each["indices"]]
+            error = rows @ matrix + bias + more - targets[each["indices"]]
+            slopes.append(rows.T @ error / len(error))
+            offsets.append(error.mean(0))
+        matrix = matrix - RATE * np.mean(slopes, axis=0)
+        bias, more = bias - RATE * np.mean(offsets, axis=0), more - RATE * np.mean(offsets, axis=0)
+    return [matrix, bias, more]
+
+
+def _every_row(steps: list[list[dict[str, Any]]]) -> str:
+    """Return which rows an epoch lacks, or has had more often than dividing it among the ranks takes."""
+    from programs import faults as program
+
+    epochs: defaultdict[int, Counter[int]] = defaultdict(Counter)
+    for ranks in steps:
+        for each in ranks:
+            epochs[each["epoch"]].update(each["indices"])
+    for epoch, rows in epochs.items():
+        if lacking := set(range(program.ROWS)) - set(rows):
+            return f"epoch {epoch} lacks rows {sorted(lacking)}"
+        twice = sum(rows.values()) - program.ROWS
+        if twice > RANKS - 1:
+            return f"epoch {epoch} has {twice} rows too many"
+    return ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cells", type=int, help="how many to run; all if not given")
+    parser.add_argument("--seed", type=int, default=0, help="which ones")
+    arguments = parser.parse_args()
+    chosen = cells()
+    if arguments.cells is not None:
+        chosen = random.Random(arguments.seed).sample(chosen, arguments.cells)
+    failed = 0
+    print("| deaths: rank@step:where:how | over | left | s |  |\n|---|---|--:|--:|---|")
+    for cell in chosen:
+        seconds, wrong = run(cell)
+        failed += bool(wrong)
+        verdict = "as promised" if not wrong else f"WRONG: {wrong.splitlines()[0]}"
+        left = "none" if cell.left is None else cell.left
+        print(f"| {', '.join(cell.deaths)} | {cell.layout} | {left} | {seconds:.1f} | {verdict} |", flush=True)
+        if wrong:
+            print(wrong, file=sys.stderr, flush=True)
+    print(f"\n{len(chosen) - failed} of {len(chosen)} cells ended as promised")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    sys.exit(main())

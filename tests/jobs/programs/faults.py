@@ -1,0 +1,190 @@
+"""Train a small model elastically while ranks die as they are told, and write down what the training consisted of.
+
+    ringreduce run --elastic -np 4 python faults.py FOLDER RANK@STEP:WHERE:HOW ...
+
+Each rank writes one line of JSON for every step that it begins, to a file of its own in FOLDER, and one at the end.
+`tests/jobs/faults.py` computes from these what the weights must be.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import ringreduce as rr
+from ringreduce import elastic, processes
+from ringreduce.testing.toy import Toy
+from ringreduce.training.elastic import EpochDivision, HandlingState
+
+ROWS, FEATURES, OUTPUTS, BATCH, EPOCHS = 403, 60, 50, 8, 2
+
+
+class Death(NamedTuple):
+    """Who dies (its first rank), in which step, where in that, and how."""
+
+    rank: int
+    step: int
+    where: str
+    how: str
+
+    @classmethod
+    def parse(cls, text: str) -> Death:
+        who, where, how = text.split(":")
+        rank, step = who.split("@")
+        return cls(int(rank), int(step), where, how)
+
+
+def data() -> tuple[Any, Any]:
+    """Return inputs and targets, the same in every process."""
+    rng = np.random.default_rng(5)
+    inputs = rng.standard_normal((ROWS, FEATURES)).astype(np.float32)
+    return inputs, inputs @ rng.standard_normal((FEATURES, OUTPUTS)).astype(np.float32)
+
+
+class Killer(rr.Instrument):
+    """Ends this process when its time has come."""
+
+    def __init__(self, deaths: list[Death]) -> None:
+        self.me = rr.rank()  # the first number, which stays
+        self.deaths = [each for each in deaths if each.rank == self.me]
+        self.step = 0
+        self.sync = self.backward = False
+
+    def come_to(self, where: str) -> None:
+        for each in self.deaths:
+            if (each.step, each.where) == (self.step, where):
+                self.deaths.remove(each)
+                die(each.how)
+
+    def operation_submitted(self, name: str) -> None:
+        if self.backward:
+            self.come_to("overlap")
+
+    def operation_announced(self, name: str) -> None:
+        self.come_to("negotiation")
+
+    def step_finished(self, step: str) -> None:
+        if self.sync:
+            self.come_to("broadcast")
+        elif step in ("publish and meet", "load and store") or "transfer" in step:
+            self.come_to("allreduce")
+
+
+def die(how: str) -> None:
+    if how == "exception":
+        raise RuntimeError("this rank fails, as it was told")
+    if how == "MemoryError":
+        raise MemoryError("as it was told")
+    if how == "exit":
+        os._exit(3)
+    if how == "launcher":
+        os.kill(os.getppid(), signal.SIGKILL)  # the shell above this rank
+        launcher = processes.launcher()
+        assert launcher is not None
+        os.kill(launcher, signal.SIGKILL)
+    os.kill(os.getpid(), getattr(signal, how))
+
+
+class Kept(HandlingState):
+    """A state that calls the killer."""
+
+    def __init__(self, killer: Killer, **kept: Any) -> None:
+        self._killer = killer
+        super().__init__(**kept)
+
+    def restore(self) -> None:
+        self._killer.come_to("recovery")
+        super().restore()
+
+    def sync(self) -> None:
+        self._killer.sync = True
+        super().sync()
+        self._killer.sync = False
+
+    def save(self) -> None:
+        for number, handler in enumerate(self._handlers.values()):
+            if number == 1:  # between what is kept
+                self._killer.come_to("commit")
+            handler.save()
+        super().save()
+
+
+class Model:
+    """The weights of the toy, as a state keeps them."""
+
+    def __init__(self, toy: Toy) -> None:
+        self.toy = toy
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: weight.value for name, weight in self.toy.named}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, weight in self.toy.named:
+            weight.value[...] = state[name]
+
+
+class Division(EpochDivision):
+    """A sampler."""
+
+    def shuffled(self, seed: int) -> list[int]:
+        return [int(each) for each in np.random.default_rng(seed).permutation(ROWS)]
+
+
+class Training:
+    """The training of a linear model, and its log."""
+
+    def __init__(self, folder: str, deaths: list[Death]) -> None:
+        self.file = (Path(folder) / f"{rr.rank()}.jsonl").open("w")
+        self.generation = 0
+        self.killer = Killer(deaths)
+        self.inputs, self.targets = data()
+        zeros = {"matrix": np.zeros((FEATURES, OUTPUTS), np.float32), "bias": np.zeros(OUTPUTS, np.float32)}
+        self.toy = Toy({**zeros, "more": np.zeros(OUTPUTS, np.float32)}, overlap=True)
+        self.sampler = Division(range(ROWS), seed=3)
+        self.state: Any = Kept(self.killer, model=Model(self.toy), sampler=self.sampler, epoch=0, step=0)
+
+    def run(self) -> None:
+        elastic.run(self._train)(self.state)
+        weights = [each.tolist() for each in self.toy.weights()]
+        self._write(done=True, steps=self.state.step, size=rr.size(), weights=weights)
+
+    def _train(self, state: Any) -> None:
+        self.generation += 1
+        rr.global_process_set.engine.communicator.instruments.add(self.killer)
+        while state.epoch < EPOCHS:
+            mine = list(self.sampler)
+            for first in range(0, len(mine), BATCH):
+                self._step(mine[first : first + BATCH])
+                state.commit()
+            state.epoch += 1
+            self.sampler.set_epoch(state.epoch)
+            state.commit()
+
+    def _step(self, batch: list[int]) -> None:
+        killer, state = self.killer, self.state
+        killer.step = state.step
+        self._write(step=state.step, epoch=state.epoch, size=rr.size(), indices=batch)
+        killer.come_to("idle")
+        self.toy.zero_grad()
+        killer.come_to("forward")
+        killer.backward = True
+        self.toy.backward(self.inputs[batch], self.targets[batch])
+        killer.backward = False
+        killer.come_to("backward")
+        self.toy.step()
+        self.sampler.record_indices(batch)
+        state.step += 1
+
+    def _write(self, **what: Any) -> None:
+        print(json.dumps({"generation": self.generation, **what}), file=self.file, flush=True)
+
+
+if __name__ == "__main__":
+    rr.init()
+    Training(sys.argv[1], [Death.parse(each) for each in sys.argv[2:]]).run()

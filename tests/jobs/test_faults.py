@@ -1,0 +1,29 @@
+"""Elastic training goes on when ranks die: some cells of the matrix that `scripts/faults` runs as a whole."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from faults import Cell, cells, run
+
+EVERY = cells()
+CHOSEN = [
+    *random.Random(14).sample([each for each in EVERY if len(each.deaths) == 1 and "SIGSTOP" not in each.name], 16),
+    *random.Random(14).sample([each for each in EVERY if "SIGSTOP" in each.name], 2),
+    *random.Random(14).sample([each for each in EVERY if len(each.deaths) > 1 or each.left is None], 7),
+]
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not on the path")
+@pytest.mark.parametrize("cell", CHOSEN, ids=[each.name for each in CHOSEN])
+def test_a_death_ends_as_promised(cell: Cell) -> None:
+    """The others go on: weights are those of the steps that count, and no row of an epoch is lost or repeated."""
+    _, wrong = run(cell)
+    assert not wrong
