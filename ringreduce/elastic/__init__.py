@@ -2,5 +2,6 @@
 
 from ringreduce.elastic.loop import run, run_fn
 from ringreduce.elastic.state import HostsUpdatedInterrupt, ObjectState, State
+from ringreduce.elastic.store import CommitStore
 
-__all__ = ["HostsUpdatedInterrupt", "ObjectState", "State", "run", "run_fn"]
+__all__ = ["CommitStore", "HostsUpdatedInterrupt", "ObjectState", "State", "run", "run_fn"]

@@ -75,7 +75,7 @@ def _repeated(
             try:
                 if not skip_sync:
                     state.sync()
-                return func(state, *args, **kwargs)
+                result = func(state, *args, **kwargs)
             except HostsUpdatedInterrupt as interrupt:
                 skip_sync = interrupt.skip_sync
             except CollectiveError as error:
@@ -85,6 +85,9 @@ def _repeated(
                 state.restore()
                 skip_sync = False
                 failure = error
+            else:
+                state.settle()
+                return result
             if begin_anew(state, failure):
                 restarts = 0
             commits = state.commits

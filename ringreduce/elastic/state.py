@@ -70,7 +70,14 @@ class State:
         """
         self.save()
         self.commits += 1
+        self.committed()
         self.check_host_updates()
+
+    def committed(self) -> None:
+        """Do what is to be done with a copy that was committed. Does nothing unless overridden."""
+
+    def settle(self) -> None:
+        """Return when what was committed is where it is to be. Does nothing unless overridden."""
 
     def check_host_updates(self) -> None:
         """Look whether rank 0 has heard that the hosts have changed. Collective.

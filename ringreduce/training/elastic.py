@@ -6,16 +6,20 @@ See `ringreduce.elastic` for the states and the loop that they serve.
 from __future__ import annotations
 
 import copy
+import io
+import os
+import pickle
 from collections.abc import Iterable, Iterator, Sized
-from typing import Any
+from typing import Any, BinaryIO
 
 from ringreduce.arguments import whole_number
-from ringreduce.elastic import HostsUpdatedInterrupt, ObjectState
+from ringreduce.elastic import CommitStore, HostsUpdatedInterrupt, ObjectState
 from ringreduce.errors import ConfigError
 from ringreduce.runtime import is_initialized, rank, size
+from ringreduce.training.generators import Generators
 from ringreduce.training.objects import allgather_object, broadcast_object
 
-__all__ = ["EpochDivision", "HandlingState", "SamplerStateHandler", "StateHandler"]
+__all__ = ["EpochDivision", "HandlingState", "OwnStateHandler", "SamplerStateHandler", "StateHandler"]
 
 
 class StateHandler:
@@ -25,7 +29,13 @@ class StateHandler:
 
     Args:
         value: the object.
+
+    Attributes:
+        own: whether each rank has a state of its own.
     """
+
+    own = False
+    _saved: Any = None  # the copy that was taken last, which nobody changes; subclasses may keep theirs elsewhere
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -67,6 +77,15 @@ class SamplerStateHandler(StateHandler):
             self.value.learn(each)
 
 
+class OwnStateHandler(StateHandler):
+    """Keeps what each rank has of its own."""
+
+    own = True
+
+    def sync(self) -> None:
+        pass
+
+
 class HandlingState(ObjectState):
     """Attributes: a `StateHandler` keeps those that are objects with a state; the others are kept by value.
 
@@ -78,12 +97,94 @@ class HandlingState(ObjectState):
 
     def __init__(self, **kwargs: Any) -> None:
         self._handlers: dict[str, StateHandler] = {}
+        self._store: CommitStore | None = None
+        self._every = 1
         super().__init__(broadcast_object, rank, **{name: value for name, value in kwargs.items() if value is not None})
+
+    def keep_on_disk(self, folder: str | os.PathLike[str], every: int = 1, keep: int = 3) -> int | None:
+        """Write commits to a folder from now on, and begin with the last one that is there whole. Collective.
+
+        Rank 0 reads and writes what is common to the ranks, beside the training; what each has of its own
+        (`ringreduce.training.generators.Generators`), each reads and writes. Where a commit is truncated or was
+        changed, an error is logged that names it, and the one before it is used. See `ringreduce.elastic.CommitStore`
+        for what is in the folder.
+
+        Args:
+            folder: the same on all ranks; made if need be. Ranks of all machines see it, if parts of their own count.
+            every: how many commits there are to one that is written. A commit for which there was no time is left out.
+            keep: how many stay.
+
+        Returns:
+            The number of the commit with which training begins; None: there is none.
+
+        Raises:
+            ConfigError: an argument makes no sense; or an attribute that is kept by value could not be read again.
+        """
+        every, keep = whole_number("every", every, 1), whole_number("keep", keep, 1)
+        self._every, self._store = every, CommitStore(folder, keep, self._write, self._read)
+        self._require_readable()
+        found = self._store.newest() if rank() == 0 else None
+        number: int | None = broadcast_object(None if found is None else found[0])
+        if found is not None:
+            self._take(found[1])
+        if number is not None:
+            mine = self._store.newest(f".rank-{rank()}", number)
+            if mine is not None and mine[1]["size"] == size():
+                self._take(mine[1])
+            self.commits = number
+        return number
+
+    def committed(self) -> None:
+        if self._store is None or self.commits % self._every:
+            return
+        objects = {name: handler for name, handler in self._handlers.items() if handler._saved is not None}
+        common = {name: handler._saved for name, handler in objects.items() if not handler.own}
+        own = {name: handler._saved for name, handler in objects.items() if handler.own}
+        if own:
+            self._store.put(self.commits, {"objects": own, "values": {}, "size": size()}, f".rank-{rank()}")
+        if rank() == 0:
+            self._store.put(self.commits, {"objects": common, "values": self._saved, "size": size()})
+
+    def settle(self) -> None:
+        if self._store is not None:
+            self._store.settle()
+
+    def _take(self, content: dict[str, Any]) -> None:
+        """Go on from what was read."""
+        for name, saved in content["objects"].items():
+            if name in self._handlers:
+                self._handlers[name]._saved = saved
+                self._handlers[name].restore()
+        known = {name: value for name, value in content["values"].items() if name in self._names}
+        for name, value in known.items():
+            setattr(self, name, value)
+        ObjectState.save(self)
+
+    def _require_readable(self) -> None:
+        for name, value in self._saved.items():
+            file = io.BytesIO()
+            try:
+                self._write(value, file)
+                file.seek(0)
+                self._read(file)
+            except Exception as error:
+                raise ConfigError(
+                    f"{name} of the state cannot be kept on disk ({error}); keep what has a state dict, tensors, "
+                    "and plain numbers, texts, lists and dicts"
+                ) from error
+
+    def _write(self, content: Any, file: BinaryIO) -> None:
+        pickle.dump(content, file, pickle.HIGHEST_PROTOCOL)
+
+    def _read(self, file: BinaryIO) -> Any:
+        return pickle.load(file)  # written by this program; a binding that has a safer way overrides both
 
     def _find_handler(self, value: Any) -> StateHandler | None:
         """Return a handler for an object; None: it is kept by value."""
         if isinstance(value, EpochDivision):
             return SamplerStateHandler(value)
+        if isinstance(value, Generators):
+            return OwnStateHandler(value)
         return StateHandler(value) if hasattr(value, "state_dict") and hasattr(value, "load_state_dict") else None
 
     def save(self) -> None:

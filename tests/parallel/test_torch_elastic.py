@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pathlib
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 
 import ringreduce as rr
@@ -436,3 +439,66 @@ def test_a_rank_may_join_before_it_steps_in_the_next_world(world: rr.Communicato
     hvd.join()
     hvd.broadcast_parameters([weight], root_rank=hvd.size() - 1)
     assert torch.equal(weight.detach(), torch.full((3,), -hvd.size() / 2 if hvd.size() > 1 else 0.0))
+
+
+def test_a_job_that_begins_again_goes_on_from_the_disk(world: rr.Communicator, tmp_path_factory: Any) -> None:
+    """Model, optimizer, sampler, values and each rank's random numbers are those of the last commit that is whole."""
+    folder = hvd.broadcast_object(str(tmp_path_factory.mktemp("commits")))
+
+    def state_of(seed: int) -> tuple[Any, Any, Any]:
+        model, optimizer = trained(seed)
+        sampler = hvd.elastic.ElasticSampler(Indices(), seed=3)
+        generators = hvd.elastic.Generators()
+        return (
+            hvd.elastic.TorchState(model, optimizer, sampler=sampler, generators=generators, step=0),
+            model,
+            optimizer,
+        )
+
+    hvd.elastic.seed(9)
+    state, model, optimizer = state_of(seed=1)
+    assert state.keep_on_disk(folder) is None
+    state.sampler.record_batch(0, 2)
+    state.step = 5
+    state.commit()
+    state.settle()
+    hvd.barrier()
+    before, drawn = content(model, optimizer), torch.rand(3)
+    with torch.no_grad():
+        model[0].weight.zero_()
+    state.step = 6
+
+    again, model, optimizer = state_of(seed=2)
+    assert again.keep_on_disk(folder) == 1
+    again.sync()
+    assert same(content(model, optimizer), before)
+    assert again.step == 5
+    assert again.sampler.processed_indices == state.sampler.processed_indices
+    assert len(again.sampler.processed_indices) == min(ROWS, 2 * world.size)
+    assert torch.equal(torch.rand(3), drawn)
+    if hvd.rank() == 0:
+        (file,) = (each for each in pathlib.Path(folder).glob("commit-*.pt") if ".rank" not in each.name)
+        assert torch.load(file, weights_only=True)["values"] == {"step": 5}
+
+
+def test_random_numbers_differ_between_ranks_and_come_again(world: rr.Communicator) -> None:
+    """The same seed gives each rank the same numbers of Python, NumPy and torch again, and no two ranks the same."""
+
+    def drawn() -> list[float]:
+        return [random.random(), float(np.random.rand()), float(torch.rand(1)[0])]
+
+    hvd.elastic.seed(4)
+    first = drawn()
+    hvd.elastic.seed(4)
+    assert drawn() == first
+    everyone = hvd.allgather_object(first)
+    assert len({tuple(each) for each in everyone}) == world.size
+    with pytest.raises(rr.ConfigError):
+        hvd.elastic.seed(-1)
+
+
+def test_what_cannot_be_read_again_is_refused_at_once(world: rr.Communicator, tmp_path: Any) -> None:
+    """A value of a class of the program's own would make every commit useless; the error names it."""
+    state = hvd.elastic.TorchState(rows=Indices())
+    with pytest.raises(rr.ConfigError, match="rows of the state"):
+        state.keep_on_disk(tmp_path)

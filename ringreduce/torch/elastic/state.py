@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -45,6 +45,12 @@ class TorchState(HandlingState):
         **kwargs: Any,
     ) -> None:
         super().__init__(model=model, optimizer=optimizer, **kwargs)
+
+    def _write(self, content: Any, file: BinaryIO) -> None:
+        torch.save(content, file)
+
+    def _read(self, file: BinaryIO) -> Any:
+        return torch.load(file, map_location="cpu", weights_only=True)
 
     def _find_handler(self, value: Any) -> StateHandler | None:
         for kind, handler in _registry:

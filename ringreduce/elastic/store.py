@@ -1,0 +1,158 @@
+"""Commits on disk: a folder that holds the last few, whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ringreduce.config import VERSION
+
+__all__ = ["CommitStore"]
+
+_log = logging.getLogger(__name__)
+
+_NAME = re.compile(r"commit-([0-9]{12})\.json")
+_CHUNK_NBYTES = 1 << 20
+
+
+class CommitStore:
+    """The last commits of a training, in a folder, for a job that begins again.
+
+    Each is a file of content, ``commit-000000000012.pt``, and one that says how long that is and what its SHA-256 is,
+    ``commit-000000000012.json``. Both are written under other names, flushed to the disk and renamed, the second last:
+    a commit without it does not count. A rank's own part goes into a file of its own beside it, ``.rank-3.pt``.
+
+    Writing goes on beside the training, on one thread. What is to be written while it is at work waits, and gives way
+    to what comes after it: no more than two commits are in memory.
+
+    Args:
+        folder: made if need be, for this user alone.
+        keep: how many commits stay; older ones are removed.
+        write: writes content to an open file.
+        read: reads it from one.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        keep: int,
+        write: Callable[[Any, BinaryIO], None],
+        read: Callable[[BinaryIO], Any],
+    ) -> None:
+        self.folder = Path(folder)
+        self._keep, self._write, self._read = keep, write, read
+        self._changed = threading.Condition()
+        self._waiting: dict[str, tuple[int, Any]] = {}  # by part, what is to be written
+        self._writing = False
+
+    def put(self, number: int, content: Any, part: str = "") -> None:
+        """Have a commit written; returns at once.
+
+        Args:
+            number: of the commit.
+            content: nobody changes it from now on.
+            part: ``".rank-3"``; empty: what is common to the ranks.
+        """
+        with self._changed:
+            self._waiting[part] = number, content
+            if not self._writing:
+                self._writing = True
+                threading.Thread(target=self._write_all, name="ringreduce writes commits").start()
+
+    def settle(self) -> None:
+        """Return when everything is written."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._writing)
+
+    def newest(self, part: str = "", number: int | None = None) -> tuple[int, Any] | None:
+        """Return the number and the content of the last commit that is whole; None: there is none.
+
+        Args:
+            part: as for `put`.
+            number: of the only one to look at; None: any.
+        """
+        for found in sorted(self._numbers(), reverse=True):
+            if number not in (None, found):
+                continue
+            try:
+                return found, self._load(found, part)
+            except Exception as error:  # whatever a truncated or foreign file leads to
+                _log.error("%s cannot be used: %s", self._path(found, part), error)
+        return None
+
+    # ---- files ----
+
+    def _path(self, number: int, part: str = "", suffix: str = "pt") -> Path:
+        return self.folder / f"commit-{number:012}{part}.{suffix}"
+
+    def _numbers(self) -> list[int]:
+        if not self.folder.is_dir():
+            return []
+        return [int(found[1]) for each in self.folder.iterdir() if (found := _NAME.fullmatch(each.name))]
+
+    def _load(self, number: int, part: str) -> Any:
+        said = json.loads(self._path(number, part, "json").read_text(encoding="utf-8"))
+        path = self._path(number, part)
+        found = {"nbytes": path.stat().st_size, "sha256": _digest(path)}
+        for what, value in found.items():
+            if said[what] != value:
+                raise ValueError(f"its {what} is {value}, not {said[what]}")
+        with path.open("rb") as file:
+            return self._read(file)
+
+    def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                if not self._waiting:
+                    self._writing = False
+                    self._changed.notify_all()
+                    return
+                part, (number, content) = self._waiting.popitem()
+            try:
+                self._store(number, content, part)
+            except Exception:  # a full disk, or what cannot be pickled: the training goes on
+                _log.exception("commit %d was not written to %s", number, self.folder)
+            del content
+
+    def _store(self, number: int, content: Any, part: str) -> None:
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = self._path(number, part)
+        _replace(path, lambda file: self._write(content, file))
+        said = {"nbytes": path.stat().st_size, "sha256": _digest(path), "ringreduce": VERSION}
+        _replace(self._path(number, part, "json"), lambda file: file.write(json.dumps(said).encode()))
+        for old in sorted(self._numbers())[: -self._keep]:
+            for each in self.folder.glob(f"commit-{old:012}.*"):
+                each.unlink(missing_ok=True)
+
+
+def _replace(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write a file that is there as a whole or not at all, whenever the machine stops."""
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(new, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_NBYTES):
+            digest.update(chunk)
+    return digest.hexdigest()

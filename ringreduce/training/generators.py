@@ -1,0 +1,50 @@
+"""Random numbers that come again: one seed for a job, and where each rank's generators are, for a commit."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+
+from ringreduce.arguments import whole_number
+from ringreduce.runtime import is_initialized, rank
+
+__all__ = ["Generators", "seed_of_rank"]
+
+
+def seed_of_rank(seed: int) -> int:
+    """Seed Python's and NumPy's global generators of this rank; return its seed, of 64 bits, for others.
+
+    Ranks have different seeds. They are those of the same seed and rank in every run.
+
+    Args:
+        seed: of the job; the same on all ranks.
+
+    Raises:
+        ConfigError: it is no whole number, at least 0.
+    """
+    seed = whole_number("seed", seed, 0)
+    mine = int(np.random.SeedSequence([seed, rank() if is_initialized() else 0]).generate_state(1, np.uint64)[0])
+    random.seed(mine)
+    np.random.seed(mine % 2**32)
+    return mine
+
+
+class Generators:
+    """The global generators of this process, of Python and NumPy, to be kept in a state: each rank has its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where they are, in plain numbers."""
+        kind, numbers, gauss = random.getstate()
+        legacy = dict(np.random.get_state(legacy=False))
+        legacy["state"] = {"key": legacy["state"]["key"].tolist(), "pos": int(legacy["state"]["pos"])}
+        return {"python": [kind, list(numbers), gauss], "numpy": legacy}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        kind, numbers, gauss = state["python"]
+        random.setstate((kind, tuple(numbers), gauss))
+        legacy = dict(state["numpy"])
+        legacy["state"] = {**legacy["state"], "key": np.array(legacy["state"]["key"], np.uint32)}
+        np.random.set_state(legacy)
