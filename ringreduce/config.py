@@ -32,8 +32,9 @@ VERSION = "0.1.0"
 
 _T = TypeVar("_T")
 
-#: Variables of ours that are not settings: the name of a host that is simulated, the time limit of a test.
-_ELSEWHERE = {"RINGREDUCE_HOST", "RINGREDUCE_TEST_TIMEOUT"}
+#: Variables of ours that are not settings: the name of a host that is simulated, how often `ringreduce run` has started
+#: the job again, the time limit of a test.
+_ELSEWHERE = {"RINGREDUCE_HOST", "RINGREDUCE_RESTART", "RINGREDUCE_TEST_TIMEOUT"}
 
 
 class Launcher(NamedTuple):

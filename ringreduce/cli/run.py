@@ -88,7 +88,10 @@ def command(
 def _run(line: Sequence[str], environment: Mapping[str, str], restarts: int, *, elastic: bool) -> int:
     """Run a job, again if it fails; return its exit status."""
     for attempt in range(restarts + 1):
-        job = subprocess.Popen(line, env=environment, stderr=subprocess.PIPE if elastic else None, bufsize=0)
+        again = {"RINGREDUCE_RESTART": str(attempt)} if attempt else {}
+        job = subprocess.Popen(
+            line, env={**environment, **again}, stderr=subprocess.PIPE if elastic else None, bufsize=0
+        )
         try:
             well = not elastic or _forward_errors(job)
             status = job.wait() or int(not well)
@@ -97,8 +100,8 @@ def _run(line: Sequence[str], environment: Mapping[str, str], restarts: int, *, 
             return _INTERRUPTED
         if status == 0 or attempt == restarts:
             break
-        again = f"starting it again ({attempt + 1} of {restarts})"
-        click.echo(f"ringreduce: the job has ended with status {status}; {again}", err=True)
+        next_one = f"starting it again ({attempt + 1} of {restarts})"
+        click.echo(f"ringreduce: the job has ended with status {status}; {next_one}", err=True)
     return status if status >= 0 else 128 - status
 
 

@@ -119,7 +119,7 @@ def _require_enough(failure: CollectiveError) -> None:
     left, least = runtime.size(), runtime.config().least_size
     if left < least:
         runtime.shutdown()
-        raise TransportError(f"{left} ranks are left, and RINGREDUCE_MIN_NP={least} are needed; {failure}") from failure
+        raise TransportError(f"too few ranks are left, {left} where RINGREDUCE_MIN_NP={least}; {failure}") from failure
 
 
 def _is_a_change_of_ranks(error: CollectiveError) -> bool:

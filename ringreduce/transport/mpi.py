@@ -513,8 +513,14 @@ def world() -> MPI.Intracomm:
 
 
 def _finalize() -> None:
-    if not MPI.Is_finalized():
+    if MPI.Is_finalized():
+        return
+    if _left is None:
         MPI.Finalize()
+        return
+    # After a death, Open MPI 5.0 now and then waits in there for ever. So the ranks that are left part by themselves.
+    with suppress(MPI.Exception, CollectiveTimeoutError):
+        Waiter(_PARTING_S).until(_left.Ibarrier().Test, str)
 
 
 def _ends(request: MPI.Request) -> bool:

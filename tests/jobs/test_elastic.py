@@ -1,0 +1,131 @@
+"""Elastic training of the example, and `ringreduce run`."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "elastic.py"
+
+
+def run(*arguments: str | Path, limit_s: int = 60) -> subprocess.CompletedProcess[str]:
+    """Run ``ringreduce run`` with these arguments."""
+    if shutil.which("mpirun") is None:
+        pytest.skip("mpirun is not on the path")
+    command = [sys.executable, "-m", "ringreduce", "run", *map(str, arguments)]
+    return subprocess.run(
+        ["timeout", "--kill-after=5", str(limit_s), *command], capture_output=True, text=True, check=False
+    )
+
+
+def weights(done: subprocess.CompletedProcess[str]) -> str:
+    """Return what the example says of its weights in the end."""
+    found = re.search("weights: ([0-9a-f]{16})", done.stdout)
+    assert done.returncode == 0, done.stderr
+    assert found is not None, done.stdout
+    return found[1]
+
+
+def test_a_job_that_begins_again_ends_in_the_same_bits(tmp_path: Path) -> None:
+    """With too few ranks left, the job goes on from disk, as many ranks as before: as if nothing had happened."""
+    pytest.importorskip("torch")
+    undisturbed = run("--elastic", "-np", 2, sys.executable, EXAMPLE)
+    again = run(
+        *("--elastic", "-np", 2, "--min-np", 2, "--max-restarts", 1, sys.executable, EXAMPLE),
+        *("--folder", tmp_path / "commits", "--fail", "0@33"),
+    )
+    assert weights(again) == weights(undisturbed)
+    assert "too few ranks are left, 1 where RINGREDUCE_MIN_NP=2" in again.stderr
+    assert "starting it again (1 of 1)" in again.stderr
+    assert re.search("going on from commit (25|30) on disk", again.stdout)
+
+
+def test_the_others_go_on_without_a_rank(tmp_path: Path) -> None:
+    """A model of torch trains to the end on the ranks that are left."""
+    pytest.importorskip("torch")
+    done = run("--elastic", "-np", 3, sys.executable, EXAMPLE, "--epochs", 1, "--fail", "0@20")
+    assert weights(done)
+    assert "3 ranks train from step 0" in done.stdout
+    assert "2 ranks train from step 20" in done.stdout
+
+
+NOT_ELASTIC = """
+import os, signal
+import numpy as np
+import ringreduce as rr
+
+rr.init()
+rr.barrier()
+if rr.rank() == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+rr.allreduce(np.ones(3))
+"""
+
+
+def test_a_program_that_is_not_elastic_ends_with_a_rank() -> None:
+    """What nobody takes ends the others too, with the reason, and the job has failed."""
+    done = run("--elastic", "-np", 3, sys.executable, "-c", NOT_ELASTIC)
+    assert done.returncode == 1
+    assert "rank 1 is lost" in done.stderr
+
+
+def test_the_exit_status_is_that_of_the_job() -> None:
+    """Without --elastic any rank that fails ends the job with its code."""
+    assert run("-np", 2, sys.executable, "-c", "import ringreduce; ringreduce.init()").returncode == 0
+    code = "import sys, ringreduce; ringreduce.init(); sys.exit(3 if ringreduce.rank() else 0)"
+    assert run("-np", 2, sys.executable, "-c", code).returncode == 3
+
+
+def test_a_dry_run_prints_what_would_be_started(tmp_path: Path) -> None:
+    """Hosts and variables go to mpirun as they are, quoted, and the program with its own options; nothing starts."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("h1 slots=2\n")
+    done = run("--dry-run", "-np", 3, "--hostfile", hosts, "python", "train.py", "--lr", "0.1", "-np", "a b")
+    assert done.returncode == 0
+    assert f"-np 3 --hostfile {hosts}" in done.stdout
+    assert done.stdout.endswith("python train.py --lr 0.1 -np 'a b'\n")
+    assert "--with-ft" not in done.stdout
+    elastic = run("--dry-run", "--elastic", "--min-np", 2, "-np", 4, "python", "train.py")
+    assert "RINGREDUCE_MIN_NP=2" in elastic.stdout
+    assert "mpirun --with-ft ulfm -np 4 sh -c" in elastic.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("-np", "0", "python"), "0 is not in the range"),
+        (("-np", "2"), "Missing argument"),
+        (("--min-np", "2", "-np", "4", "python"), "add --elastic"),
+        (("--elastic", "--min-np", "5", "-np", "4", "python"), "more than the 4 ranks"),
+        (("--hostfile", "/there/is/none", "python"), "does not exist"),
+    ],
+)
+def test_wrong_arguments_are_one_line(arguments: tuple[str, ...], said: str) -> None:
+    """They end with status 2, and nothing is started."""
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_library_that_survives_nothing_is_refused(tmp_path: Path) -> None:
+    """--elastic says which MPI it takes."""
+    fake = tmp_path / "mpirun"
+    fake.write_text("#!/bin/sh\necho HYDRA build details:\n")
+    fake.chmod(0o755)
+    program = "import sys; sys.executable = sys.argv.pop(1); from ringreduce.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "python"), "run", "--elastic", "-np", "2", "true"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ},
+    )
+    assert done.returncode == 2
+    assert "--elastic takes Open MPI 5" in done.stderr
