@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = [
+    "Recovery",
     "add_process_set",
     "allgather",
     "allreduce",
@@ -62,6 +64,18 @@ __all__ = [
 
 #: How far apart ranks come that have all waited for the same rank in vain.
 _GRACE_S = 10.0
+
+
+class Recovery(NamedTuple):
+    """How long `go_on` took, in seconds.
+
+    Attributes:
+        connected_s: until the ranks that are left had found each other.
+        begun_s: from then on, until their world had begun.
+    """
+
+    connected_s: float
+    begun_s: float
 
 
 class _Process:
@@ -142,8 +156,9 @@ class _Process:
         self._announce(RankAbove(world.rank, world.hosts.nodes))
         return world
 
-    def go_on(self, error: CollectiveError, seniority: int) -> None:
+    def go_on(self, error: CollectiveError, seniority: int) -> Recovery:
         """Leave the world, of which ranks were lost, and begin one of those that are left. Collective over these."""
+        started = perf_counter()
         with self._entrance, self._starting:
             own, self.world = self.own(), None
             if own is not None:
@@ -154,7 +169,9 @@ class _Process:
             settings = self._settings()
             late = isinstance(error, CollectiveTimeoutError)  # on all ranks: then they need no more time
             connection.go_on(seniority, Waiter(min(settings.timeout_s, _GRACE_S) if late else settings.timeout_s))
+            connected = perf_counter()
             self.world = self._begun(connection, settings)
+        return Recovery(connected - started, perf_counter() - connected)
 
     def _borrowed(self, settings: Config) -> BorrowedWorld | None:
         """Return the world of the rank that has started this process by `multiprocessing`; None: there is none."""
@@ -303,7 +320,7 @@ def shutdown() -> None:
     _process.shut_down()
 
 
-def go_on(error: CollectiveError, seniority: int = 0) -> None:
+def go_on(error: CollectiveError, seniority: int = 0) -> Recovery:
     """Leave the world, of which a rank was lost, and start one of the ranks that are left. Collective over these.
 
     What they have under way, in whatever they are, ends in a `PeerLostError`. They get new numbers, in the order that
@@ -314,6 +331,9 @@ def go_on(error: CollectiveError, seniority: int = 0) -> None:
         error: what a collective has raised: the loss of a rank, or that one did not come within the time limit.
         seniority: at least 0; ranks of higher ones come first.
 
+    Returns:
+        How long it took on this rank.
+
     Raises:
         PeerLostError: one more rank was lost meanwhile; call it again.
         CollectiveTimeoutError: a rank of another machine, where no other rank is left, did not call this in time.
@@ -322,7 +342,7 @@ def go_on(error: CollectiveError, seniority: int = 0) -> None:
     """
     if not survives_deaths():
         raise ConfigError("the launcher ends this job with any of its ranks; see mpirun --with-ft ulfm of Open MPI")
-    _process.go_on(error, seniority)
+    return _process.go_on(error, seniority)
 
 
 def is_initialized() -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 import ringreduce
-from ringreduce.cli import asynchronous
+from ringreduce.cli import asynchronous, recovery
 from ringreduce.cli import bench as benchmark
 from ringreduce.cli.cases import COLLECTIVES, NCCL_TYPES, OPS, TYPES, format_nbytes, native_dtype, sizes
 from ringreduce.cli.formats import WRITERS, to_json
@@ -62,11 +62,12 @@ Examples:
   mpirun -np 2 python -m ringreduce bench allreduce -b 64K -e 64M -f 4 --buffers shared --vs mpi,gloo
   mpirun -np 2 python -m ringreduce bench allreduce -b 1M -e 256M -f 4 --device cuda --buffers shared
   mpirun -np 2 python -m ringreduce bench async
+  ringreduce run --elastic -np 4 python -m ringreduce bench recovery
 """
 
 
 @click.command(epilog=_EXAMPLES, short_help="Measure a collective.")
-@click.argument("collective", metavar="COLLECTIVE", type=click.Choice([*COLLECTIVES, "async"]))
+@click.argument("collective", metavar="COLLECTIVE", type=click.Choice([*COLLECTIVES, "async", "recovery"]))
 @click.option("-b", "--minbytes", "min_nbytes", type=_NBYTES, default="32M", help="First size; takes K, M, G.")
 @click.option(
     "-e",
@@ -129,7 +130,7 @@ Examples:
 @click.option("-J", "--output_file", type=click.Path(dir_okay=False), help="Write the JSON report there as well.")
 @click.option("-I", "--per_iter_timing", "per_iteration", is_flag=True, help="Show how the iterations' times spread.")
 def bench(**options: Any) -> int:
-    """Measure a COLLECTIVE: allreduce, reduce_scatter, allgather, broadcast or alltoall; or async.
+    """Measure a COLLECTIVE: allreduce, reduce_scatter, allgather, broadcast or alltoall; or async, or recovery.
 
     Flags, sizes and columns are those of nccl-tests; but the size of -e is measured too where the steps jump over it,
     and -o, -d and --vs take several names with commas. The time of an iteration is the slowest rank's, the figure is
@@ -146,11 +147,19 @@ def bench(**options: Any) -> int:
 
     With async, measure named asynchronous allreduces instead: the latency of one of 4 B, and 160 of 64 KiB that are
     submitted together. Of the options, -n and --format json have a meaning there.
+
+    With recovery, let the last rank be killed until one is left, and measure how long it takes until the others go on;
+    under `ringreduce run --elastic` on one machine. Of the options, --format json has a meaning there.
     """
     if options["collective"] == "async":
         ringreduce.init()
         measured = asynchronous.run(options["iterations"], options["format"], lambda text: click.echo(text, nl=False))
         return int(any(each.nwrong for each in measured))
+    if options["collective"] == "recovery":
+        ringreduce.init()
+        speaks = ringreduce.rank() == 0
+        recovery.run(options["format"], lambda text: click.echo(text, nl=False) if speaks else None)
+        return 0
     settings = _settings(options)
     ringreduce.init()
     world = ringreduce.world()

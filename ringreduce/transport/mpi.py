@@ -55,11 +55,8 @@ _HERE_TAG, _STARTING_TAG, _LEFT_TAG = 32767, 32766, 32765
 _WHO_IS_HERE, _I_AM = 0, 1  # what is said with the last of these
 _PARTING_S = 1.0
 _TOLD_S = 2.0  # the library tells of a death within 0.1 s
-#: Errors that mean that a rank has died, or that another one has seen that first. A wait for several messages reports
-#: the death in the status of one of them.
-_LOST = {
-    getattr(MPI, name, -1) for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED", "ERR_IN_STATUS")
-}
+#: Errors that mean that a rank has died, or that another one has seen that first.
+_LOST = {getattr(MPI, name, -1) for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")}
 
 #: Transports that were not closed, or had transfers under way then: MPI may still use the memory which these name, so
 #: it must stay, and the transport with it.
@@ -597,7 +594,9 @@ def _translated(comm: MPI.Intracomm | None = None) -> Iterator[None]:
 
 def _translate(error: MPI.Exception, comm: MPI.Intracomm | None = None) -> TransportError:
     text = error.Get_error_string()
-    if error.Get_error_class() in _LOST:
+    kind = error.Get_error_class()
+    # A test of several messages leaves it to the status of one of them to say that a rank has died.
+    if kind in _LOST or (kind == MPI.ERR_IN_STATUS and survives_deaths()):
         lost = [] if comm is None else _lost(comm)
         return PeerLostError(lost[0] if lost else -1, f"MPI reports {text}")
     return TransportError(f"MPI reports {text}")
