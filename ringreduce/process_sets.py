@@ -57,9 +57,9 @@ class ProcessSet:
 
     def __init__(self, ranks: Iterable[int] | Any) -> None:
         if hasattr(ranks, "Get_group"):
-            from ringreduce.transport import mpi
+            from ringreduce.transport import job
 
-            ranks = mpi.world_ranks(cast(Any, ranks))
+            ranks = job.world_ranks(cast(Any, ranks))
         if not isinstance(ranks, Iterable):
             raise ConfigError(f"a process set is made of a list of ranks, got {ranks!r}")
         listed = [whole_number("a rank of a process set", rank) for rank in ranks]

@@ -1,17 +1,14 @@
-"""Messages over MPI, through mpi4py: the only home of both. MPI's exceptions are translated here and nowhere else."""
+"""Messages over MPI, through mpi4py. MPI's exceptions are translated here and nowhere else."""
 
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import pairwise
-from operator import index
 from typing import Any, NamedTuple, cast
 
 import mpi4py
@@ -19,11 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.config import survives_deaths
-from ringreduce.errors import CollectiveTimeoutError, ConfigError, PeerLostError, TransportError, name_ranks
+from ringreduce.errors import CollectiveTimeoutError, PeerLostError, TransportError, name_ranks
 from ringreduce.processes import at_exit
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.transport.messages import Request, exchange_json
-from ringreduce.transport.node import host_name
 from ringreduce.transport.waiting import Waiter
 
 # mpi4py ends MPI at the exit of every process that has it, those too that a rank has forked, and these would wait there
@@ -34,7 +30,7 @@ if _ends_mpi:
     mpi4py.rc.finalize = False
 from mpi4py import MPI  # noqa: E402
 
-__all__ = ["MpiMessages", "MpiRanks", "library", "subworld", "world", "world_ranks"]
+__all__ = ["HERE_TAG", "LEFT_TAG", "MpiMessages", "keep_left", "library", "revoke_all", "translated", "world"]
 
 Array = npt.NDArray[Any]
 
@@ -51,10 +47,9 @@ _OPS = {
 }
 _NOTE_TAG, _LAST_TAG, _GIVEN_UP_TAG = 0, 1, 2
 #: On communicators that are not ours: the largest that there always are.
-_HERE_TAG, _STARTING_TAG, _LEFT_TAG = 32767, 32766, 32765
+HERE_TAG, _STARTING_TAG, LEFT_TAG = 32767, 32766, 32765
 _WHO_IS_HERE, _I_AM = 0, 1  # what is said with the last of these
 _PARTING_S = 1.0
-_TOLD_S = 2.0  # the library tells of a death within 0.1 s
 #: Errors that mean that a rank has died, or that another one has seen that first.
 _LOST = {getattr(MPI, name, -1) for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")}
 
@@ -293,7 +288,7 @@ class MpiMessages:
         self.free(freeing)
 
     def _translated(self) -> AbstractContextManager[None]:
-        return _translated(None if self._data == MPI.COMM_NULL else self._data)
+        return translated(None if self._data == MPI.COMM_NULL else self._data)
 
     def revoke(self) -> None:
         comms = [each for each in (self._data, self._control) if each != MPI.COMM_NULL]
@@ -392,121 +387,24 @@ class MpiMessages:
         return not self._posted
 
 
-class MpiRanks:
-    """Ranks of the job as MPI connects them; see `ringreduce.launch.Connection`.
-
-    Args:
-        comm: the ranks.
-    """
-
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        self._given = comm
-        self._comm = comm  # those that are left
-        self._heard: dict[int, MPI.Request] = {}  # of the given ones, that they look who is left
-        self._processes: dict[int, int] = {}  # of the given ones that are on this host
-
-    @property
-    def name(self) -> str:
-        return f"rank {self._comm.rank}"
-
-    @property
-    def who(self) -> str:
-        job = world()
-        if job.size == 1 and MPI.COMM_WORLD.size == 1:
-            return ""
-        in_job = f" (rank {job.rank} of {job.size} in the job)" if self._comm.size != job.size else ""
-        return f"{self.name} of {self._comm.size}{in_job}"
-
-    def messages(self, waiter: Waiter) -> MpiMessages:
-        messages = MpiMessages(self._comm, waiter)
-        if survives_deaths() and not self._processes:
-            introduced = exchange_json(messages, (host_name(), os.getpid()))
-            self._processes = {rank: pid for rank, (host, pid) in enumerate(introduced) if host == host_name()}
-        return messages
-
-    def abort(self, code: int) -> None:
-        if survives_deaths():
-            os.kill(os.getpid(), signal.SIGKILL)  # the others live on; of other ends they would not be told
-        MPI.COMM_WORLD.Abort(code)
-
-    def go_on(self, seniority: int, waiter: Waiter) -> None:
-        global _left
-        for each in list(_open):
-            each.revoke()
-        former, self._comm = self._comm, self._given
-        with _translated(self._given):
-            if former != self._given:
-                former.Revoke()
-            self._meet(waiter)
-            left = cast("MPI.Intracomm", self._given.Shrink())
-            left.Set_errhandler(MPI.ERRORS_RETURN)
-            try:
-                ordered = cast("MPI.Intracomm", left.Split(0, left.rank - seniority * left.size))
-            except MPI.Exception:
-                left.Revoke()  # or some would wait in there for those that it has failed for
-                raise
-            ordered.Set_errhandler(MPI.ERRORS_RETURN)
-            left.Free()
-        self._comm = ordered
-        if self._given == MPI.COMM_WORLD:
-            _left = ordered
-
-    def _meet(self, waiter: Waiter) -> None:
-        """Return when all that are left look who is left: to find out takes all of them, and knows no time limit.
-
-        Ranks of this host that do not come in time are killed: nobody can go on while they might.
-        """
-        comm, notes = self._given, []
-        waits: set[int] = set(range(comm.size)) - {comm.rank}
-        for peer in waits:
-            with suppress(MPI.Exception):  # that one is dead
-                notes.append(comm.Isend([b"", MPI.BYTE], peer, _LEFT_TAG))
-                if peer not in self._heard:
-                    self._heard[peer] = comm.Irecv([bytearray(), MPI.BYTE], peer, _LEFT_TAG)
-        quiet: dict[int, float] = {}  # ranks whose process has ended, and when that was seen
-
-        def all_heard() -> bool:
-            for peer in list(waits):
-                request = self._heard.get(peer)
-                try:
-                    heard = request is None or request.Test()
-                except MPI.Exception:  # it is dead
-                    heard = True
-                if heard:
-                    waits.discard(peer)
-                    self._heard.pop(peer, None)
-            return not waits
-
-        def told_of_deaths() -> None:
-            for peer in waits & self._processes.keys():
-                if os.path.exists(f"/proc/{self._processes[peer]}"):
-                    continue
-                if time.monotonic() - quiet.setdefault(peer, time.monotonic()) > _TOLD_S:
-                    raise TransportError(
-                        f"rank {peer} of the job has ended by itself, of which {library()} tells nobody, so the others "
-                        "cannot go on without it; start the job with `ringreduce run --elastic`, where they can"
-                    )
-
-        patient = Waiter(waiter.timeout_s, waiter.crowded)
-        patient.watchers.append(told_of_deaths)
-        try:
-            patient.until(all_heard, str)
-        except CollectiveTimeoutError:
-            for peer in waits & self._processes.keys():
-                pid = self._processes[peer]
-                _log.warning("rank %d of the job does not go on, and is killed: process %d", peer, pid)
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            patient.timeout_s = 2 * _TOLD_S
-            patient.until(all_heard, lambda: f"{name_ranks(sorted(waits))} of the job to go on without those that died")
-
-
 def world() -> MPI.Intracomm:
     """Return the communicator of all ranks, of those that are left if some have died, initialising MPI if need be."""
     if not MPI.Is_initialized():  # as with ``mpi4py.rc.initialize = False``
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
         at_exit(_finalize)
     return MPI.COMM_WORLD if _left is None else _left
+
+
+def keep_left(comm: MPI.Intracomm) -> None:
+    """Take note of the ranks of the job that have not died."""
+    global _left
+    _left = comm
+
+
+def revoke_all() -> None:
+    """Revoke all transports of this process."""
+    for each in list(_open):
+        each.revoke()
 
 
 def _finalize() -> None:
@@ -535,49 +433,6 @@ if _ends_mpi:
     at_exit(_finalize)
 
 
-def world_ranks(comm: MPI.Intracomm) -> list[int]:
-    """Return the ranks of a communicator as ranks of the job."""
-    group = comm.Get_group()
-    return group.Translate_ranks(list(range(group.size)), world().Get_group())
-
-
-def subworld(ranks: Sequence[int], waiter: Waiter) -> MPI.Intracomm:
-    """Return a communicator of some ranks of the job; collective over these.
-
-    Raises:
-        ConfigError: there are no such ranks, or this is none of them.
-        CollectiveTimeoutError: not all of them called this within the time limit.
-    """
-    everyone = world()
-    listed = [index(rank) for rank in ranks]
-    if everyone.rank not in listed or not set(listed) <= set(range(everyone.size)) or len(set(listed)) < len(listed):
-        raise ConfigError(
-            f"a world can be made of different ranks of the job, 0 to {everyone.size - 1}, and by these; "
-            f"got {listed} on rank {everyone.rank}"
-        )
-    # MPI would wait without limit for a rank that does not come. So all hear from all that they have come, and then
-    # that they have heard from all.
-    for _ in range(2):
-        _hear_from_all(everyone, [rank for rank in listed if rank != everyone.rank], waiter)
-    return everyone.Create_group(everyone.Get_group().Incl(listed))
-
-
-def _hear_from_all(comm: MPI.Intracomm, peers: Sequence[int], waiter: Waiter) -> None:
-    with _translated():
-        sent = [comm.Isend([b"", MPI.BYTE], peer, _HERE_TAG) for peer in peers]
-        heard = {peer: comm.Irecv([bytearray(), MPI.BYTE], peer, _HERE_TAG) for peer in peers}
-        try:
-            waiter.until(
-                lambda: all(each.Test() for each in (*sent, *heard.values())),
-                lambda: f"{name_ranks([peer for peer, each in heard.items() if not each.Test()])} to call init",
-            )
-        except CollectiveTimeoutError:
-            for each in heard.values():
-                if not each.Test():
-                    each.Cancel()
-            raise
-
-
 def library() -> str:
     """Return the name and version of the MPI library, e.g. ``Open MPI 5.0.11``."""
     text = MPI.Get_library_version().splitlines()[0]
@@ -585,7 +440,8 @@ def library() -> str:
 
 
 @contextmanager
-def _translated(comm: MPI.Intracomm | None = None) -> Iterator[None]:
+def translated(comm: MPI.Intracomm | None = None) -> Iterator[None]:
+    """Turn MPI's errors into our own; ``comm``: where to look who was lost, if somebody was."""
     try:
         yield
     except MPI.Exception as error:

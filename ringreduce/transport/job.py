@@ -1,0 +1,181 @@
+"""The ranks of an MPI job: who they are, how some of them make a world, and who is left when others have died."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from operator import index
+from typing import cast
+
+from ringreduce.transport import mpi  # before mpi4py.MPI, as it decides how MPI ends
+
+# isort: split
+
+from mpi4py import MPI
+
+from ringreduce.config import survives_deaths
+from ringreduce.errors import CollectiveTimeoutError, ConfigError, TransportError, name_ranks
+from ringreduce.transport.messages import exchange_json
+from ringreduce.transport.mpi import HERE_TAG, LEFT_TAG, MpiMessages, library, translated, world
+from ringreduce.transport.node import host_name
+from ringreduce.transport.waiting import Waiter
+
+__all__ = ["MpiRanks", "subworld", "world_ranks"]
+
+_log = logging.getLogger(__name__)
+
+_TOLD_S = 2.0  # the library tells of a death within 0.1 s
+
+
+class MpiRanks:
+    """Ranks of the job as MPI connects them; see `ringreduce.launch.Connection`.
+
+    Args:
+        comm: the ranks.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._given = comm
+        self._comm = comm  # those that are left
+        self._heard: dict[int, MPI.Request] = {}  # of the given ones, that they look who is left
+        self._processes: dict[int, int] = {}  # of the given ones that are on this host
+
+    @property
+    def name(self) -> str:
+        return f"rank {self._comm.rank}"
+
+    @property
+    def who(self) -> str:
+        job = world()
+        if job.size == 1 and MPI.COMM_WORLD.size == 1:
+            return ""
+        in_job = f" (rank {job.rank} of {job.size} in the job)" if self._comm.size != job.size else ""
+        return f"{self.name} of {self._comm.size}{in_job}"
+
+    def messages(self, waiter: Waiter) -> MpiMessages:
+        messages = MpiMessages(self._comm, waiter)
+        if survives_deaths() and not self._processes:
+            introduced = exchange_json(messages, (host_name(), os.getpid()))
+            self._processes = {rank: pid for rank, (host, pid) in enumerate(introduced) if host == host_name()}
+        return messages
+
+    def abort(self, code: int) -> None:
+        if survives_deaths():
+            os.kill(os.getpid(), signal.SIGKILL)  # the others live on; of other ends they would not be told
+        MPI.COMM_WORLD.Abort(code)
+
+    def go_on(self, seniority: int, waiter: Waiter) -> None:
+        mpi.revoke_all()
+        former, self._comm = self._comm, self._given
+        with translated(self._given):
+            if former != self._given:
+                former.Revoke()
+            self._meet(waiter)
+            left = cast("MPI.Intracomm", self._given.Shrink())
+            left.Set_errhandler(MPI.ERRORS_RETURN)
+            try:
+                ordered = cast("MPI.Intracomm", left.Split(0, left.rank - seniority * left.size))
+            except MPI.Exception:
+                left.Revoke()  # or some would wait in there for those that it has failed for
+                raise
+            ordered.Set_errhandler(MPI.ERRORS_RETURN)
+            left.Free()
+        self._comm = ordered
+        if self._given == MPI.COMM_WORLD:
+            mpi.keep_left(ordered)
+
+    def _meet(self, waiter: Waiter) -> None:
+        """Return when all that are left look who is left: to find out takes all of them, and knows no time limit.
+
+        Ranks of this host that do not come in time are killed: nobody can go on while they might.
+        """
+        comm, notes = self._given, []
+        waits: set[int] = set(range(comm.size)) - {comm.rank}
+        for peer in waits:
+            with suppress(MPI.Exception):  # that one is dead
+                notes.append(comm.Isend([b"", MPI.BYTE], peer, LEFT_TAG))
+                if peer not in self._heard:
+                    self._heard[peer] = comm.Irecv([bytearray(), MPI.BYTE], peer, LEFT_TAG)
+        quiet: dict[int, float] = {}  # ranks whose process has ended, and when that was seen
+
+        def all_heard() -> bool:
+            for peer in list(waits):
+                request = self._heard.get(peer)
+                try:
+                    heard = request is None or request.Test()
+                except MPI.Exception:  # it is dead
+                    heard = True
+                if heard:
+                    waits.discard(peer)
+                    self._heard.pop(peer, None)
+            return not waits
+
+        def told_of_deaths() -> None:
+            for peer in waits & self._processes.keys():
+                if os.path.exists(f"/proc/{self._processes[peer]}"):
+                    continue
+                if time.monotonic() - quiet.setdefault(peer, time.monotonic()) > _TOLD_S:
+                    raise TransportError(
+                        f"rank {peer} of the job has ended by itself, of which {library()} tells nobody, so the others "
+                        "cannot go on without it; start the job with `ringreduce run --elastic`, where they can"
+                    )
+
+        patient = Waiter(waiter.timeout_s, waiter.crowded)
+        patient.watchers.append(told_of_deaths)
+        try:
+            patient.until(all_heard, str)
+        except CollectiveTimeoutError:
+            for peer in waits & self._processes.keys():
+                pid = self._processes[peer]
+                _log.warning("rank %d of the job does not go on, and is killed: process %d", peer, pid)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            patient.timeout_s = 2 * _TOLD_S
+            patient.until(all_heard, lambda: f"{name_ranks(sorted(waits))} of the job to go on without those that died")
+
+
+def world_ranks(comm: MPI.Intracomm) -> list[int]:
+    """Return the ranks of a communicator as ranks of the job."""
+    group = comm.Get_group()
+    return group.Translate_ranks(list(range(group.size)), world().Get_group())
+
+
+def subworld(ranks: Sequence[int], waiter: Waiter) -> MPI.Intracomm:
+    """Return a communicator of some ranks of the job; collective over these.
+
+    Raises:
+        ConfigError: there are no such ranks, or this is none of them.
+        CollectiveTimeoutError: not all of them called this within the time limit.
+    """
+    everyone = world()
+    listed = [index(rank) for rank in ranks]
+    if everyone.rank not in listed or not set(listed) <= set(range(everyone.size)) or len(set(listed)) < len(listed):
+        raise ConfigError(
+            f"a world can be made of different ranks of the job, 0 to {everyone.size - 1}, and by these; "
+            f"got {listed} on rank {everyone.rank}"
+        )
+    # MPI would wait without limit for a rank that does not come. So all hear from all that they have come, and then
+    # that they have heard from all.
+    for _ in range(2):
+        _hear_from_all(everyone, [rank for rank in listed if rank != everyone.rank], waiter)
+    return everyone.Create_group(everyone.Get_group().Incl(listed))
+
+
+def _hear_from_all(comm: MPI.Intracomm, peers: Sequence[int], waiter: Waiter) -> None:
+    with translated():
+        sent = [comm.Isend([b"", MPI.BYTE], peer, HERE_TAG) for peer in peers]
+        heard = {peer: comm.Irecv([bytearray(), MPI.BYTE], peer, HERE_TAG) for peer in peers}
+        try:
+            waiter.until(
+                lambda: all(each.Test() for each in (*sent, *heard.values())),
+                lambda: f"{name_ranks([peer for peer, each in heard.items() if not each.Test()])} to call init",
+            )
+        except CollectiveTimeoutError:
+            for each in heard.values():
+                if not each.Test():
+                    each.Cancel()
+            raise
