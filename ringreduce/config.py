@@ -188,6 +188,11 @@ class Config:
             chain_rule or horovod; else those of `ringreduce.runtime.set_conventions`
         standalone: whether this process is a world of its own, whatever has started it beside others.
             ``RINGREDUCE_STANDALONE``
+        check_weights_every: so many steps of an optimizer come to one before which the ranks compare checksums of their
+            weights; None: never (but for the first few). ``RINGREDUCE_CHECK``
+        check_finite_every: the same for looking whether all gradients are numbers; gradients are then not reduced
+            during the backward pass. Not for programs that scale losses and leave out steps.
+            ``RINGREDUCE_CHECK_FINITE``
         least_size: elastic training ends once fewer ranks are left. ``RINGREDUCE_MIN_NP``
         launched_size: how many ranks the launcher says it started, None when there was no launcher.
     """
@@ -212,6 +217,8 @@ class Config:
     cuda_aware: bool | None = _setting("RINGREDUCE_CUDA_AWARE", _switch_or_auto, None)
     conventions: Conventions = _setting("RINGREDUCE_CONVENTIONS", Conventions.parse, Conventions.CHAIN_RULE)  # noqa: RUF009
     standalone: bool = _setting("RINGREDUCE_STANDALONE", _switch, False)
+    check_weights_every: int | None = _setting("RINGREDUCE_CHECK", _positive_int, None)
+    check_finite_every: int | None = _setting("RINGREDUCE_CHECK_FINITE", _positive_int, None)
     least_size: int = _setting("RINGREDUCE_MIN_NP", _positive_int, 1)
     launched_size: int | None = None
 

@@ -3,6 +3,7 @@
     RingReduceError (RuntimeError)
     ├── ConfigError (ValueError)                        a setting, an argument or the launch itself is wrong
     ├── UnsupportedBufferError (TypeError, ValueError)  an array that no collective can take
+    ├── NotFiniteError (FloatingPointError)             a gradient holds NaN or infinity, and the settings forbid it
     └── CollectiveError                                 something that the ranks do together failed
         ├── MismatchError (ValueError)                      the ranks called different things
         ├── CollectiveTimeoutError (TimeoutError)           a peer did not arrive within the time limit
@@ -25,6 +26,7 @@ __all__ = [
     "CollectiveTimeoutError",
     "ConfigError",
     "MismatchError",
+    "NotFiniteError",
     "PeerLostError",
     "RingReduceError",
     "ShutdownError",
@@ -45,6 +47,10 @@ class ConfigError(RingReduceError, ValueError):
 
 class UnsupportedBufferError(RingReduceError, TypeError, ValueError):
     """An array cannot take part: its dtype, device, writability or memory layout is not supported."""
+
+
+class NotFiniteError(RingReduceError, FloatingPointError):
+    """A gradient holds NaN or infinity, where ``RINGREDUCE_CHECK_FINITE`` asks for that to be looked at."""
 
 
 class CollectiveError(RingReduceError):

@@ -110,6 +110,9 @@ class _Weights(Parameters):
     def checksum(self, parameters: Sequence[_Weight]) -> int:
         return zlib.crc32(b"".join(parameter.value.tobytes() for parameter in parameters))
 
+    def is_finite(self, gradient: _Floats) -> bool:
+        return bool(np.isfinite(gradient).all())
+
     # What agreement between the ranks asks of an `Arrays`.
 
     def device_of(self, arrays: Sequence[_Weight]) -> None:

@@ -216,6 +216,10 @@ class TorchParameters(Parameters):
                 checksum = zlib.crc32(values.numpy().data, checksum)
         return checksum
 
+    def is_finite(self, gradient: torch.Tensor) -> bool:
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        return bool(torch.isfinite(values).all())
+
     def handover(self, flat: torch.Tensor) -> Handover | None:
         device = gpu_of([flat])
         return None if device is None else Handover(device, self._communicator)

@@ -266,6 +266,9 @@ class Parameters(Protocol):
     def checksum(self, parameters: Sequence[Any]) -> int:
         """Return a checksum of 32 bits of the parameters' values."""
 
+    def is_finite(self, gradient: Any) -> bool:
+        """Return whether all elements are numbers, neither NaN nor infinity."""
+
     def watch(self, parameter: Any, watcher: Watcher, record: Any) -> Sequence[Removable]:
         """Call a watcher before and after each time that the framework adds to a gradient, with ``record``.
 

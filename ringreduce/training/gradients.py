@@ -19,6 +19,7 @@ from ringreduce.engine import Engine, Gather, InPlace, Operation
 from ringreduce.errors import ConfigError, UnsupportedBufferError
 from ringreduce.reduce_ops import AVERAGE, MAX, ReduceOp
 from ringreduce.training.buckets import Bucket, Buckets
+from ringreduce.training.checks import Checks
 from ringreduce.training.compression import Reducer, State, WireState, has_reducers
 from ringreduce.training.framework import DENSE, NO_GRADIENT, SPARSE, UNSUPPORTED, Parameters
 from ringreduce.training.overlap import Overlap, Watched
@@ -134,6 +135,9 @@ class Gradients:
         self.passes = passes
         self.ranks = Ranks(engine, self._name, f"the {'backward pass' if in_backward else 'step'} of {described}")
         self._buckets = Buckets(framework, engine.communicator, bucket_nbytes, groups or {}, compression)
+        self._checks = Checks(framework, self.ranks, named, described, engine.communicator.config)
+        if self._checks.needs_own_gradients:
+            overlap = False
         if not (engine.threaded and predivide_factor == 1.0 and self._compressor is None):
             overlap = False
         self._overlap = Overlap(framework, engine, self._name, described, op, self._buckets.moved, wanted=overlap)
@@ -194,6 +198,7 @@ class Gradients:
             self._states(self._parameters())  # which may make gradients dense
             return
         try:
+            self._checks.look(self._steps)
             self._reduce_all(self._parameters())
         except BaseException:
             self._overlap.break_off()
