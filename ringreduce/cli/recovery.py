@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -33,6 +35,8 @@ class RecoveryResult:
         begun_ms: from there until their world had begun.
         next_ms: from there to the end of the next allreduce.
         total_ms: all together.
+        descriptors: files that rank 0 had open then.
+        resident_nbytes: of its memory that was there then.
     """
 
     left: int
@@ -41,6 +45,8 @@ class RecoveryResult:
     begun_ms: float
     next_ms: float
     total_ms: float
+    descriptors: int
+    resident_nbytes: int
 
 
 def run(layout: str, emit: Callable[[str], None]) -> list[RecoveryResult]:
@@ -86,17 +92,23 @@ def _kill_last() -> RecoveryResult:
     assert (data == runtime.size()).all()
     # The rank dies within a call after that moment, of some 0.1 ms.
     times = [detected - when, steps.connected_s, steps.begun_s, ended - begun, ended - when]
-    return RecoveryResult(runtime.size(), *(1e3 * runtime.allreduce(np.array(times), MAX)).tolist())
+    first, second, third, fourth, total = (1e3 * runtime.allreduce(np.array(times), MAX)).tolist()
+    gc.collect()  # the error's traceback holds the old world
+    resident = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    descriptors = len(os.listdir("/proc/self/fd"))
+    return RecoveryResult(runtime.size(), first, second, third, fourth, total, descriptors, resident)
 
 
 def _table(results: list[RecoveryResult]) -> str:
     lines = [
-        "# milliseconds after the last rank was killed, slowest of those that are left",
-        f"# {'left':>6}  {'detected':>9}  {'connected':>9}  {'begun':>9}  {'next step':>9}  {'total':>9}",
+        "# milliseconds after the last rank was killed, slowest of those that are left; what rank 0 then holds",
+        f"# {'left':>6}  {'detected':>9}  {'connected':>9}  {'begun':>9}  {'next step':>9}  {'total':>9}"
+        f"  {'files':>5}  {'MiB':>6}",
     ]
     lines += [
         f"  {each.left:>6}  {each.detected_ms:>9.1f}  {each.connected_ms:>9.1f}  {each.begun_ms:>9.1f}"
         f"  {each.next_ms:>9.1f}  {each.total_ms:>9.1f}"
+        f"  {each.descriptors:>5}  {each.resident_nbytes / 2**20:>6.1f}"
         for each in results
     ]
     return "\n".join(lines) + "\n"

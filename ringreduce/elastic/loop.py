@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
@@ -90,6 +91,8 @@ def _repeated(
                 return result
             if begin_anew(state, failure):
                 restarts = 0
+            failure = None
+            gc.collect()  # the error's traceback was part of what holds the memory of the old world
             commits = state.commits
             state.on_reset()
 
