@@ -389,7 +389,7 @@ class _Running:
     A class, as a generator for a context manager would take a microsecond of the three that a small call has.
     """
 
-    __slots__ = ("_algorithm", "_collective", "_fail", "_instruments", "_started", "_tally", "nbytes")
+    __slots__ = ("_algorithm", "_call", "_collective", "_fail", "_instruments", "_tally", "nbytes")
 
     def __init__(self, communicator: Communicator, collective: str, algorithm: str, nbytes: int) -> None:
         self._fail = communicator._standing.fail
@@ -402,13 +402,15 @@ class _Running:
     def __enter__(self) -> None:
         if self._instruments.observers:
             self._instruments.tell("collective_started", self._collective, self._algorithm, self.nbytes)
-        self._started = perf_counter()
+        self._call: list[Any] = [perf_counter(), 0.0, self._collective, self.nbytes]
+        self._instruments.calls.append(self._call)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
             self._fail(error)
             return
-        seconds = perf_counter() - self._started
+        self._call[1] = ended = perf_counter()
+        seconds = ended - self._call[0]
         tally = self._tally
         tally.calls += 1
         tally.nbytes += self.nbytes

@@ -7,12 +7,16 @@ and logged, and the collective goes on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = ["Instrument", "Instruments", "Tally"]
 
 _log = logging.getLogger(__name__)
+
+_REMEMBERED = 256
 
 
 class Instrument:
@@ -48,12 +52,22 @@ class Instrument:
 class Instruments:
     """The observers of one communicator, in the order in which they were added.
 
+    And what was called last, for `ringreduce.flight`; lists of plain values, as these cost the least.
+
     Attributes:
         observers: looked at before each event; nothing else happens while it is empty.
+        calls: of the last blocking collectives: when it was started and ended (`time.perf_counter`; 0: it has not),
+            which, and bytes.
+        operations: of the last named ones: when it was submitted, started and ended, its name, its signature, where the
+            program submitted it, and the error with which it ended.
+        on_failure: called when no call is possible any more, with the reason.
     """
 
     def __init__(self) -> None:
         self.observers: tuple[Instrument, ...] = ()
+        self.calls: deque[list[Any]] = deque(maxlen=_REMEMBERED)
+        self.operations: deque[list[Any]] = deque(maxlen=_REMEMBERED)
+        self.on_failure: Callable[[BaseException], object] = lambda error: None
 
     def add(self, observer: Instrument) -> None:
         self.observers += (observer,)

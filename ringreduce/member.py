@@ -197,6 +197,11 @@ class Member:
         """Let nobody on this node wait for this rank any more; return whether it is the first of them that leaves."""
         return self._context.board.leave(why)
 
+    def neighbours(self) -> list[int]:
+        """Return the processes of the other ranks of this node."""
+        context = self._context
+        return [context.arena.pid(member) for member in context.board.peers]
+
     def forked(self, processes: Forked) -> None:
         """Take note that this process has just forked others; see `Arena`."""
         self._context.arena.forked(processes)

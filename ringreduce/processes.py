@@ -12,7 +12,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-__all__ = ["Forked", "ancestors", "announce", "at_exit", "is_multiprocessing_child", "launcher", "rank_above", "watch"]
+__all__ = [
+    "Forked",
+    "ancestors",
+    "announce",
+    "at_exit",
+    "handles",
+    "is_multiprocessing_child",
+    "launcher",
+    "rank_above",
+    "watch",
+]
 
 #: What starts ranks and stays with them until they end, as the kernel calls it, in at most 15 characters: the launchers
 #: of Open MPI, MPICH, Intel MPI and MVAPICH, Slurm, PALS, Flux and jsrun, and their daemons on other hosts.
@@ -75,6 +85,16 @@ def ancestors() -> Iterator[tuple[int, str]]:
             return
         yield pid, text[text.index("(") + 1 : text.rindex(")")]
         pid = int(text[text.rindex(")") + 2 :].split()[1])
+
+
+def handles(pid: int, number: int) -> bool:
+    """Return whether a process handles a signal by itself, so that it does not end by it."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+            caught = next((int(line.split()[1], 16) for line in file if line.startswith("SigCgt:")), 0)
+    except OSError:
+        return False
+    return bool(caught >> (number - 1) & 1)
 
 
 class Forked:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
@@ -40,6 +43,7 @@ __all__ = [
     "config",
     "cross_rank",
     "cross_size",
+    "dump",
     "empty",
     "explain",
     "global_process_set",
@@ -98,6 +102,7 @@ class _Process:
         self._starting = threading.Lock()  # one thread at a time
         self._announcement: int | None = None  # to processes that this one starts: a file descriptor
         self._forking: dict[int, processes.Forked] = {}  # by thread
+        self._dumping = False
         self._shuts_down: int | None = None  # the process that ends its world when it ends
 
     # ---- the world there is ----
@@ -152,6 +157,8 @@ class _Process:
         logs.set_up(settings.log_level, connection.name)
         self._end_with(connection)  # from here on: what fails on one rank must not leave the others there
         self._take_part_in_ends_and_forks()
+        if settings.dump is not None:
+            self._dump_on_request()
         world = OwnWorld.start(self.everyone, connection, settings)
         self._announce(RankAbove(world.rank, world.hosts.nodes))
         return world
@@ -172,6 +179,20 @@ class _Process:
             connected = perf_counter()
             self.world = self._begun(connection, settings)
         return Recovery(connected - started, perf_counter() - connected)
+
+    def _dump_on_request(self) -> None:
+        """Write down what this rank has done last when it gets SIGUSR1, unless the program handles that."""
+        here = threading.current_thread() is threading.main_thread()
+        if here and not processes.handles(os.getpid(), signal.SIGUSR1):
+            signal.signal(signal.SIGUSR1, lambda number, frame: self._dump())
+
+    def _dump(self) -> None:
+        own = self.own()
+        if own is not None and own.config.dump is not None and not self._dumping:  # signals come in each other's midst
+            self._dumping = True
+            with suppress(OSError):
+                own.dump(own.config.dump)
+            self._dumping = False
 
     def _borrowed(self, settings: Config) -> BorrowedWorld | None:
         """Return the world of the rank that has started this process by `multiprocessing`; None: there is none."""
@@ -423,6 +444,14 @@ def stop_timeline() -> None:
 def metrics() -> Metrics:
     """Return what this rank's calls add up to since `init`: numbers, bytes, seconds, overlap, and who was late."""
     return _process.here().metrics()
+
+
+def dump(folder: str | os.PathLike[str]) -> Path:
+    """Write down what this rank has done last and does now; returns the file. Local. See `ringreduce.flight`."""
+    own = _process.own()
+    if own is None:
+        raise ConfigError("there is nothing to write down: this process is no rank, or init() was not called")
+    return own.dump(folder)
 
 
 def world() -> Communicator:

@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from traceback import format_exception
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
@@ -250,9 +249,4 @@ def _is_default(number: int) -> bool:
     """Return whether nothing handles a signal, in Python or below it (`faulthandler` does so unseen)."""
     if signal.getsignal(number) is not signal.SIG_DFL:
         return False
-    try:
-        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return True
-    caught = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
-    return not caught >> (number - 1) & 1
+    return not processes.handles(os.getpid(), number)

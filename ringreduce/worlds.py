@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields
@@ -14,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ringreduce import flight, processes
 from ringreduce.algorithms import Collective, names
 from ringreduce.autotune import Key, Table
 from ringreduce.calls import GivenUp, refusal
@@ -35,8 +38,11 @@ __all__ = ["BorrowedWorld", "OwnWorld", "World", "tuning_key"]
 
 _log = logging.getLogger(__name__)
 
+#: How long ranks of a node have to write down what they do, before one that waited in vain ends them.
+_DUMPING_S = 0.5
+
 #: Settings that each rank may have of its own.
-_OWN_SETTINGS = {"launched_size", "log_level", "timeline", "tuning"}
+_OWN_SETTINGS = {"dump", "launched_size", "log_level", "timeline", "tuning"}
 
 
 class World:
@@ -117,7 +123,9 @@ class OwnWorld(World):
         self._ntimelines = 0  # that were started, or tried to; ranks that write to one file count alike
         self._stopped = True  # whether `stop_timeline` was called since
         self._tracks: list[tuple[Instruments, Track]] = []  # of the timeline, and where they are attached
+        self._dumped = False
         self._register(everyone, list(range(messages.size)), parts)
+        self._record(everyone)
 
     @classmethod
     def start(cls, everyone: ProcessSet, connection: Connection, config: Config) -> OwnWorld:
@@ -170,6 +178,7 @@ class OwnWorld(World):
             each, its_parts = (made, parts) if ranks == mine else (ProcessSet(ranks), None)
             self._register(each, ranks, its_parts)
             self._watch(each)
+            self._record(each)
         return made
 
     def remove(self, process_set: ProcessSet | Any) -> bool:
@@ -307,6 +316,30 @@ class OwnWorld(World):
             for each in (self.communicator, self._everyone.engine.communicator):
                 each.use(table)
 
+    def dump(self, folder: str | os.PathLike[str], error: BaseException | None = None) -> Path:
+        """Write down what this rank has done last; see `ringreduce.flight`."""
+        self._dumped = True
+        return flight.write(folder, self.rank, self.size, self.sets.values(), error)
+
+    def _record(self, process_set: ProcessSet) -> None:
+        """Let what this rank has done be written down when a call of a set has failed for good."""
+        if self.config.dump is not None and process_set.connected:
+            for each in (process_set.communicator, process_set.engine.communicator):
+                each.instruments.on_failure = self._failed
+
+    def _failed(self, error: BaseException) -> None:
+        if self._dumped or self.config.dump is None:
+            return
+        with suppress(OSError):
+            _log.error("what this rank has done last is in %s", self.dump(self.config.dump, error))
+        if isinstance(error, CollectiveTimeoutError):
+            # Who is late does not know; those of this machine can be asked.
+            for pid in self.communicator.neighbours():
+                with suppress(OSError):
+                    if processes.handles(pid, signal.SIGUSR1):
+                        os.kill(pid, signal.SIGUSR1)
+            time.sleep(_DUMPING_S)  # this error may end the job
+
     # ---- its end ----
 
     def leave(self, reason: str) -> bool:
@@ -315,10 +348,10 @@ class OwnWorld(World):
         first = [each.communicator.leave(why) for each in self.sets.values() if each.connected]
         return all(first)
 
-    def forked(self, processes: Forked) -> None:
+    def forked(self, forked: Forked) -> None:
         """Take note that this process has just forked others."""
         for each in self.sets.values():
-            each.forked(processes)
+            each.forked(forked)
 
     def lend(self) -> BorrowedWorld:
         """Return the world of this process, which the rank has forked. Takes no lock, and waits for none.

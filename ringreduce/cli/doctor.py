@@ -19,6 +19,7 @@ import click
 import ringreduce
 from ringreduce.buffers.cuda.cupy_driver import cuda_driver
 from ringreduce.buffers.cuda.driver import Driver
+from ringreduce.cli import dumps
 from ringreduce.cli.cases import plural
 from ringreduce.cli.facts import Facts, World, collect, stranger
 from ringreduce.cli.findings import LEVELS, Finding, by_rank, examine
@@ -40,12 +41,25 @@ __all__ = ["command", "probe_ipc", "to_json", "to_text"]
 @click.command("doctor", short_help="Say what this machine offers, and what is wrong.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: the findings, and what they were made of.")
 @click.option("--probe", is_flag=True, help="Try whether the ranks can open each other's GPU memory.")
-def command(as_json: bool, probe: bool) -> int:
+@click.option(
+    "--dump",
+    "folder",
+    type=click.Path(exists=True, file_okay=False),
+    help="Say what ranks waited for, from what they have written to RINGREDUCE_DUMP=...",
+)
+def command(as_json: bool, probe: bool, folder: str | None) -> int:
     """Say what this machine offers to the ranks of this job, what is wrong, and what to do about it.
 
     Run it alone, and as the job will run: mpirun -np N python -m ringreduce doctor. Where ranks differ, the report
     names them. The exit status is 1 if there is a problem; warnings are about speed.
+
+    With --dump, run it alone, after a job that ran with RINGREDUCE_DUMP=FOLDER has failed, or after `kill -USR1` to its
+    ranks.
     """
+    if folder is not None:
+        said = dumps.diagnose(dumps.load(folder))
+        click.echo(json.dumps(said) if as_json else "\n".join(said))
+        return 0
     foreign = stranger(os.environ)
     world = World(nodes=((launched_rank(),),)) if foreign else _start_world()
     mine = collect(world, ringreduce.rank() if ringreduce.is_initialized() else launched_rank(), foreign)

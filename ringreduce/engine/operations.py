@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from time import perf_counter
 from typing import Any, NamedTuple
 
 from ringreduce.buffers import DType, Operand, operand_of
@@ -47,9 +48,10 @@ class Operation:
         result: what `Engine.wait` returns.
         error: what it raises instead.
         withdrawn: whether it has ended because this rank has withdrawn it.
+        record: of `Instruments.operations`.
     """
 
-    __slots__ = ("_title", "done", "error", "name", "result", "signature", "stack", "withdrawn")
+    __slots__ = ("_title", "done", "error", "name", "record", "result", "signature", "stack", "withdrawn")
 
     def __init__(self, name: str, signature: OperationSignature, stack: Stack | None = None) -> None:
         self.name = name
@@ -58,6 +60,7 @@ class Operation:
         self.done = self.withdrawn = False
         self.result: Any = None
         self.error: BaseException | None = None
+        self.record = [0.0, 0.0, 0.0, name, signature.text, self.stack, None]
 
     @property
     def site(self) -> str:
@@ -309,6 +312,8 @@ class UnderWay:
             else:
                 self._names[operation.name] = operation
         self.count += 1
+        operation.record[0] = perf_counter()
+        self._instruments.operations.append(operation.record)
         if self._instruments.observers:
             self._instruments.tell("operation_submitted", operation.name)
         self.inbox.append(operation)
@@ -333,8 +338,12 @@ class UnderWay:
 
     def end(self, operations: Sequence[Operation]) -> None:
         """Make operations done, and wake the threads that wait."""
+        ended = perf_counter()
         with self.lock:
             for operation in operations:
+                operation.record[2] = ended
+                if operation.error is not None:
+                    operation.record[6] = repr(operation.error)
                 operation.done = True
                 if self._names.get(operation.name) is operation:
                     del self._names[operation.name]

@@ -230,6 +230,8 @@ class Progress:
         if self._instruments.observers:
             self._instruments.tell("operations_started", [operation.name for operation in own])
         started = time.perf_counter()
+        for operation in own:
+            operation.record[1] = started
         try:
             self._executor.run(order, operations)
         finally:

@@ -59,6 +59,7 @@ class BoundCalls:
         self._standing = standing
         self._operands = operands
         self._instruments = instruments
+        self._recent = instruments.calls
         self._tallies = tallies
         self._calls: dict[tuple[int, int, str], _BoundCall] = {}  # by the ids of array and out, and the collective
 
@@ -84,6 +85,8 @@ class BoundCalls:
         ):
             return None
         started = perf_counter()
+        call = [started, 0.0, collective, bound.nbytes]
+        self._recent.append(call)
         standing = self._standing
         if out is None:
             result = standing.call(collective, self._make, bound.run)
@@ -98,7 +101,8 @@ class BoundCalls:
         tally = bound.tally
         tally.calls += 1
         tally.nbytes += bound.nbytes
-        tally.seconds += perf_counter() - started
+        call[1] = ended = perf_counter()
+        tally.seconds += ended - started
         return result
 
     def _make(self, run: Callable[[], Any]) -> Any:

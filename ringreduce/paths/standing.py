@@ -143,6 +143,7 @@ class Standing:
             self._failure = error
             with suppress(RingReduceError):
                 self._context.leave(error)
+            self._context.instruments.on_failure(error)
 
     def disown(self, reason: str) -> None:
         """Refuse all calls: this process was forked by the rank; ``reason`` is what the errors say."""

@@ -472,6 +472,10 @@ class Arena:
         """Return whether the process of a peer on this node still runs."""
         return self._segments.alive(rank)
 
+    def pid(self, rank: int) -> int:
+        """Return the process of a rank of the node."""
+        return self._segments.pid(rank)
+
     def close(self) -> None:
         """Give back the segments; arrays that users still hold stay valid."""
         self._segments.close()

@@ -40,6 +40,10 @@ VARIABLES = {
     "RINGREDUCE_CUDA_AWARE": "cuda_aware",
     "RINGREDUCE_CONVENTIONS": "conventions",
     "RINGREDUCE_STANDALONE": "standalone",
+    "RINGREDUCE_CHECK": "check_weights_every",
+    "RINGREDUCE_CHECK_FINITE": "check_finite_every",
+    "RINGREDUCE_DUMP": "dump",
+    "RINGREDUCE_MIN_NP": "least_size",
 }
 
 

@@ -1,0 +1,73 @@
+"""The flight recorder: one sentence for who was waited for, after a job that hung."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+STUCK = """
+import sys, time
+import numpy as np
+import ringreduce as rr
+
+def load_batch():
+    time.sleep(60)
+
+rr.init()
+for _ in range(40):
+    rr.allreduce(np.ones(4))
+if rr.rank() == 1:
+    load_batch()
+{then}
+"""
+CALL = "rr.allreduce(np.ones(1 << 18, np.float32))"
+OPERATION = "import ringreduce.torch as hvd, torch; hvd.allreduce(torch.ones(5), name='layer4.weight')"
+
+
+def diagnosis(folder: Path, *options: str) -> str:
+    """Return what ``doctor --dump`` says."""
+    command = [sys.executable, "-m", "ringreduce", "doctor", "--dump", str(folder), *options]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize(
+    ("then", "said"),
+    [
+        (CALL, "rank 1 never entered blocking call 41, allreduce of 1 MiB, in which ranks 0, 2 waited"),
+        (
+            OPERATION,
+            "rank 1 never submitted 'layer4.weight' (allreduce(average, 5 float32)), which ranks 0, 2 submitted",
+        ),
+    ],
+)
+def test_a_rank_that_did_not_come_is_named_with_its_place(run_job: Any, tmp_path: Path, then: str, said: str) -> None:
+    """The others, whose time is up, ask it to write down where it is; the report names the line of the program."""
+    if then is OPERATION:
+        pytest.importorskip("torch")
+    folder = tmp_path / "dump"
+    job = run_job(3, source=STUCK.format(then=then), RINGREDUCE_DUMP=str(folder), RINGREDUCE_TIMEOUT="3")
+    assert "waited 3" in job.stderr, job.stderr
+    text = diagnosis(folder)
+    assert said in text
+    assert "in load_batch" in text
+    assert json.loads(diagnosis(folder, "--json")) == text.splitlines()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    dumps = {path.name: json.loads(path.read_text()) for path in folder.iterdir()}
+    assert set(dumps) == {"rank-0.json", "rank-1.json", "rank-2.json"}
+    assert [each["number"] for each in dumps["rank-1.json"]["sets"][0]["calls"]] == list(range(1, 41))
+    assert "CollectiveTimeoutError" in dumps["rank-0.json"]["error"]
+
+
+def test_a_folder_without_dumps_is_refused(tmp_path: Path) -> None:
+    """And so is what is none."""
+    command = [sys.executable, "-m", "ringreduce", "doctor", "--dump", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, "no rank has written anything" in done.stderr) == (2, True)
+    (tmp_path / "rank-0.json").write_text("[1]")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, "is not what a rank has written down" in done.stderr) == (2, True)
