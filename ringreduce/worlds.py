@@ -123,7 +123,8 @@ class OwnWorld(World):
         self._ntimelines = 0  # that were started, or tried to; ranks that write to one file count alike
         self._stopped = True  # whether `stop_timeline` was called since
         self._tracks: list[tuple[Instruments, Track]] = []  # of the timeline, and where they are attached
-        self._dumped = False
+        self._dumped_s: float | None = None  # when it was last written down what this rank has done
+        self._failure: BaseException | None = None  # the first one after which no call was possible
         self._register(everyone, list(range(messages.size)), parts)
         self._record(everyone)
 
@@ -316,10 +317,10 @@ class OwnWorld(World):
             for each in (self.communicator, self._everyone.engine.communicator):
                 each.use(table)
 
-    def dump(self, folder: str | os.PathLike[str], error: BaseException | None = None) -> Path:
+    def dump(self, folder: str | os.PathLike[str]) -> Path:
         """Write down what this rank has done last; see `ringreduce.flight`."""
-        self._dumped = True
-        return flight.write(folder, self.rank, self.size, self.sets.values(), error)
+        self._dumped_s = time.monotonic()
+        return flight.write(folder, self.rank, self.size, self.sets.values(), self._failure)
 
     def _record(self, process_set: ProcessSet) -> None:
         """Let what this rank has done be written down when a call of a set has failed for good."""
@@ -328,10 +329,13 @@ class OwnWorld(World):
                 each.instruments.on_failure = self._failed
 
     def _failed(self, error: BaseException) -> None:
-        if self._dumped or self.config.dump is None:
+        if self._failure is not None or self.config.dump is None:
             return
+        self._failure = error
+        if self._dumped_s is not None and time.monotonic() - self._dumped_s > 2 * _DUMPING_S:
+            return  # others have asked where this rank was, and that tells more than where it is now
         with suppress(OSError):
-            _log.error("what this rank has done last is in %s", self.dump(self.config.dump, error))
+            _log.error("what this rank has done last is in %s", self.dump(self.config.dump))
         if isinstance(error, CollectiveTimeoutError):
             # Who is late does not know; those of this machine can be asked.
             for pid in self.communicator.neighbours():

@@ -96,14 +96,17 @@ def run(cell: Cell) -> tuple[float, str]:
             check=False,
         )
         seconds = time.monotonic() - begin
-        wrong = _left_behind(folder) or (_ended(done) if cell.left is None else _trained(folder, done, cell.left))
+        wrong = _left_behind(folder) or (
+            _ended(done, seconds) if cell.left is None else _trained(folder, done, cell.left)
+        )
         return seconds, f"{wrong}\n{done.stdout}\n{done.stderr}" if wrong else ""
     finally:
         shutil.rmtree(folder)
 
 
-def _ended(done: subprocess.CompletedProcess[str]) -> str:
-    return "" if done.returncode not in (0, 124, 137) else f"the job ended with {done.returncode}"
+def _ended(done: subprocess.CompletedProcess[str], seconds: float) -> str:
+    """Say if a job that is to fail did not, or not by itself."""
+    return "" if done.returncode != 0 and seconds < LIMIT_S else f"the job ended with {done.returncode}"
 
 
 def _left_behind(folder: Path, patience_s: float = 6.0) -> str:
@@ -143,7 +146,8 @@ def _trained(folder: Path, done: subprocess.CompletedProcess[str], left: int) ->
             return f"no attempt at step {step} was made by all ranks"
         counted.append(attempts[step][max(whole)])
     for mine, wanted in zip(ends[0]["weights"], _weights(counted), strict=True):
-        if not np.allclose(mine, wanted, rtol=1e-4, atol=1e-5):
+        # Rounding in float32 makes some 1e-5 of the largest; a batch that is left out or comes twice, 1e-2.
+        if np.abs(np.array(mine) - wanted).max() > 1e-4 * np.abs(wanted).max():
             return f"the weights differ by up to {np.abs(np.array(mine) - wanted).max():.3g}"
     return _every_row(counted)
 

@@ -103,6 +103,7 @@ class Kept(HandlingState):
         super().restore()
 
     def sync(self) -> None:
+        rr.global_process_set.engine.communicator.instruments.add(self._killer)  # of the world that has just begun
         self._killer.sync = True
         super().sync()
         self._killer.sync = False
@@ -156,7 +157,6 @@ class Training:
 
     def _train(self, state: Any) -> None:
         self.generation += 1
-        rr.global_process_set.engine.communicator.instruments.add(self.killer)
         while state.epoch < EPOCHS:
             mine = list(self.sampler)
             for first in range(0, len(mine), BATCH):
