@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce import logs, processes
+from ringreduce.arguments import whole_number
 from ringreduce.communicator import Communicator
 from ringreduce.config import Config, survives_deaths
 from ringreduce.conventions import Conventions
@@ -174,7 +175,7 @@ class _Process:
             if connection is None:
                 raise ConfigError("ringreduce has not been initialized; call ringreduce.init() first")
             settings = self._settings()
-            late = isinstance(error, CollectiveTimeoutError)  # on all ranks: then they need no more time
+            late = isinstance(error, CollectiveTimeoutError)  # then the others have had their time, too
             connection.go_on(seniority, Waiter(min(settings.timeout_s, _GRACE_S) if late else settings.timeout_s))
             connected = perf_counter()
             self.world = self._begun(connection, settings)
@@ -363,6 +364,9 @@ def go_on(error: CollectiveError, seniority: int = 0) -> Recovery:
     """
     if not survives_deaths():
         raise ConfigError("the launcher ends this job with any of its ranks; see mpirun --with-ft ulfm of Open MPI")
+    if not isinstance(error, CollectiveError):
+        raise ConfigError(f"go_on takes the error that a collective has raised, got {error!r}")
+    seniority = whole_number("seniority", seniority, 0)
     return _process.go_on(error, seniority)
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import click
@@ -59,6 +61,8 @@ def command(
     With --elastic, the job survives ranks that die, in whatever way, and goes on without them: see
     `ringreduce.elastic.run`. It takes Open MPI 5.
     """
+    if program[0].startswith("-"):
+        raise click.UsageError(f"there is no option {program[0]}; options of the program come after its name")
     if least is not None and not elastic:
         raise ConfigError("--min-np says when an elastic job ends; add --elastic")
     if least is not None and least > ranks:
@@ -92,6 +96,7 @@ def _run(line: Sequence[str], environment: Mapping[str, str], restarts: int, *, 
         job = subprocess.Popen(
             line, env={**environment, **again}, stderr=subprocess.PIPE if elastic else None, bufsize=0
         )
+        signal.signal(signal.SIGTERM, partial(_pass_on, job))
         try:
             well = not elastic or _forward_errors(job)
             status = job.wait() or int(not well)
@@ -103,6 +108,11 @@ def _run(line: Sequence[str], environment: Mapping[str, str], restarts: int, *, 
         next_one = f"starting it again ({attempt + 1} of {restarts})"
         click.echo(f"ringreduce: the job has ended with status {status}; {next_one}", err=True)
     return status if status >= 0 else 128 - status
+
+
+def _pass_on(job: subprocess.Popen[bytes], number: int, frame: object) -> None:
+    """Let mpirun end its ranks when this is to end."""
+    job.send_signal(number)
 
 
 def _forward_errors(job: subprocess.Popen[bytes]) -> bool:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
-
-import numpy as np
 
 from ringreduce import runtime
 from ringreduce.config import survives_deaths
@@ -18,6 +17,8 @@ __all__ = ["run", "run_fn"]
 
 #: How often in a row a function is called again after an error without a commit in between.
 _VAIN_RESTARTS = 3
+
+_log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 S = TypeVar("S", bound=State)
@@ -69,14 +70,17 @@ def _repeated(
 
     @wraps(func)
     def repeated(state: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        skip_sync = False
+        skip_sync = begun_anew = False
         restarts, commits = 0, state.commits
         while True:
             failure = None
             try:
+                if begun_anew:
+                    state.on_reset()
                 if not skip_sync:
                     state.sync()
                 result = func(state, *args, **kwargs)
+                _part()
             except HostsUpdatedInterrupt as interrupt:
                 skip_sync = interrupt.skip_sync
             except CollectiveError as error:
@@ -91,31 +95,34 @@ def _repeated(
                 return result
             if begin_anew(state, failure):
                 restarts = 0
-            failure = None
+            failure, begun_anew = None, True
             gc.collect()  # the error's traceback was part of what holds the memory of the old world
             commits = state.commits
-            state.on_reset()
 
     return repeated
 
 
+def _part() -> None:
+    """Meet the others once all have trained to the end: until then, one that loses a rank needs them."""
+    if survives_deaths() and runtime.is_initialized() and runtime.size() > 1:
+        runtime.barrier()
+
+
 def _start_anew(state: State, failure: CollectiveError | None) -> bool:
-    if failure is None or not (_is_a_loss(failure) and survives_deaths()):
+    if failure is None or not survives_deaths():
         runtime.shutdown()
         runtime.init()
         return False
-    while True:  # no more often than there are ranks to lose
+    before = runtime.size()
+    _log.warning("a rank of %d may be lost, and the others go on from commit %d: %s", before, state.commits, failure)
+    while True:  # each time, one more has died
         try:
             runtime.go_on(failure, state.commits)
-            # A death in a commit leaves some ranks with that commit, and others with the one before.
-            state.commits = int(runtime.broadcast(np.array([state.commits]))[0])
-        except CollectiveError as another:
-            if not _is_a_loss(another):
-                raise
+        except PeerLostError as another:
             failure = another
         else:
             _require_enough(failure)
-            return True
+            return runtime.size() < before
 
 
 def _require_enough(failure: CollectiveError) -> None:
@@ -126,11 +133,7 @@ def _require_enough(failure: CollectiveError) -> None:
 
 
 def _is_a_change_of_ranks(error: CollectiveError) -> bool:
+    if survives_deaths() and isinstance(error, (TransportError, CollectiveTimeoutError)):
+        return True  # who has given up, or does not come, is left behind, unless it comes to begin anew as well
     # The base class alone: programs raise it, under Horovod's name for it, to say so.
-    if isinstance(error, CollectiveTimeoutError):
-        return survives_deaths()  # who does not come is left behind
     return isinstance(error, PeerLostError) or type(error) is CollectiveError
-
-
-def _is_a_loss(error: CollectiveError) -> bool:
-    return isinstance(error, (PeerLostError, CollectiveTimeoutError))

@@ -149,9 +149,13 @@ class ObjectState(State):
             setattr(self, name, value)
 
     def sync(self) -> None:
-        values = {name: getattr(self, name) for name in self._names}
+        self._sync_values()
+        ObjectState.save(self)
+
+    def _sync_values(self) -> None:
+        """Take the values of rank 0, and its number of commits: it has the latest. Collective."""
+        values = {name: getattr(self, name) for name in (*self._names, "commits")}
         if self._bcast_object is not None:
             values = self._bcast_object(values)
         for name, value in values.items():
             setattr(self, name, value)
-        ObjectState.save(self)

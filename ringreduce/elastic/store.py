@@ -18,7 +18,7 @@ __all__ = ["CommitStore"]
 
 _log = logging.getLogger(__name__)
 
-_NAME = re.compile(r"commit-([0-9]{12})\.json")
+_NAME = re.compile(r"commit-([0-9]{12})((?:\.rank-[0-9]+)?)\.(json|pt)")
 _CHUNK_NBYTES = 1 << 20
 
 
@@ -33,7 +33,7 @@ class CommitStore:
     to what comes after it: no more than two commits are in memory.
 
     Args:
-        folder: made if need be, for this user alone.
+        folder: `prepare` makes it if need be, for this user alone.
         keep: how many commits stay; older ones are removed.
         write: writes content to an open file.
         read: reads it from one.
@@ -71,41 +71,62 @@ class CommitStore:
         with self._changed:
             self._changed.wait_for(lambda: not self._writing)
 
-    def newest(self, part: str = "", number: int | None = None) -> tuple[int, Any] | None:
-        """Return the number and the content of the last commit that is whole; None: there is none.
+    def prepare(self) -> None:
+        """Make the folder, and remove what writers have left who died in the midst.
+
+        Raises:
+            OSError: the folder cannot be used.
+        """
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for each in self.folder.glob(".commit-*"):
+            if not os.path.exists(f"/proc/{each.suffix[1:]}"):
+                each.unlink(missing_ok=True)
+        probe = self.folder / f".probe.{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+
+    def whole(self, part: str = "") -> list[int]:
+        """Return the numbers of the commits of which a part is there, and as it was written; ascending.
 
         Args:
             part: as for `put`.
-            number: of the only one to look at; None: any.
         """
-        for found in sorted(self._numbers(), reverse=True):
-            if number not in (None, found):
-                continue
+        found = []
+        for number in sorted(self._numbers(part)):
             try:
-                return found, self._load(found, part)
+                self._require_whole(number, part)
             except Exception as error:  # whatever a truncated or foreign file leads to
-                _log.error("%s cannot be used: %s", self._path(found, part), error)
-        return None
+                _log.error("%s cannot be used: %s", self._path(number, part), error)
+            else:
+                found.append(number)
+        return found
+
+    def load(self, number: int, part: str = "") -> Any:
+        """Return the content of a part that is whole."""
+        with self._path(number, part).open("rb") as file:
+            return self._read(file)
 
     # ---- files ----
 
     def _path(self, number: int, part: str = "", suffix: str = "pt") -> Path:
         return self.folder / f"commit-{number:012}{part}.{suffix}"
 
-    def _numbers(self) -> list[int]:
+    def _numbers(self, part: str) -> list[int]:
         if not self.folder.is_dir():
             return []
-        return [int(found[1]) for each in self.folder.iterdir() if (found := _NAME.fullmatch(each.name))]
+        return [
+            int(found[1])
+            for each in self.folder.iterdir()
+            if (found := _NAME.fullmatch(each.name)) and found[2] == part and found[3] == "json"
+        ]
 
-    def _load(self, number: int, part: str) -> Any:
+    def _require_whole(self, number: int, part: str) -> None:
         said = json.loads(self._path(number, part, "json").read_text(encoding="utf-8"))
         path = self._path(number, part)
         found = {"nbytes": path.stat().st_size, "sha256": _digest(path)}
         for what, value in found.items():
             if said[what] != value:
                 raise ValueError(f"its {what} is {value}, not {said[what]}")
-        with path.open("rb") as file:
-            return self._read(file)
 
     def _write_all(self) -> None:
         while True:
@@ -114,7 +135,8 @@ class CommitStore:
                     self._writing = False
                     self._changed.notify_all()
                     return
-                part, (number, content) = self._waiting.popitem()
+                part = next(iter(self._waiting))  # a rank's own part before the common one, as they were put
+                number, content = self._waiting.pop(part)
             try:
                 self._store(number, content, part)
             except Exception:  # a full disk, or what cannot be pickled: the training goes on
@@ -122,13 +144,20 @@ class CommitStore:
             del content
 
     def _store(self, number: int, content: Any, part: str) -> None:
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self._path(number, part)
         _replace(path, lambda file: self._write(content, file))
+        try:
+            self.load(number, part)  # what cannot be read again is no commit
+        except Exception:
+            path.unlink()
+            raise
         said = {"nbytes": path.stat().st_size, "sha256": _digest(path), "ringreduce": VERSION}
         _replace(self._path(number, part, "json"), lambda file: file.write(json.dumps(said).encode()))
-        for old in sorted(self._numbers())[: -self._keep]:
-            for each in self.folder.glob(f"commit-{old:012}.*"):
+        # Those of higher numbers, which were there and could not be used, do not count.
+        kept = sorted(each for each in self._numbers(part) if each <= number)[-self._keep :]
+        for each in self.folder.iterdir():
+            found = _NAME.fullmatch(each.name)
+            if found and found[2] == part and int(found[1]) < kept[0]:
                 each.unlink(missing_ok=True)
 
 

@@ -118,21 +118,59 @@ class HandlingState(ObjectState):
             The number of the commit with which training begins; None: there is none.
 
         Raises:
-            ConfigError: an argument makes no sense; or an attribute that is kept by value could not be read again.
+            ConfigError: on all ranks, if a rank cannot use the folder, what is there is another program's, an argument
+                makes no sense, or something in the state could not be read again.
         """
         every, keep = whole_number("every", every, 1), whole_number("keep", keep, 1)
-        self._every, self._store = every, CommitStore(folder, keep, self._write, self._read)
-        self._require_readable()
-        found = self._store.newest() if rank() == 0 else None
-        number: int | None = broadcast_object(None if found is None else found[0])
-        if found is not None:
-            self._take(found[1])
+        store = CommitStore(folder, keep, self._write, self._read)
+        mine = f".rank-{rank()}"
+        whole: list[int] = []
+        common: list[int] = []
+        reason = ""
+        try:
+            self._require_storable()
+            store.prepare()
+            whole = store.whole(mine) if any(each.own for each in self._handlers.values()) else []
+            common = store.whole() if rank() == 0 else []
+        except (ConfigError, OSError) as error:
+            reason = str(error)
+        everyone = allgather_object((reason, whole, common))
+        self._refuse({number: said for number, (said, _, _) in enumerate(everyone) if said}, folder)
+        common = everyone[0][2]
+        with_parts = [number for number in common if all(number in theirs for _, theirs, _ in everyone)]
+        number: int | None = max(with_parts or common, default=None)
         if number is not None:
-            mine = self._store.newest(f".rank-{rank()}", number)
-            if mine is not None and mine[1]["size"] == size():
-                self._take(mine[1])
+            if rank() == 0:
+                reason = self._begin_with(store, number)
+            reason = broadcast_object(reason)
+            self._refuse({0: reason} if reason else {}, folder)
             self.commits = number
+            self.sync()
+            if number in with_parts and whole:
+                own = store.load(number, mine)
+                if own["size"] == size():
+                    self._take(own)
+        self._every, self._store = every, store
         return number
+
+    def _begin_with(self, store: CommitStore, number: int) -> str:
+        """Take what is common to the ranks from a commit; return why that cannot be, or nothing."""
+        content = store.load(number)
+        names = {*self._names, *(name for name, each in self._handlers.items() if not each.own)}
+        lacking = names - set(content["objects"]) - set(content["values"])
+        if lacking:
+            return f"commit {number} lacks {', '.join(sorted(lacking))}; is it another program's?"
+        try:
+            self._take(content)
+        except Exception as error:  # whatever a framework says of another model's state
+            return f"commit {number} does not fit: {error}"
+        return ""
+
+    @staticmethod
+    def _refuse(reasons: dict[int, str], folder: object) -> None:
+        if reasons:
+            said = "; ".join(f"rank {rank}: {reason}" for rank, reason in reasons.items())
+            raise ConfigError(f"commits cannot be kept in {folder}: {said}")
 
     def committed(self) -> None:
         if self._store is None or self.commits % self._every:
@@ -160,10 +198,14 @@ class HandlingState(ObjectState):
             setattr(self, name, value)
         ObjectState.save(self)
 
-    def _require_readable(self) -> None:
+    def _require_storable(self) -> None:
+        """Raise a `ConfigError` for what could not be written, or not be read again."""
+        hidden = [name for name, handler in self._handlers.items() if handler._saved is None]
+        if hidden:
+            raise ConfigError(f"the handlers of {', '.join(hidden)} keep their copies elsewhere than in _saved")
         for name, value in self._saved.items():
-            file = io.BytesIO()
             try:
+                file = io.BytesIO()
                 self._write(value, file)
                 file.seek(0)
                 self._read(file)
@@ -198,10 +240,13 @@ class HandlingState(ObjectState):
         super().restore()
 
     def sync(self) -> None:
+        # Nothing is saved, and no number of commits taken over, before all is there: rank 0 may die in the midst.
         for handler in self._handlers.values():
             handler.sync()
+        self._sync_values()
+        for handler in self._handlers.values():
             handler.save()
-        super().sync()
+        ObjectState.save(self)
 
     def commit(self) -> None:
         for handler in self._handlers.values():

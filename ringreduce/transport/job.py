@@ -28,6 +28,7 @@ __all__ = ["MpiRanks", "subworld", "world_ranks"]
 
 _log = logging.getLogger(__name__)
 
+_MOST_BEHIND = 1000
 _TOLD_S = 2.0  # the library tells of a death within 0.1 s
 
 
@@ -41,7 +42,8 @@ class MpiRanks:
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._given = comm
         self._comm = comm  # those that are left
-        self._heard: dict[int, MPI.Request] = {}  # of the given ones, that they look who is left
+        self._here: set[int] = set()  # who of the given ones has come to go on without the dead
+        self._awaited: dict[int, MPI.Request] = {}  # the note of each of the others that says so
         self._processes: dict[int, int] = {}  # of the given ones that are on this host
 
     @property
@@ -59,8 +61,11 @@ class MpiRanks:
     def messages(self, waiter: Waiter) -> MpiMessages:
         messages = MpiMessages(self._comm, waiter)
         if survives_deaths() and not self._processes:
-            introduced = exchange_json(messages, (host_name(), os.getpid()))
-            self._processes = {rank: pid for rank, (host, pid) in enumerate(introduced) if host == host_name()}
+            namespace = f"{host_name()} {os.readlink('/proc/self/ns/pid')}"
+            given = self._given.Get_group()
+            numbers = self._comm.Get_group().Translate_ranks(list(range(self._comm.size)), given)
+            introduced = zip(numbers, exchange_json(messages, (namespace, os.getpid())), strict=True)
+            self._processes = {rank: pid for rank, (where, pid) in introduced if where == namespace}
         return messages
 
     def abort(self, code: int) -> None:
@@ -78,14 +83,19 @@ class MpiRanks:
             left = cast("MPI.Intracomm", self._given.Shrink())
             left.Set_errhandler(MPI.ERRORS_RETURN)
             try:
-                ordered = cast("MPI.Intracomm", left.Split(0, left.rank - seniority * left.size))
+                # A number for MPI is a C int, and those of commits grow from job to job.
+                behind = left.allreduce(seniority, MPI.MAX) - seniority
+                key = min(behind, _MOST_BEHIND) * left.size + left.rank
+                ordered = cast("MPI.Intracomm", left.Split(0, key))
             except MPI.Exception:
                 left.Revoke()  # or some would wait in there for those that it has failed for
                 raise
             ordered.Set_errhandler(MPI.ERRORS_RETURN)
             left.Free()
+        is_job = self._given == world()
         self._comm = ordered
-        if self._given == MPI.COMM_WORLD:
+        self._here.clear()
+        if is_job or self._given == MPI.COMM_WORLD:
             mpi.keep_left(ordered)
 
     def _meet(self, waiter: Waiter) -> None:
@@ -93,25 +103,21 @@ class MpiRanks:
 
         Ranks of this host that do not come in time are killed: nobody can go on while they might.
         """
-        comm, notes = self._given, []
-        waits: set[int] = set(range(comm.size)) - {comm.rank}
-        for peer in waits:
+        comm = self._given
+        waits: set[int] = set(range(comm.size)) - {comm.rank} - self._here
+        for peer in range(comm.size):
             with suppress(MPI.Exception):  # that one is dead
-                notes.append(comm.Isend([b"", MPI.BYTE], peer, LEFT_TAG))
-                if peer not in self._heard:
-                    self._heard[peer] = comm.Irecv([bytearray(), MPI.BYTE], peer, LEFT_TAG)
+                if peer != comm.rank:
+                    comm.Isend([b"", MPI.BYTE], peer, LEFT_TAG)
+                    if peer not in self._awaited:
+                        self._awaited[peer] = comm.Irecv([bytearray(), MPI.BYTE], peer, LEFT_TAG)
         quiet: dict[int, float] = {}  # ranks whose process has ended, and when that was seen
 
         def all_heard() -> bool:
             for peer in list(waits):
-                request = self._heard.get(peer)
-                try:
-                    heard = request is None or request.Test()
-                except MPI.Exception:  # it is dead
-                    heard = True
-                if heard:
+                if self._has_come(peer):
                     waits.discard(peer)
-                    self._heard.pop(peer, None)
+                    self._here.add(peer)  # for good: it waits for the others without a time limit from then on
             return not waits
 
         def told_of_deaths() -> None:
@@ -120,14 +126,14 @@ class MpiRanks:
                     continue
                 if time.monotonic() - quiet.setdefault(peer, time.monotonic()) > _TOLD_S:
                     raise TransportError(
-                        f"rank {peer} of the job has ended by itself, of which {library()} tells nobody, so the others "
-                        "cannot go on without it; start the job with `ringreduce run --elastic`, where they can"
+                        f"rank {peer} of the job has ended, but not by a signal, and {library()} tells nobody of other "
+                        "ends: the others cannot go on. `ringreduce run --elastic` turns all but good ends into signals"
                     )
 
         patient = Waiter(waiter.timeout_s, waiter.crowded)
         patient.watchers.append(told_of_deaths)
         try:
-            patient.until(all_heard, str)
+            patient.until(all_heard, lambda: f"{name_ranks(sorted(waits))} of the job to go on as well")
         except CollectiveTimeoutError:
             for peer in waits & self._processes.keys():
                 pid = self._processes[peer]
@@ -136,6 +142,17 @@ class MpiRanks:
                     os.kill(pid, signal.SIGKILL)
             patient.timeout_s = 2 * _TOLD_S
             patient.until(all_heard, lambda: f"{name_ranks(sorted(waits))} of the job to go on without those that died")
+
+    def _has_come(self, peer: int) -> bool:
+        """Return whether a rank has said that it goes on, or is dead."""
+        request = self._awaited.get(peer)
+        try:
+            if request is not None and not request.Test():
+                return False
+        except MPI.Exception:
+            pass
+        self._awaited.pop(peer, None)
+        return True
 
 
 def world_ranks(comm: MPI.Intracomm) -> list[int]:

@@ -302,8 +302,8 @@ class MpiMessages:
                 each.request.Free()
         self._described = {id(each.request): each for each in left}
         self._posted = [each for each in self._posted if not _ends(each[0])]
-        self._unfinished.clear()
-        if not (self._described or self._posted):
+        self._unfinished = [each for each in self._unfinished if not _all_end(each[0])]
+        if not (self._described or self._posted or self._unfinished):
             _open.discard(self)
         # They are not freed: later ones would get their numbers, and messages that are on their way.
 
@@ -383,6 +383,9 @@ class MpiMessages:
         except CollectiveTimeoutError:
             self._unfinished += [(request, expected) for request in requests]
             return False
+        except MPI.Exception:
+            self._unfinished += [(request, expected) for request in requests]
+            raise
         self._posted = [each for each in self._posted if not each[0].Test()]
         return not self._posted
 
@@ -410,12 +413,18 @@ def revoke_all() -> None:
 def _finalize() -> None:
     if MPI.Is_finalized():
         return
-    if _left is None:
+    if _left is None and not (survives_deaths() and _lost(MPI.COMM_WORLD)):
         MPI.Finalize()
         return
     # After a death, Open MPI 5.0 now and then waits in there for ever. So the ranks that are left part by themselves.
     with suppress(MPI.Exception, CollectiveTimeoutError):
-        Waiter(_PARTING_S).until(_left.Ibarrier().Test, str)
+        if _left is not None:
+            Waiter(_PARTING_S).until(_left.Ibarrier().Test, str)
+
+
+def _all_end(requests: Any) -> bool:
+    """Return whether a request, or all of several, are over."""
+    return all(map(_ends, requests if isinstance(requests, list) else [requests]))
 
 
 def _ends(request: MPI.Request) -> bool:

@@ -497,8 +497,27 @@ def test_random_numbers_differ_between_ranks_and_come_again(world: rr.Communicat
         hvd.elastic.seed(-1)
 
 
-def test_what_cannot_be_read_again_is_refused_at_once(world: rr.Communicator, tmp_path: Any) -> None:
-    """A value of a class of the program's own would make every commit useless; the error names it."""
-    state = hvd.elastic.TorchState(rows=Indices())
+def test_folders_that_cannot_be_used_are_refused_on_all_ranks(world: rr.Communicator, tmp_path_factory: Any) -> None:
+    """A value of a class of the program's own, a file in place of the folder, another program's commits."""
+    folder = pathlib.Path(hvd.broadcast_object(str(tmp_path_factory.mktemp("commits"))))
     with pytest.raises(rr.ConfigError, match="rows of the state"):
-        state.keep_on_disk(tmp_path)
+        hvd.elastic.TorchState(rows=Indices()).keep_on_disk(folder)
+    if world.rank == 0:
+        (folder / "file").touch()
+    hvd.barrier()
+    with pytest.raises(rr.ConfigError, match="file"):
+        hvd.elastic.TorchState(step=0).keep_on_disk(folder / "file")
+    other = hvd.elastic.TorchState(epoch=0)
+    other.keep_on_disk(folder / "commits")
+    other.commit()
+    other.settle()
+    hvd.barrier()
+    with pytest.raises(rr.ConfigError, match="another program"):
+        hvd.elastic.TorchState(step=0).keep_on_disk(folder / "commits")
+    wider = hvd.elastic.TorchState(model=torch.nn.Linear(3, 2), epoch=0)
+    wider.keep_on_disk(folder / "models")
+    wider.commit()
+    wider.settle()
+    hvd.barrier()
+    with pytest.raises(rr.ConfigError, match="does not fit"):
+        hvd.elastic.TorchState(model=torch.nn.Linear(4, 2), epoch=0).keep_on_disk(folder / "models")

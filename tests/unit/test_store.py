@@ -12,7 +12,9 @@ from ringreduce.elastic import CommitStore
 
 
 def store_in(folder: Path, keep: int = 3) -> CommitStore:
-    return CommitStore(folder / "commits", keep, pickle.dump, pickle.load)
+    store = CommitStore(folder / "commits", keep, pickle.dump, pickle.load)
+    store.prepare()
+    return store
 
 
 def put(store: CommitStore, *numbers: int, part: str = "") -> None:
@@ -29,11 +31,10 @@ def content_of(store: CommitStore, number: int) -> Path:
 
 def test_the_newest_commit_is_found_in_another_process_too(tmp_path: Path) -> None:
     """What was put last comes back, from a store of its own."""
-    assert store_in(tmp_path).newest() is None
+    assert store_in(tmp_path).whole() == []
     put(store_in(tmp_path), 7, 12)
-    found = store_in(tmp_path).newest()
-    assert found is not None
-    assert (found[0], found[1]["number"]) == (12, 12)
+    assert store_in(tmp_path).whole() == [7, 12]
+    assert store_in(tmp_path).load(12)["number"] == 12
 
 
 def test_the_last_few_are_kept(tmp_path: Path) -> None:
@@ -49,7 +50,7 @@ def test_the_last_few_are_kept(tmp_path: Path) -> None:
         for part in ("", ".rank-3")
         for suffix in ("pt", "json")
     )
-    assert (store.newest(".rank-3", 4) or (0,))[0] == 4
+    assert store.whole(".rank-3") == [4, 5]
 
 
 @pytest.mark.parametrize("harm", ["truncated", "flipped", "gone", "foreign", "not described"])
@@ -71,9 +72,7 @@ def test_a_commit_that_is_not_whole_is_refused_by_name(
         path.with_suffix(".json").write_text("[]")
     else:
         path.with_suffix(".json").unlink()
-    found = store.newest()
-    assert found is not None
-    assert found[0] == 1
+    assert store.whole() == [1]
     assert (path.name in caplog.text) == (harm != "not described")  # without a description it never was a commit
 
 
@@ -88,9 +87,7 @@ def test_what_cannot_be_written_leaves_what_is_there(tmp_path: Path, caplog: pyt
 
     store = CommitStore(tmp_path, 3, write, lambda file: pickle.loads(file.read()[4:]))
     put(store, 1, 2)
-    found = store.newest()
-    assert found is not None
-    assert found[0] == 1
+    assert store.whole() == [1]
     assert "commit 2 was not written" in caplog.text
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -118,3 +115,54 @@ def test_only_the_user_can_read_it(tmp_path: Path) -> None:
     put(store, 1)
     assert store.folder.stat().st_mode & 0o777 == 0o700
     assert {each.stat().st_mode & 0o777 for each in store.folder.iterdir()} == {0o600}
+
+
+def test_what_cannot_be_read_again_is_no_commit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is found out at once, while the one before is there."""
+    store = store_in(tmp_path)
+    put(store, 1)
+    store._read = lambda file: pickle.loads(b"")
+    put(store, 2)
+    assert store.whole() == [1]
+    assert "commit 2 was not written" in caplog.text
+
+
+def test_higher_numbers_that_were_refused_do_not_count(tmp_path: Path) -> None:
+    """A job that begins again below them keeps what it writes."""
+    store = store_in(tmp_path, keep=2)
+    put(store, 11, 12)
+    for number in (11, 12):
+        content_of(store, number).write_bytes(b"")
+    again = store_in(tmp_path, keep=2)
+    assert again.whole() == []
+    put(again, 1, 2, 3)
+    assert again.whole() == [2, 3]
+
+
+def test_a_ranks_own_part_is_written_before_the_common_one(tmp_path: Path) -> None:
+    """In the order in which they are put, also while the disk is slow: a commit whose common part is there has all."""
+    order: list[str] = []
+
+    def write(content: Any, file: BinaryIO) -> None:
+        if not order:
+            store.put(2, "own", ".rank-0")
+            store.put(2, "common")
+        order.append(content)
+        pickle.dump(content, file)
+
+    store = CommitStore(tmp_path, 5, write, pickle.load)
+    store.put(1, "first")
+    store.settle()
+    assert order == ["first", "own", "common"]
+
+
+def test_what_dead_writers_have_left_is_removed(tmp_path: Path) -> None:
+    """Half of a file, of a process that is gone."""
+    left = tmp_path / "commits" / ".commit-000000000001.pt.999999999"
+    left.parent.mkdir()
+    left.touch()
+    store_in(tmp_path)
+    assert not left.exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        store_in(tmp_path / "file")
