@@ -74,6 +74,7 @@ def cells() -> list[Cell]:
             ((f"1@{STEP}:idle:SIGKILL", f"0@{STEP}:recovery:SIGKILL"), RANKS - 2),
             ((f"1@{STEP}:idle:SIGKILL", f"2@{STEP}:recovery:exception"), RANKS - 2),
             ((f"0@{STEP}:idle:SIGKILL", f"1@{STEP}:broadcast:SIGKILL"), RANKS - 2),
+            ((f"0@{STEP}:commit:SIGKILL", f"1@{STEP}:reset:SIGKILL"), RANKS - 2),
             (("1@0:broadcast:SIGKILL",), RANKS - 1),
             ((f"1@{STEP}:idle:launcher",), None),
         ]

@@ -75,6 +75,46 @@ def test_a_program_that_is_not_elastic_ends_with_a_rank() -> None:
     assert "rank 1 is lost" in done.stderr
 
 
+NEVER_TOGETHER = """
+import ringreduce as rr
+from ringreduce.elastic import ObjectState, run
+import numpy as np
+
+rr.init()
+
+@run
+def train(state):
+    if rr.rank() == 0:
+        rr.allreduce(np.ones(3))
+    else:
+        rr.barrier()
+        rr.global_process_set.engine.communicator.barrier()
+
+train(ObjectState())
+"""
+
+
+def test_a_mistake_of_the_program_ends_it(tmp_path: Path) -> None:
+    """Where nobody has died, the others are not restarted for ever."""
+    done = run("--elastic", "-np", 2, sys.executable, "-c", NEVER_TOGETHER, limit_s=50)
+    assert done.returncode == 1
+    assert "disagree" in done.stderr
+
+
+def test_the_job_ends_with_what_has_started_it() -> None:
+    """A scheduler that ends `ringreduce run` ends the ranks."""
+    if shutil.which("mpirun") is None:
+        pytest.skip("mpirun is not on the path")
+    program = "import ringreduce as rr, time; rr.init(); print('started', flush=True); time.sleep(100)"
+    command = [sys.executable, "-m", "ringreduce", "run", "-np", "2", sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == b"started\n"
+        job.terminate()
+        assert job.wait(30) != 0
+        job.stdout.read()  # which ends when no rank is left
+
+
 def test_the_exit_status_is_that_of_the_job() -> None:
     """Without --elastic any rank that fails ends the job with its code."""
     assert run("-np", 2, sys.executable, "-c", "import ringreduce; ringreduce.init()").returncode == 0
@@ -102,6 +142,7 @@ def test_a_dry_run_prints_what_would_be_started(tmp_path: Path) -> None:
         (("-np", "0", "python"), "0 is not in the range"),
         (("-np", "2"), "Missing argument"),
         (("--min-np", "2", "-np", "4", "python"), "add --elastic"),
+        (("--elastic", "--min-pn", "2", "-np", "4", "python"), "there is no option --min-pn"),
         (("--elastic", "--min-np", "5", "-np", "4", "python"), "more than the 4 ranks"),
         (("--hostfile", "/there/is/none", "python"), "does not exist"),
     ],

@@ -102,6 +102,10 @@ class Kept(HandlingState):
         self._killer.come_to("recovery")
         super().restore()
 
+    def reset(self) -> None:
+        self._killer.come_to("reset")
+        super().reset()
+
     def sync(self) -> None:
         rr.global_process_set.engine.communicator.instruments.add(self._killer)  # of the world that has just begun
         self._killer.sync = True
