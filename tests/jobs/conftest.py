@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable
@@ -37,14 +38,17 @@ def run_job() -> Callable[..., Job]:
         arguments = ("-c", textwrap.dedent(source)) if source else arguments
         crowded = ranks > len(os.sched_getaffinity(0))
         begin = time.monotonic()
-        done = subprocess.run(
-            ["timeout", "--kill-after=5", str(limit_s), "mpirun", "-np", str(ranks), sys.executable, *arguments],
-            env={**os.environ, "OMPI_MCA_mpi_yield_when_idle": str(int(crowded)), **environment},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=limit_s + 8,
-        )
+        # A launcher that is killed leaves files, which a later one of the same pid would stumble over.
+        with tempfile.TemporaryDirectory(prefix="job-", ignore_cleanup_errors=True) as folder:
+            settings = {"TMPDIR": folder, "OMPI_MCA_mpi_yield_when_idle": str(int(crowded)), **environment}
+            done = subprocess.run(
+                ["timeout", "--kill-after=5", str(limit_s), "mpirun", "-np", str(ranks), sys.executable, *arguments],
+                env={**os.environ, **settings},
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=limit_s + 8,
+            )
         return Job(done.returncode, done.stdout, done.stderr, time.monotonic() - begin)
 
     return run

@@ -91,7 +91,8 @@ def run(cell: Cell) -> tuple[float, str]:
     try:
         done = subprocess.run(
             ["timeout", "--kill-after=5", str(LIMIT_S), *command],
-            env={**os.environ, "RINGREDUCE_TIMEOUT": str(TIMEOUT_S), **LAYOUTS[cell.layout]},
+            # A launcher that is killed leaves files, which a later one of the same pid would stumble over.
+            env={**os.environ, "TMPDIR": str(folder), "RINGREDUCE_TIMEOUT": str(TIMEOUT_S), **LAYOUTS[cell.layout]},
             capture_output=True,
             text=True,
             check=False,
@@ -102,7 +103,7 @@ def run(cell: Cell) -> tuple[float, str]:
         )
         return seconds, f"{wrong}\n{done.stdout}\n{done.stderr}" if wrong else ""
     finally:
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _ended(done: subprocess.CompletedProcess[str], seconds: float) -> str:
