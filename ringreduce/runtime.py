@@ -347,7 +347,8 @@ def go_on(error: CollectiveError, seniority: int = 0) -> Recovery:
 
     What they have under way, in whatever they are, ends in a `PeerLostError`. They get new numbers, in the order that
     they had; process sets can be registered anew. A rank that lives and does not call this in time is killed by those
-    of its machine. Only where the launcher lets a job survive deaths: under Open MPI's ``mpirun --with-ft ulfm``.
+    of its machine. Only where the launcher lets a job survive deaths: under ``ringreduce run --elastic``, or Open MPI's
+    ``mpirun --with-ft ulfm``.
 
     Args:
         error: what a collective has raised: the loss of a rank, or that one did not come within the time limit.

@@ -36,8 +36,9 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
 
     The new world is that of ``init()`` without arguments; process sets can be registered anew in a reset callback.
 
-    A job survives the death of a rank under Open MPI's ``mpirun --with-ft ulfm``; any other launcher ends it. The ranks
-    that are left get new numbers, those with the latest commit first, and go on.
+    A job survives the death of a rank under ``ringreduce run --elastic``, or Open MPI's ``mpirun --with-ft ulfm``; any
+    other launcher ends it. The ranks that are left get new numbers, those with the latest commit first, and go on. A
+    rank that does not come within the time limit counts as lost there, too, and in the end all ranks meet.
     """
     return _repeated(func, _start_anew)
 
@@ -72,8 +73,8 @@ def _repeated(
     def repeated(state: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         skip_sync = begun_anew = False
         restarts, commits = 0, state.commits
+        failure: CollectiveError | None = None
         while True:
-            failure = None
             try:
                 if begun_anew:
                     state.on_reset()
@@ -104,7 +105,7 @@ def _repeated(
 
 def _part() -> None:
     """Meet the others once all have trained to the end: until then, one that loses a rank needs them."""
-    if survives_deaths() and runtime.is_initialized() and runtime.size() > 1:
+    if survives_deaths() and runtime.is_initialized():
         runtime.barrier()
 
 

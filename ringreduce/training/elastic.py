@@ -193,9 +193,9 @@ class HandlingState(ObjectState):
             if name in self._handlers:
                 self._handlers[name]._saved = saved
                 self._handlers[name].restore()
-        known = {name: value for name, value in content["values"].items() if name in self._names}
-        for name, value in known.items():
-            setattr(self, name, value)
+        for name, value in content["values"].items():
+            if name in self._names:
+                setattr(self, name, value)
         ObjectState.save(self)
 
     def _require_storable(self) -> None:

@@ -21,7 +21,7 @@ from ringreduce.config import survives_deaths
 from ringreduce.errors import CollectiveTimeoutError, ConfigError, TransportError, name_ranks
 from ringreduce.transport.messages import exchange_json
 from ringreduce.transport.mpi import HERE_TAG, LEFT_TAG, MpiMessages, library, translated, world
-from ringreduce.transport.node import host_name
+from ringreduce.transport.node import host_name, pid_namespace
 from ringreduce.transport.waiting import Waiter
 
 __all__ = ["MpiRanks", "subworld", "world_ranks"]
@@ -61,7 +61,7 @@ class MpiRanks:
     def messages(self, waiter: Waiter) -> MpiMessages:
         messages = MpiMessages(self._comm, waiter)
         if survives_deaths() and not self._processes:
-            namespace = f"{host_name()} {os.readlink('/proc/self/ns/pid')}"
+            namespace = f"{host_name()} {pid_namespace()}"
             given = self._given.Get_group()
             numbers = self._comm.Get_group().Translate_ranks(list(range(self._comm.size)), given)
             introduced = zip(numbers, exchange_json(messages, (namespace, os.getpid())), strict=True)
@@ -76,7 +76,7 @@ class MpiRanks:
     def go_on(self, seniority: int, waiter: Waiter) -> None:
         mpi.revoke_all()
         former, self._comm = self._comm, self._given
-        with translated(self._given):
+        with translated():  # MPI knows of earlier deaths, too, and cannot say which is new
             if former != self._given:
                 former.Revoke()
             self._meet(waiter)
@@ -92,10 +92,9 @@ class MpiRanks:
                 raise
             ordered.Set_errhandler(MPI.ERRORS_RETURN)
             left.Free()
-        is_job = self._given == world()
         self._comm = ordered
         self._here.clear()
-        if is_job or self._given == MPI.COMM_WORLD:
+        if self._given in (world(), MPI.COMM_WORLD):
             mpi.keep_left(ordered)
 
     def _meet(self, waiter: Waiter) -> None:

@@ -21,7 +21,7 @@ from ringreduce.transport.messages import Messages, StepFailedError, exchange_js
 from ringreduce.transport.shared import Arena, Block, Location, PrivateSegments, Segments, memory_nbytes
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["Node", "host_name", "join"]
+__all__ = ["Node", "host_name", "join", "pid_namespace"]
 
 _log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def join(
         warn: whether to say why ranks of one machine cannot share memory.
     """
     cores = sorted(os.sched_getaffinity(0))
-    introduction = {"host": host, "pid": os.getpid(), "namespace": _pid_namespace(), "cores": cores}
+    introduction = {"host": host, "pid": os.getpid(), "namespace": pid_namespace(), "cores": cores}
     everyone = exchange_json(messages, introduction)
     node_size = config.node_size or messages.size
     hosts = topology = Topology.from_hosts((each["host"], rank // node_size) for rank, each in enumerate(everyone))
@@ -109,7 +109,7 @@ def join(
     return Node(topology, hosts, arena, board)
 
 
-def _pid_namespace() -> str:
+def pid_namespace() -> str:
     """Return what is equal for two processes of a machine if and only if a pid means the same to both."""
     try:
         return os.readlink("/proc/self/ns/pid")

@@ -98,7 +98,7 @@ def test_ranks_in_other_pid_namespaces_share_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Ranks with other pid namespaces are on one machine and not on one node: their pids mean nothing to each other."""
-    monkeypatch.setattr(node, "_pid_namespace", lambda: threading.current_thread().name)
+    monkeypatch.setattr(node, "pid_namespace", lambda: threading.current_thread().name)
     assert "separate pid namespaces" in reason_not_to_share(join_all(), caplog)
 
 
