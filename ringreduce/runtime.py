@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
-from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce import logs, processes
 from ringreduce.arguments import whole_number
 from ringreduce.communicator import Communicator
 from ringreduce.config import Config, survives_deaths
 from ringreduce.conventions import Conventions
-from ringreduce.engine import Entrance
-from ringreduce.errors import CollectiveError, CollectiveTimeoutError, ConfigError
-from ringreduce.launch import Connection, RankAbove, connect
+from ringreduce.errors import CollectiveError, ConfigError
+from ringreduce.lifecycle import Process, Recovery
 from ringreduce.metrics import Metrics
 from ringreduce.paths import Feedback
 from ringreduce.process_sets import ProcessSet
 from ringreduce.reduce_ops import SUM, ReduceOp
-from ringreduce.termination import Termination
-from ringreduce.transport.waiting import Waiter
-from ringreduce.worlds import BorrowedWorld, OwnWorld
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -67,225 +58,8 @@ __all__ = [
 ]
 
 
-#: How far apart ranks come that have all waited for the same rank in vain.
-_GRACE_S = 10.0
-
-
-class Recovery(NamedTuple):
-    """How long `go_on` took, in seconds.
-
-    Attributes:
-        connected_s: until the ranks that are left had found each other.
-        begun_s: from then on, until their world had begun.
-    """
-
-    connected_s: float
-    begun_s: float
-
-
-class _Process:
-    """This process: the world that it is in, and how that begins and ends.
-
-    Attributes:
-        world: its own, if it is a rank; that of the rank that has started it; None: there is none.
-        everyone: the set of all ranks, whatever the world.
-        conventions: of the next world, unless the environment says otherwise.
-        termination: how the process ends, once it was a rank among several.
-    """
-
-    def __init__(self) -> None:
-        self.world: OwnWorld | BorrowedWorld | None = None
-        self.everyone = ProcessSet.of_world(self.find)
-        self.conventions = Conventions.CHAIN_RULE
-        self.termination: Termination | None = None
-        self._connection: Connection | None = None  # of the ranks of the world that this process is or was in last
-        self._entrance = Entrance()  # no thread starts or ends a world in the midst of doing so
-        self._starting = threading.Lock()  # one thread at a time
-        self._announcement: int | None = None  # to processes that this one starts: a file descriptor
-        self._forking: dict[int, processes.Forked] = {}  # by thread
-        self._dumping = False
-        self._shuts_down: int | None = None  # the process that ends its world when it ends
-
-    # ---- the world there is ----
-
-    def find(self) -> OwnWorld | BorrowedWorld | None:
-        """Return the world; a process that a rank has started by `multiprocessing` looks for that rank's first."""
-        if self.world is None and processes.is_multiprocessing_child():
-            with self._starting:
-                if self.world is None:
-                    self.world = self._borrowed(self._settings())
-        return self.world
-
-    def here(self) -> OwnWorld | BorrowedWorld:
-        """Return the world.
-
-        Raises:
-            ConfigError: there is none.
-        """
-        found = self.find()
-        if found is None:
-            raise ConfigError("ringreduce has not been initialized; call ringreduce.init() first")
-        return found
-
-    def own(self) -> OwnWorld | None:
-        """Return the world if this process is a rank of it."""
-        return self.world if isinstance(self.world, OwnWorld) else None
-
-    def _settings(self) -> Config:
-        return Config.from_environ(conventions=self.conventions)
-
-    # ---- its begin ----
-
-    def start(self, comm: MPI.Intracomm | Sequence[int] | None) -> OwnWorld | BorrowedWorld:
-        """Return the world; start one if there is none, or borrow it from the rank that has started this process."""
-        with self._entrance, self._starting:
-            if not isinstance(self.world, OwnWorld):
-                settings = self._settings()
-                if settings.standalone and self.world is not None:
-                    self.world.close()
-                    self.world = None
-                self.world = self.world or self._borrowed(settings) or self._started(comm, settings)
-            return self.world
-
-    def _started(self, comm: MPI.Intracomm | Sequence[int] | None, settings: Config) -> OwnWorld:
-        """Start a world. Collective."""
-        logs.set_up(settings.log_level, "")
-        self._connection = connect(comm, settings)
-        return self._begun(self._connection, settings)
-
-    def _begun(self, connection: Connection, settings: Config) -> OwnWorld:
-        """Begin a world of connected ranks. Collective."""
-        logs.set_up(settings.log_level, connection.name)
-        self._end_with(connection)  # from here on: what fails on one rank must not leave the others there
-        self._take_part_in_ends_and_forks()
-        if settings.dump is not None:
-            self._dump_on_request()
-        world = OwnWorld.start(self.everyone, connection, settings)
-        self._announce(RankAbove(world.rank, world.hosts.nodes))
-        return world
-
-    def go_on(self, error: CollectiveError, seniority: int) -> Recovery:
-        """Leave the world, of which ranks were lost, and begin one of those that are left. Collective over these."""
-        started = perf_counter()
-        with self._entrance, self._starting:
-            own, self.world = self.own(), None
-            if own is not None:
-                own.abandon(error)
-            connection = self._connection
-            if connection is None:
-                raise ConfigError("ringreduce has not been initialized; call ringreduce.init() first")
-            settings = self._settings()
-            late = isinstance(error, CollectiveTimeoutError)  # then the others have had their time, too
-            connection.go_on(seniority, Waiter(min(settings.timeout_s, _GRACE_S) if late else settings.timeout_s))
-            connected = perf_counter()
-            self.world = self._begun(connection, settings)
-        return Recovery(connected - started, perf_counter() - connected)
-
-    def _dump_on_request(self) -> None:
-        """Write down what this rank has done last when it gets SIGUSR1, unless the program handles that."""
-        here = threading.current_thread() is threading.main_thread()
-        if here and not processes.handles(os.getpid(), signal.SIGUSR1):
-            signal.signal(signal.SIGUSR1, lambda number, frame: self._dump())
-
-    def _dump(self) -> None:
-        own = self.own()
-        if own is not None and own.config.dump is not None and not self._dumping:  # signals come in each other's midst
-            self._dumping = True
-            with suppress(OSError):
-                own.dump(own.config.dump)
-            self._dumping = False
-
-    def _borrowed(self, settings: Config) -> BorrowedWorld | None:
-        """Return the world of the rank that has started this process by `multiprocessing`; None: there is none."""
-        if settings.standalone or not processes.is_multiprocessing_child():
-            return None
-        above = RankAbove.find()
-        if above is None or not above.nodes:
-            return None
-        logs.set_up(settings.log_level, f"process {os.getpid()} of rank {above.rank}")
-        return BorrowedWorld.of(above, self.everyone, settings)
-
-    def _announce(self, said: RankAbove) -> None:
-        if self._announcement is not None:
-            os.close(self._announcement)
-        self._announcement = said.announce()
-
-    def _end_with(self, connection: Connection) -> None:
-        """Let the job end with this rank from now on, if there are others in it, and this rank with its launcher."""
-        if not connection.who:
-            return
-        new = self.termination is None
-        if self.termination is None:
-            self.termination = Termination(connection.abort, self._flush, self._leave, others_go_on=survives_deaths())
-        self.termination.who = connection.who
-        if new:
-            self.termination.install()
-
-    def _take_part_in_ends_and_forks(self) -> None:
-        """Be called when this process ends or forks; does nothing the second time."""
-        if self._shuts_down is None:
-            os.register_at_fork(
-                before=self._before_fork, after_in_parent=self._after_fork_here, after_in_child=self._after_fork
-            )
-        if self._shuts_down != os.getpid():
-            self._shuts_down = os.getpid()
-            processes.at_exit(self._at_exit)
-
-    # ---- its end ----
-
-    def shut_down(self) -> None:
-        """End the world if it is this process's own. Collective."""
-        with self._entrance, self._starting:
-            own = self.own()
-            if own is None:
-                return
-            self.world = None
-            try:
-                own.close()
-            finally:
-                if self.termination is not None:
-                    self.termination.who = ""
-                self._announce(RankAbove())
-
-    def _at_exit(self) -> None:
-        if self.termination is None or self.termination.at_exit():
-            self.shut_down()
-
-    def _before_fork(self) -> None:
-        own = self.own()
-        if own is not None:
-            forked = self._forking[threading.get_ident()] = processes.Forked()
-            own.forked(forked)  # what other threads drop until the fork, the child has; and again after it
-
-    def _after_fork_here(self) -> None:
-        own, forked = self.own(), self._forking.pop(threading.get_ident(), None)
-        if forked is not None:
-            forked.in_parent()
-            if own is not None:
-                own.forked(forked)
-
-    def _after_fork(self) -> None:
-        """Borrow the world of the rank that has forked this process."""
-        forked = self._forking.pop(threading.get_ident(), None)
-        if forked is not None:
-            forked.in_child()
-        self._entrance, self._starting = Entrance(), threading.Lock()
-        own = self.own()
-        if own is not None:
-            self.world = own.lend()
-            logs.set_up(None, f"process {os.getpid()} of rank {own.rank}")
-
-    def _flush(self) -> None:
-        own = self.own()
-        if own is not None:
-            own.flush_timeline()
-
-    def _leave(self, reason: str) -> bool:
-        own = self.own()
-        return own is None or own.leave(reason)
-
-
-_process = _Process()
+#: This process.
+_process = Process()
 
 #: All ranks.
 global_process_set = _process.everyone
