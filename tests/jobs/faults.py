@@ -31,7 +31,7 @@ PROGRAM = Path(__file__).with_name("programs") / "faults.py"
 RANKS = 4
 STEP = 5
 HOWS = ("exception", "MemoryError", "exit", "SIGKILL", "SIGSEGV", "SIGSTOP")
-WHERES = ("idle", "forward", "overlap", "backward", "negotiation", "allreduce", "commit")
+WHERES = ("idle", "forward", "overlap", "backward", "negotiation", "allreduce", "share", "commit")
 VICTIMS = {"first": 0, "middle": 1, "last": RANKS - 1}
 LAYOUTS = {"shared memory": {}, "messages": {"RINGREDUCE_NODE_SIZE": "1"}, "both": {"RINGREDUCE_NODE_SIZE": "2"}}
 TIMEOUT_S = 3  # of a wait for a rank that lives and does nothing
@@ -45,15 +45,17 @@ class Cell(NamedTuple):
         deaths: as the program takes them.
         layout: a key of `LAYOUTS`.
         left: how many ranks reach the end; None: none, as the job ends.
+        every: how many commits there are to one that copies the weights.
     """
 
     deaths: tuple[str, ...]
     layout: str
     left: int | None = RANKS - 1
+    every: int = 1
 
     @property
     def name(self) -> str:
-        return f"{' '.join(self.deaths)} ({self.layout})"
+        return f"{' '.join(self.deaths)} ({self.layout}, weights copied every {self.every})"
 
 
 def cells() -> list[Cell]:
@@ -62,7 +64,7 @@ def cells() -> list[Cell]:
         Cell((f"{rank}@{STEP}:{where}:{how}",), layout)
         for how, where, rank, layout in itertools.product(HOWS, WHERES, VICTIMS.values(), LAYOUTS)
         # What an observer raises is logged, and ends nothing.
-        if not (where in ("overlap", "negotiation", "allreduce") and how in ("exception", "MemoryError"))
+        if not (where in ("overlap", "negotiation", "allreduce", "share") and how in ("exception", "MemoryError"))
     ]
     several = [
         Cell(deaths, layout, left)
@@ -79,13 +81,16 @@ def cells() -> list[Cell]:
             ((f"1@{STEP}:idle:launcher",), None),
         ]
     ]
-    return single + several
+    # Step 5 ends in commit 6: with 4, two others lie between it and the last whole copy.
+    return [cell if cell.layout == "shared memory" else cell._replace(every=4) for cell in single + several] + [
+        cell._replace(every=4) for cell in single if cell.layout == "shared memory" and "SIGKILL" in cell.deaths[0]
+    ]
 
 
 def run(cell: Cell) -> tuple[float, str]:
     """Run a cell; return how long it took (seconds), and what is wrong with it: nothing, if the text is empty."""
     folder = Path(tempfile.mkdtemp(prefix="ringreduce-faults-"))
-    program = [sys.executable, str(PROGRAM), str(folder), *cell.deaths]
+    program = [sys.executable, str(PROGRAM), str(folder), str(cell.every), *cell.deaths]
     command = [sys.executable, "-m", "ringreduce", "run", "--elastic", "-np", str(RANKS), *program]
     begin = time.monotonic()
     try:
@@ -198,13 +203,14 @@ def main() -> int:
     if arguments.cells is not None:
         chosen = random.Random(arguments.seed).sample(chosen, arguments.cells)
     failed = 0
-    print("| deaths: rank@step:where:how | over | left | s |  |\n|---|---|--:|--:|---|")
+    print("| deaths: rank@step:where:how | over | weights copied every | left | s |  |\n|---|---|--:|--:|--:|---|")
     for cell in chosen:
         seconds, wrong = run(cell)
         failed += bool(wrong)
         verdict = "as promised" if not wrong else f"WRONG: {wrong.splitlines()[0]}"
         left = "none" if cell.left is None else cell.left
-        print(f"| {', '.join(cell.deaths)} | {cell.layout} | {left} | {seconds:.1f} | {verdict} |", flush=True)
+        told = [", ".join(cell.deaths), cell.layout, cell.every, left, f"{seconds:.1f}", verdict]
+        print(f"| {' | '.join(map(str, told))} |", flush=True)
         if wrong:
             print(wrong, file=sys.stderr, flush=True)
     print(f"\n{len(chosen) - failed} of {len(chosen)} cells ended as promised")
