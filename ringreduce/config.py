@@ -193,6 +193,7 @@ class Config:
         check_finite_every: the same for looking whether all gradients are numbers; gradients are then not reduced
             during the backward pass. Not for programs that scale losses and leave out steps.
             ``RINGREDUCE_CHECK_FINITE``
+        checksum: whether what travels in messages is compared with what was sent, by a CRC-32. ``RINGREDUCE_CHECKSUM``
         dump: the folder into which a rank writes what it has done last, when no call is possible any more, or on
             SIGUSR1; None: none. ``RINGREDUCE_DUMP``
         least_size: elastic training ends once fewer ranks are left. ``RINGREDUCE_MIN_NP``
@@ -221,6 +222,7 @@ class Config:
     standalone: bool = _setting("RINGREDUCE_STANDALONE", _switch, False)
     check_weights_every: int | None = _setting("RINGREDUCE_CHECK", _positive_int, None)
     check_finite_every: int | None = _setting("RINGREDUCE_CHECK_FINITE", _positive_int, None)
+    checksum: bool = _setting("RINGREDUCE_CHECKSUM", _switch, False)
     dump: str | None = _setting("RINGREDUCE_DUMP", _folder, None)
     least_size: int = _setting("RINGREDUCE_MIN_NP", _positive_int, 1)
     launched_size: int | None = None
