@@ -75,9 +75,8 @@ def _state(store: CommitStore, number: int, name: str) -> Any:
     try:
         objects = store.load(number)["objects"]
     except Exception as error:  # whatever torch says of a file that is not its own
-        raise ConfigError(
-            f"commit {number} in {store.folder} is not that of a TorchState: {str(error).partition(chr(10))[0]}"
-        ) from None
+        why = str(error).partition("\n")[0]
+        raise ConfigError(f"commit {number} in {store.folder} is not that of a TorchState: {why}") from None
     if name not in objects:
         there = ", ".join(sorted(objects)) or "nothing that has a state dict"
         raise ConfigError(f"commit {number} holds no {name!r}; it holds {there}")

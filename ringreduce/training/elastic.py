@@ -13,9 +13,10 @@ from collections.abc import Iterable, Iterator, Sized
 from typing import Any, BinaryIO
 
 from ringreduce.arguments import whole_number
+from ringreduce.audit_record import fingerprint
 from ringreduce.elastic import CommitStore, HostsUpdatedInterrupt, ObjectState
 from ringreduce.errors import ConfigError
-from ringreduce.runtime import is_initialized, rank, size
+from ringreduce.runtime import audit, audited, is_initialized, rank, size
 from ringreduce.training.generators import Generators
 from ringreduce.training.objects import allgather_object, broadcast_object
 
@@ -173,6 +174,9 @@ class HandlingState(ObjectState):
             raise ConfigError(f"commits cannot be kept in {folder}: {said}")
 
     def committed(self) -> None:
+        if audited():
+            kept = [(name, each) for name, each in self._handlers.items() if not each.own and each._saved is not None]
+            audit("commit", number=self.commits, sha256={name: fingerprint(each._saved) for name, each in kept})
         if self._store is None or self.commits % self._every:
             return
         objects = {name: handler for name, handler in self._handlers.items() if handler._saved is not None}
