@@ -44,7 +44,7 @@ class AuditRecord:
     """The lines of one world.
 
     Args:
-        path: the file; made if need be, for this user alone. A link is refused.
+        path: the file; made if need be, for this user alone. A link is refused, and so is a pipe that nobody reads.
     """
 
     def __init__(self, path: str) -> None:
@@ -75,7 +75,7 @@ class AuditRecord:
             "pid": os.getpid(),
             "facts": facts,
         }
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with open(os.open(self._path, flags, 0o600), "ab", buffering=0) as file:
             data = json.dumps(line, default=_plain).encode() + b"\n"
             if file.write(data) != len(data):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -93,6 +94,9 @@ def test_lines_are_appended_for_the_user_alone(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(path)
     with pytest.raises(OSError, match="link"):
         AuditRecord(str(tmp_path / "link")).append("x", {})
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="pipe"):
+        AuditRecord(str(tmp_path / "pipe")).append("x", {})
     AuditRecord(str(tmp_path / "new")).append("x", {})
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o600
 
