@@ -13,9 +13,10 @@ from collections.abc import Iterable, Iterator, Sized
 from typing import Any, BinaryIO
 
 from ringreduce.arguments import whole_number
+from ringreduce.audit_record import fingerprint
 from ringreduce.elastic import CommitStore, HostsUpdatedInterrupt, ObjectState
 from ringreduce.errors import ConfigError
-from ringreduce.runtime import is_initialized, rank, size
+from ringreduce.runtime import audit, audited, is_initialized, rank, size
 from ringreduce.training.generators import Generators
 from ringreduce.training.objects import allgather_object, broadcast_object
 
@@ -216,6 +217,8 @@ class HandlingState(ObjectState):
             raise ConfigError(f"commits cannot be kept in {folder}: {said}")
 
     def committed(self) -> None:
+        if audited():
+            self._audit()
         if self._store is None or not self._goes_to_disk(self.commits):
             return
         objects = {name: handler for name, handler in self._handlers.items() if handler._saved is not None}
@@ -225,6 +228,16 @@ class HandlingState(ObjectState):
             self._store.put(self.commits, {"objects": own, "values": {}, "size": size()}, f".rank-{rank()}")
         if rank() == 0:
             self._store.put(self.commits, {"objects": common, "values": self._saved, "size": size()})
+
+    def _audit(self) -> None:
+        """Record what was committed: as it is now, since not every commit copies the weights."""
+        hashes = {
+            name: fingerprint(each.value.state_dict())
+            for name, each in self._handlers.items()
+            # The indices that a sampler holds are many, and tell nothing of the model.
+            if each._saved is not None and not each.own and not isinstance(each, SamplerStateHandler)
+        }
+        audit("commit", number=self.commits, sha256=hashes)
 
     def settle(self) -> None:
         if self._store is not None:
