@@ -133,7 +133,7 @@ def run(cell: Cell, cluster: str = "") -> tuple[float, str]:
             check=False,
         )
         seconds = time.monotonic() - begin
-        wrong = _left_behind(folder) or (
+        wrong = left_behind(folder) or (
             _ended(done, seconds) if cell.left is None else _trained(folder, done, cell.left)
         )
         return seconds, f"{wrong}\n{done.stdout}\n{done.stderr}" if wrong else ""
@@ -158,7 +158,7 @@ def _ended(done: subprocess.CompletedProcess[str], seconds: float) -> str:
     return "" if done.returncode != 0 and seconds < LIMIT_S else f"the job ended with {done.returncode}"
 
 
-def _left_behind(folder: Path, patience_s: float = 6.0) -> str:
+def left_behind(folder: Path, patience_s: float = 6.0) -> str:
     """Return which processes of the job still run; a rank whose launcher is gone has some seconds to end."""
     end = time.monotonic() + patience_s
     while True:
@@ -178,26 +178,37 @@ def _trained(folder: Path, done: subprocess.CompletedProcess[str], left: int) ->
     """Compare a training with what its steps amount to."""
     if done.returncode != 0:
         return f"the job ended with {done.returncode}"
-    lines = [json.loads(line) for path in folder.glob("*.jsonl") for line in path.read_text().splitlines()]
+    return check([json.loads(line) for path in folder.glob("*.jsonl") for line in path.read_text().splitlines()], left)
+
+
+def check(lines: list[dict[str, Any]], left: int) -> str:
+    """Return what is wrong with a training of which the ranks have written these lines; nothing: empty.
+
+    Args:
+        lines: of all ranks, also those that have died.
+        left: how many ranks have to be there in the end.
+    """
     ends = [each for each in lines if "done" in each]
     if len(ends) != left or {each["size"] for each in ends} != {left}:
         return f"{len(ends)} ranks have reached the end, in worlds of {[each['size'] for each in ends]}, not {left}"
     if any(each["weights"] != ends[0]["weights"] or each["steps"] != ends[0]["steps"] for each in ends):
         return "the ranks have different weights"
-    attempts: defaultdict[int, defaultdict[int, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    attempts: defaultdict[int, defaultdict[tuple[int, int], list[dict[str, Any]]]]
+    attempts = defaultdict(lambda: defaultdict(list))
     for each in lines:
         if "indices" in each:
-            attempts[each["step"]][each["generation"]].append(each)
+            attempts[each["step"]][each.get("restart", 0), each["generation"]].append(each)
     counted = []
     for step in range(ends[0]["steps"]):
         whole = [number for number, begun in attempts[step].items() if len(begun) == begun[0]["size"]]
         if not whole:
             return f"no attempt at step {step} was made by all ranks"
         counted.append(attempts[step][max(whole)])
-    for mine, wanted in zip(ends[0]["weights"], _weights(counted), strict=True):
-        # Rounding in float32 makes some 1e-5 of the largest; a batch that is left out or comes twice, 1e-2.
-        if np.abs(np.array(mine) - wanted).max() > 1e-4 * np.abs(wanted).max():
-            return f"the weights differ by up to {np.abs(np.array(mine) - wanted).max():.3g}"
+    wanted = _weights(counted)
+    far = max(np.abs(np.array(mine) - each).max() for mine, each in zip(ends[0]["weights"], wanted, strict=True))
+    # Rounding in float32 makes some 1e-5 of the largest; a batch that is left out or comes twice, 1e-2.
+    if far > 1e-4 * max(np.abs(each).max() for each in wanted):
+        return f"the weights differ by up to {far:.3g}"
     return _every_row(counted)
 
 
@@ -224,6 +235,7 @@ def _every_row(steps: list[list[dict[str, Any]]]) -> str:
     from programs import faults as program
 
     epochs: defaultdict[int, Counter[int]] = defaultdict(Counter)
+    most = max(ranks[0]["size"] for ranks in steps)
     for ranks in steps:
         for each in ranks:
             epochs[each["epoch"]].update(each["indices"])
@@ -231,7 +243,7 @@ def _every_row(steps: list[list[dict[str, Any]]]) -> str:
         if lacking := set(range(program.ROWS)) - set(rows):
             return f"epoch {epoch} lacks rows {sorted(lacking)}"
         twice = sum(rows.values()) - program.ROWS
-        if twice > RANKS - 1:
+        if twice > most - 1:
             return f"epoch {epoch} has {twice} rows too many"
     return ""
 

@@ -11,6 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import soak
 from faults import Cell, cells, run
 
 EVERY = cells()
@@ -27,3 +28,12 @@ def test_a_death_ends_as_promised(cell: Cell) -> None:
     """The others go on: weights are those of the steps that count, and no row of an epoch is lost or repeated."""
     _, wrong = run(cell)
     assert not wrong
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not on the path")
+def test_many_die_one_after_the_other() -> None:
+    """Random ranks at random times, down to two, and again from disk: nothing is lost, and no descriptor stays open."""
+    done = soak.run(kills=8, ranks=5, seed=14)
+    assert not done.wrong
+    assert (done.kills, done.restarts >= 1) == (8, True)
+    assert done.descriptors[1] <= done.descriptors[0]

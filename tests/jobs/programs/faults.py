@@ -22,7 +22,7 @@ from ringreduce import elastic, processes
 from ringreduce.testing.toy import Toy
 from ringreduce.training.elastic import EpochDivision, HandlingState, StateHandler
 
-ROWS, FEATURES, OUTPUTS, BATCH, EPOCHS = 403, 60, 50, 8, 2
+ROWS, FEATURES, OUTPUTS, EPOCHS = 403, 60, 50, 2
 
 
 class Death(NamedTuple):
@@ -41,10 +41,11 @@ class Death(NamedTuple):
 
 
 def data() -> tuple[Any, Any]:
-    """Return inputs and targets, the same in every process."""
+    """Return inputs and targets, the same in every process; noisy, so that the last batches always matter."""
     rng = np.random.default_rng(5)
     inputs = rng.standard_normal((ROWS, FEATURES)).astype(np.float32)
-    return inputs, inputs @ rng.standard_normal((FEATURES, OUTPUTS)).astype(np.float32)
+    targets = inputs @ rng.standard_normal((FEATURES, OUTPUTS)) + rng.standard_normal((ROWS, OUTPUTS))
+    return inputs, targets.astype(np.float32)
 
 
 class Killer(rr.Instrument):
@@ -178,8 +179,10 @@ class Division(EpochDivision):
 class Training:
     """The training of a linear model, and its log."""
 
-    def __init__(self, folder: str, every: int, deaths: list[Death]) -> None:
-        self.file = (Path(folder) / f"{rr.rank()}.jsonl").open("w")
+    batch_size = 8
+
+    def __init__(self, folder: str, every: int, deaths: list[Death], name: str | None = None) -> None:
+        self.file = (Path(folder) / f"{rr.rank() if name is None else name}.jsonl").open("w")
         self.generation = 0
         self.killer = Killer(deaths)
         self.inputs, self.targets = data()
@@ -196,14 +199,17 @@ class Training:
 
     def _train(self, state: Any) -> None:
         self.generation += 1
-        while state.epoch < EPOCHS:
+        while self._goes_on(state):
             mine = list(self.sampler)
-            for first in range(0, len(mine), BATCH):
-                self._step(mine[first : first + BATCH])
+            for first in range(0, len(mine), self.batch_size):
+                self._step(mine[first : first + self.batch_size])
                 state.commit()
             state.epoch += 1
             self.sampler.set_epoch(state.epoch)
             state.commit()
+
+    def _goes_on(self, state: Any) -> bool:
+        return bool(state.epoch < EPOCHS)
 
     def _step(self, batch: list[int]) -> None:
         killer, state = self.killer, self.state

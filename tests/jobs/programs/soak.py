@@ -1,0 +1,51 @@
+"""Train as `faults.py` does until a file named ``enough`` is there, from the last commit on disk; see `soak.py` above.
+
+ringreduce run --elastic --max-restarts 9 -np 4 python soak.py FOLDER
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from faults import Training
+
+import ringreduce as rr
+from ringreduce.training.objects import broadcast_object
+
+
+class Soaked(Training):
+    """A training that says which processes take part, and what they hold."""
+
+    batch_size = 32  # with fewer rows, two ranks would not converge
+
+    def __init__(self, folder: str) -> None:
+        self.restart = int(os.environ.get("RINGREDUCE_RESTART", "0"))
+        self.folder = Path(folder)
+        super().__init__(folder, 10, [], name=f"{self.restart}-{rr.rank()}")
+        self.state.keep_on_disk(self.folder / "commits", every=2)
+
+    def _train(self, state: Any) -> None:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])  # resident
+        descriptors = len(os.listdir("/proc/self/fd"))
+        self._write(descriptors=descriptors, nbytes=pages * os.sysconf("SC_PAGE_SIZE"), pid=os.getpid())
+        self.pid = self.folder / f"pid-{os.getpid()}"
+        super()._train(state)
+
+    def _goes_on(self, state: Any) -> bool:
+        enough = broadcast_object((self.folder / "enough").exists())
+        return not enough or state.epoch == 0
+
+    def _step(self, batch: list[int]) -> None:
+        super()._step(batch)
+        self.pid.write_text(str(rr.size()))
+
+    def _write(self, **what: Any) -> None:
+        super()._write(restart=self.restart, **what)
+
+
+if __name__ == "__main__":
+    rr.init()
+    Soaked(sys.argv[1]).run()
