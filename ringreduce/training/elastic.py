@@ -291,6 +291,7 @@ class HandlingState(ObjectState):
             self.save()
             self._whole = number
         else:
+            self._small = None  # what it says is gone once the first handler has noted something new
             handlers = {name: handler.copy_small() for name, handler in self._handlers.items()}
             self._small = handlers, self._copied_values()
 

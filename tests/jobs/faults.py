@@ -193,14 +193,13 @@ def check(lines: list[dict[str, Any]], left: int) -> str:
         return f"{len(ends)} ranks have reached the end, in worlds of {[each['size'] for each in ends]}, not {left}"
     if any(each["weights"] != ends[0]["weights"] or each["steps"] != ends[0]["steps"] for each in ends):
         return "the ranks have different weights"
-    attempts: defaultdict[int, defaultdict[tuple[int, int], list[dict[str, Any]]]]
-    attempts = defaultdict(lambda: defaultdict(list))
+    attempts: defaultdict[int, defaultdict[int, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for each in lines:
         if "indices" in each:
-            attempts[each["step"]][each.get("restart", 0), each["generation"]].append(each)
+            attempts[each["step"]][each["began_ns"]].append(each)
     counted = []
     for step in range(ends[0]["steps"]):
-        whole = [number for number, begun in attempts[step].items() if len(begun) == begun[0]["size"]]
+        whole = [began_ns for began_ns, begun in attempts[step].items() if len(begun) == begun[0]["size"]]
         if not whole:
             return f"no attempt at step {step} was made by all ranks"
         counted.append(attempts[step][max(whole)])

@@ -60,35 +60,34 @@ def run(kills: int, ranks: int, seed: int) -> Soak:
     command = [sys.executable, "-m", "ringreduce", "run", "--elastic", "--min-np", str(LEAST), "-np", str(ranks)]
     command += ["--max-restarts", str(kills), sys.executable, str(PROGRAM), str(folder)]
     begin = time.monotonic()
-    errors = folder / "errors"
-    try:
-        with errors.open("w") as file:
-            job = subprocess.Popen(
-                command, env={**os.environ, "TMPDIR": str(folder)}, stdout=subprocess.DEVNULL, stderr=file
-            )
-        try:
-            killed = _kill(job, folder, kills, random.Random(seed))
-            (folder / "enough").touch()
-            code = job.wait(PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            return Soak(f"the job does not end\n{errors.read_text()[-5000:]}", kills, 0, 0, 0, (0, 0), 0)
-        finally:
-            job.kill()
-            job.wait()
-        lines = [json.loads(line) for path in folder.glob("*.jsonl") for line in _whole_lines(path)]
-        wrong = _wrong(killed, kills, code, folder, lines)
-        growth, descriptors = _growth([each for each in lines if "descriptors" in each])
-        return Soak(
-            f"{wrong}\n{errors.read_text()[-5000:]}" if wrong else "",
-            killed,
-            max((each["restart"] for each in lines), default=0),
-            max((each["steps"] for each in lines if "done" in each), default=0),
-            growth,
-            descriptors,
-            time.monotonic() - begin,
+    with (folder / "errors").open("w") as errors:
+        job = subprocess.Popen(
+            command, env={**os.environ, "TMPDIR": str(folder)}, stdout=subprocess.DEVNULL, stderr=errors
         )
+    killed, code = 0, None
+    try:
+        killed = _kill(job, folder, kills, random.Random(seed))
+        (folder / "enough").touch()
+        with suppress(subprocess.TimeoutExpired):
+            code = job.wait(PATIENCE_S)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        job.kill()
+        job.wait()
+    lines = [json.loads(line) for path in folder.glob("*.jsonl") for line in _whole_lines(path)]
+    wrong = _wrong(killed, kills, code, folder, lines)
+    growth, descriptors = _growth([each for each in lines if "descriptors" in each])
+    done = Soak(
+        f"{wrong}; what the ranks have written down is in {folder}" if wrong else "",
+        killed,
+        max((each["restart"] for each in lines), default=0),
+        max((each["steps"] for each in lines if "done" in each), default=0),
+        growth,
+        descriptors,
+        time.monotonic() - begin,
+    )
+    if not wrong:
+        shutil.rmtree(folder)
+    return done
 
 
 def _kill(job: subprocess.Popen[bytes], folder: Path, kills: int, chance: random.Random) -> int:
@@ -123,9 +122,9 @@ def _whole_lines(path: Path) -> list[str]:
     return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
-def _wrong(killed: int, kills: int, code: int, folder: Path, lines: list[dict[str, Any]]) -> str:
-    if killed < kills:
-        return f"after {killed} kills the job has ended with {code}, or does not go on"
+def _wrong(killed: int, kills: int, code: int | None, folder: Path, lines: list[dict[str, Any]]) -> str:
+    if killed < kills or code is None:
+        return f"after {killed} kills the job has ended with {code}" if code is not None else "the job does not end"
     return (
         faults.left_behind(folder)
         or (f"the job ended with {code}" if code else "")

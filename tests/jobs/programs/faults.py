@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ import ringreduce as rr
 from ringreduce import elastic, processes
 from ringreduce.testing.toy import Toy
 from ringreduce.training.elastic import EpochDivision, HandlingState, StateHandler
+from ringreduce.training.objects import broadcast_object
 
 ROWS, FEATURES, OUTPUTS, EPOCHS = 403, 60, 50, 2
 
@@ -183,7 +185,7 @@ class Training:
 
     def __init__(self, folder: str, every: int, deaths: list[Death], name: str | None = None) -> None:
         self.file = (Path(folder) / f"{rr.rank() if name is None else name}.jsonl").open("w")
-        self.generation = 0
+        self.began_ns = 0
         self.killer = Killer(deaths)
         self.inputs, self.targets = data()
         zeros = {"matrix": np.zeros((FEATURES, OUTPUTS), np.float32), "bias": np.zeros(OUTPUTS, np.float32)}
@@ -198,7 +200,7 @@ class Training:
         self._write(done=True, steps=self.state.step, size=rr.size(), weights=weights)
 
     def _train(self, state: Any) -> None:
-        self.generation += 1
+        self.began_ns = broadcast_object(time.time_ns())  # the same on all ranks, whoever fails before this or after
         while self._goes_on(state):
             mine = list(self.sampler)
             for first in range(0, len(mine), self.batch_size):
@@ -227,7 +229,7 @@ class Training:
         state.step += 1
 
     def _write(self, **what: Any) -> None:
-        print(json.dumps({"generation": self.generation, **what}), file=self.file, flush=True)
+        print(json.dumps({"began_ns": self.began_ns, **what}), file=self.file, flush=True)
 
 
 if __name__ == "__main__":
