@@ -91,15 +91,16 @@ class CommitStore:
         Args:
             part: as for `put`.
         """
-        found = []
-        for number in sorted(self._numbers(part)):
-            try:
-                self._require_whole(number, part)
-            except Exception as error:  # whatever a truncated or foreign file leads to
-                _log.error("%s cannot be used: %s", self._path(number, part), error)
-            else:
-                found.append(number)
-        return found
+        return [number for number in sorted(self._numbers(part)) if self.has(number, part)]
+
+    def has(self, number: int, part: str = "") -> bool:
+        """Return whether a part of a commit is there, and as it was written; logs why it is not."""
+        try:
+            self._require_whole(number, part)
+        except Exception as error:  # whatever a truncated or foreign file leads to
+            _log.error("%s cannot be used: %s", self._path(number, part), error)
+            return False
+        return True
 
     def load(self, number: int, part: str = "") -> Any:
         """Return the content of a part that is whole."""
