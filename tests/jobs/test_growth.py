@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,24 +78,11 @@ if rr.rank() == 0:
 """
 
 
-def run(
-    folder: Path, arguments: list[str | int], *program: str | int, limit_s: int = 55
-) -> subprocess.CompletedProcess[str]:
-    """Run the program as an elastic job, on the hosts that a file in the folder lists, if there is one."""
+def run(folder: Path, arguments: list[Any], *program: str | int) -> subprocess.CompletedProcess[str]:
+    """Run the program as an elastic job."""
     if shutil.which("mpirun") is None:
         pytest.skip("mpirun is not on the path")
-    command = [
-        sys.executable,
-        "-m",
-        "ringreduce",
-        "run",
-        "--elastic",
-        *arguments,
-        sys.executable,
-        "-c",
-        PROGRAM,
-        folder,
-    ]
+    command = [sys.executable, "-m", "ringreduce", "run", "--elastic", *arguments, sys.executable, "-c", PROGRAM]
     with tempfile.TemporaryDirectory(prefix="job-", ignore_cleanup_errors=True) as temporary:
         return subprocess.run(
             ["timeout", "--kill-after=5", "55", *map(str, [*command, folder, *program])],
@@ -123,6 +111,22 @@ def test_a_job_grows_when_there_are_more_slots(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == said
     assert "there are slots for 3 ranks, and 2 live" in done.stderr
     assert "\x1e" not in done.stderr
+
+
+def test_a_job_leaves_slots_that_are_no_longer_there(tmp_path: Path) -> None:
+    """With what the ranks there have done."""
+    script = script_in(tmp_path, "localhost:3\n")
+    done = run(tmp_path, ["-np", 3, "--host-discovery-script", script], "more slots", 2)
+    assert done.returncode == 0, done.stderr
+    said = ["3 ranks from step 0", "2 ranks from step 6", "2 ranks have seen each row {3} times"]
+    assert done.stdout.splitlines() == said
+
+
+def test_a_job_that_has_failed_starts_where_slots_count_again(tmp_path: Path) -> None:
+    """With too few ranks left, and no commit on disk, from the start."""
+    done = run(tmp_path, ["-np", 2, "--min-np", 2, "--max-restarts", 1, "--cooldown", 0.5], "a death", 2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["2 ranks from step 0"] * 2 + ["2 ranks have seen each row {3} times"]
 
 
 def test_a_dead_rank_is_replaced(tmp_path: Path) -> None:
