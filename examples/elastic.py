@@ -64,6 +64,7 @@ def main() -> None:
     # (4) all that training changes; what has a state dict is kept by that, anything else by value
     generators = hvd.elastic.Generators()
     state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, generators=generators, epoch=0, step=0)
+    state.keep_in_memory(every=50)  # the weights; in other commits they count as they are, until a step changes them
     if args.folder:
         found = state.keep_on_disk(args.folder, every=5)
         say("no commit on disk" if found is None else f"going on from commit {found} on disk")

@@ -11,6 +11,7 @@ PyTorch users start at `ringreduce.torch`. Importing this package starts nothing
 """
 
 from ringreduce import errors, reduce_ops, runtime
+from ringreduce.audit_record import fingerprint
 from ringreduce.communicator import Communicator
 from ringreduce.config import VERSION, Config
 from ringreduce.conventions import Conventions
@@ -40,6 +41,7 @@ __all__ = [
     "Topology",
     "allgather_object",
     "broadcast_object",
+    "fingerprint",
     "reproducible_allreduce",
 ]
 __all__ += errors.__all__

@@ -198,8 +198,13 @@ class Config:
         check_finite_every: the same for looking whether all gradients are numbers; gradients are then not reduced
             during the backward pass. Not for programs that scale losses and leave out steps.
             ``RINGREDUCE_CHECK_FINITE``
+        checksum: whether what travels in messages is compared with what was sent, by a CRC-32. ``RINGREDUCE_CHECKSUM``
         dump: the folder into which a rank writes what it has done last, when no call is possible any more, or on
             SIGUSR1; None: none. ``RINGREDUCE_DUMP``
+        audit: the file to which rank 0 appends a record of the run (see `ringreduce.audit_record`); None: none.
+            ``RINGREDUCE_AUDIT``
+        object_limit_nbytes: the most bytes that the objects of one call, of all ranks together, may take once they are
+            pickled. ``RINGREDUCE_OBJECT_LIMIT``
         least_size: elastic training ends once fewer ranks are left. ``RINGREDUCE_MIN_NP``
         reset_limit: how often at most ranks go on without others, before elastic training ends; None: as often as need
             be. ``RINGREDUCE_RESET_LIMIT``
@@ -228,7 +233,10 @@ class Config:
     standalone: bool = _setting("RINGREDUCE_STANDALONE", _switch, False)
     check_weights_every: int | None = _setting("RINGREDUCE_CHECK", _positive_int, None)
     check_finite_every: int | None = _setting("RINGREDUCE_CHECK_FINITE", _positive_int, None)
+    checksum: bool = _setting("RINGREDUCE_CHECKSUM", _switch, False)
     dump: str | None = _setting("RINGREDUCE_DUMP", _folder, None)
+    audit: str | None = _setting("RINGREDUCE_AUDIT", str, None)
+    object_limit_nbytes: int = _setting("RINGREDUCE_OBJECT_LIMIT", parse_nbytes, 4 << 30)
     least_size: int = _setting("RINGREDUCE_MIN_NP", _positive_int, 1)
     reset_limit: int | None = _setting("RINGREDUCE_RESET_LIMIT", _whole_number, None)
     launched_size: int | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -232,6 +233,8 @@ class Process:
 
     def _at_exit(self) -> None:
         if self.termination is None or self.termination.at_exit():
+            if getattr(sys, "last_value", None) is not None:
+                self._end_audit()  # of a process that is alone: how others fail, the termination tells
             self.shut_down()
 
     def _before_fork(self) -> None:
@@ -262,6 +265,12 @@ class Process:
         own = self.own()
         if own is not None:
             own.flush_timeline()
+            self._end_audit()  # if no reason was given: another rank ends the job
+
+    def _end_audit(self) -> None:
+        own, error = self.own(), getattr(sys, "last_value", None)
+        if own is not None:
+            own.end_audit("the process was ended" if error is None else f"{type(error).__name__}: {error}")
 
     def _leave(self, reason: str) -> bool:
         own = self.own()

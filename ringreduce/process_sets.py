@@ -14,6 +14,7 @@ from ringreduce.engine import Engine
 from ringreduce.errors import ConfigError
 from ringreduce.paths import Context, close_all
 from ringreduce.processes import Forked
+from ringreduce.transport.checked import CheckedMessages
 from ringreduce.transport.control import SharedControlChannel
 from ringreduce.transport.messages import Messages
 from ringreduce.transport.node import host_name, join
@@ -240,7 +241,7 @@ def connect(make: Callable[[Waiter], Messages], settings: Config) -> Parts:
     # The engine's calls are in one order on all ranks, wherever in the program they come from.
     for called, warn in ((Called.here, True), (Called, False)):
         waiter = Waiter(settings.timeout_s)
-        messages = make(waiter)
+        messages = CheckedMessages(make(waiter)) if settings.checksum else make(waiter)
         node = join(messages, waiter, settings, host_name(), MemfdSegments, warn=warn)
         contexts.append(Context(messages, waiter, node, settings, called))
     context = contexts[1]

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.arguments import whole_number
+from ringreduce.audit_record import require_facts
 from ringreduce.communicator import Communicator
 from ringreduce.config import Config, survives_deaths
 from ringreduce.conventions import Conventions
@@ -30,6 +31,8 @@ __all__ = [
     "allgather",
     "allreduce",
     "alltoall",
+    "audit",
+    "audited",
     "barrier",
     "broadcast",
     "config",
@@ -235,6 +238,31 @@ def stop_timeline() -> None:
 def metrics() -> Metrics:
     """Return what this rank's calls add up to since `init`: numbers, bytes, seconds, overlap, and who was late."""
     return _process.here().metrics()
+
+
+def audit(event: str, /, **facts: Any) -> None:
+    """Have facts of the program's own recorded: which data it reads, which choices it has made. Local.
+
+    Rank 0 appends a line to the file that ``RINGREDUCE_AUDIT`` names; see `ringreduce.audit_record` for what that
+    holds. On other ranks, and without that setting, the facts are checked and nothing is done.
+
+    Args:
+        event: a word for it.
+        **facts: what JSON can say; of arrays and files `ringreduce.fingerprint`.
+
+    Raises:
+        ConfigError: JSON cannot say it, or the event is one of ringreduce's own.
+    """
+    require_facts(event, facts)
+    own = _process.own()
+    if own is not None and own.audit is not None:
+        own.audit.append_or_log(event, facts)
+
+
+def audited() -> bool:
+    """Return whether this rank keeps an audit record: whether it is worth while to find out what goes into it."""
+    own = _process.own()
+    return own is not None and own.audit is not None
 
 
 def dump(folder: str | os.PathLike[str]) -> Path:

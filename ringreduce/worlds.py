@@ -18,6 +18,7 @@ import numpy as np
 
 from ringreduce import flight, processes
 from ringreduce.algorithms import Collective, names
+from ringreduce.audit_record import AuditRecord, versions
 from ringreduce.autotune import Key, Table
 from ringreduce.calls import GivenUp, refusal
 from ringreduce.communicator import Communicator
@@ -112,6 +113,7 @@ class OwnWorld(World):
 
     Attributes:
         communicator: blocking collectives of all ranks.
+        audit: the record of this run; on rank 0, if the settings ask for one.
     """
 
     def __init__(self, everyone: ProcessSet, messages: Messages, parts: Parts, clock: Clock, config: Config) -> None:
@@ -124,6 +126,7 @@ class OwnWorld(World):
         self._stopped = True  # whether `stop_timeline` was called since
         self._tracks: list[tuple[Instruments, Track]] = []  # of the timeline, and where they are attached
         self._dumped_s: float | None = None  # when it was last written down what this rank has done
+        self.audit = AuditRecord(config.audit) if config.audit is not None and self.rank == 0 else None
         self._failure: BaseException | None = None  # the first one after which no call was possible
         self._register(everyone, list(range(messages.size)), parts)
         self._record(everyone)
@@ -147,6 +150,7 @@ class OwnWorld(World):
             world._tell_what_was_chosen()
             world._use_table()
             world._start_first_timeline()
+            world._begin_audit()
         except Exception:
             with suppress(Exception):  # the first error is what is told
                 close_all(*undo)
@@ -277,6 +281,30 @@ class OwnWorld(World):
         except StepFailedError as error:
             raise ConfigError(str(error)) from None
 
+    def _begin_audit(self) -> None:
+        """Record what this world is; where rank 0 cannot, none begins that shall be recorded. Collective."""
+        if self.config.audit is None:
+            return
+        hosts: dict[str, list[int]] = {}
+        for rank, host in enumerate(exchange_json(self._messages, platform.node())):
+            hosts.setdefault(host, []).append(rank)
+        facts = {
+            "command": sys.orig_argv,
+            "versions": versions(self.communicator.library),
+            "settings": {each.name: getattr(self.config, each.name) for each in fields(Config)},
+            "size": self.size,
+            "hosts": hosts,
+        }
+        try:
+            together(self._messages, lambda: None if self.audit is None else self.audit.begin(facts))
+        except StepFailedError as error:
+            raise ConfigError(f"RINGREDUCE_AUDIT={self.config.audit} cannot be written: {error}") from None
+
+    def end_audit(self, error: str | None) -> None:
+        """Record that this world ends, and why; the first reason counts."""
+        if self.audit is not None:
+            self.audit.end(error)
+
     def _tell_what_was_chosen(self) -> None:
         """Log, on rank 0, what the job runs on, so that a log says by itself what happened."""
         if self.rank != 0 or not _log.isEnabledFor(logging.INFO):
@@ -348,6 +376,7 @@ class OwnWorld(World):
 
     def leave(self, reason: str) -> bool:
         """Let the ranks of the node know that this one ends; return whether it is the first of them that does so."""
+        self.end_audit(reason)
         why = GivenUp(reason, self.rank)
         first = [each.communicator.leave(why) for each in self.sets.values() if each.connected]
         return all(first)
@@ -371,6 +400,7 @@ class OwnWorld(World):
 
     def abandon(self, error: CollectiveError) -> None:
         """End the world after the loss of a rank. Local: what the other ranks have under way fails later."""
+        self.end_audit(str(error))
         with suppress(ConfigError, OSError):  # it is the trace alone that cannot be written
             self.stop_timeline()
         for parts in self._unregister_all():
@@ -382,6 +412,7 @@ class OwnWorld(World):
     def close(self) -> None:
         """End the world. Collective."""
         self.stop_timeline()
+        self.end_audit(None)
         close_all(*(parts.close for parts in self._unregister_all()), self._messages.close)
 
 

@@ -19,7 +19,7 @@ import click
 import ringreduce
 from ringreduce.buffers.cuda.cupy_driver import cuda_driver
 from ringreduce.buffers.cuda.driver import Driver
-from ringreduce.cli import dumps
+from ringreduce.cli import dumps, torch_traces
 from ringreduce.cli.cases import plural
 from ringreduce.cli.facts import Facts, World, collect, stranger
 from ringreduce.cli.findings import LEVELS, Finding, by_rank, examine
@@ -47,17 +47,29 @@ __all__ = ["command", "probe_ipc", "to_json", "to_text"]
     type=click.Path(exists=True, file_okay=False),
     help="Say what ranks waited for, from what they have written to RINGREDUCE_DUMP=...",
 )
-def command(as_json: bool, probe: bool, folder: str | None) -> int:
+@click.option(
+    "--torch-traces",
+    "traces",
+    type=click.Path(file_okay=False),
+    help="With --dump: write it into this folder, too, as files that torch's flight recorder tools read.",
+)
+def command(as_json: bool, probe: bool, folder: str | None, traces: str | None) -> int:
     """Say what this machine offers to the ranks of this job, what is wrong, and what to do about it.
 
     Run it alone, and as the job will run: mpirun -np N python -m ringreduce doctor. Where ranks differ, the report
     names them. The exit status is 1 if there is a problem; warnings are about speed.
 
     With --dump, run it alone, after a job that ran with RINGREDUCE_DUMP=FOLDER has failed, or after `kill -USR1` to its
-    ranks.
+    ranks. With --torch-traces OUT, torch's tool reads the same: python -m
+    torch.distributed.flight_recorder.fr_trace OUT -p ringreduce_rank_
     """
+    if traces is not None and folder is None:
+        raise click.UsageError("--torch-traces writes what --dump FOLDER has found; give both")
     if folder is not None:
-        said = dumps.diagnose(dumps.load(folder))
+        found_there = dumps.load(folder)
+        if traces is not None:
+            torch_traces.write(found_there, traces)
+        said = dumps.diagnose(found_there)
         click.echo(json.dumps(said) if as_json else "\n".join(said))
         return 0
     foreign = stranger(os.environ)

@@ -74,10 +74,14 @@ class State:
         Raises:
             HostsUpdatedInterrupt: they have, on all ranks.
         """
-        self.save()
+        self.copy_for_commit()
         self.commits += 1
         self.committed()
         self.check_host_updates()
+
+    def copy_for_commit(self) -> None:
+        """Take the copy of a commit: of everything, unless overridden."""
+        self.save()
 
     def committed(self) -> None:
         """Do what is to be done with a copy that was committed. Does nothing unless overridden."""
@@ -172,10 +176,16 @@ class ObjectState(State):
         ObjectState.save(self)
 
     def save(self) -> None:
-        self._saved = copy.deepcopy({name: getattr(self, name) for name in self._names})
+        self._saved = self._copied_values()
 
     def restore(self) -> None:
-        for name, value in copy.deepcopy(self._saved).items():
+        self._take_values(self._saved)
+
+    def _copied_values(self) -> dict[str, Any]:
+        return copy.deepcopy({name: getattr(self, name) for name in self._names})
+
+    def _take_values(self, copied: dict[str, Any]) -> None:
+        for name, value in copy.deepcopy(copied).items():
             setattr(self, name, value)
 
     def sync(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from ringreduce.config import VERSION
 
-__all__ = ["CommitStore"]
+__all__ = ["CommitStore", "replace_file"]
 
 _log = logging.getLogger(__name__)
 
@@ -94,13 +94,19 @@ class CommitStore:
         return [number for number in sorted(self._numbers(part)) if self.has(number, part)]
 
     def has(self, number: int, part: str = "") -> bool:
-        """Return whether a part of a commit is there, and as it was written; logs why it is not."""
-        try:
-            self._require_whole(number, part)
-        except Exception as error:  # whatever a truncated or foreign file leads to
-            _log.error("%s cannot be used: %s", self._path(number, part), error)
-            return False
-        return True
+        """Return whether a part of a commit is there, and as it was written; logs why it cannot be used."""
+        why = self._flaw(number, part)
+        if why:
+            _log.error("%s cannot be used: %s", self._path(number, part), why)
+        return not why
+
+    def examine(self, part: str = "") -> dict[int, str]:
+        """Return the numbers of all commits that were written, ascending, with why one cannot be used; or nothing.
+
+        Args:
+            part: as for `put`.
+        """
+        return {number: self._flaw(number, part) for number in sorted(self._numbers(part))}
 
     def load(self, number: int, part: str = "") -> Any:
         """Return the content of a part that is whole."""
@@ -120,6 +126,14 @@ class CommitStore:
             for each in self.folder.iterdir()
             if (found := _NAME.fullmatch(each.name)) and found[2] == part and found[3] == "json"
         ]
+
+    def _flaw(self, number: int, part: str) -> str:
+        """Return why a part of a commit cannot be used; nothing, if it can."""
+        try:
+            self._require_whole(number, part)
+        except Exception as error:  # whatever a truncated or foreign file leads to
+            return str(error) or type(error).__name__
+        return ""
 
     def _require_whole(self, number: int, part: str) -> None:
         said = json.loads(self._path(number, part, "json").read_text(encoding="utf-8"))
@@ -146,14 +160,14 @@ class CommitStore:
 
     def _store(self, number: int, content: Any, part: str) -> None:
         path = self._path(number, part)
-        _replace(path, lambda file: self._write(content, file))
+        replace_file(path, lambda file: self._write(content, file))
         try:
             self.load(number, part)  # what cannot be read again is no commit
         except Exception:
             path.unlink()
             raise
         said = {"nbytes": path.stat().st_size, "sha256": _digest(path), "ringreduce": VERSION}
-        _replace(self._path(number, part, "json"), lambda file: file.write(json.dumps(said).encode()))
+        replace_file(self._path(number, part, "json"), lambda file: file.write(json.dumps(said).encode()))
         # Those of higher numbers, which were there and could not be used, do not count.
         kept = sorted(each for each in self._numbers(part) if each <= number)[-self._keep :]
         for each in self.folder.iterdir():
@@ -162,8 +176,12 @@ class CommitStore:
                 each.unlink(missing_ok=True)
 
 
-def _replace(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file that is there as a whole or not at all, whenever the machine stops."""
+def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write a file that is there as a whole or not at all, whenever the machine stops; readable by its owner alone.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(new, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:

@@ -7,11 +7,12 @@ from ringreduce.testing.conformance import (
     check_collectives,
     check_messages,
 )
-from ringreduce.testing.doubles import FailingMessages, RecordingMessages
+from ringreduce.testing.doubles import DamagingMessages, FailingMessages, RecordingMessages
 from ringreduce.testing.ranks import caught, run_engines, run_process_sets, run_ranks, run_threads
 from ringreduce.testing.samples import expected, sample
 
 __all__ = [
+    "DamagingMessages",
     "FailingMessages",
     "RecordingMessages",
     "assert_close",

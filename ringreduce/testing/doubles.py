@@ -1,16 +1,17 @@
-"""Message transports that record what they are asked to do, or fail on purpose: wrappers around any other."""
+"""Message transports that record what they are asked to do, fail or do damage on purpose: wrappers around others."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from ringreduce.errors import TransportError
 from ringreduce.transport.messages import Messages, Request
 
-__all__ = ["FailingMessages", "RecordingMessages"]
+__all__ = ["DamagingMessages", "FailingMessages", "RecordingMessages"]
 
 Array = npt.NDArray[Any]
 
@@ -78,3 +79,36 @@ class FailingMessages(_Wrapper):
 
     def test_some(self, requests: Sequence[Request]) -> Sequence[int]:
         return self._inner.test_some(requests) if self._left >= 0 else ()
+
+
+class DamagingMessages(_Wrapper):
+    """Flips one bit of one message that this rank receives.
+
+    Args:
+        inner: what carries the messages.
+        after: how many come as they are before that one.
+    """
+
+    def __init__(self, inner: Messages, after: int) -> None:
+        super().__init__(inner)
+        self._left = after
+        self._places: dict[int, Array] = {}
+
+    def recv(self, data: Array, peer: int, tag: int) -> Request:
+        request = self._inner.recv(data, peer, tag)
+        self._places[id(request)] = data
+        return request
+
+    def test_all(self, requests: Sequence[Request]) -> bool:
+        self.test_some(requests)
+        return self._inner.test_all(requests)
+
+    def test_some(self, requests: Sequence[Request]) -> Sequence[int]:
+        ended = self._inner.test_some(requests)
+        for index in ended:
+            place = self._places.get(id(requests[index]))
+            if place is not None:
+                if self._left == 0:
+                    place.view(np.uint8)[place.nbytes // 2] ^= 4
+                self._left -= 1
+        return ended

@@ -132,6 +132,7 @@ class Toy:
         self, values: Mapping[str, _Floats], process_set: ProcessSet = global_process_set, **options: Any
     ) -> None:
         self.named = [(name, _Weight(value.copy())) for name, value in values.items()]
+        self.steps = 0  # that have begun to change the weights
         weights: Any = _Weights  # which is as much of an `Arrays` as is asked for here
         self.training = Training("Toy", process_set, weights(None), weights)
         with self.training.checking("Toy"):
@@ -169,6 +170,7 @@ class Toy:
         self.training.rejoin()
         if self.training.gradients.pending:
             self.training.gradients.reduce()
+        self.steps += 1
         for _, weight in self.named:
             if weight.grad is not None:
                 weight.value -= RATE * weight.grad

@@ -36,27 +36,29 @@ def named_parameters(optimizer: torch.optim.Optimizer, names: Mapping[int, str])
 class _StepWatch:
     """A hook of a wrapped optimizer, called before its steps. It keeps nothing, and is of no use to copies."""
 
-    __slots__ = ("_tell",)
+    __slots__ = ("_all", "_tell")
 
-    def __init__(self, tell: Callable[[], Callable[[], object] | None] = lambda: None) -> None:
-        self._tell = tell
+    def __init__(self, tell: Callable[[], Callable[[], object] | None] = lambda: None, all_steps: bool = False) -> None:
+        self._tell, self._all = tell, all_steps
 
     def __call__(self, optimizer: torch.optim.Optimizer, arguments: object, options: object) -> None:
-        if id(optimizer) not in STEPPING and (tell := self._tell()) is not None:
+        if (self._all or id(optimizer) not in STEPPING) and (tell := self._tell()) is not None:
             tell()
 
     def __reduce__(self) -> tuple[type[_StepWatch], tuple[()]]:
         return _StepWatch, ()
 
 
-def watch_steps(optimizer: torch.optim.Optimizer, tell: Callable[[], object]) -> Callable[[], object]:
-    """Call a method before each step of an optimizer that is not in `STEPPING`.
+def watch_steps(
+    optimizer: torch.optim.Optimizer, tell: Callable[[], object], *, all_steps: bool = False
+) -> Callable[[], object]:
+    """Call a method before each step of an optimizer; unless it is for all steps, not while that is in `STEPPING`.
 
     Returns:
         A function that ends this. So does the end of the method's object.
     """
     try:
-        hook = optimizer.register_step_pre_hook(_StepWatch(weakref.WeakMethod(tell)))
+        hook = optimizer.register_step_pre_hook(_StepWatch(weakref.WeakMethod(tell), all_steps))
     except AttributeError:  # an optimizer that has no hooks
         return lambda: None
     unwatch = weakref.finalize(cast("MethodType", tell).__self__, hook.remove)

@@ -13,9 +13,10 @@ from collections.abc import Iterable, Iterator, Sized
 from typing import Any, BinaryIO
 
 from ringreduce.arguments import whole_number
+from ringreduce.audit_record import fingerprint
 from ringreduce.elastic import CommitStore, HostsUpdatedInterrupt, ObjectState
 from ringreduce.errors import ConfigError
-from ringreduce.runtime import is_initialized, rank, size
+from ringreduce.runtime import audit, audited, is_initialized, rank, size
 from ringreduce.training.generators import Generators
 from ringreduce.training.objects import allgather_object, broadcast_object
 
@@ -25,16 +26,20 @@ __all__ = ["EpochDivision", "HandlingState", "OwnStateHandler", "SamplerStateHan
 class StateHandler:
     """Keeps one object by its state dict: a learning-rate scheduler, a GradScaler.
 
-    Subclasses keep objects of other kinds. A state that is given an object saves it at once.
+    Subclasses keep objects of other kinds. A state that is given an object saves it at once. A subclass with a `save`
+    or `restore` of its own overrides `copy_small`, `stands` and `restore_small`, too, if it is to serve in a state that
+    does not copy the weights in each commit (`HandlingState.keep_in_memory`).
 
     Args:
         value: the object.
 
     Attributes:
         own: whether each rank has a state of its own.
+        notes_steps: whether `stands` says, of all weights in the state, if there was a step.
     """
 
     own = False
+    notes_steps = False
     _saved: Any = None  # the copy that was taken last, which nobody changes; subclasses may keep theirs elsewhere
 
     def __init__(self, value: Any) -> None:
@@ -47,6 +52,18 @@ class StateHandler:
     def restore(self) -> None:
         """Go back to the copy that was taken last."""
         self.value.load_state_dict(copy.deepcopy(self._saved))  # a copy: the object may keep these arrays
+
+    def copy_small(self) -> Any:
+        """Return a copy of all but what only steps change, and note where that is."""
+        return copy.deepcopy(self.value.state_dict())
+
+    def stands(self) -> bool:
+        """Return whether what `copy_small` has left out last is as it was then."""
+        return True
+
+    def restore_small(self, copied: Any) -> None:
+        """Go back to what `copy_small` has returned last, as the rest `stands`."""
+        self.value.load_state_dict(copy.deepcopy(copied))
 
     def sync(self) -> None:
         """Make it equal to rank 0's. Collective."""
@@ -98,8 +115,35 @@ class HandlingState(ObjectState):
     def __init__(self, **kwargs: Any) -> None:
         self._handlers: dict[str, StateHandler] = {}
         self._store: CommitStore | None = None
-        self._every = 1
+        self._every = self._whole_every = 1
+        self._whole = 0  # the commit that was copied whole last
+        self._whole_is_due = False
+        self._small: tuple[dict[str, Any], dict[str, Any]] | None = None  # of the last, if it was not: handlers, values
         super().__init__(broadcast_object, rank, **{name: value for name, value in kwargs.items() if value is not None})
+
+    def keep_in_memory(self, every: int) -> None:
+        """Copy the weights, and what optimizers keep of them, in every so many commits, and not in each.
+
+        The commits between copy everything else, and count on it that nothing but a step of an optimizer in the state
+        changes weights. After a death, training goes on from the last commit if one of the ranks that are left has not
+        stepped since, as its weights are those of the commit still: the step that was cut short is repeated. If all
+        have, training goes back to the last whole copy.
+
+        Args:
+            every: how many commits there are to one that copies everything; those that go to disk do, too. Must agree
+                on all ranks.
+
+        Raises:
+            ConfigError: it is not a positive whole number; there is no optimizer in the state that tells when it steps;
+                or a handler has a `save` of its own and no `copy_small`.
+        """
+        every = whole_number("every", every, 1)
+        opaque = [name for name, each in self._handlers.items() if _copies_by_itself(type(each))]
+        if every > 1 and opaque:
+            raise ConfigError(f"the handlers of {', '.join(opaque)} have a save() of their own, but no copy_small()")
+        if every > 1 and not any(each.notes_steps for each in self._handlers.values()):
+            raise ConfigError("no optimizer in the state tells when it steps; weights have to be copied in each commit")
+        self._whole_every = every
 
     def keep_on_disk(self, folder: str | os.PathLike[str], every: int = 1, keep: int = 3) -> int | None:
         """Write commits to a folder from now on, and begin with the last one that is there whole. Collective.
@@ -183,7 +227,9 @@ class HandlingState(ObjectState):
             raise ConfigError(f"commits cannot be kept in {folder}: {said}")
 
     def committed(self) -> None:
-        if self._store is not None and self.commits % self._every == 0:
+        if audited():
+            self._audit()
+        if self._store is not None and self._goes_to_disk(self.commits):
             self._put(self._store)
 
     def _put(self, store: CommitStore) -> None:
@@ -194,6 +240,16 @@ class HandlingState(ObjectState):
             store.put(self.commits, {"objects": own, "values": {}, "size": size()}, f".rank-{rank()}")
         if rank() == 0:
             store.put(self.commits, {"objects": common, "values": self._saved, "size": size()})
+
+    def _audit(self) -> None:
+        """Record what was committed: as it is now, since not every commit copies the weights."""
+        hashes = {
+            name: fingerprint(each.value.state_dict())
+            for name, each in self._handlers.items()
+            # The indices that a sampler holds are many, and tell nothing of the model.
+            if each._saved is not None and not each.own and not isinstance(each, SamplerStateHandler)
+        }
+        audit("commit", number=self.commits, sha256=hashes)
 
     def settle(self) -> None:
         if self._store is not None:
@@ -208,6 +264,9 @@ class HandlingState(ObjectState):
             return False
         self.save()
         self.commits += 1
+        self._whole = self.commits
+        if audited():
+            self._audit()
         self._put(self._store)
         self._store.settle()
         mine = [f".rank-{rank()}"] if any(each.own for each in self._handlers.values()) else []
@@ -256,24 +315,44 @@ class HandlingState(ObjectState):
             return OwnStateHandler(value)
         return StateHandler(value) if hasattr(value, "state_dict") and hasattr(value, "load_state_dict") else None
 
+    def copy_for_commit(self) -> None:
+        number = self.commits + 1
+        if number % self._whole_every == 0 or self._whole_is_due or self._goes_to_disk(number):
+            self.save()
+            self._whole = number
+        else:
+            handlers = {name: handler.copy_small() for name, handler in self._handlers.items()}
+            self._small = handlers, self._copied_values()
+
+    def _goes_to_disk(self, number: int) -> bool:
+        return self._store is not None and number % self._every == 0
+
     def save(self) -> None:
         for handler in self._handlers.values():
             handler.save()
         super().save()
+        self._whole, self._whole_is_due, self._small = self.commits, False, None
 
     def restore(self) -> None:
+        if self._small is not None and all(handler.stands() for handler in self._handlers.values()):
+            handlers, values = self._small
+            for name, handler in self._handlers.items():
+                handler.restore_small(handlers[name])
+            self._take_values(values)
+            return
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
+        self.commits, self._small = self._whole, None
 
     def sync(self) -> None:
+        if rank() != 0:
+            self._small = None  # what arrives is written where nobody counts changes
         # Nothing is saved, and no number of commits taken over, before all is there: rank 0 may die in the midst.
         for handler in self._handlers.values():
             handler.sync()
         self._sync_values()
-        for handler in self._handlers.values():
-            handler.save()
-        ObjectState.save(self)
+        HandlingState.save(self)
 
     def commit(self) -> None:
         for handler in self._handlers.values():
@@ -303,12 +382,20 @@ class HandlingState(ObjectState):
             return
         handler = self._find_handler(value)
         if handler is not None:
+            self._whole_is_due, self._small = True, None
             self._handlers[name] = handler
             handler.save()
             if name in self._names:
                 self._names.remove(name)
         elif self._handlers.pop(name, None) is not None:
+            self._whole_is_due, self._small = True, None
             self._names.append(name)
+
+
+def _copies_by_itself(kind: type[StateHandler]) -> bool:
+    """Return whether a kind of handler has its own way to copy an object, and cannot say what is small in it."""
+    changed = kind.save is not StateHandler.save or kind.restore is not StateHandler.restore
+    return changed and kind.copy_small is StateHandler.copy_small
 
 
 class EpochDivision:

@@ -6,6 +6,9 @@ optimizer travels at full speed.
 
 Every rank runs the same collectives even if it cannot pack its object: it sends the reason in its place. Ranks unpack
 objects after the last collective.
+
+Before a rank takes memory for the objects of others, all ranks know how many bytes these have, and refuse more than
+``RINGREDUCE_OBJECT_LIMIT``.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -50,7 +53,7 @@ def broadcast_object(
         ``obj`` itself on the root, a copy of it elsewhere. Tensors in the copy are on the CPU.
 
     Raises:
-        ConfigError: the object does not pickle. Raised on all ranks.
+        ConfigError: the object does not pickle, or is larger than ``RINGREDUCE_OBJECT_LIMIT``. Raised on all ranks.
     """
     with Preparing("broadcast_object", _named("broadcast_object", name), process_set) as prepare:
         root = process_set.rank_of(root_rank)
@@ -74,7 +77,8 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
         Copies of the objects, in rank order.
 
     Raises:
-        ConfigError: some rank's object does not pickle. Raised on all ranks.
+        ConfigError: some rank's object does not pickle, or all of them together are larger than
+            ``RINGREDUCE_OBJECT_LIMIT``. Raised on all ranks.
     """
     with Preparing("allgather_object", _named("allgather_object", name), process_set) as prepare:
         mine = _packed(lambda: pickle.dumps(obj, pickle.HIGHEST_PROTOCOL))
@@ -104,6 +108,25 @@ def _raise_unsendable(rank: int, reason: bytes, cause: Exception | None) -> NoRe
     raise ConfigError(f"the object of rank {rank} cannot be sent: {reason.decode()}") from cause
 
 
+def _require_small_enough(communicator: Communicator, nbytes: Sequence[int], ranks: Sequence[int]) -> None:
+    """Raise on all ranks if objects are too large together; before any rank has taken memory for those of others.
+
+    Args:
+        communicator: of the ranks.
+        nbytes: of each object, pickled; the same on all ranks.
+        ranks: whose they are.
+    """
+    limit, total = communicator.config.object_limit_nbytes, sum(nbytes)
+    if total <= limit:
+        return
+    most = max(nbytes)
+    others = f" ({total} bytes with those of the other ranks)" if total > most else ""
+    raise ConfigError(
+        f"the object of rank {ranks[nbytes.index(most)]} has {most} bytes{others}, more than "
+        f"RINGREDUCE_OBJECT_LIMIT={limit}: send less, or set this variable to more"
+    )
+
+
 def _skeleton(obj: Any, memories: list[npt.NDArray[np.uint8]]) -> bytes:
     """Pickle an object without the memory of its large arrays, which is appended to ``memories``, as bytes."""
 
@@ -128,8 +151,10 @@ def _broadcast(
     memories: list[npt.NDArray[np.uint8]],
 ) -> tuple[Any, list[npt.NDArray[np.uint8]]]:
     """Give every rank what `_skeleton` made on the root; raise on all ranks if that has failed."""
-    header = np.array([len(data), failure is not None, len(memories)], np.int64)
-    nbytes, failed, count = communicator.broadcast(header, root).tolist()
+    total = len(data) + sum(each.size for each in memories)
+    header = np.array([len(data), failure is not None, len(memories), total], np.int64)
+    nbytes, failed, count, total = communicator.broadcast(header, root).tolist()
+    _require_small_enough(communicator, [total], [root])
     is_root = communicator.rank == root
     skeleton = np.frombuffer(data, np.uint8) if is_root else np.empty(nbytes, np.uint8)
     skeleton = communicator.broadcast(skeleton, root)
@@ -145,6 +170,7 @@ def _broadcast(
 def _gather(communicator: Communicator, data: bytes, failure: Exception | None) -> list[memoryview]:
     """Return the pickles of all ranks."""
     headers = communicator.allgather(np.array([[len(data), failure is not None]], np.int64))
+    _require_small_enough(communicator, headers[:, 0].tolist(), range(communicator.size))
     everyone = communicator.allgather(np.frombuffer(data, np.uint8))
     parts = [part.data for part in np.split(everyone, np.cumsum(headers[:-1, 0]))]
     for rank, (part, (_, failed)) in enumerate(zip(parts, headers, strict=True)):

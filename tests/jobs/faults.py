@@ -2,6 +2,7 @@
 
     python tests/jobs/faults.py                 # every cell, and a table in Markdown
     python tests/jobs/faults.py --cells 25      # as many, chosen by --seed
+    python tests/jobs/faults.py --cluster rr    # those on two hosts of a virtual cluster that is up
 
 What is compared: the steps that count, as the ranks have written them down, are done again in float64 by this process
 alone; the weights must agree, every row must have been trained on in every epoch, and nothing may be left behind.
@@ -31,9 +32,11 @@ PROGRAM = Path(__file__).with_name("programs") / "faults.py"
 RANKS = 4
 STEP = 5
 HOWS = ("exception", "MemoryError", "exit", "SIGKILL", "SIGSEGV", "SIGSTOP")
-WHERES = ("idle", "forward", "overlap", "backward", "negotiation", "allreduce", "commit")
+WHERES = ("idle", "forward", "overlap", "backward", "negotiation", "allreduce", "share", "commit")
 VICTIMS = {"first": 0, "middle": 1, "last": RANKS - 1}
 LAYOUTS = {"shared memory": {}, "messages": {"RINGREDUCE_NODE_SIZE": "1"}, "both": {"RINGREDUCE_NODE_SIZE": "2"}}
+HOSTS = "two hosts"  # with two ranks each
+CLUSTER = Path(__file__).parents[2] / "scripts" / "virtual_cluster"
 TIMEOUT_S = 3  # of a wait for a rank that lives and does nothing
 LIMIT_S = 60
 
@@ -43,17 +46,19 @@ class Cell(NamedTuple):
 
     Attributes:
         deaths: as the program takes them.
-        layout: a key of `LAYOUTS`.
+        layout: a key of `LAYOUTS`, or `HOSTS`.
         left: how many ranks reach the end; None: none, as the job ends.
+        every: how many commits there are to one that copies the weights.
     """
 
     deaths: tuple[str, ...]
     layout: str
     left: int | None = RANKS - 1
+    every: int = 1
 
     @property
     def name(self) -> str:
-        return f"{' '.join(self.deaths)} ({self.layout})"
+        return f"{' '.join(self.deaths)} ({self.layout}, weights copied every {self.every})"
 
 
 def cells() -> list[Cell]:
@@ -62,7 +67,7 @@ def cells() -> list[Cell]:
         Cell((f"{rank}@{STEP}:{where}:{how}",), layout)
         for how, where, rank, layout in itertools.product(HOWS, WHERES, VICTIMS.values(), LAYOUTS)
         # What an observer raises is logged, and ends nothing.
-        if not (where in ("overlap", "negotiation", "allreduce") and how in ("exception", "MemoryError"))
+        if not (where in ("overlap", "negotiation", "allreduce", "share") and how in ("exception", "MemoryError"))
     ]
     several = [
         Cell(deaths, layout, left)
@@ -79,20 +84,50 @@ def cells() -> list[Cell]:
             ((f"1@{STEP}:idle:launcher",), None),
         ]
     ]
-    return single + several
+    # Step 5 ends in commit 6: with 4, two others lie between it and the last whole copy.
+    return [cell if cell.layout == "shared memory" else cell._replace(every=4) for cell in single + several] + [
+        cell._replace(every=4) for cell in single if cell.layout == "shared memory" and "SIGKILL" in cell.deaths[0]
+    ]
 
 
-def run(cell: Cell) -> tuple[float, str]:
-    """Run a cell; return how long it took (seconds), and what is wrong with it: nothing, if the text is empty."""
+def cells_on_hosts() -> list[Cell]:
+    """Return the cells for a virtual cluster; mpirun is on the first host."""
+    single = [
+        Cell((f"{rank}@{STEP}:{where}:{how}",), HOSTS, every=4)
+        for how, where, rank in itertools.product(("exception", "exit", "SIGKILL", "SIGSTOP"), WHERES, VICTIMS.values())
+        if not (where in ("overlap", "negotiation", "allreduce", "share") and how == "exception")
+    ]
+    return [
+        *single,
+        Cell((f"0@{STEP}:idle:SIGKILL", f"3@{STEP}:recovery:SIGKILL"), HOSTS, RANKS - 2, every=4),
+        Cell((f"2@{STEP}:idle:SIGKILL", f"3@{STEP}:idle:SIGKILL"), HOSTS, RANKS - 2, every=4),  # all of a host
+    ]
+
+
+def run(cell: Cell, cluster: str = "") -> tuple[float, str]:
+    """Run a cell; return how long it took (seconds), and what is wrong with it: nothing, if the text is empty.
+
+    Args:
+        cell: which.
+        cluster: the name of a virtual cluster that is up, for a cell on `HOSTS`.
+    """
     folder = Path(tempfile.mkdtemp(prefix="ringreduce-faults-"))
-    program = [sys.executable, str(PROGRAM), str(folder), *cell.deaths]
+    program = [sys.executable, str(PROGRAM), str(folder), str(cell.every), *cell.deaths]
     command = [sys.executable, "-m", "ringreduce", "run", "--elastic", "-np", str(RANKS), *program]
+    # A launcher that is killed leaves files, which a later one of the same pid would stumble over.
+    environment = {**os.environ, "TMPDIR": str(folder), "RINGREDUCE_TIMEOUT": str(TIMEOUT_S)}
+    if cell.layout == HOSTS:
+        hosts = ["-H", f"{cluster}-host0:{RANKS // 2},{cluster}-host1:{RANKS // 2}"]
+        command = [str(CLUSTER), "--name", cluster, "exec", "0", *command[: -len(program)], *hosts, *program]
+        environment |= _settings_of_hosts(cluster)
+        environment.pop("PRTE_MCA_rmaps_default_mapping_policy", None)  # all ranks would be on the first host
+    else:
+        environment |= LAYOUTS[cell.layout]
     begin = time.monotonic()
     try:
         done = subprocess.run(
             ["timeout", "--kill-after=5", str(LIMIT_S), *command],
-            # A launcher that is killed leaves files, which a later one of the same pid would stumble over.
-            env={**os.environ, "TMPDIR": str(folder), "RINGREDUCE_TIMEOUT": str(TIMEOUT_S), **LAYOUTS[cell.layout]},
+            env=environment,
             capture_output=True,
             text=True,
             check=False,
@@ -104,6 +139,18 @@ def run(cell: Cell) -> tuple[float, str]:
         return seconds, f"{wrong}\n{done.stdout}\n{done.stderr}" if wrong else ""
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _settings_of_hosts(cluster: str) -> dict[str, str]:
+    """Return what MPI has to know of a virtual cluster; `scripts/virtual_cluster run` says it on a command line."""
+    network = "10.113.0.0/24"
+    return {
+        "PRTE_MCA_plm_ssh_agent": f"{CLUSTER} --name {cluster} agent",
+        "PRTE_MCA_prte_if_include": network,
+        "OMPI_MCA_btl_tcp_if_include": network,
+        "OMPI_MCA_btl": "self,tcp",
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+    }
 
 
 def _ended(done: subprocess.CompletedProcess[str], seconds: float) -> str:
@@ -193,18 +240,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", type=int, help="how many to run; all if not given")
     parser.add_argument("--seed", type=int, default=0, help="which ones")
+    parser.add_argument("--cluster", default="", help="of two hosts; see scripts/virtual_cluster up")
     arguments = parser.parse_args()
-    chosen = cells()
+    chosen = cells_on_hosts() if arguments.cluster else cells()
     if arguments.cells is not None:
         chosen = random.Random(arguments.seed).sample(chosen, arguments.cells)
     failed = 0
-    print("| deaths: rank@step:where:how | over | left | s |  |\n|---|---|--:|--:|---|")
+    print("| deaths: rank@step:where:how | over | weights copied every | left | s |  |\n|---|---|--:|--:|--:|---|")
     for cell in chosen:
-        seconds, wrong = run(cell)
+        seconds, wrong = run(cell, arguments.cluster)
         failed += bool(wrong)
         verdict = "as promised" if not wrong else f"WRONG: {wrong.splitlines()[0]}"
         left = "none" if cell.left is None else cell.left
-        print(f"| {', '.join(cell.deaths)} | {cell.layout} | {left} | {seconds:.1f} | {verdict} |", flush=True)
+        told = [", ".join(cell.deaths), cell.layout, cell.every, left, f"{seconds:.1f}", verdict]
+        print(f"| {' | '.join(map(str, told))} |", flush=True)
         if wrong:
             print(wrong, file=sys.stderr, flush=True)
     print(f"\n{len(chosen) - failed} of {len(chosen)} cells ended as promised")

@@ -11,6 +11,10 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+import faults
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "virtual_cluster"
 NAME = f"t{os.getpid() % 10_000}"  # names of network devices are short
 
@@ -148,3 +152,13 @@ def test_a_job_that_does_not_end_is_ended() -> None:
     done = cluster("run", "-np", "2", "--timeout", "3", "sleep", "600")
     assert done.returncode == 124
     assert "killed" in done.stderr
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "exit"])
+@pytest.mark.parametrize("where", ["backward", "share"])
+def test_the_others_go_on_without_a_rank_of_another_host(how: str, where: str) -> None:
+    """A death on the host that mpirun is not on: `ringreduce run` with hosts, and elastic training between them."""
+    _, wrong = faults.run(
+        faults.Cell((f"{faults.RANKS - 1}@{faults.STEP}:{where}:{how}",), faults.HOSTS, every=4), NAME
+    )
+    assert not wrong

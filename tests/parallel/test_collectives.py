@@ -10,6 +10,7 @@ import ringreduce as rr
 from ringreduce.config import Config
 from ringreduce.paths import Context
 from ringreduce.testing import check_choices, check_collectives, check_messages, expected, sample
+from ringreduce.transport.checked import CheckedMessages
 from ringreduce.transport.mpi import MpiMessages
 from ringreduce.transport.node import host_name, join
 from ringreduce.transport.shared import MemfdSegments
@@ -32,6 +33,7 @@ def test_mpi_messages_conform() -> None:
     check_messages(messages)
     messages.renew()
     check_messages(messages)
+    check_messages(CheckedMessages(messages))
     messages.close()
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import tracemalloc
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 import ringreduce as rr
+from ringreduce.testing import caught
 
 LARGE = 100_003  # elements of arrays whose memory is left out of the pickle
 
@@ -94,3 +98,49 @@ def test_what_cannot_be_pickled_is_refused_on_all_ranks(world: rr.Communicator) 
         with pytest.raises(rr.ConfigError, match="the object of rank 0 cannot be sent: "):
             call(mine)
     assert rr.broadcast_object(world.rank) == 0
+
+
+@pytest.fixture
+def limited(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """A world in which objects may have so many bytes."""
+    rr.shutdown()
+    with monkeypatch.context() as patch:
+        patch.setenv("RINGREDUCE_OBJECT_LIMIT", "1M")
+        rr.init()
+        yield 1 << 20
+        rr.shutdown()
+    rr.init()
+
+
+@pytest.mark.parametrize("kind", ["in the pickle", "beside it"])
+def test_an_object_that_is_too_large_is_refused_on_all_ranks(limited: int, kind: str) -> None:
+    """With the rank, the bytes and the limit, while nobody else has taken memory for it; afterwards all go on."""
+    last, large = rr.size() - 1, bytes(limited) if kind == "in the pickle" else np.zeros(limited, np.uint8)
+    tracemalloc.start()
+    error = caught(rr.broadcast_object, large if rr.rank() == last else None, last)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert isinstance(error, rr.ConfigError)
+    found = re.fullmatch(
+        rf"the object of rank {last} has (\d+) bytes, more than RINGREDUCE_OBJECT_LIMIT={limited}: .*", str(error)
+    )
+    assert found, error
+    assert limited < int(found[1]) < limited + 1000  # and the pickle's own
+    assert peak < limited // 2 or rr.rank() == last
+    assert len(rr.broadcast_object(bytes(limited - 1000), last)) == limited - 1000
+
+
+def test_objects_that_are_too_large_together_are_refused_on_all_ranks(limited: int) -> None:
+    """Though each would do alone; the largest is named."""
+    share = limited // rr.size()
+    assert [len(each) for each in rr.allgather_object(bytes(share - 1000))] == [share - 1000] * rr.size()
+    tracemalloc.start()
+    error = caught(rr.allgather_object, bytes(share + rr.rank()))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert isinstance(error, rr.ConfigError)
+    assert str(error).startswith(f"the object of rank {rr.size() - 1} has ")
+    assert ("with those of the other ranks" in str(error)) == (rr.size() > 1)
+    assert f"more than RINGREDUCE_OBJECT_LIMIT={limited}: " in str(error)
+    assert peak < 3 * share + limited // 8  # the object and its pickle
+    assert rr.allgather_object(rr.rank()) == list(range(rr.size()))

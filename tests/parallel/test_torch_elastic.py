@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import pathlib
 import random
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 import ringreduce as rr
+from ringreduce.training.elastic import StateHandler
 
 torch = pytest.importorskip("torch")
 hvd = pytest.importorskip("ringreduce.torch")
@@ -49,6 +53,104 @@ def content(model: Any, optimizer: Any) -> list[Any]:
 
 def same(first: list[Any], second: list[Any]) -> bool:
     return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+KINDS: dict[str, Callable[..., Any]] = {
+    "adam": torch.optim.Adam,
+    "fused": partial(torch.optim.AdamW, fused=True),
+    "momentum": partial(torch.optim.SGD, momentum=0.9),
+}
+
+
+def one_step(model: Any, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    model(torch.randn(4, 3)).square().sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_commit_that_copies_no_weights_counts_until_the_next_step(
+    world: rr.Communicator, kind: Callable[..., Any], wrapped: bool
+) -> None:
+    """Buffers, settings and values go back to it after a forward pass; after a step, all to the last whole copy."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    optimizer = kind(model.parameters(), lr=0.1)
+    if wrapped:
+        optimizer = hvd.DistributedOptimizer(optimizer, model)
+    state = hvd.elastic.TorchState(model, optimizer, step=0)
+    state.keep_in_memory(every=3)
+    at = []
+    for step in range(1, 6):
+        one_step(model, optimizer)
+        state.step = step
+        state.commit()
+        at.append((copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())))
+
+    def equals(step: int) -> bool:
+        weights, moments = at[step - 1]
+        found = optimizer.state_dict()
+        return (
+            all(torch.equal(each, weights[name]) for name, each in model.state_dict().items())
+            and found["param_groups"] == moments["param_groups"]
+            and all(
+                torch.equal(torch.as_tensor(each), torch.as_tensor(moments["state"][number][name]))
+                for number, kept in found["state"].items()
+                for name, each in kept.items()
+            )
+        )
+
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.param_groups[0]["lr"] = 7.0
+    state.step = 100
+    for _ in range(2):
+        state.restore()
+        assert (state.commits, state.step) == (5, 5)
+        assert equals(5)
+    one_step(model, optimizer)
+    state.restore()
+    assert (state.commits, state.step) == (3, 3)
+    assert equals(3)
+    state.commit()
+    with torch.no_grad():
+        model[0].weight += 1
+    state.restore()
+    assert (state.commits, state.step) == (3, 3)
+    assert equals(3)
+
+
+def test_another_model_is_copied_whole(world: rr.Communicator) -> None:
+    """A commit that was taken of another model does not count, and the next one copies the new one."""
+    model, optimizer = trained(seed=1)
+    state = hvd.elastic.TorchState(model, optimizer)
+    state.keep_in_memory(every=100)
+    state.commit()
+    state.model = other = torch.nn.Linear(2, 2, bias=False)
+    torch.nn.init.ones_(other.weight)
+    state.commit()
+    torch.nn.init.zeros_(other.weight)
+    state.restore()
+    assert state.commits == 2
+    assert other.weight.tolist() == [[1, 1], [1, 1]]
+
+
+def test_weights_are_copied_each_time_where_nobody_tells_of_steps(world: rr.Communicator) -> None:
+    """Without an optimizer, and with a handler that only knows how to copy everything, on all ranks."""
+    model, optimizer = trained(seed=1)
+    with pytest.raises(rr.ConfigError, match="no optimizer in the state"):
+        hvd.elastic.TorchState(model).keep_in_memory(2)
+    with pytest.raises(rr.ConfigError, match="every"):
+        hvd.elastic.TorchState(model, optimizer).keep_in_memory(0)
+
+    class Whole(StateHandler):
+        def save(self) -> None:
+            pass
+
+    state = hvd.elastic.TorchState(model, optimizer)
+    state._handlers["more"] = Whole(None)
+    with pytest.raises(rr.ConfigError, match="more have a save"):
+        state.keep_in_memory(2)
+    state.keep_in_memory(1)
 
 
 def test_ranks_are_equal_after_sync(world: rr.Communicator) -> None:

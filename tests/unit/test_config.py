@@ -42,7 +42,10 @@ VARIABLES = {
     "RINGREDUCE_STANDALONE": "standalone",
     "RINGREDUCE_CHECK": "check_weights_every",
     "RINGREDUCE_CHECK_FINITE": "check_finite_every",
+    "RINGREDUCE_CHECKSUM": "checksum",
     "RINGREDUCE_DUMP": "dump",
+    "RINGREDUCE_AUDIT": "audit",
+    "RINGREDUCE_OBJECT_LIMIT": "object_limit_nbytes",
     "RINGREDUCE_MIN_NP": "least_size",
     "RINGREDUCE_RESET_LIMIT": "reset_limit",
 }
@@ -83,6 +86,7 @@ def test_every_setting_has_a_variable_and_says_so() -> None:
         ("RINGREDUCE_BUCKET", "1gib", 1 << 30),
         ("RINGREDUCE_BUCKET", "4096B", 4096),
         ("RINGREDUCE_FUSION", "64K", 64 << 10),
+        ("RINGREDUCE_OBJECT_LIMIT", "8G", 8 << 30),
         ("RINGREDUCE_STALL_WARNING", "2.5", 2.5),
         ("RINGREDUCE_STALL_WARNING", "0", None),
         ("RINGREDUCE_LOG_LEVEL", "debug", "DEBUG"),

@@ -1,11 +1,26 @@
 """The conformance suites on ranks that are threads: shared memory, messages, and both."""
 
+from functools import partial
+from typing import Any
+
+import numpy as np
 import pytest
 
 from ringreduce.communicator import Communicator
 from ringreduce.config import Config
-from ringreduce.testing import check_choices, check_collectives, check_messages, run_ranks, run_threads
+from ringreduce.errors import TransportError
+from ringreduce.testing import (
+    DamagingMessages,
+    caught,
+    check_choices,
+    check_collectives,
+    check_messages,
+    run_ranks,
+    run_threads,
+)
+from ringreduce.transport.checked import CheckedMessages
 from ringreduce.transport.memory import MemoryWorld
+from ringreduce.transport.messages import Messages
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -13,6 +28,13 @@ def test_memory_messages_conform(size: int) -> None:
     """Threads exchange messages and notes as every transport must."""
     world = MemoryWorld(size)
     run_threads(size, lambda rank: check_messages(world.messages(rank)), on_error=world.meeting.abort)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_checked_messages_conform(size: int) -> None:
+    """A checksum behind each message changes nothing about messages that arrive as they were sent."""
+    world = MemoryWorld(size)
+    run_threads(size, lambda rank: check_messages(CheckedMessages(world.messages(rank))), on_error=world.meeting.abort)
 
 
 @pytest.mark.parametrize(("size", "node_size"), [(1, None), (2, None), (3, None), (2, 1), (3, 1), (4, 2), (5, 2)])
@@ -23,6 +45,34 @@ def test_collectives_conform(size: int, node_size: int | None) -> None:
         check_collectives(communicator)
 
     run_ranks(size, check, node_size=node_size, config=Config(timeout_s=30.0, segment_nbytes=64 << 10))
+
+
+@pytest.mark.parametrize(("size", "node_size"), [(2, 1), (3, 1), (4, 2)])
+def test_collectives_with_checked_messages_conform(size: int, node_size: int) -> None:
+    """Every collective gives the known answer where each message is checked."""
+    config = Config(timeout_s=30.0, segment_nbytes=64 << 10)
+    run_ranks(size, check_collectives, node_size=node_size, config=config, wrap=CheckedMessages)
+
+
+@pytest.mark.parametrize("damaged", [0, 1, 5])
+def test_a_message_that_has_changed_is_an_error(damaged: int) -> None:
+    """One flipped bit makes the call fail on the rank that has received it; unchecked, the result is wrong."""
+
+    def reduced(communicator: Communicator) -> object:
+        return communicator.allreduce(np.full(100_003, 1.0), algorithm="ring")
+
+    def damaging(messages: Messages) -> Any:
+        return DamagingMessages(messages, damaged) if messages.rank == 1 else messages
+
+    config = Config(timeout_s=5.0, segment_nbytes=64 << 10)
+    unchecked = run_ranks(3, reduced, node_size=1, config=config, wrap=damaging)
+    assert not all(np.array_equal(each, np.full(100_003, 3.0)) for each in unchecked)
+    errors = run_ranks(
+        3, partial(caught, reduced), node_size=1, config=config, wrap=lambda inner: CheckedMessages(damaging(inner))
+    )
+    assert isinstance(errors[1], TransportError)
+    assert "have changed on their way" in str(errors[1])
+    assert "CRC-32" in str(errors[1])
 
 
 @pytest.mark.parametrize(("size", "node_size"), [(1, None), (2, None), (3, None), (2, 1), (3, 1), (4, 2), (3, 2)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from typing import Any, BinaryIO
 
 import torch
@@ -9,6 +11,7 @@ import torch
 from ringreduce.torch.elastic.sampler import ElasticSampler
 from ringreduce.torch.functions import broadcast_optimizer_state, broadcast_parameters
 from ringreduce.torch.optimizer import DistributedOptimizer
+from ringreduce.torch.wrapping import watch_steps
 from ringreduce.training.elastic import HandlingState, SamplerStateHandler, StateHandler
 
 __all__ = [
@@ -60,17 +63,62 @@ class TorchState(HandlingState):
 
 
 class ModelStateHandler(StateHandler):
-    """Keeps a model."""
+    """Keeps a model. Its buffers are small; its parameters change in steps, or in place, which torch counts."""
+
+    _noted: Sequence[tuple[torch.Tensor, int]] = ()
 
     def restore(self) -> None:
         self.value.load_state_dict(self._saved)  # which copies
+
+    def copy_small(self) -> Any:
+        self._noted = self._versions()
+        weights = {name for name, _ in self.value.named_parameters(remove_duplicate=False)}
+        return copy.deepcopy({name: each for name, each in self.value.state_dict().items() if name not in weights})
+
+    def stands(self) -> bool:
+        now = self._versions()
+        return len(now) == len(self._noted) and all(
+            weight is noted and version == then
+            for (weight, version), (noted, then) in zip(now, self._noted, strict=True)
+        )
+
+    def _versions(self) -> list[tuple[torch.Tensor, int]]:
+        return [(weight, weight._version) for weight in self.value.parameters()]
+
+    def restore_small(self, copied: Any) -> None:
+        self.value.load_state_dict(copied, strict=False)
 
     def sync(self) -> None:
         broadcast_parameters(self.value.state_dict(), root_rank=0)
 
 
 class OptimizerStateHandler(StateHandler):
-    """Keeps an optimizer."""
+    """Keeps an optimizer. What it is set to is small; its state changes in steps, which it tells of before them."""
+
+    def __init__(self, value: torch.optim.Optimizer) -> None:
+        super().__init__(value)
+        self._steps = self._noted = 0
+        # Fused steps change weights behind the back of torch's count.
+        stepping = value.wrapped if isinstance(value, DistributedOptimizer) else value
+        self.notes_steps = hasattr(stepping, "register_step_pre_hook")
+        watch_steps(stepping, self._count, all_steps=True)
+
+    def _count(self) -> None:
+        self._steps += 1
+
+    def copy_small(self) -> Any:
+        self._noted = self._steps
+        return [
+            copy.deepcopy({name: each for name, each in group.items() if name != "params"})
+            for group in self.value.param_groups
+        ]
+
+    def stands(self) -> bool:
+        return self._noted == self._steps
+
+    def restore_small(self, copied: Any) -> None:
+        for group, settings in zip(self.value.param_groups, copied, strict=True):
+            group.update(copy.deepcopy(settings))
 
     def sync(self) -> None:
         broadcast_optimizer_state(self.value, root_rank=0)

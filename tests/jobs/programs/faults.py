@@ -1,9 +1,9 @@
 """Train a small model elastically while ranks die as they are told, and write down what the training consisted of.
 
-    ringreduce run --elastic -np 4 python faults.py FOLDER RANK@STEP:WHERE:HOW ...
+    ringreduce run --elastic -np 4 python faults.py FOLDER EVERY RANK@STEP:WHERE:HOW ...
 
-Each rank writes one line of JSON for every step that it begins, to a file of its own in FOLDER, and one at the end.
-`tests/jobs/faults.py` computes from these what the weights must be.
+One of EVERY commits copies the weights. Each rank writes one line of JSON for every step that it begins, to a file of
+its own in FOLDER, and one at the end. `tests/jobs/faults.py` computes from these what the weights must be.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import ringreduce as rr
 from ringreduce import elastic, processes
 from ringreduce.testing.toy import Toy
-from ringreduce.training.elastic import EpochDivision, HandlingState
+from ringreduce.training.elastic import EpochDivision, HandlingState, StateHandler
 
 ROWS, FEATURES, OUTPUTS, BATCH, EPOCHS = 403, 60, 50, 8, 2
 
@@ -54,7 +54,7 @@ class Killer(rr.Instrument):
         self.me = rr.rank()  # the first number, which stays
         self.deaths = [each for each in deaths if each.rank == self.me]
         self.step = 0
-        self.sync = self.backward = False
+        self.sync = self.backward = self.sharing = False
 
     def come_to(self, where: str) -> None:
         for each in self.deaths:
@@ -72,6 +72,8 @@ class Killer(rr.Instrument):
     def step_finished(self, step: str) -> None:
         if self.sync:
             self.come_to("broadcast")
+        elif self.sharing:
+            self.come_to("share")
         elif step in ("publish and meet", "load and store") or "transfer" in step:
             self.come_to("allreduce")
 
@@ -112,12 +114,44 @@ class Kept(HandlingState):
         super().sync()
         self._killer.sync = False
 
+    def commit(self) -> None:
+        self._killer.sharing = True
+        super().commit()
+
+    def copy_for_commit(self) -> None:
+        self._killer.sharing = False
+        super().copy_for_commit()
+
+    def _find_handler(self, value: Any) -> StateHandler | None:
+        return Weights(value, self._killer) if isinstance(value, Model) else super()._find_handler(value)
+
+
+class Weights(StateHandler):
+    """What keeps the weights of the toy; calls the killer before the rest of a commit is copied."""
+
+    notes_steps = True
+
+    def __init__(self, value: Model, killer: Killer) -> None:
+        super().__init__(value)
+        self._killer, self._noted = killer, 0
+
     def save(self) -> None:
-        for number, handler in enumerate(self._handlers.values()):
-            if number == 1:  # between what is kept
-                self._killer.come_to("commit")
-            handler.save()
         super().save()
+        self._in_a_commit()
+
+    def copy_small(self) -> None:
+        self._noted = self.value.toy.steps
+        self._in_a_commit()
+
+    def _in_a_commit(self) -> None:
+        if not self._killer.sync:
+            self._killer.come_to("commit")
+
+    def stands(self) -> bool:
+        return bool(self._noted == self.value.toy.steps)
+
+    def restore_small(self, copied: None) -> None:
+        pass
 
 
 class Model:
@@ -144,7 +178,7 @@ class Division(EpochDivision):
 class Training:
     """The training of a linear model, and its log."""
 
-    def __init__(self, folder: str, deaths: list[Death]) -> None:
+    def __init__(self, folder: str, every: int, deaths: list[Death]) -> None:
         self.file = (Path(folder) / f"{rr.rank()}.jsonl").open("w")
         self.generation = 0
         self.killer = Killer(deaths)
@@ -153,6 +187,7 @@ class Training:
         self.toy = Toy({**zeros, "more": np.zeros(OUTPUTS, np.float32)}, overlap=True)
         self.sampler = Division(range(ROWS), seed=3)
         self.state: Any = Kept(self.killer, model=Model(self.toy), sampler=self.sampler, epoch=0, step=0)
+        self.state.keep_in_memory(every)
 
     def run(self) -> None:
         elastic.run(self._train)(self.state)
@@ -191,4 +226,4 @@ class Training:
 
 if __name__ == "__main__":
     rr.init()
-    Training(sys.argv[1], [Death.parse(each) for each in sys.argv[2:]]).run()
+    Training(sys.argv[1], int(sys.argv[2]), [Death.parse(each) for each in sys.argv[3:]]).run()

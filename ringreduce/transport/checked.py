@@ -1,0 +1,157 @@
+"""Messages that are compared with what was sent: for networks, memories and libraries that are not to be trusted."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ringreduce.errors import TransportError
+from ringreduce.reduce_ops import ReduceOp
+from ringreduce.transport.messages import Messages, Request
+from ringreduce.transport.waiting import Waiter
+
+__all__ = ["CheckedMessages"]
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """A message and the one behind it, which holds its checksum.
+
+    Attributes:
+        data: what is sent, or where it is received.
+        note: its CRC-32, as the sender has computed it.
+        peer: the other rank.
+        is_send: which of the two.
+        parts: both, as the transport knows them.
+        nopen: how many of them are not known to be complete.
+    """
+
+    data: Array
+    note: Array
+    peer: int
+    is_send: bool
+    parts: tuple[Request, Request]
+    nopen: int = field(default=0)
+
+    def checksum(self) -> int:
+        return zlib.crc32(self.data.view(np.uint8).data)
+
+    def end(self) -> None:
+        """Compare what has come."""
+        self.nopen = 0
+        if not self.is_send and self.checksum() != int(self.note[0]):
+            raise TransportError(
+                f"{self.data.nbytes} bytes from rank {self.peer} have changed on their way: their CRC-32 is "
+                f"{self.checksum():08x}, and was {int(self.note[0]):08x}; look for a faulty network, memory or driver"
+            )
+
+
+class CheckedMessages:
+    """A `Messages` like another, but that each message carries a checksum, and one that has changed is an error.
+
+    The rank that gets it raises a `TransportError`. The library's own allreduce is not offered, as nobody sees what
+    that moves. Control notes and exchanges, and data in device memory, travel as they are.
+
+    Args:
+        inner: what moves the bytes.
+    """
+
+    has_allreduce = False
+
+    def __init__(self, inner: Messages) -> None:
+        self._inner = inner
+        self.name, self.library = inner.name, inner.library
+        self.rank, self.size = inner.rank, inner.size
+        self.max_tag, self.concurrent = inner.max_tag, inner.concurrent
+
+    def send(self, data: Array, peer: int, tag: int) -> Request:
+        return self._described(self._inner.send, data, peer, tag, is_send=True)
+
+    def recv(self, data: Array, peer: int, tag: int) -> Request:
+        return self._described(self._inner.recv, data, peer, tag, is_send=False)
+
+    def _described(
+        self, describe: Callable[[Array, int, int], Request], data: Any, peer: int, tag: int, *, is_send: bool
+    ) -> Request:
+        message = describe(data, peer, tag)
+        if not isinstance(data, np.ndarray):
+            return message
+        note = np.zeros(1, np.uint32)
+        return _Transfer(data, note, peer, is_send, (message, describe(note, peer, tag)))
+
+    def start(self, requests: Sequence[Request]) -> None:
+        for each in requests:
+            if isinstance(each, _Transfer):
+                each.nopen = 2
+                if each.is_send:
+                    each.note[0] = each.checksum()
+        self._inner.start(_parts(requests))
+
+    def test_all(self, requests: Sequence[Request]) -> bool:
+        if not self._inner.test_all(_parts(requests)):
+            return False
+        for each in requests:
+            if isinstance(each, _Transfer) and each.nopen:
+                each.end()
+        return True
+
+    def test_some(self, requests: Sequence[Request]) -> Sequence[int]:
+        owners = [index for index, each in enumerate(requests) for _ in _parts([each])]
+        ended = []
+        for position in self._inner.test_some(_parts(requests)):
+            each = requests[owners[position]]
+            if isinstance(each, _Transfer):
+                each.nopen -= 1
+                if each.nopen:
+                    continue
+                each.end()
+            ended.append(owners[position])
+        return ended
+
+    def free(self, requests: Sequence[Request]) -> None:
+        self._inner.free(_parts(requests))
+
+    def give_up(self, requests: Sequence[Request]) -> None:
+        self._inner.give_up(_parts(requests))
+
+    def subset(self, ranks: Sequence[int], waiter: Waiter) -> Messages | None:
+        part = self._inner.subset(ranks, waiter)
+        return None if part is None else CheckedMessages(part)
+
+    # ---- as they are ----
+
+    def offers_allreduce(self, count: int, dtype: str, op: ReduceOp) -> bool:
+        return False
+
+    def allreduce(self, data: Array, op: ReduceOp) -> None:
+        raise AssertionError("this is not offered")
+
+    def post(self, note: bytes, peer: int) -> None:
+        self._inner.post(note, peer)
+
+    def poll(self) -> tuple[int, bytes] | None:
+        return self._inner.poll()
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        return self._inner.exchange(payload)
+
+    def renew(self) -> None:
+        self._inner.renew()
+
+    def revoke(self) -> None:
+        self._inner.revoke()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def _parts(requests: Iterable[Request]) -> list[Request]:
+    """Return what the transport underneath knows of them, in their order."""
+    return [part for each in requests for part in (each.parts if isinstance(each, _Transfer) else (each,))]
