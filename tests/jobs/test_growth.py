@@ -37,7 +37,7 @@ def happen():
     if event == "a death" and rr.rank() == 1 and "RINGREDUCE_RESTART" not in os.environ:
         os.kill(os.getpid(), signal.SIGKILL)
     if event == "more slots" and rr.rank() == 0:
-        (folder / "new").write_text(f"localhost:{size}\\n")
+        (folder / "new").write_text(os.environ.get("HOSTS_THEN", f"localhost:{size}\\n"))
         (folder / "new").rename(folder / "hosts")
 
 def has_happened():
@@ -78,15 +78,18 @@ if rr.rank() == 0:
 """
 
 
-def run(folder: Path, arguments: list[Any], *program: str | int) -> subprocess.CompletedProcess[str]:
-    """Run the program as an elastic job."""
+def run(
+    folder: Path, arguments: list[Any], *program: str | int, before: tuple[str, ...] = (), **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the program as an elastic job; ``before``: words that the command line begins with."""
     if shutil.which("mpirun") is None:
         pytest.skip("mpirun is not on the path")
-    command = [sys.executable, "-m", "ringreduce", "run", "--elastic", *arguments, sys.executable, "-c", PROGRAM]
+    command = [*before, sys.executable, "-m", "ringreduce", "run", "--elastic", *arguments]
+    command += [sys.executable, "-c", PROGRAM, folder, *program]
     with tempfile.TemporaryDirectory(prefix="job-", ignore_cleanup_errors=True) as temporary:
         return subprocess.run(
-            ["timeout", "--kill-after=5", "55", *map(str, [*command, folder, *program])],
-            env={**os.environ, "TMPDIR": temporary, "OMPI_MCA_mpi_yield_when_idle": "1"},
+            ["timeout", "--kill-after=5", "55", *map(str, command)],
+            env={**os.environ, "TMPDIR": temporary, "OMPI_MCA_mpi_yield_when_idle": "1", **environment},
             capture_output=True,
             text=True,
             check=False,
