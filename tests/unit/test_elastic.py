@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,21 @@ def test_ranks_end_well_once_another_job_can_begin(
     assert not ends.value.code
     assert not rr.is_initialized()
     assert capfd.readouterr().err == "\x1eringreduce: the ranks begin again\n"
+
+
+def test_a_program_that_handles_the_signal_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its handler stays, and the job does not grow."""
+    monkeypatch.setenv("RINGREDUCE_BEGINS_AGAIN", "1")
+    before = signal.signal(signal.SIGUSR2, handler := lambda number, frame: None)
+    try:
+        rr.init()
+        assert signal.getsignal(signal.SIGUSR2) is handler
+        assert "may not grow: the program handles SIGUSR2" in caplog.text
+    finally:
+        rr.shutdown()
+        signal.signal(signal.SIGUSR2, before)
 
 
 def test_srun_is_told_from_what_lets_ranks_go_on(
