@@ -10,7 +10,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -27,14 +26,12 @@ _UNNAMED = ""
 _START_TIMEOUT_S = 600.0
 
 
-class _CooldownType(click.ParamType[Cooldown]):
-    name = "seconds"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Cooldown:
-        try:
-            return value if isinstance(value, Cooldown) else Cooldown.parse(value)
-        except ValueError as error:
-            self.fail(f"{value!r}: {error}", param, ctx)
+def _cooldown(context: click.Context, parameter: click.Parameter, text: str | None) -> Cooldown | None:
+    """Read the option; click's callback."""
+    try:
+        return None if text is None else Cooldown.parse(text)
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r}: {error}", context, parameter) from None
 
 
 @click.command(
@@ -65,7 +62,7 @@ class _CooldownType(click.ParamType[Cooldown]):
 )
 @click.option(
     "--cooldown",
-    type=_CooldownType(),
+    callback=_cooldown,
     metavar="SECONDS",
     show_default="for ever",
     help='For how long a host is not used anew after a rank of it died; "MIN MAX": twice as long with each death.',
@@ -148,6 +145,8 @@ def command(
     if watches and (hosts or hostfile):
         text = Path(hostfile).read_text(encoding="utf-8") if hostfile else ""
         named = {**parse_hosts(hosts or "", slots or 1), **parse_host_file(text, slots or 1)}
+        if sum(named.values()) < rules.least:
+            raise ConfigError(f"the hosts have {sum(named.values())} slots, and --min-np is {rules.least}; see --slots")
     name = os.uname().nodename
     here = frozenset({name, name.partition(".")[0], *(() if hosts or hostfile else (_UNNAMED,))})
     start = _Start(mpirun, program, here, hosts, hostfile, least, elastic, watches)

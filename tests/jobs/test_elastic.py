@@ -152,6 +152,10 @@ def test_a_dry_run_prints_what_would_be_started(tmp_path: Path) -> None:
         (("--elastic", "--max-np", "4", "-np", "2", "python"), "say where there are more: -H localhost:4"),
         (("--elastic", "--cooldown", "soon", "python"), "'soon': expected seconds, or the least and the most"),
         (("--elastic", "--cooldown", "0", "-H", "a b", "python"), "'a b' is no host"),
+        (
+            ("--elastic", "--max-np", "4", "--min-np", "3", "-H", "a,b", "python"),
+            "the hosts have 2 slots, and --min-np is 3",
+        ),
         (("--elastic", "--host-discovery-script", "/bin/true", "-H", "a", "python"), "leave out -H and --hostfile"),
         (("--elastic", "--host-discovery-script", __file__, "python"), "is not executable"),
     ],
