@@ -19,6 +19,7 @@ __all__ = [
     "VERSION",
     "Config",
     "Launcher",
+    "begins_again",
     "gpu_switches",
     "ignored_variables",
     "launched_rank",
@@ -32,9 +33,9 @@ VERSION = "0.1.0"
 
 _T = TypeVar("_T")
 
-#: Variables of ours that are not settings: the name of a host that is simulated, how often `ringreduce run` has started
-#: the job again, the time limit of a test.
-_ELSEWHERE = {"RINGREDUCE_HOST", "RINGREDUCE_RESTART", "RINGREDUCE_TEST_TIMEOUT"}
+#: Variables of ours that are not settings: the name of a host that is simulated; whether `ringreduce run` starts the
+#: job again when the ranks ask for that, and how often it has; the time limit of a test.
+_ELSEWHERE = {"RINGREDUCE_HOST", "RINGREDUCE_BEGINS_AGAIN", "RINGREDUCE_RESTART", "RINGREDUCE_TEST_TIMEOUT"}
 
 
 class Launcher(NamedTuple):
@@ -110,6 +111,10 @@ def _positive_int(text: str) -> int:
     if not text.isdigit() or int(text) == 0:
         raise ValueError("expected a positive whole number")
     return int(text)
+
+
+def _whole_number(text: str) -> int:
+    return 0 if text == "0" else _positive_int(text)
 
 
 def _positive_float(text: str) -> float:
@@ -201,6 +206,8 @@ class Config:
         object_limit_nbytes: the most bytes that the objects of one call, of all ranks together, may take once they are
             pickled. ``RINGREDUCE_OBJECT_LIMIT``
         least_size: elastic training ends once fewer ranks are left. ``RINGREDUCE_MIN_NP``
+        reset_limit: how often at most ranks go on without others, before elastic training ends; None: as often as need
+            be. ``RINGREDUCE_RESET_LIMIT``
         launched_size: how many ranks the launcher says it started, None when there was no launcher.
     """
 
@@ -231,6 +238,7 @@ class Config:
     audit: str | None = _setting("RINGREDUCE_AUDIT", str, None)
     object_limit_nbytes: int = _setting("RINGREDUCE_OBJECT_LIMIT", parse_nbytes, 4 << 30)
     least_size: int = _setting("RINGREDUCE_MIN_NP", _positive_int, 1)
+    reset_limit: int | None = _setting("RINGREDUCE_RESET_LIMIT", _whole_number, None)
     launched_size: int | None = None
 
     @classmethod
@@ -305,6 +313,11 @@ def several_processes(environ: Mapping[str, str] = os.environ) -> tuple[Launcher
 def survives_deaths(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether the launcher lets the job go on when ranks die: Open MPI's ``mpirun --with-ft ulfm``."""
     return environ.get("OMPI_MCA_mpi_ft_enable", "0") in ("1", "true")
+
+
+def begins_again(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the launcher reads marks, and starts the job again on other hosts when its ranks ask for that."""
+    return environ.get("RINGREDUCE_BEGINS_AGAIN") == "1"
 
 
 def gpu_switches(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -12,7 +13,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from ringreduce import logs, processes
-from ringreduce.config import Config, survives_deaths
+from ringreduce.config import Config, begins_again, survives_deaths
 from ringreduce.conventions import Conventions
 from ringreduce.engine import Entrance
 from ringreduce.errors import CollectiveError, CollectiveTimeoutError, ConfigError
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = ["Process", "Recovery"]
+
+_log = logging.getLogger(__name__)
 
 #: How far apart ranks come that have all waited for the same rank in vain.
 _GRACE_S = 10.0
@@ -51,6 +54,7 @@ class Process:
         everyone: the set of all ranks, whatever the world.
         conventions: of the next world, unless the environment says otherwise.
         termination: how the process ends, once it was a rank among several.
+        recoveries: how often it has gone on without ranks that have died.
     """
 
     def __init__(self) -> None:
@@ -58,12 +62,14 @@ class Process:
         self.everyone = ProcessSet.of_world(self.find)
         self.conventions = Conventions.CHAIN_RULE
         self.termination: Termination | None = None
+        self.recoveries = 0
         self._connection: Connection | None = None  # of the ranks of the world that this process is or was in last
         self._entrance = Entrance()  # no thread starts or ends a world in the midst of doing so
         self._starting = threading.Lock()  # one thread at a time
         self._announcement: int | None = None  # to processes that this one starts: a file descriptor
         self._forking: dict[int, processes.Forked] = {}  # by thread
         self._dumping = False
+        self._hosts_change: processes.KeptSignal | None = None  # by which the launcher says so
         self._shuts_down: int | None = None  # the process that ends its world when it ends
 
     # ---- the world there is ----
@@ -120,6 +126,8 @@ class Process:
         self._take_part_in_ends_and_forks()
         if settings.dump is not None:
             self._dump_on_request()
+        if begins_again():
+            self._hear_of_hosts()
         world = OwnWorld.start(self.everyone, connection, settings)
         self._announce(RankAbove(world.rank, world.hosts.nodes))
         return world
@@ -139,6 +147,7 @@ class Process:
             connection.go_on(seniority, Waiter(min(settings.timeout_s, _GRACE_S) if late else settings.timeout_s))
             connected = perf_counter()
             self.world = self._begun(connection, settings)
+            self.recoveries += 1
         return Recovery(connected - started, perf_counter() - connected)
 
     def _dump_on_request(self) -> None:
@@ -146,6 +155,21 @@ class Process:
         here = threading.current_thread() is threading.main_thread()
         if here and not processes.handles(os.getpid(), signal.SIGUSR1):
             signal.signal(signal.SIGUSR1, lambda number, frame: self._dump())
+
+    def _hear_of_hosts(self) -> None:
+        """Let the launcher say by SIGUSR2 that the hosts have changed, unless the program handles that."""
+        if self._hosts_change is not None:
+            return
+        here = threading.current_thread() is threading.main_thread()
+        if here and not processes.handles(os.getpid(), signal.SIGUSR2):
+            self._hosts_change = processes.KeptSignal(signal.SIGUSR2)
+        else:
+            why = "the program handles SIGUSR2" if here else "init() was not called on the main thread"
+            _log.warning("this rank does not hear when the hosts change, so the job may not grow: %s", why)
+
+    def hosts_changed(self) -> bool:
+        """Return whether the launcher has said since the last time that other hosts are to be used."""
+        return self._hosts_change is not None and self._hosts_change.take()
 
     def _dump(self) -> None:
         own = self.own()

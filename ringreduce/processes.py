@@ -6,14 +6,19 @@ import atexit
 import importlib
 import os
 import select
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from types import FrameType
 
 __all__ = [
+    "BEGIN_AGAIN",
+    "WENT_ON",
     "Forked",
+    "KeptSignal",
     "ancestors",
     "announce",
     "at_exit",
@@ -21,6 +26,7 @@ __all__ = [
     "is_multiprocessing_child",
     "launcher",
     "rank_above",
+    "tell_launcher",
     "watch",
 ]
 
@@ -33,7 +39,13 @@ _LAUNCHERS = {
     *("aprun", "apinit", "palsd"),
     *("flux-shell", "jsrun", "jsmd"),
 }
+#: What ranks tell `ringreduce run`, which takes it out of what they write to standard error: that what they have done
+#: is on disk, and they end to begin again on other hosts; that they go on without some of them.
+BEGIN_AGAIN = b"\x1eringreduce: the ranks begin again\n"
+WENT_ON = b"\x1eringreduce: the ranks have gone on\n"
+
 _ANNOUNCED = "ringreduce-rank"
+_STANDARD_ERROR = 2
 _LOOK_EVERY_S = 1.0
 
 
@@ -95,6 +107,40 @@ def handles(pid: int, number: int) -> bool:
     except OSError:
         return False
     return bool(caught >> (number - 1) & 1)
+
+
+def tell_launcher(mark: bytes) -> None:
+    """Write a mark to standard error, for `ringreduce run`; see `ringreduce.config.begins_again`."""
+    with suppress(OSError):  # whoever read it is gone
+        os.write(_STANDARD_ERROR, mark)
+
+
+class KeptSignal:
+    """A signal that is kept until somebody asks for it. It interrupts nothing.
+
+    A launcher sends it to all that a rank has started, too. Programs that this process starts from now on, from its
+    main thread or younger ones, inherit that it is blocked, and do not end by it.
+
+    Made on the main thread, alone.
+
+    Args:
+        number: of the signal, which nothing else in this process handles.
+    """
+
+    def __init__(self, number: signal.Signals) -> None:
+        self._number = number
+        self._came = False
+        signal.signal(number, self._keep)  # as threads from before this do not block it
+        signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+
+    def take(self) -> bool:
+        """Return whether it came since this was called last."""
+        waits = signal.sigtimedwait({self._number}, 0) is not None
+        came, self._came = self._came or waits, False
+        return came
+
+    def _keep(self, number: int, frame: FrameType | None) -> None:
+        self._came = True
 
 
 class Forked:

@@ -43,6 +43,7 @@ __all__ = [
     "explain",
     "global_process_set",
     "go_on",
+    "hosts_changed",
     "init",
     "is_homogeneous",
     "is_initialized",
@@ -50,6 +51,7 @@ __all__ = [
     "local_size",
     "metrics",
     "rank",
+    "recoveries",
     "reduce_scatter",
     "remove_process_set",
     "set_conventions",
@@ -146,6 +148,16 @@ def go_on(error: CollectiveError, seniority: int = 0) -> Recovery:
         raise ConfigError(f"go_on takes the error that a collective has raised, got {error!r}")
     seniority = whole_number("seniority", seniority, 0)
     return _process.go_on(error, seniority)
+
+
+def recoveries() -> int:
+    """Return how often this process has gone on without ranks that were lost; the same on all that are left."""
+    return _process.recoveries
+
+
+def hosts_changed() -> bool:
+    """Return whether ``ringreduce run`` has told this rank, since it was asked last, that other hosts can be used."""
+    return _process.hosts_changed()
 
 
 def is_initialized() -> bool:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, NoReturn, ParamSpec, TypeVar
 
-from ringreduce import runtime
-from ringreduce.config import survives_deaths
+from ringreduce import processes, runtime
+from ringreduce.config import begins_again, several_processes, survives_deaths
 from ringreduce.elastic.state import HostsUpdatedInterrupt, State
 from ringreduce.errors import CollectiveError, CollectiveTimeoutError, PeerLostError, TransportError
 
@@ -33,6 +35,10 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
     In between ringreduce is shut down and started anew, and the state's reset callbacks are called. What is no change
     of the ranks (a mismatch, a wrong argument) is the program's and goes to the caller, and so does what comes a fourth
     time without a commit in between.
+
+    Under ``ringreduce run`` with options by which the job grows, other hosts take another job: this one commits, ends
+    once that is on disk, with status 0 and whatever comes after the training left out, and the next one begins with it
+    through ``keep_on_disk``.
 
     The new world is that of ``init()`` without arguments; process sets can be registered anew in a reset callback.
 
@@ -71,6 +77,7 @@ def _repeated(
 
     @wraps(func)
     def repeated(state: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        _warn_of_srun()
         skip_sync = begun_anew = False
         restarts, commits = 0, state.commits
         failure: CollectiveError | None = None
@@ -80,7 +87,7 @@ def _repeated(
                     state.on_reset()
                 if not skip_sync:
                     state.sync()
-                result = func(state, *args, **kwargs)
+                result = _until_other_hosts(func, state, *args, **kwargs)
                 _part()
             except HostsUpdatedInterrupt as interrupt:
                 skip_sync = interrupt.skip_sync
@@ -103,6 +110,39 @@ def _repeated(
     return repeated
 
 
+def _until_other_hosts(func: Callable[Concatenate[S, P], T], state: S, *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function; where other hosts take another job, this one ends in here once that can begin."""
+    while True:
+        try:
+            return func(state, *args, **kwargs)
+        except HostsUpdatedInterrupt:
+            if not begins_again():
+                raise
+        if state.keep_for_next_job():
+            _end_for_next_job(state)
+        # The state is as it was: the training goes on here.
+
+
+def _end_for_next_job(state: State) -> NoReturn:
+    if runtime.rank() == 0:
+        _log.info("commit %d is on disk; the job ends, and begins again on the hosts that there are", state.commits)
+    processes.tell_launcher(processes.BEGIN_AGAIN)
+    with suppress(CollectiveError):  # a rank that dies now leaves nothing behind
+        runtime.shutdown()
+    sys.exit()
+
+
+def _warn_of_srun() -> None:
+    """Say what ranks are started with that are to go on without dead ones, where srun has started them."""
+    found = several_processes()
+    if found is not None and found[0].name == "srun" and runtime.is_initialized() and runtime.rank() == 0:
+        _log.warning(
+            "srun ends this job with any of its ranks: nothing goes on when one dies. In the same allocation, start"
+            " it by `ringreduce run --elastic -np %d python ...` instead, which takes Open MPI 5",
+            runtime.size(),
+        )
+
+
 def _part() -> None:
     """Meet the others once all have trained to the end: until then, one that loses a rank needs them."""
     if survives_deaths() and runtime.is_initialized():
@@ -122,15 +162,23 @@ def _start_anew(state: State, failure: CollectiveError | None) -> bool:
         except PeerLostError as another:
             failure = another
         else:
-            _require_enough(failure)
+            if begins_again() and runtime.rank() == 0:
+                processes.tell_launcher(processes.WENT_ON)
+            _require_limits(failure)
             return runtime.size() < before
 
 
-def _require_enough(failure: CollectiveError) -> None:
+def _require_limits(failure: CollectiveError) -> None:
     left, least = runtime.size(), runtime.config().least_size
+    times, most = runtime.recoveries(), runtime.config().reset_limit
     if left < least:
-        runtime.shutdown()
-        raise TransportError(f"too few ranks are left, {left} where RINGREDUCE_MIN_NP={least}; {failure}") from failure
+        said = f"too few ranks are left, {left} where RINGREDUCE_MIN_NP={least}"
+    elif most is not None and times > most:
+        said = f"ranks were lost more often than the job may go on without them, RINGREDUCE_RESET_LIMIT={most}"
+    else:
+        return
+    runtime.shutdown()
+    raise TransportError(f"{said}; {failure}") from failure
 
 
 def _is_a_change_of_ranks(error: CollectiveError) -> bool:

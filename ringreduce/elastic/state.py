@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ringreduce import runtime
+from ringreduce.config import begins_again
 from ringreduce.errors import ConfigError
 
 __all__ = ["HostsUpdatedInterrupt", "ObjectState", "State"]
+
+_log = logging.getLogger(__name__)
 
 #: What may happen to the hosts of a job; values can be combined with ``|``.
 _ADDED, _REMOVED = 2, 1
@@ -45,6 +50,7 @@ class State:
         self._callbacks: list[Callable[[], object]] = []
         self._updates = 0
         self._lock = threading.Lock()
+        self._complained = False
         self.commits = 0
 
     def save(self) -> None:
@@ -83,23 +89,47 @@ class State:
     def settle(self) -> None:
         """Return when what was committed is where it is to be. Does nothing unless overridden."""
 
+    @property
+    def outlives_job(self) -> bool:
+        """Whether another job can begin with what is committed; the same on all ranks. False unless overridden."""
+        return False
+
+    def keep_for_next_job(self) -> bool:
+        """Commit, and return whether another job can begin with just this, on all ranks. Collective."""
+        return False
+
     def check_host_updates(self) -> None:
         """Look whether rank 0 has heard that the hosts have changed. Collective.
+
+        Under ``ringreduce run``, which starts a new job on other hosts, a state that does not outlive this job logs an
+        error, once, and goes on.
 
         Raises:
             HostsUpdatedInterrupt: they have, on all ranks.
         """
         with self._lock:
             changes, self._updates = self._updates, 0
+        if runtime.hosts_changed():
+            changes |= _ADDED
         if self._bcast_object is not None:
             changes = self._bcast_object(changes)
-        if changes:
+        if changes and begins_again() and not self.outlives_job:
+            self._complain()
+        elif changes:
             raise HostsUpdatedInterrupt(skip_sync=changes == _REMOVED)
+
+    def _complain(self) -> None:
+        if not self._complained and runtime.rank() == 0:
+            _log.error(
+                "the hosts have changed, and the job goes on as it is: to begin again on others takes commits on disk; "
+                "call state.keep_on_disk(folder) before the training"
+            )
+        self._complained = True
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
         """Record that hosts were removed (1), added (2) or both (3); from any thread.
 
-        Nothing in ringreduce calls this yet: it is for who watches the hosts of a job.
+        For programs that watch the hosts themselves. What ``ringreduce run`` says comes by a signal.
         """
         with self._lock:
             self._updates |= update_res

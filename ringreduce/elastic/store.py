@@ -91,11 +91,14 @@ class CommitStore:
         Args:
             part: as for `put`.
         """
-        found = self.examine(part)
-        for number, why in found.items():
-            if why:
-                _log.error("%s cannot be used: %s", self._path(number, part), why)
-        return [number for number, why in found.items() if not why]
+        return [number for number in sorted(self._numbers(part)) if self.has(number, part)]
+
+    def has(self, number: int, part: str = "") -> bool:
+        """Return whether a part of a commit is there, and as it was written; logs why it cannot be used."""
+        why = self._flaw(number, part)
+        if why:
+            _log.error("%s cannot be used: %s", self._path(number, part), why)
+        return not why
 
     def examine(self, part: str = "") -> dict[int, str]:
         """Return the numbers of all commits that were written, ascending, with why one cannot be used; or nothing.
@@ -103,15 +106,7 @@ class CommitStore:
         Args:
             part: as for `put`.
         """
-        found = {}
-        for number in sorted(self._numbers(part)):
-            try:
-                self._require_whole(number, part)
-            except Exception as error:  # whatever a truncated or foreign file leads to
-                found[number] = str(error) or type(error).__name__
-            else:
-                found[number] = ""
-        return found
+        return {number: self._flaw(number, part) for number in sorted(self._numbers(part))}
 
     def load(self, number: int, part: str = "") -> Any:
         """Return the content of a part that is whole."""
@@ -131,6 +126,14 @@ class CommitStore:
             for each in self.folder.iterdir()
             if (found := _NAME.fullmatch(each.name)) and found[2] == part and found[3] == "json"
         ]
+
+    def _flaw(self, number: int, part: str) -> str:
+        """Return why a part of a commit cannot be used; nothing, if it can."""
+        try:
+            self._require_whole(number, part)
+        except Exception as error:  # whatever a truncated or foreign file leads to
+            return str(error) or type(error).__name__
+        return ""
 
     def _require_whole(self, number: int, part: str) -> None:
         said = json.loads(self._path(number, part, "json").read_text(encoding="utf-8"))

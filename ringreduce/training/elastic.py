@@ -182,7 +182,8 @@ class HandlingState(ObjectState):
         self._refuse({number: said for number, (said, _, _) in enumerate(everyone) if said}, folder)
         common = everyone[0][2]
         with_parts = [number for number in common if all(number in theirs for _, theirs, _ in everyone)]
-        number: int | None = max(with_parts or common, default=None)
+        chosen = self._choose(store, common, with_parts) if rank() == 0 else None
+        number: int | None = broadcast_object(chosen)
         if number is not None:
             if rank() == 0:
                 reason = self._begin_with(store, number)
@@ -196,6 +197,15 @@ class HandlingState(ObjectState):
                     self._take(own)
         self._every, self._store = every, store
         return number
+
+    @staticmethod
+    def _choose(store: CommitStore, common: list[int], with_parts: list[int]) -> int | None:
+        """Return the last commit; a whole one before it, if it is of as many ranks as now and lacks parts of theirs."""
+        if with_parts:
+            for number in reversed(common):
+                if number in with_parts or store.load(number)["size"] != size():
+                    return number
+        return max(common, default=None)
 
     def _begin_with(self, store: CommitStore, number: int) -> str:
         """Take what is common to the ranks from a commit; return why that cannot be, or nothing."""
@@ -219,15 +229,17 @@ class HandlingState(ObjectState):
     def committed(self) -> None:
         if audited():
             self._audit()
-        if self._store is None or not self._goes_to_disk(self.commits):
-            return
+        if self._store is not None and self._goes_to_disk(self.commits):
+            self._put(self._store)
+
+    def _put(self, store: CommitStore) -> None:
         objects = {name: handler for name, handler in self._handlers.items() if handler._saved is not None}
         common = {name: handler._saved for name, handler in objects.items() if not handler.own}
         own = {name: handler._saved for name, handler in objects.items() if handler.own}
         if own:
-            self._store.put(self.commits, {"objects": own, "values": {}, "size": size()}, f".rank-{rank()}")
+            store.put(self.commits, {"objects": own, "values": {}, "size": size()}, f".rank-{rank()}")
         if rank() == 0:
-            self._store.put(self.commits, {"objects": common, "values": self._saved, "size": size()})
+            store.put(self.commits, {"objects": common, "values": self._saved, "size": size()})
 
     def _audit(self) -> None:
         """Record what was committed: as it is now, since not every commit copies the weights."""
@@ -242,6 +254,24 @@ class HandlingState(ObjectState):
     def settle(self) -> None:
         if self._store is not None:
             self._store.settle()
+
+    @property
+    def outlives_job(self) -> bool:
+        return self._store is not None
+
+    def keep_for_next_job(self) -> bool:
+        if self._store is None:
+            return False
+        self.save()
+        self.commits += 1
+        self._whole = self.commits
+        if audited():
+            self._audit()
+        self._put(self._store)
+        self._store.settle()
+        mine = [f".rank-{rank()}"] if any(each.own for each in self._handlers.values()) else []
+        parts = [*mine, *([""] if rank() == 0 else [])]
+        return all(allgather_object(all(self._store.has(self.commits, part) for part in parts)))
 
     def _take(self, content: dict[str, Any]) -> None:
         """Go on from what was read."""

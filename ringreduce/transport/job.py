@@ -45,6 +45,12 @@ class MpiRanks:
         self._here: set[int] = set()  # who of the given ones has come to go on without the dead
         self._awaited: dict[int, MPI.Request] = {}  # the note of each of the others that says so
         self._processes: dict[int, int] = {}  # of the given ones that are on this host
+        if survives_deaths() and comm.rank == 0 and MPI.Comm.Get_parent() != MPI.COMM_NULL:
+            _log.warning(
+                "other ranks have started these, by MPI_Comm_spawn: %s tells nobody when one of them dies, and the"
+                " others then wait for its time limit. `ringreduce run --elastic` starts ranks, and adds to them, too",
+                library(),
+            )
 
     @property
     def name(self) -> str:

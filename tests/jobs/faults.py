@@ -119,7 +119,7 @@ def run(cell: Cell, cluster: str = "") -> tuple[float, str]:
     if cell.layout == HOSTS:
         hosts = ["-H", f"{cluster}-host0:{RANKS // 2},{cluster}-host1:{RANKS // 2}"]
         command = [str(CLUSTER), "--name", cluster, "exec", "0", *command[: -len(program)], *hosts, *program]
-        environment |= _settings_of_hosts(cluster)
+        environment |= settings_of_hosts(cluster)
         environment.pop("PRTE_MCA_rmaps_default_mapping_policy", None)  # all ranks would be on the first host
     else:
         environment |= LAYOUTS[cell.layout]
@@ -141,7 +141,7 @@ def run(cell: Cell, cluster: str = "") -> tuple[float, str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _settings_of_hosts(cluster: str) -> dict[str, str]:
+def settings_of_hosts(cluster: str) -> dict[str, str]:
     """Return what MPI has to know of a virtual cluster; `scripts/virtual_cluster run` says it on a command line."""
     network = "10.113.0.0/24"
     return {

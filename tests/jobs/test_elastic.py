@@ -102,17 +102,18 @@ def test_a_mistake_of_the_program_ends_it(tmp_path: Path) -> None:
 
 
 def test_the_job_ends_with_what_has_started_it() -> None:
-    """A scheduler that ends `ringreduce run` ends the ranks."""
+    """A scheduler that ends `ringreduce run` ends the ranks, and none are started again."""
     if shutil.which("mpirun") is None:
         pytest.skip("mpirun is not on the path")
     program = "import ringreduce as rr, time; rr.init(); print('started', flush=True); time.sleep(100)"
-    command = [sys.executable, "-m", "ringreduce", "run", "-np", "2", sys.executable, "-c", program]
+    command = [sys.executable, "-m", "ringreduce", "run", "-np", "2", "--max-restarts", "1"]
+    command += [sys.executable, "-c", program]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as job:
         assert job.stdout is not None
         assert job.stdout.readline() == b"started\n"
         job.terminate()
         assert job.wait(30) != 0
-        job.stdout.read()  # which ends when no rank is left
+        assert job.stdout.read().count(b"started") <= 1  # which ends when no rank is left
 
 
 def test_the_exit_status_is_that_of_the_job() -> None:
@@ -145,6 +146,18 @@ def test_a_dry_run_prints_what_would_be_started(tmp_path: Path) -> None:
         (("--elastic", "--min-pn", "2", "-np", "4", "python"), "there is no option --min-pn"),
         (("--elastic", "--min-np", "5", "-np", "4", "python"), "more than the 4 ranks"),
         (("--hostfile", "/there/is/none", "python"), "does not exist"),
+        (("--max-np", "4", "-np", "2", "python"), "--max-np is for elastic jobs; add --elastic"),
+        (("--reset-limit", "4", "python"), "--reset-limit is for elastic jobs; add --elastic"),
+        (("--elastic", "--max-np", "2", "-np", "4", "python"), "--max-np 2 is less than the 4 ranks of -np"),
+        (("--elastic", "--max-np", "4", "-np", "2", "python"), "say where there are more: -H localhost:4"),
+        (("--elastic", "--cooldown", "soon", "python"), "'soon': expected seconds, or the least and the most"),
+        (("--elastic", "--cooldown", "0", "-H", "a b", "python"), "'a b' is no host"),
+        (
+            ("--elastic", "--max-np", "4", "--min-np", "3", "-H", "a,b", "python"),
+            "the hosts have 2 slots, and --min-np is 3",
+        ),
+        (("--elastic", "--host-discovery-script", "/bin/true", "-H", "a", "python"), "leave out -H and --hostfile"),
+        (("--elastic", "--host-discovery-script", __file__, "python"), "is not executable"),
     ],
 )
 def test_wrong_arguments_are_one_line(arguments: tuple[str, ...], said: str) -> None:
@@ -153,6 +166,49 @@ def test_wrong_arguments_are_one_line(arguments: tuple[str, ...], said: str) -> 
     assert done.returncode == 2
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "refused"),
+    [
+        ("OMPI_MCA_pml", "ucx", True),
+        ("OMPI_MCA_pml", "cm", True),
+        ("OMPI_MCA_pml", "^ob1", True),
+        ("OMPI_MCA_mtl", "ofi", True),
+        ("OMPI_MCA_pml", "ob1", False),
+        ("OMPI_MCA_pml", "^ucx,cm", False),
+        ("OMPI_MCA_mtl", "^ofi", False),
+    ],
+)
+def test_messages_that_survive_nothing_are_refused(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, refused: bool
+) -> None:
+    """Before anything starts, with what to set."""
+    monkeypatch.setenv(variable, value)
+    done = run("--dry-run", "--elastic", "-np", 2, "true")
+    assert done.returncode == (2 if refused else 0)
+    assert (f"{variable}={value} in the environment" in done.stderr) is refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "set_here"),
+    [
+        ((), {}, True),
+        (("-H", "localhost:2"), {}, False),
+        (("--elastic", "--cooldown", "0", "-H", "localhost:2"), {}, True),
+        (("-H", "other:2"), {}, False),
+        ((), {"OMPI_MCA_btl_tcp_if_include": "eth0"}, False),
+        ((), {"OMPI_MCA_btl_tcp_if_exclude": "eth0"}, False),
+    ],
+)
+def test_a_job_of_one_machine_stays_on_it(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], environ: dict[str, str], set_here: bool
+) -> None:
+    """Its messages take no other interface than lo, unless the user has chosen one."""
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    done = run("--dry-run", "-np", 2, *arguments, "true")
+    assert ("OMPI_MCA_btl_tcp_if_include=lo" in done.stdout) is set_here
 
 
 def test_a_library_that_survives_nothing_is_refused(tmp_path: Path) -> None:

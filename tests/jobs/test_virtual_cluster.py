@@ -14,6 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import faults
+import test_growth
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "virtual_cluster"
 NAME = f"t{os.getpid() % 10_000}"  # names of network devices are short
@@ -162,3 +163,24 @@ def test_the_others_go_on_without_a_rank_of_another_host(how: str, where: str) -
         faults.Cell((f"{faults.RANKS - 1}@{faults.STEP}:{where}:{how}",), faults.HOSTS, every=4), NAME
     )
     assert not wrong
+
+
+def test_a_job_grows_and_replaces_its_dead_between_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the launcher says reaches ranks of another host, and what is said of a death there reaches the launcher."""
+    monkeypatch.delenv("PRTE_MCA_rmaps_default_mapping_policy", raising=False)  # all ranks would be on the first host
+    here, there = f"{NAME}-host0", f"{NAME}-host1"
+    before = (sys.executable, str(SCRIPT), "--name", NAME, "exec", "0")
+    settings = {**faults.settings_of_hosts(NAME), "HOSTS_THEN": f"{here}:1\n{there}:2\n"}
+    script = test_growth.script_in(tmp_path, f"{here}:1\n{there}:1\n")
+    arguments = ["-np", 2, "--max-np", 3, "--host-discovery-script", script]
+    grown = test_growth.run(tmp_path, arguments, "more slots", 3, before=before, **settings)
+    assert grown.returncode == 0, grown.stderr
+    said = ["2 ranks from step 0", "3 ranks from step 6", "3 ranks have seen each row {3} times"]
+    assert grown.stdout.splitlines() == said
+
+    (tmp_path / "other").mkdir()
+    arguments = ["-np", 2, "-H", f"{here}:1,{there}:1", "--cooldown", 0]
+    replaced = test_growth.run(tmp_path / "other", arguments, "a death", 2, before=before, **settings)
+    assert replaced.returncode == 0, replaced.stderr
+    said = ["2 ranks from step 0", "1 ranks from step 6", "2 ranks from step 6", "2 ranks have seen each row {3} times"]
+    assert replaced.stdout.splitlines() == said

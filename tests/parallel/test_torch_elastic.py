@@ -583,6 +583,27 @@ def test_a_job_that_begins_again_goes_on_from_the_disk(world: rr.Communicator, t
         assert torch.load(file, weights_only=True)["values"] == {"step": 5}
 
 
+def test_the_next_job_begins_with_just_this(world: rr.Communicator, tmp_path_factory: Any) -> None:
+    """What is not committed yet, with the ranks' own parts, whatever `every` says; not if a rank cannot write it."""
+    folder = pathlib.Path(hvd.broadcast_object(str(tmp_path_factory.mktemp("commits")))) / "commits"
+    generators = hvd.elastic.Generators()
+    state = hvd.elastic.TorchState(generators=generators, step=0)
+    assert not state.keep_for_next_job()
+    state.keep_on_disk(folder, every=1000)
+    assert state.outlives_job
+    state.step = 7
+    assert state.keep_for_next_job()
+    drawn = torch.rand(3)
+    again = hvd.elastic.TorchState(generators=generators, step=0)
+    assert again.keep_on_disk(folder) == state.commits
+    assert again.step == 7
+    assert torch.equal(torch.rand(3), drawn)
+    if world.rank == world.size - 1:
+        (folder / f"commit-{state.commits + 1:012}.rank-{world.rank}.pt").mkdir()
+    hvd.barrier()
+    assert not state.keep_for_next_job()
+
+
 def test_random_numbers_differ_between_ranks_and_come_again(world: rr.Communicator) -> None:
     """The same seed gives each rank the same numbers of Python, NumPy and torch again, and no two ranks the same."""
 

@@ -47,6 +47,7 @@ VARIABLES = {
     "RINGREDUCE_AUDIT": "audit",
     "RINGREDUCE_OBJECT_LIMIT": "object_limit_nbytes",
     "RINGREDUCE_MIN_NP": "least_size",
+    "RINGREDUCE_RESET_LIMIT": "reset_limit",
 }
 
 
@@ -94,6 +95,8 @@ def test_every_setting_has_a_variable_and_says_so() -> None:
         ("RINGREDUCE_TIMELINE", "trace.json", "trace.json"),
         ("RINGREDUCE_TIMELINE_MARK_BATCHES", "1", True),
         ("RINGREDUCE_TUNING", "tables", "tables"),
+        ("RINGREDUCE_RESET_LIMIT", "0", 0),
+        ("RINGREDUCE_RESET_LIMIT", "7", 7),
         ("RINGREDUCE_CUDA_AWARE", "1", True),
         ("RINGREDUCE_CUDA_AWARE", "0", False),
         ("RINGREDUCE_CUDA_AWARE", "Auto", None),
@@ -117,6 +120,7 @@ def test_a_variable_sets_its_field_alone(name: str, text: str, value: object) ->
         *(("RINGREDUCE_STALL_WARNING", text) for text in ("-1", "never")),
         *(("RINGREDUCE_LOG_LEVEL", text) for text in ("loud", "10")),
         ("RINGREDUCE_CUDA_AWARE", "maybe"),
+        ("RINGREDUCE_RESET_LIMIT", "-1"),
         ("RINGREDUCE_CONVENTIONS", "mine"),
         ("HOROVOD_FUSION_THRESHOLD", "64.5"),
         ("HOROVOD_LOG_LEVEL", "loud"),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import pickle
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ringreduce as rr
-from ringreduce.elastic import HostsUpdatedInterrupt, ObjectState, State, run, run_fn
+from ringreduce.elastic import CommitStore, HostsUpdatedInterrupt, ObjectState, State, run, run_fn
 from ringreduce.errors import CollectiveError, MismatchError, PeerLostError
+from ringreduce.training.elastic import HandlingState
 
 
 class Recorded(State):
@@ -99,6 +103,117 @@ def test_rank_0_decides_whether_hosts_have_changed() -> None:
     state = Recorded(bcast_object=lambda changes: 1)
     with pytest.raises(HostsUpdatedInterrupt):
         state.check_host_updates()
+
+
+def test_a_state_that_does_not_outlive_the_job_goes_on(
+    world: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where other hosts take another job, it says once what that takes."""
+    monkeypatch.setenv("RINGREDUCE_BEGINS_AGAIN", "1")
+    state = ObjectState(epoch=0)
+    for _ in range(2):
+        state.on_hosts_updated(0.0, 2)
+        state.commit()
+    assert caplog.text.count("call state.keep_on_disk(folder) before the training") == 1
+
+
+def test_a_state_that_cannot_be_kept_after_all_goes_on(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a disk that is full, for instance: the function is called again, and no rank ends."""
+    monkeypatch.setenv("RINGREDUCE_BEGINS_AGAIN", "1")
+
+    class Full(Recorded):
+        outlives_job = True
+
+        def keep_for_next_job(self) -> bool:
+            self.log.append("full")
+            return False
+
+    @run
+    def train(state: Full) -> str:
+        if "full" not in state.log:
+            state.on_hosts_updated(0.0, 2)
+            state.commit()
+        return "done"
+
+    state = Full()
+    assert train(state) == "done"
+    assert state.log == ["sync", "save", "full"]
+
+
+def test_ranks_end_well_once_another_job_can_begin(
+    world: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With status 0 and a mark for the launcher."""
+    monkeypatch.setenv("RINGREDUCE_BEGINS_AGAIN", "1")
+
+    class Kept(Recorded):
+        outlives_job = True
+
+        def keep_for_next_job(self) -> bool:
+            return True
+
+    @run
+    def train(state: Kept) -> None:
+        state.on_hosts_updated(0.0, 2)
+        state.commit()
+
+    with pytest.raises(SystemExit) as ends:
+        train(Kept())
+    assert not ends.value.code
+    assert not rr.is_initialized()
+    assert capfd.readouterr().err == "\x1eringreduce: the ranks begin again\n"
+
+
+def test_a_program_that_handles_the_signal_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its handler stays, and the job does not grow."""
+    monkeypatch.setenv("RINGREDUCE_BEGINS_AGAIN", "1")
+    before = signal.signal(signal.SIGUSR2, handler := lambda number, frame: None)
+    try:
+        rr.init()
+        assert signal.getsignal(signal.SIGUSR2) is handler
+        assert "may not grow: the program handles SIGUSR2" in caplog.text
+    finally:
+        rr.shutdown()
+        signal.signal(signal.SIGUSR2, before)
+
+
+def test_srun_is_told_from_what_lets_ranks_go_on(
+    world: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A warning names the command to use; under mpirun in an allocation of Slurm there is none."""
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    run(lambda state: None)(Recorded())
+    assert "srun ends this job with any of its ranks" in caplog.text
+    assert "ringreduce run --elastic" in caplog.text
+    caplog.clear()
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    run(lambda state: None)(Recorded())
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("common", "with_parts", "chosen"),
+    [
+        ({}, [], None),
+        ({3: 1, 4: 1}, [], 4),
+        ({3: 1, 4: 1}, [3, 4], 4),
+        ({3: 1, 4: 1}, [3], 3),  # the part of a rank is missing
+        ({3: 1, 4: 2}, [3], 4),  # one of another number of ranks needs none
+    ],
+)
+def test_with_which_commit_a_job_begins(
+    world: None, tmp_path: Path, common: dict[int, int], with_parts: list[int], chosen: int | None
+) -> None:
+    """The last, unless it is of as many ranks as there are now, and lacks what they have of their own."""
+    store = CommitStore(tmp_path, 9, pickle.dump, pickle.load)
+    for number, size in common.items():
+        store.put(number, {"size": size})
+        store.settle()
+    assert HandlingState._choose(store, list(common), with_parts) == chosen
 
 
 def test_a_run_without_events_is_one_call(world: None) -> None:

@@ -89,9 +89,9 @@ def die(how: str) -> None:
     if how == "exit":
         os._exit(3)
     if how == "launcher":
-        os.kill(os.getppid(), signal.SIGKILL)  # the shell above this rank
         launcher = processes.launcher()
         assert launcher is not None
+        os.kill(os.getppid(), signal.SIGKILL)  # the shell above this rank
         os.kill(launcher, signal.SIGKILL)
     os.kill(os.getpid(), getattr(signal, how))
 

@@ -1,0 +1,71 @@
+"""A script that says which hosts a job may use, asked again and again beside the job."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Mapping
+
+import click
+
+from ringreduce.cli.hosts import parse_hosts
+from ringreduce.errors import ConfigError
+
+__all__ = ["Discovery"]
+
+_EVERY_S = 1.0
+_LIMIT_S = 10.0
+
+
+class Discovery:
+    """Runs a script on a thread, every second, for as long as this process lives.
+
+    A run fails that takes more than 10 s, ends with another status than 0, or prints what is no host. That is said, and
+    what the last good one has printed counts.
+
+    Args:
+        script: prints a line ``host`` or ``host:slots`` for each host.
+        slots: of hosts that come without a number.
+    """
+
+    def __init__(self, script: str, slots: int) -> None:
+        self._script, self._slots = script, slots
+        self._hosts: Mapping[str, int] = {}
+        self._complaint = ""
+        threading.Thread(target=self._ask_for_ever, name="ringreduce asks for hosts", daemon=True).start()
+
+    def hosts(self) -> Mapping[str, int]:
+        """Return the slots by host of the last good answer; none before the first."""
+        return self._hosts
+
+    def _ask_for_ever(self) -> None:
+        between = threading.Event()
+        while True:
+            try:
+                self._hosts = parse_hosts(_output(self._script), self._slots)
+                complaint = ""
+            except (ConfigError, OSError, subprocess.SubprocessError) as error:
+                complaint = str(error)
+            if complaint and complaint != self._complaint:  # once, however often it fails in the same way
+                click.echo(f"ringreduce: {self._script} failed, and its last answer counts: {complaint}", err=True)
+            self._complaint = complaint
+            between.wait(_EVERY_S)
+
+
+def _output(script: str) -> str:
+    """Return what a script prints; it ends with all that it has started."""
+    # Its standard error is this process's, for the user to see.
+    process = subprocess.Popen(
+        [script], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, script)
+    return output

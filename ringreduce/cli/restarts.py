@@ -1,0 +1,167 @@
+"""Jobs one after the other, after a failure or on other hosts; each goes on with what the last has left on disk."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import click
+
+from ringreduce.cli.hosts import Hosts, Rules
+from ringreduce.cli.job import Job, Mark
+from ringreduce.errors import ConfigError
+
+__all__ = ["Restarts", "Wishes"]
+
+_LOOK_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What was asked for.
+
+    Attributes:
+        rules: how many ranks, and how long hosts count as failing.
+        elastic: whether ranks live on without others.
+        watches: whether the ranks are told when there are other hosts to begin again on.
+        restarts: how often a job that has failed is started again.
+        reset_limit: how often at most the ranks change, in whatever way; None: as often as need be.
+        start_timeout_s: how long to wait for enough slots.
+    """
+
+    rules: Rules
+    elastic: bool = False
+    watches: bool = False
+    restarts: int = 0
+    reset_limit: int | None = None
+    start_timeout_s: float = 600.0
+
+
+class Restarts:
+    """Starts jobs until one has ended for good.
+
+    Args:
+        wishes: what was asked for.
+        listed: returns the slots by host that there are now.
+        command: returns the command line and the environment of a job, given its ranks by host and its own variables.
+        here: the names of this machine.
+    """
+
+    def __init__(
+        self,
+        wishes: Wishes,
+        listed: Callable[[], Mapping[str, int]],
+        command: Callable[[Mapping[str, int], Mapping[str, str]], tuple[list[str], dict[str, str]]],
+        here: frozenset[str],
+    ) -> None:
+        self._wishes, self._listed, self._command, self._here = wishes, listed, command, here
+        self._hosts = Hosts()
+        self._changes = 0  # of ranks
+        self._silent: set[int] = set()  # ranks of the job that runs which have not said that they have begun
+        self._any_ended_well = self._begins_again = False
+        self._said = ""
+
+    def run(self) -> int:
+        """Return the exit status of the last job.
+
+        Raises:
+            ConfigError: there were too few slots for too long.
+        """
+        starts = failures = 0
+        while True:
+            status, stopped = self._run_one(starts)
+            starts += 1
+            if self._begins_again and not stopped:
+                self._changes += 1
+                continue
+            if status == 0 or stopped or failures == self._wishes.restarts:
+                return status
+            if self._at_limit:
+                _say(f"the job has ended with status {status}, {self._limit_said}: it is not started again")
+                return status
+            failures += 1
+            self._changes += 1
+            self._hosts = self._hosts.failed(time.monotonic(), self._wishes.rules)
+            _say(f"the job has ended with status {status}; starting it again ({failures} of {self._wishes.restarts})")
+
+    @property
+    def _at_limit(self) -> bool:
+        return self._wishes.reset_limit is not None and self._changes >= self._wishes.reset_limit
+
+    @property
+    def _limit_said(self) -> str:
+        return f"and its ranks have changed {self._changes} times, where --reset-limit is {self._wishes.reset_limit}"
+
+    def _run_one(self, starts: int) -> tuple[int, bool]:
+        """Run a job once there are slots for it.
+
+        Returns:
+            Its status, which is not 0 if no rank has ended well, and whether it ended because this process was told to.
+        """
+        ranks = self._wait_for_slots()
+        more = {"RINGREDUCE_RESTART": str(starts)} if starts else {}
+        if self._wishes.reset_limit is not None:
+            more["RINGREDUCE_RESET_LIMIT"] = str(self._wishes.reset_limit - self._changes)
+        line, environment = self._command(ranks, more)
+        self._hosts = self._hosts.started(ranks)
+        self._silent = set(range(sum(ranks.values())))
+        self._any_ended_well = self._begins_again = False
+        self._said = ""
+        job = Job(line, environment, self._hear if self._wishes.elastic else None)
+        status = job.wait(lambda: self._look(job), _LOOK_EVERY_S if self._wishes.watches else None)
+        return status or int(self._wishes.elastic and not self._any_ended_well), job.stopped
+
+    def _wait_for_slots(self) -> Mapping[str, int]:
+        rules, wishes = self._wishes.rules, self._wishes
+        begin, said = time.monotonic(), False
+        while True:
+            self._hosts = replace(self._hosts, listed=self._listed())
+            ranks = self._hosts.next_ranks(rules, time.monotonic())
+            if ranks:
+                return ranks
+            there = sum(self._hosts.usable(rules, time.monotonic()).values())
+            if time.monotonic() - begin > wishes.start_timeout_s:
+                raise ConfigError(
+                    f"there are {there} slots that can be used after {wishes.start_timeout_s:g} s, and a job takes "
+                    f"{rules.least} (--min-np); add hosts, or wait longer with --start-timeout"
+                )
+            if not said and time.monotonic() - begin > _LOOK_EVERY_S:
+                _say(f"waiting for {rules.least} slots; {there} can be used")
+                said = True
+            time.sleep(_LOOK_EVERY_S / 10)
+
+    def _hear(self, mark: Mark) -> None:
+        if mark.what == "has begun":
+            self._silent.discard(mark.rank)
+        elif mark.what == "has ended well":
+            self._any_ended_well = True
+        elif mark.what == "has died":
+            host = self._hosts.find(mark.host, self._here)
+            self._hosts = self._hosts.died(host, time.monotonic(), self._wishes.rules)
+        elif mark.what == "begin again":
+            self._begins_again = True
+        else:
+            self._changes += 1
+
+    def _look(self, job: Job) -> None:
+        """Tell the ranks, if they should begin again on other hosts; until they do, as they may not listen yet."""
+        self._hosts = replace(self._hosts, listed=self._listed())
+        reason = self._hosts.reason_to_change(self._wishes.rules, time.monotonic())
+        if not reason or self._begins_again or self._silent:
+            return
+        if self._at_limit:
+            self._say_once(f"{reason}, {self._limit_said}: they go on as they are")
+        else:
+            self._say_once(f"{reason}; the job begins again after the next commit")
+            job.tell_ranks(signal.SIGUSR2)
+
+    def _say_once(self, text: str) -> None:
+        if text != self._said:
+            self._said = text
+            _say(text)
+
+
+def _say(text: str) -> None:
+    click.echo(f"ringreduce: {text}", err=True)
