@@ -4,8 +4,9 @@
     python tests/jobs/faults.py --cells 25      # as many, chosen by --seed
     python tests/jobs/faults.py --cluster rr    # those on two hosts of a virtual cluster that is up
 
-What is compared: the steps that count, as the ranks have written them down, are done again in float64 by this process
-alone; the weights must agree, every row must have been trained on in every epoch, and nothing may be left behind.
+What is compared: the attempts at steps that count, as the state says in the end, are made again in float64 by this
+process alone, with the rows that the ranks have written down; the weights must agree, every row must have been trained
+on in every epoch, and nothing may be left behind.
 """
 
 from __future__ import annotations
@@ -191,18 +192,16 @@ def check(lines: list[dict[str, Any]], left: int) -> str:
     ends = [each for each in lines if "done" in each]
     if len(ends) != left or {each["size"] for each in ends} != {left}:
         return f"{len(ends)} ranks have reached the end, in worlds of {[each['size'] for each in ends]}, not {left}"
-    if any(each["weights"] != ends[0]["weights"] or each["steps"] != ends[0]["steps"] for each in ends):
+    if any(each["weights"] != ends[0]["weights"] or each["attempts"] != ends[0]["attempts"] for each in ends):
         return "the ranks have different weights"
-    attempts: defaultdict[int, defaultdict[int, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    attempts: defaultdict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
     for each in lines:
         if "indices" in each:
-            attempts[each["step"]][each["began_ns"]].append(each)
-    counted = []
-    for step in range(ends[0]["steps"]):
-        whole = [began_ns for began_ns, begun in attempts[step].items() if len(begun) == begun[0]["size"]]
-        if not whole:
-            return f"no attempt at step {step} was made by all ranks"
-        counted.append(attempts[step][max(whole)])
+            attempts[each["step"], each["began_ns"]].append(each)
+    counted = [attempts[number] for number in enumerate(ends[0]["attempts"])]
+    for step, ranks in enumerate(counted):
+        if len(ranks) != ranks[0]["size"]:
+            return f"step {step} counts, and was begun by {len(ranks)} of {ranks[0]['size']} ranks"
     wanted = _weights(counted)
     far = max(np.abs(np.array(mine) - each).max() for mine, each in zip(ends[0]["weights"], wanted, strict=True))
     # Rounding in float32 makes some 1e-5 of the largest; a batch that is left out or comes twice, 1e-2.

@@ -80,7 +80,7 @@ def run(kills: int, ranks: int, seed: int) -> Soak:
         f"{wrong}; what the ranks have written down is in {folder}" if wrong else "",
         killed,
         max((each["restart"] for each in lines), default=0),
-        max((each["steps"] for each in lines if "done" in each), default=0),
+        max((len(each["attempts"]) for each in lines if "done" in each), default=0),
         growth,
         descriptors,
         time.monotonic() - begin,

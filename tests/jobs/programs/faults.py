@@ -191,13 +191,13 @@ class Training:
         zeros = {"matrix": np.zeros((FEATURES, OUTPUTS), np.float32), "bias": np.zeros(OUTPUTS, np.float32)}
         self.toy = Toy({**zeros, "more": np.zeros(OUTPUTS, np.float32)}, overlap=True)
         self.sampler = Division(range(ROWS), seed=3)
-        self.state: Any = Kept(self.killer, model=Model(self.toy), sampler=self.sampler, epoch=0, step=0)
+        self.state: Any = Kept(self.killer, model=Model(self.toy), sampler=self.sampler, epoch=0, step=0, attempts=[])
         self.state.keep_in_memory(every)
 
     def run(self) -> None:
         elastic.run(self._train)(self.state)
         weights = [each.tolist() for each in self.toy.weights()]
-        self._write(done=True, steps=self.state.step, size=rr.size(), weights=weights)
+        self._write(done=True, attempts=self.state.attempts, size=rr.size(), weights=weights)
 
     def _train(self, state: Any) -> None:
         self.began_ns = broadcast_object(time.time_ns())  # the same on all ranks, whoever fails before this or after
@@ -227,6 +227,7 @@ class Training:
         self.toy.step()
         self.sampler.record_indices(batch)
         state.step += 1
+        state.attempts.append(self.began_ns)
 
     def _write(self, **what: Any) -> None:
         print(json.dumps({"began_ns": self.began_ns, **what}), file=self.file, flush=True)
