@@ -35,10 +35,13 @@ class StateHandler:
 
     Attributes:
         own: whether each rank has a state of its own.
+        made_anew: whether the object makes a state dict that it does not keep, nor what is in it, and takes none over,
+            so that nothing has to be copied.
         notes_steps: whether `stands` says, of all weights in the state, if there was a step.
     """
 
     own = False
+    made_anew = False
     notes_steps = False
     _saved: Any = None  # the copy that was taken last, which nobody changes; subclasses may keep theirs elsewhere
 
@@ -47,15 +50,18 @@ class StateHandler:
 
     def save(self) -> None:
         """Take a copy."""
-        self._saved = copy.deepcopy(self.value.state_dict())
+        self._saved = self._copied(self.value.state_dict())
 
     def restore(self) -> None:
         """Go back to the copy that was taken last."""
-        self.value.load_state_dict(copy.deepcopy(self._saved))  # a copy: the object may keep these arrays
+        self.value.load_state_dict(self._copied(self._saved))  # a copy: the object may keep these arrays
+
+    def _copied(self, state: Any) -> Any:
+        return state if self.made_anew else copy.deepcopy(state)
 
     def copy_small(self) -> Any:
         """Return a copy of all but what only steps change, and note where that is."""
-        return copy.deepcopy(self.value.state_dict())
+        return self._copied(self.value.state_dict())
 
     def stands(self) -> bool:
         """Return whether what `copy_small` has left out last is as it was then."""
@@ -63,7 +69,7 @@ class StateHandler:
 
     def restore_small(self, copied: Any) -> None:
         """Go back to what `copy_small` has returned last, as the rest `stands`."""
-        self.value.load_state_dict(copy.deepcopy(copied))
+        self.value.load_state_dict(self._copied(copied))
 
     def sync(self) -> None:
         """Make it equal to rank 0's. Collective."""
@@ -77,6 +83,8 @@ class StateHandler:
 
 class SamplerStateHandler(StateHandler):
     """Keeps an `EpochDivision`."""
+
+    made_anew = True
 
     def sync(self) -> None:
         """Put together what the ranks have processed of rank 0's epoch. Collective."""
@@ -95,9 +103,9 @@ class SamplerStateHandler(StateHandler):
 
 
 class OwnStateHandler(StateHandler):
-    """Keeps what each rank has of its own."""
+    """Keeps the `Generators` that each rank has of its own."""
 
-    own = True
+    own = made_anew = True
 
     def sync(self) -> None:
         pass
