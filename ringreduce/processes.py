@@ -24,6 +24,7 @@ __all__ = [
     "at_exit",
     "handles",
     "is_multiprocessing_child",
+    "is_stopped",
     "launcher",
     "rank_above",
     "tell_launcher",
@@ -107,6 +108,15 @@ def handles(pid: int, number: int) -> bool:
     except OSError:
         return False
     return bool(caught >> (number - 1) & 1)
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a process is there and was stopped, by a signal or a debugger."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] in ("T", "t")
+    except OSError:
+        return False
 
 
 def tell_launcher(mark: bytes) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from operator import index
 from typing import cast
 
@@ -17,6 +18,7 @@ from ringreduce.transport import mpi  # before mpi4py.MPI, as it decides how MPI
 
 from mpi4py import MPI
 
+from ringreduce import processes
 from ringreduce.config import survives_deaths
 from ringreduce.errors import CollectiveTimeoutError, ConfigError, TransportError, name_ranks
 from ringreduce.transport.messages import exchange_json
@@ -86,22 +88,49 @@ class MpiRanks:
             if former != self._given:
                 former.Revoke()
             self._meet(waiter)
-            left = cast("MPI.Intracomm", self._given.Shrink())
-            left.Set_errhandler(MPI.ERRORS_RETURN)
-            try:
-                # A number for MPI is a C int, and those of commits grow from job to job.
-                behind = left.allreduce(seniority, MPI.MAX) - seniority
-                key = min(behind, _MOST_BEHIND) * left.size + left.rank
-                ordered = cast("MPI.Intracomm", left.Split(0, key))
-            except MPI.Exception:
-                left.Revoke()  # or some would wait in there for those that it has failed for
-                raise
-            ordered.Set_errhandler(MPI.ERRORS_RETURN)
-            left.Free()
-        self._comm = ordered
+            with self._killing_who_stops(waiter.timeout_s):
+                self._comm = self._left(seniority)
         self._here.clear()
         if self._given in (world(), MPI.COMM_WORLD):
-            mpi.keep_left(ordered)
+            mpi.keep_left(self._comm)
+
+    def _left(self, seniority: int) -> MPI.Intracomm:
+        """Return the ranks that are left, in the order of their seniority. Collective over these, without limit."""
+        left = cast("MPI.Intracomm", self._given.Shrink())
+        left.Set_errhandler(MPI.ERRORS_RETURN)
+        try:
+            # A number for MPI is a C int, and those of commits grow from job to job.
+            behind = left.allreduce(seniority, MPI.MAX) - seniority
+            key = min(behind, _MOST_BEHIND) * left.size + left.rank
+            ordered = cast("MPI.Intracomm", left.Split(0, key))
+        except MPI.Exception:
+            left.Revoke()  # or some would wait in there for those that it has failed for
+            raise
+        ordered.Set_errhandler(MPI.ERRORS_RETURN)
+        left.Free()
+        return ordered
+
+    @contextmanager
+    def _killing_who_stops(self, limit_s: float) -> Iterator[None]:
+        """Kill ranks of this host that are stopped when a time limit has passed, and again after each further one."""
+        over = threading.Event()
+
+        def look() -> None:
+            while not over.wait(limit_s):
+                for peer, pid in self._processes.items():
+                    if processes.is_stopped(pid):
+                        self._kill(peer)
+
+        threading.Thread(target=look, name="ringreduce looks who has stopped", daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()
+
+    def _kill(self, peer: int) -> None:
+        _log.warning("rank %d of the job does not go on, and is killed: process %d", peer, self._processes[peer])
+        with suppress(ProcessLookupError):
+            os.kill(self._processes[peer], signal.SIGKILL)
 
     def _meet(self, waiter: Waiter) -> None:
         """Return when all that are left look who is left: to find out takes all of them, and knows no time limit.
@@ -141,10 +170,7 @@ class MpiRanks:
             patient.until(all_heard, lambda: f"{name_ranks(sorted(waits))} of the job to go on as well")
         except CollectiveTimeoutError:
             for peer in waits & self._processes.keys():
-                pid = self._processes[peer]
-                _log.warning("rank %d of the job does not go on, and is killed: process %d", peer, pid)
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                self._kill(peer)
             patient.timeout_s = 2 * _TOLD_S
             patient.until(all_heard, lambda: f"{name_ranks(sorted(waits))} of the job to go on without those that died")
 

@@ -75,6 +75,48 @@ def test_a_program_that_is_not_elastic_ends_with_a_rank() -> None:
     assert "rank 1 is lost" in done.stderr
 
 
+STOPS_IN_RECOVERY = """
+import os, signal
+import numpy as np
+import ringreduce as rr
+from ringreduce.elastic import ObjectState, run
+from ringreduce.transport import job
+
+rr.init()
+me = rr.rank()
+meet = job.MpiRanks._meet
+
+def meet_and_stop(self, waiter):
+    meet(self, waiter)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+@run
+def train(state):
+    while state.step < 5:
+        if (me, state.step) == (1, 2):
+            os.kill(os.getpid(), signal.SIGKILL)
+        state.total += float(rr.allreduce(np.ones(1))[0])
+        state.step += 1
+        state.commit()
+
+if me == 2:
+    job.MpiRanks._meet = meet_and_stop
+state = ObjectState(rr.broadcast_object, rr.rank, step=0, total=0.0)
+train(state)
+print(rr.size(), state.total)
+"""
+
+
+def test_a_rank_that_stops_while_the_others_look_who_is_left_is_killed(tmp_path: Path) -> None:
+    """MPI waits for it without limit; the others do not: they go on without both."""
+    program = tmp_path / "train.py"
+    program.write_text(STOPS_IN_RECOVERY)
+    done = run("--elastic", "-np", 4, "env", "RINGREDUCE_TIMEOUT=3", sys.executable, program)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["2 14.0"] * 2
+    assert "rank 2 of the job does not go on, and is killed" in done.stderr
+
+
 NEVER_TOGETHER = """
 import ringreduce as rr
 from ringreduce.elastic import ObjectState, run
