@@ -21,6 +21,7 @@ from ringreduce.buffers import quiet_context
 from ringreduce.calls import refusal
 from ringreduce.errors import (
     CollectiveError,
+    CollectiveTimeoutError,
     ConfigError,
     MismatchError,
     RingReduceError,
@@ -139,6 +140,13 @@ class Standing:
         for forget in self._forget:
             forget()
         if self._failure is None:
+            if (
+                isinstance(error, CollectiveTimeoutError)
+                and self._context.topology.nnodes < self._context.topology.size
+            ):
+                error.args = (
+                    f"{error}. A rank of this machine that is late may still write to the arrays of the call",
+                )
             # Its traceback keeps the arrays of the call alive, to which a rank that is late may still store.
             self._failure = error
             with suppress(RingReduceError):
