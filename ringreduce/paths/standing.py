@@ -140,12 +140,10 @@ class Standing:
         for forget in self._forget:
             forget()
         if self._failure is None:
-            if (
-                isinstance(error, CollectiveTimeoutError)
-                and self._context.topology.nnodes < self._context.topology.size
-            ):
+            shares = len(self._context.topology.nodes) < self._context.topology.size
+            if isinstance(error, CollectiveTimeoutError) and shares:
                 error.args = (
-                    f"{error}. A rank of this machine that is late may still write to the arrays of the call",
+                    f"{error}; a rank of this machine that is late may still write to the arrays of the call",
                 )
             # Its traceback keeps the arrays of the call alive, to which a rank that is late may still store.
             self._failure = error
