@@ -35,8 +35,8 @@ class Soaked(Training):
         super()._train(state)
 
     def _goes_on(self, state: Any) -> bool:
-        enough = broadcast_object((self.folder / "enough").exists())
-        return not enough or state.epoch == 0
+        within = bool(self.sampler.processed_indices)  # an epoch, which a death has cut short
+        return within or not broadcast_object((self.folder / "enough").exists())
 
     def _step(self, batch: list[int]) -> None:
         super()._step(batch)
