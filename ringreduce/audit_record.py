@@ -3,7 +3,8 @@
 Each line has: event, world (a token that all lines of one world have), time (ISO 8601, UTC), host, pid, facts. Events:
 
     begin     of a world; facts: command (a list), versions, settings, size, hosts (host -> ranks)
-    commit    of an elastic training; facts: number, and sha256 of models, optimizers and the like, by name
+    commit    of an elastic training, one that copies the weights; facts: number, and sha256 of models, optimizers and
+              the like, by name, or why there is none
     any       what the program says itself (`ringreduce.audit`)
     end       of a world; facts: error, null if it was shut down, or its only process has left with an exit code
 
@@ -20,7 +21,7 @@ import os
 import platform
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
 from enum import Enum
@@ -38,6 +39,8 @@ __all__ = ["AuditRecord", "fingerprint", "require_facts", "versions"]
 _log = logging.getLogger(__name__)
 
 _CHUNK_NBYTES = 1 << 20
+#: Types of which `repr` says the whole value, on all machines.
+_PLAIN = {type(None), bool, int, float, complex, str, bytes}
 
 
 class AuditRecord:
@@ -115,7 +118,7 @@ def require_facts(event: Any, facts: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: JSON cannot say it, or the event is one of ringreduce's own.
     """
-    if type(event) is not str or event in ("", "begin", "end"):
+    if type(event) is not str or event in ("", "begin", "commit", "end"):
         raise ConfigError(f"the event of an audit is a word of the program's own, got {event!r}")
     for name, fact in facts.items():
         try:
@@ -130,9 +133,14 @@ def require_facts(event: Any, facts: Mapping[str, Any]) -> None:
 def fingerprint(value: Any) -> str:
     """Return the SHA-256, in hexadecimal, of a file or of values; equal on all machines.
 
-    Of a file it is what ``sha256sum`` says. Of values it is that of these lines, one value after the other, dicts in
-    the order of their keys as text: where the value is (keys and places, with ``/`` in between), then of an array its
-    dtype and shape (``float32 2x3``), a line's end, and its bytes in C order; of anything else its type and `repr`.
+    Of a file it is what ``sha256sum`` says. Of values it is that of these lines. Each begins with where the value is:
+    keys and places with ``/`` in between; in a key, ``~`` is written as ``~0`` and ``/`` as ``~1``, as in RFC 6901, and
+    before one that is no text comes ``~`` and its type. Then, on a line of its own,
+
+    - of an array its dtype and shape (``float32 2x3``), and after the line's end its bytes in C order;
+    - of a dict, list, tuple or set which of these it is, and its length; what is in it follows, a dict in the order of
+      its keys as text, a set in that of its elements as text;
+    - of a number, a text, bytes or None its type and `repr`.
 
     Args:
         value: a path (``pathlib.Path``), an array or a tensor, a state dict, or dicts and lists of these.
@@ -152,14 +160,16 @@ def fingerprint(value: Any) -> str:
 
 
 def _add(digest: Any, place: str, value: Any) -> None:
+    inside = f"{place}/" if place else ""
     if isinstance(value, Mapping):
+        digest.update(f"{place}\ndict {len(value)}\n".encode())
         for key in sorted(value, key=lambda each: (str(each), type(each).__name__)):
-            _add(digest, f"{place}/{key}" if place else str(key), value[key])
-    elif isinstance(value, (set, frozenset)):
-        _add(digest, place, sorted(value, key=repr))
-    elif isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray)):
-        for number, each in enumerate(value):
-            _add(digest, f"{place}/{number}" if place else str(number), each)
+            _add(digest, f"{inside}{_named(key)}", value[key])
+    elif isinstance(value, (set, frozenset, list, tuple)):
+        kind = next(each for each in (set, frozenset, list, tuple) if isinstance(value, each))
+        digest.update(f"{place}\n{kind.__name__} {len(value)}\n".encode())
+        for number, each in enumerate(sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value):
+            _add(digest, f"{inside}{number}", each)
     elif hasattr(value, "dtype") and hasattr(value, "shape"):
         try:
             operand = Operand.of(_in_host_memory(value))
@@ -167,10 +177,15 @@ def _add(digest: Any, place: str, value: Any) -> None:
             raise ConfigError(f"{place or 'this'} has no fingerprint: {error}") from None
         digest.update(f"{place}\n{operand.dtype.name} {shape_text(operand.shape)}\n".encode())
         digest.update(operand.flat().view(np.uint8).data)
-    elif object.__repr__(value) == repr(value):
-        raise ConfigError(f"{place or 'this'} has no fingerprint, as a {type(value).__name__} does not say its value")
-    else:
+    elif type(value) in _PLAIN:
         digest.update(f"{place}\n{type(value).__name__} {value!r}\n".encode())
+    else:
+        raise ConfigError(f"{place or 'this'} has no fingerprint: nobody knows the value of a {type(value).__name__}")
+
+
+def _named(key: Any) -> str:
+    text = str(key).replace("~", "~0").replace("/", "~1")
+    return text if type(key) is str else f"~{type(key).__name__} {text}"
 
 
 def _in_host_memory(array: Any) -> Any:

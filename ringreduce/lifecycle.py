@@ -54,7 +54,7 @@ class Process:
         everyone: the set of all ranks, whatever the world.
         conventions: of the next world, unless the environment says otherwise.
         termination: how the process ends, once it was a rank among several.
-        recoveries: how often it has gone on without ranks that have died.
+        recoveries: how often it has gone on without ranks that have died, or tried to.
     """
 
     def __init__(self) -> None:
@@ -136,6 +136,7 @@ class Process:
         """Leave the world, of which ranks were lost, and begin one of those that are left. Collective over these."""
         started = perf_counter()
         with self._entrance, self._starting:
+            self.recoveries += 1  # now: where one fails on some ranks, all of them try again
             own, self.world = self.own(), None
             if own is not None:
                 own.abandon(error)
@@ -147,7 +148,6 @@ class Process:
             connection.go_on(seniority, Waiter(min(settings.timeout_s, _GRACE_S) if late else settings.timeout_s))
             connected = perf_counter()
             self.world = self._begun(connection, settings)
-            self.recoveries += 1
         return Recovery(connected - started, perf_counter() - connected)
 
     def _dump_on_request(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -51,6 +51,7 @@ __all__ = [
     "local_size",
     "metrics",
     "rank",
+    "record",
     "recoveries",
     "reduce_scatter",
     "remove_process_set",
@@ -151,7 +152,7 @@ def go_on(error: CollectiveError, seniority: int = 0) -> Recovery:
 
 
 def recoveries() -> int:
-    """Return how often this process has gone on without ranks that were lost; the same on all that are left."""
+    """Return how often this process has gone on without ranks that were lost, or tried to; the same on all ranks."""
     return _process.recoveries
 
 
@@ -254,6 +255,11 @@ def audit(event: str, /, **facts: Any) -> None:
         ConfigError: JSON cannot say it, or the event is one of ringreduce's own.
     """
     require_facts(event, facts)
+    record(event, facts)
+
+
+def record(event: str, facts: Mapping[str, Any]) -> None:
+    """Have recorded what happens in ringreduce itself; see `audit`."""
     own = _process.own()
     if own is not None and own.audit is not None:
         own.audit.append_or_log(event, facts)

@@ -87,6 +87,7 @@ def _repeated(
                     state.on_reset()
                 if not skip_sync:
                     state.sync()
+                    commits = state.commits  # the same on all ranks by now
                 result = _until_other_hosts(func, state, *args, **kwargs)
                 _part()
             except HostsUpdatedInterrupt as interrupt:

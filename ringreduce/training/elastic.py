@@ -9,14 +9,16 @@ import copy
 import io
 import os
 import pickle
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any, BinaryIO
+
+import numpy as np
 
 from ringreduce.arguments import whole_number
 from ringreduce.audit_record import fingerprint
 from ringreduce.elastic import CommitStore, HostsUpdatedInterrupt, ObjectState
 from ringreduce.errors import ConfigError
-from ringreduce.runtime import audit, audited, is_initialized, rank, size
+from ringreduce.runtime import audited, is_initialized, rank, record, size
 from ringreduce.training.generators import Generators
 from ringreduce.training.objects import allgather_object, broadcast_object
 
@@ -37,12 +39,12 @@ class StateHandler:
         own: whether each rank has a state of its own.
         made_anew: whether the object makes a state dict that it does not keep, nor what is in it, and takes none over,
             so that nothing has to be copied.
-        notes_steps: whether `stands` says, of all weights in the state, if there was a step.
+        notes_steps: whether `stands` says if there was a step of this optimizer; None: it is none.
     """
 
     own = False
     made_anew = False
-    notes_steps = False
+    notes_steps: bool | None = None
     _saved: Any = None  # the copy that was taken last, which nobody changes; subclasses may keep theirs elsewhere
 
     def __init__(self, value: Any) -> None:
@@ -88,10 +90,14 @@ class SamplerStateHandler(StateHandler):
 
     def sync(self) -> None:
         """Put together what the ranks have processed of rank 0's epoch. Collective."""
-        everyone = allgather_object(self.value.state_dict())
-        epoch = everyone[0]["epoch"]
-        processed = set().union(*(each["processed_indices"] for each in everyone if each["epoch"] == epoch))
-        self.value.load_state_dict({"epoch": epoch, "processed_indices": processed})
+        mine = np.zeros(len(self.value.dataset), bool)
+        mine[list(self.value.processed_indices)] = True
+        # A bit for each index: millions of them go to thousands of ranks.
+        everyone = allgather_object((self.value.epoch, np.packbits(mine).tobytes()))
+        epoch = everyone[0][0]
+        bits = [np.frombuffer(each, np.uint8) for number, each in everyone if number == epoch]
+        processed = np.unpackbits(np.bitwise_or.reduce(bits), count=len(mine))
+        self.value.load_state_dict({"epoch": epoch, "processed_indices": set(np.flatnonzero(processed).tolist())})
 
     def reset(self) -> None:
         self.value.reset()
@@ -127,31 +133,41 @@ class HandlingState(ObjectState):
         self._whole = 0  # the commit that was copied whole last
         self._whole_is_due = False
         self._small: tuple[dict[str, Any], dict[str, Any]] | None = None  # of the last, if it was not: handlers, values
+        self._own: dict[int, dict[str, Any]] = {}  # what is this rank's own, by the commits that others may go on from
         super().__init__(broadcast_object, rank, **{name: value for name, value in kwargs.items() if value is not None})
 
     def keep_in_memory(self, every: int) -> None:
         """Copy the weights, and what optimizers keep of them, in every so many commits, and not in each.
 
-        The commits between copy everything else, and count on it that nothing but a step of an optimizer in the state
+        The commits between copy everything else. They count on it that nothing but a step of an optimizer in the state
         changes weights. After a death, training goes on from the last commit if one of the ranks that are left has not
         stepped since, as its weights are those of the commit still: the step that was cut short is repeated. If all
-        have, training goes back to the last whole copy.
+        have, training goes back to the last whole copy. The first commit copies everything, and so does the first
+        after an object was assigned.
 
         Args:
             every: how many commits there are to one that copies everything; those that go to disk do, too. Must agree
                 on all ranks.
 
         Raises:
-            ConfigError: it is not a positive whole number; there is no optimizer in the state that tells when it steps;
-                or a handler has a `save` of its own and no `copy_small`.
+            ConfigError: it is not a positive whole number; there is no optimizer in the state, or one that does not
+                tell when it steps; or a handler has a `save` of its own and no `copy_small`. Also where such an object
+                is given to the state later.
         """
         every = whole_number("every", every, 1)
-        opaque = [name for name, each in self._handlers.items() if _copies_by_itself(type(each))]
-        if every > 1 and opaque:
-            raise ConfigError(f"the handlers of {', '.join(opaque)} have a save() of their own, but no copy_small()")
-        if every > 1 and not any(each.notes_steps for each in self._handlers.values()):
-            raise ConfigError("no optimizer in the state tells when it steps; weights have to be copied in each commit")
+        if every > 1:
+            self._require_steps_are_noted(self._handlers)
         self._whole_every = every
+
+    @staticmethod
+    def _require_steps_are_noted(handlers: Mapping[str, StateHandler]) -> None:
+        opaque = [name for name, each in handlers.items() if _copies_by_itself(type(each))]
+        if opaque:
+            raise ConfigError(f"the handlers of {', '.join(opaque)} have a save() of their own, but no copy_small()")
+        silent = [name for name, each in handlers.items() if each.notes_steps is False]
+        if silent or all(each.notes_steps is None for each in handlers.values()):
+            who = f"{', '.join(silent)} does not tell when it steps" if silent else "there is no optimizer in the state"
+            raise ConfigError(f"{who}; weights have to be copied in each commit, which is keep_in_memory(every=1)")
 
     def keep_on_disk(self, folder: str | os.PathLike[str], every: int = 1, keep: int = 3) -> int | None:
         """Write commits to a folder from now on, and begin with the last one that is there whole. Collective.
@@ -235,7 +251,7 @@ class HandlingState(ObjectState):
             raise ConfigError(f"commits cannot be kept in {folder}: {said}")
 
     def committed(self) -> None:
-        if audited():
+        if audited() and self._small is None:
             self._audit()
         if self._store is not None and self._goes_to_disk(self.commits):
             self._put(self._store)
@@ -250,14 +266,17 @@ class HandlingState(ObjectState):
             store.put(self.commits, {"objects": common, "values": self._saved, "size": size()})
 
     def _audit(self) -> None:
-        """Record what was committed: as it is now, since not every commit copies the weights."""
-        hashes = {
-            name: fingerprint(each.value.state_dict())
-            for name, each in self._handlers.items()
+        """Record what was committed."""
+        hashes = {}
+        for name, handler in self._handlers.items():
             # The indices that a sampler holds are many, and tell nothing of the model.
-            if each._saved is not None and not each.own and not isinstance(each, SamplerStateHandler)
-        }
-        audit("commit", number=self.commits, sha256=hashes)
+            if handler._saved is None or handler.own or isinstance(handler, SamplerStateHandler):
+                continue
+            try:
+                hashes[name] = fingerprint(handler._saved)
+            except ConfigError as error:
+                hashes[name] = str(error)
+        record("commit", {"number": self.commits, "sha256": hashes})
 
     def settle(self) -> None:
         if self._store is not None:
@@ -331,7 +350,7 @@ class HandlingState(ObjectState):
         else:
             self._small = None  # what it says is gone once the first handler has noted something new
             handlers = {name: handler.copy_small() for name, handler in self._handlers.items()}
-            self._small = handlers, self._copied_values()
+            self._small, self._own = (handlers, self._copied_values()), {}
 
     def _goes_to_disk(self, number: int) -> bool:
         return self._store is not None and number % self._every == 0
@@ -340,9 +359,11 @@ class HandlingState(ObjectState):
         for handler in self._handlers.values():
             handler.save()
         super().save()
-        self._whole, self._whole_is_due, self._small = self.commits, False, None
+        self._whole, self._whole_is_due, self._small, self._own = self.commits, False, None, {}
 
     def restore(self) -> None:
+        if not self._own:
+            self._own = self._copied_own()
         if self._small is not None and all(handler.stands() for handler in self._handlers.values()):
             handlers, values = self._small
             for name, handler in self._handlers.items():
@@ -354,6 +375,12 @@ class HandlingState(ObjectState):
         super().restore()
         self.commits, self._small = self._whole, None
 
+    def _copied_own(self) -> dict[int, dict[str, Any]]:
+        """Return this rank's own at its last commit, and now: as the next one has it, if another rank has made that."""
+        own = {name: handler for name, handler in self._handlers.items() if handler.own}
+        last = {name: handler._saved if self._small is None else self._small[0][name] for name, handler in own.items()}
+        return {self.commits: last, self.commits + 1: {name: handler.copy_small() for name, handler in own.items()}}
+
     def sync(self) -> None:
         if rank() != 0:
             self._small = None  # what arrives is written where nobody counts changes
@@ -361,6 +388,8 @@ class HandlingState(ObjectState):
         for handler in self._handlers.values():
             handler.sync()
         self._sync_values()
+        for name, copied in self._own.get(self.commits, {}).items():
+            self._handlers[name].restore_small(copied)
         HandlingState.save(self)
 
     def commit(self) -> None:
@@ -390,6 +419,8 @@ class HandlingState(ObjectState):
         if name.startswith("_") or (known is not None and known.value is value):
             return
         handler = self._find_handler(value)
+        if handler is not None and self._whole_every > 1:
+            self._require_steps_are_noted({**self._handlers, name: handler})
         if handler is not None:
             self._whole_is_due, self._small = True, None
             self._handlers[name] = handler

@@ -69,7 +69,8 @@ class CheckedMessages:
         self._inner = inner
         self.name, self.library = inner.name, inner.library
         self.rank, self.size = inner.rank, inner.size
-        self.max_tag, self.concurrent = inner.max_tag, inner.concurrent
+        self.max_tag = (inner.max_tag - 1) // 2  # checksums have tags above those
+        self.concurrent = inner.concurrent
 
     def send(self, data: Array, peer: int, tag: int) -> Request:
         return self._described(self._inner.send, data, peer, tag, is_send=True)
@@ -84,7 +85,7 @@ class CheckedMessages:
         if not isinstance(data, np.ndarray):
             return message
         note = np.zeros(1, np.uint32)
-        return _Transfer(data, note, peer, is_send, (message, describe(note, peer, tag)))
+        return _Transfer(data, note, peer, is_send, (message, describe(note, peer, tag + self.max_tag + 1)))
 
     def start(self, requests: Sequence[Request]) -> None:
         for each in requests:

@@ -39,7 +39,7 @@ def test_commits_are_recorded_with_the_fingerprints_of_what_they_hold(recorded: 
     expected = []
     for _ in range(2):
         state.commit()
-        digest = hashlib.sha256(b"bias\nfloat32 2\n" + model.bias.detach().numpy().tobytes())
+        digest = hashlib.sha256(b"\ndict 2\nbias\nfloat32 2\n" + model.bias.detach().numpy().tobytes())
         digest.update(b"weight\nfloat32 2x3\n" + model.weight.detach().numpy().tobytes())
         expected.append({"number": state.commits, "sha256": {"model": digest.hexdigest()}})
         with torch.no_grad():

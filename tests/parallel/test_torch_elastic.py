@@ -119,6 +119,64 @@ def test_a_commit_that_copies_no_weights_counts_until_the_next_step(
     assert equals(3)
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_ranks_go_on_with_their_own_random_numbers(world: rr.Communicator, ahead: int) -> None:
+    """Also ranks that have stepped, and take another rank's weights: those of the commit from which all go on."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(world.rank)
+    state = hvd.elastic.TorchState(model, optimizer, generators=hvd.elastic.Generators())
+    state.keep_in_memory(every=50)
+    for _ in range(3):
+        one_step(model, optimizer)
+        state.commit()
+    if world.rank == 0:
+        for _ in range(ahead):  # a commit that only this rank has made: the others hear of a death within it
+            torch.rand(1)
+            state.copy_for_commit()
+            state.commits += 1
+    else:
+        one_step(model, optimizer)
+        torch.rand(5)
+    at = torch.get_rng_state()
+    if world.rank and not ahead:
+        at = state._small[0]["generators"]["torch"]
+    state.restore()
+    state.sync()
+    assert state.commits == 3 + ahead
+    assert torch.equal(torch.get_rng_state(), at)
+    assert not state._own
+
+
+DAMAGES: dict[str, Callable[[Any, Any], Any]] = {
+    "in place": lambda model, optimizer: torch.nn.init.zeros_(model[0].weight),
+    "half and back": lambda model, optimizer: model.half().float(),
+    "from a vector": lambda model, optimizer: torch.nn.utils.vector_to_parameters(
+        torch.zeros(sum(each.numel() for each in model.parameters())), model.parameters()
+    ),
+    "moments": lambda model, optimizer: next(iter(optimizer.state.values()))["exp_avg"].zero_(),
+    "moments loaded": lambda model, optimizer: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
+    "another group": lambda model, optimizer: optimizer.add_param_group(
+        {"params": [torch.nn.Parameter(torch.ones(1))]}
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_what_is_changed_otherwise_than_by_a_step_is_noticed(
+    world: rr.Communicator, damage: Callable[[Any, Any], Any]
+) -> None:
+    """A commit that has copied no weights does not count once they, or what the optimizer keeps, have changed."""
+    model, optimizer = trained(seed=1)
+    state = hvd.elastic.TorchState(model, optimizer)
+    state.keep_in_memory(every=50)
+    state.commit()  # the first copies everything
+    state.commit()
+    assert all(each.stands() for each in state._handlers.values())
+    damage(model, optimizer)
+    assert not all(each.stands() for each in state._handlers.values())
+
+
 def test_another_model_is_copied_whole(world: rr.Communicator) -> None:
     """A commit that was taken of another model does not count, and the next one copies the new one."""
     model, optimizer = trained(seed=1)
@@ -151,6 +209,13 @@ def test_weights_are_copied_each_time_where_nobody_tells_of_steps(world: rr.Comm
     with pytest.raises(rr.ConfigError, match="more have a save"):
         state.keep_in_memory(2)
     state.keep_in_memory(1)
+    del state._handlers["more"]
+    state.keep_in_memory(2)
+    silent = torch.optim.SGD(model.parameters(), lr=0.1)
+    handler = state._handlers["optimizer"]
+    handler.notes_steps = False
+    with pytest.raises(rr.ConfigError, match="optimizer does not tell when it steps"):
+        state.critic = silent
 
 
 def test_ranks_are_equal_after_sync(world: rr.Communicator) -> None:

@@ -35,9 +35,9 @@ def test_fingerprints_are_those_of_the_lines_that_are_documented(tmp_path: Path)
     assert rr.fingerprint(np.empty((0, 2), np.int64)) == sha256("\nint64 0x2\n")
     state = {"weight": matrix, "groups": [{"lr": 0.1, "on": None}], 3: np.float64(2), "seen": {5, 1}}
     expected = sha256(
-        *("3\nfloat64 scalar\n", np.float64(2).tobytes()),
-        *("groups/0/lr\nfloat 0.1\n", "groups/0/on\nNoneType None\n", "seen/0\nint 1\n", "seen/1\nint 5\n"),
-        *("weight\nfloat32 2x3\n", matrix.tobytes()),
+        *("\ndict 4\n", "~int 3\nfloat64 scalar\n", np.float64(2).tobytes()),
+        *("groups\nlist 1\n", "groups/0\ndict 2\n", "groups/0/lr\nfloat 0.1\n", "groups/0/on\nNoneType None\n"),
+        *("seen\nset 2\n", "seen/0\nint 1\n", "seen/1\nint 5\n", "weight\nfloat32 2x3\n", matrix.tobytes()),
     )
     assert rr.fingerprint(state) == rr.fingerprint(dict(reversed(state.items()))) == expected
 
@@ -46,6 +46,7 @@ def test_every_value_counts() -> None:
     """Bits, dtypes, shapes and names."""
     values = [np.zeros(4, np.float32), -np.zeros(4, np.float32), np.zeros(4, np.int32), np.zeros((2, 2), np.float32)]
     values += [{"a": np.zeros(4, np.float32)}, {"b": np.zeros(4, np.float32)}, [1], [1.0], [True], ["1"]]
+    values += [{"a": {"b": 1}}, {"a/b": 1}, {"a~1b": 1}, {}, [], (), set(), {0: 1}, {"0": 1}, {"~int 0": 1}]
     assert len({rr.fingerprint(each) for each in values}) == len(values)
 
 
@@ -60,8 +61,10 @@ def test_tensors_have_the_fingerprints_of_arrays() -> None:
 
 def test_what_has_no_value_has_no_fingerprint() -> None:
     """It would be another one in every process."""
-    with pytest.raises(rr.ConfigError, match="optimizer/hook has no fingerprint, as a object does not say its value"):
+    with pytest.raises(rr.ConfigError, match="optimizer/hook has no fingerprint: nobody knows the value of a object"):
         rr.fingerprint({"optimizer": {"hook": object()}})
+    with pytest.raises(rr.ConfigError, match="value of a function"):
+        rr.fingerprint(lambda: 0)
     with pytest.raises(rr.ConfigError, match="words has no fingerprint"):
         rr.fingerprint({"words": np.array(["a"], object)})
 
@@ -71,7 +74,7 @@ def test_what_json_cannot_say_is_refused_anywhere(fact: object) -> None:
     """Also on ranks, and in runs, that keep no record."""
     with pytest.raises(rr.ConfigError, match="data cannot be recorded as JSON"):
         rr.audit("mine", data=fact)
-    for event in ("begin", "end", "", 3):
+    for event in ("begin", "commit", "end", "", 3):
         with pytest.raises(rr.ConfigError, match="the event of an audit"):
             rr.audit(event)  # type: ignore[arg-type]
     rr.audit("mine", data=[1, "a", None])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import Any, BinaryIO
+from collections.abc import Iterable, Sequence
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
@@ -62,28 +62,48 @@ class TorchState(HandlingState):
         return super()._find_handler(value)
 
 
+class _Noted(NamedTuple):
+    """A tensor at some moment.
+
+    Attributes:
+        tensor: itself.
+        memory: another one of the same memory, which therefore becomes no other tensor's.
+        version: how often torch has counted a change in place.
+    """
+
+    tensor: torch.Tensor
+    memory: torch.Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Noted:
+        return cls(tensor, tensor.detach(), tensor._version)
+
+
+def _stand(noted: Sequence[_Noted], tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether tensors are those that were noted, in the same memory, and as far as torch knows unchanged."""
+    now = list(tensors)
+    return len(now) == len(noted) and all(
+        each is then.tensor and each._version == then.version and each.data_ptr() == then.memory.data_ptr()
+        for each, then in zip(now, noted, strict=True)
+    )
+
+
 class ModelStateHandler(StateHandler):
     """Keeps a model. Its buffers are small; its parameters change in steps, or in place, which torch counts."""
 
-    _noted: Sequence[tuple[torch.Tensor, int]] = ()
+    _noted: Sequence[_Noted] = ()
 
     def restore(self) -> None:
         self.value.load_state_dict(self._saved)  # which copies
 
     def copy_small(self) -> Any:
-        self._noted = self._versions()
+        self._noted = [_Noted.of(each) for each in self.value.parameters()]
         weights = {name for name, _ in self.value.named_parameters(remove_duplicate=False)}
         return copy.deepcopy({name: each for name, each in self.value.state_dict().items() if name not in weights})
 
     def stands(self) -> bool:
-        now = self._versions()
-        return len(now) == len(self._noted) and all(
-            weight is noted and version == then
-            for (weight, version), (noted, then) in zip(now, self._noted, strict=True)
-        )
-
-    def _versions(self) -> list[tuple[torch.Tensor, int]]:
-        return [(weight, weight._version) for weight in self.value.parameters()]
+        return _stand(self._noted, self.value.parameters())
 
     def restore_small(self, copied: Any) -> None:
         self.value.load_state_dict(copied, strict=False)
@@ -97,7 +117,8 @@ class OptimizerStateHandler(StateHandler):
 
     def __init__(self, value: torch.optim.Optimizer) -> None:
         super().__init__(value)
-        self._steps = self._noted = 0
+        self._steps = self._noted_steps = 0
+        self._noted: Sequence[_Noted] = ()
         # Fused steps change weights behind the back of torch's count.
         stepping = value.wrapped if isinstance(value, DistributedOptimizer) else value
         self.notes_steps = hasattr(stepping, "register_step_pre_hook")
@@ -107,14 +128,19 @@ class OptimizerStateHandler(StateHandler):
         self._steps += 1
 
     def copy_small(self) -> Any:
-        self._noted = self._steps
+        self._noted_steps, self._noted = self._steps, [_Noted.of(each) for each in self._tensors()]
         return [
             copy.deepcopy({name: each for name, each in group.items() if name != "params"})
             for group in self.value.param_groups
         ]
 
     def stands(self) -> bool:
-        return self._noted == self._steps
+        return self._noted_steps == self._steps and _stand(self._noted, self._tensors())
+
+    def _tensors(self) -> list[torch.Tensor]:
+        """Return the tensors of the state, and the parameters, whose number tells if a group was added."""
+        kept = [each for state in self.value.state.values() for each in state.values() if torch.is_tensor(each)]
+        return [*kept, *(each for group in self.value.param_groups for each in group["params"])]
 
     def restore_small(self, copied: Any) -> None:
         for group, settings in zip(self.value.param_groups, copied, strict=True):
