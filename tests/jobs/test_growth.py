@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 import ringreduce as rr
 from ringreduce.elastic import run
-from ringreduce.training.elastic import EpochDivision, HandlingState
+from ringreduce.training.elastic import HandlingState
+from ringreduce.training.epochs import EpochDivision
 
 ROWS, BATCH, EPOCHS, STEP, COMMITS = 60, 2, 3, 6, 200_000
 folder, event, size = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch.utils.data import Sampler
 
-from ringreduce.training.elastic import EpochDivision
+from ringreduce.training.epochs import EpochDivision
 
 __all__ = ["ElasticSampler"]
 
 
 class ElasticSampler(EpochDivision, Sampler[int]):
-    """Divides what is left of an epoch among the ranks there are; see `ringreduce.training.elastic.EpochDivision`."""
+    """Divides what is left of an epoch among the ranks there are; see `ringreduce.training.epochs.EpochDivision`."""
 
     def shuffled(self, seed: int) -> list[int]:
         """Return all indices in the random order of a seed, the same on all ranks."""

@@ -21,7 +21,8 @@ import numpy as np
 import ringreduce as rr
 from ringreduce import elastic, processes
 from ringreduce.testing.toy import Toy
-from ringreduce.training.elastic import EpochDivision, HandlingState, StateHandler
+from ringreduce.training.elastic import HandlingState, StateHandler
+from ringreduce.training.epochs import EpochDivision
 from ringreduce.training.objects import broadcast_object
 
 ROWS, FEATURES, OUTPUTS, EPOCHS = 403, 60, 50, 2
