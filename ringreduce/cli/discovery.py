@@ -11,7 +11,6 @@ from collections.abc import Mapping
 import click
 
 from ringreduce.cli.hosts import parse_hosts
-from ringreduce.errors import ConfigError
 
 __all__ = ["Discovery"]
 
@@ -46,8 +45,8 @@ class Discovery:
             try:
                 self._hosts = parse_hosts(_output(self._script), self._slots)
                 complaint = ""
-            except (ConfigError, OSError, subprocess.SubprocessError) as error:
-                complaint = str(error)
+            except Exception as error:  # whatever a script does, the next answer may be good
+                complaint = str(error) or type(error).__name__
             if complaint and complaint != self._complaint:  # once, however often it fails in the same way
                 click.echo(f"ringreduce: {self._script} failed, and its last answer counts: {complaint}", err=True)
             self._complaint = complaint
@@ -55,17 +54,20 @@ class Discovery:
 
 
 def _output(script: str) -> str:
-    """Return what a script prints; it ends with all that it has started."""
+    """Return what a script prints.
+
+    If that takes too long, it is killed with what it has started, but for what has left its session.
+    """
     # Its standard error is this process's, for the user to see.
-    process = subprocess.Popen(
-        [script], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+    process = subprocess.Popen([script], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout is not None
     try:
         output, _ = process.communicate(timeout=_LIMIT_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        process.wait()
+        process.stdout.close()  # which what has left the session may hold for ever
         raise
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, script)
-    return output
+    return output.decode(errors="replace")

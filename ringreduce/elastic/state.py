@@ -102,7 +102,7 @@ class State:
         """Look whether rank 0 has heard that the hosts have changed. Collective.
 
         Under ``ringreduce run``, which starts a new job on other hosts, a state that does not outlive this job logs an
-        error, once, and goes on.
+        error, once, and goes on; and once the ranks may change no more (``--reset-limit``), it goes on, too.
 
         Raises:
             HostsUpdatedInterrupt: they have, on all ranks.
@@ -111,6 +111,8 @@ class State:
             changes, self._updates = self._updates, 0
         if runtime.hosts_changed():
             changes |= _ADDED
+        if begins_again() and not _may_begin_again():
+            changes = 0
         if self._bcast_object is not None:
             changes = self._bcast_object(changes)
         if changes and begins_again() and not self.outlives_job:
@@ -142,9 +144,16 @@ class State:
         """Do what is to be done when the ranks have changed."""
         with self._lock:
             self._updates = 0
+        runtime.hosts_changed()  # of the ranks that there were; what holds still, the launcher says again
         self.reset()
         for callback in self._callbacks:
             callback()
+
+
+def _may_begin_again() -> bool:
+    """Return whether the ranks may change once more; asked here, as the launcher hears of recoveries too late."""
+    most = runtime.config().reset_limit if runtime.is_initialized() else None
+    return most is None or runtime.recoveries() < most
 
 
 class ObjectState(State):
