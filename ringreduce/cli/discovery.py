@@ -19,7 +19,7 @@ _LIMIT_S = 10.0
 
 
 class Discovery:
-    """Runs a script on a thread, every second, for as long as this process lives.
+    """Runs a script; once started on a thread, every second, for as long as this process lives.
 
     A run fails that takes more than 10 s, ends with another status than 0, or prints what is no host. That is said, and
     what the last good one has printed counts.
@@ -33,6 +33,9 @@ class Discovery:
         self._script, self._slots = script, slots
         self._hosts: Mapping[str, int] = {}
         self._complaint = ""
+
+    def start(self) -> None:
+        """Ask from now on."""
         threading.Thread(target=self._ask_for_ever, name="ringreduce asks for hosts", daemon=True).start()
 
     def hosts(self) -> Mapping[str, int]:
@@ -42,15 +45,19 @@ class Discovery:
     def _ask_for_ever(self) -> None:
         between = threading.Event()
         while True:
-            try:
-                self._hosts = parse_hosts(_output(self._script), self._slots)
-                complaint = ""
-            except Exception as error:  # whatever a script does, the next answer may be good
-                complaint = str(error) or type(error).__name__
-            if complaint and complaint != self._complaint:  # once, however often it fails in the same way
-                click.echo(f"ringreduce: {self._script} failed, and its last answer counts: {complaint}", err=True)
-            self._complaint = complaint
+            self.ask()
             between.wait(_EVERY_S)
+
+    def ask(self) -> None:
+        """Run the script once."""
+        try:
+            self._hosts = parse_hosts(_output(self._script), self._slots)
+            complaint = ""
+        except Exception as error:  # whatever a script does, the next answer may be good
+            complaint = str(error) or type(error).__name__
+        if complaint and complaint != self._complaint:  # once, however often it fails in the same way
+            click.echo(f"ringreduce: {self._script} failed, and its last answer counts: {complaint}", err=True)
+        self._complaint = complaint
 
 
 def _output(script: str) -> str:

@@ -157,7 +157,10 @@ def command(
         return 0
     timeout_s = _START_TIMEOUT_S if start_timeout_s is None else start_timeout_s
     wishes = Wishes(rules, elastic, watches, restarts, reset_limit, timeout_s)
-    listed = Discovery(script, slots or 1).hosts if script else lambda: named
+    discovery = Discovery(script, slots or 1) if script else None
+    if discovery is not None:
+        discovery.start()
+    listed = (lambda: named) if discovery is None else discovery.hosts
     return Restarts(wishes, listed, start.command, here).run()
 
 
