@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,30 @@ def test_what_the_launcher_has_asked_before_a_recovery_does_not_count(
     state.on_reset()
     state.check_host_updates()
     assert kept == []
+
+
+def test_a_training_that_cannot_end_the_program_goes_on(
+    world: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On another thread, where only that would end, and the program go on as if the training were done."""
+    monkeypatch.setenv("RINGREDUCE_BEGINS_AGAIN", "1")
+
+    class Kept(Recorded):
+        outlives_job = True
+
+    state = Kept()
+
+    def train() -> None:
+        for _ in range(2):
+            state.on_hosts_updated(0.0, 2)
+            state.commit()
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(train).result()
+    assert caplog.text.count("call it on the main thread") == 1
+    state.on_hosts_updated(0.0, 2)
+    with pytest.raises(HostsUpdatedInterrupt):
+        state.commit()
 
 
 def test_a_state_that_cannot_be_kept_after_all_goes_on(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
