@@ -220,7 +220,7 @@ def test_files_of_hosts_are_read_as_mpirun_reads_them() -> None:
 )
 def test_another_line_of_a_file_of_hosts_is_refused(line: str) -> None:
     """By its number, and as it stands there."""
-    with pytest.raises(ConfigError, match=r"line 2 of the hosts is '.*'; expected a host") as caught:
+    with pytest.raises(ConfigError, match=r"line 2 of the file of hosts is '.*'; expected a host") as caught:
         parse_host_file(f"# all\n{line}\n", 1)
     assert repr(line[:60]) in str(caught.value)
     assert len(str(caught.value)) < 200

@@ -86,20 +86,19 @@ def test_the_signal_is_heard_on_another_thread_than_main(handler: str) -> None:
     program = (
         "import os, signal, threading\n"
         "from ringreduce.processes import KeptSignal\n"
-        "begun, trained = threading.Event(), threading.Event()\n"
-        "def older(): begun.set(); trained.wait()\n"  # stands for one of MPI's: it gets the signal
+        "begun, go, sent = threading.Event(), threading.Event(), threading.Event()\n"
+        "def older():\n"  # stands for one of MPI's: it gets the signal, before it goes on
+        "    begun.set(); go.wait(); os.kill(os.getpid(), signal.SIGUSR2); sent.set()\n"
         "older = threading.Thread(target=older); older.start(); begun.wait()\n"
         "kept = KeptSignal(signal.SIGUSR2)\n"
         f"{handler}"
         "def train():\n"
-        "    os.kill(os.getpid(), signal.SIGUSR2)\n"
-        "    while not kept.take(): pass\n"
-        "    print('heard', flush=True)\n"
-        "    trained.set()\n"
+        "    go.set(); sent.wait()\n"
+        "    print(kept.take(), flush=True)\n"
         "training = threading.Thread(target=train); training.start(); training.join(); older.join()\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=20)
-    assert done.stdout == "heard\n"
+    assert done.stdout == "True\n"
 
 
 def test_the_signal_ends_no_process_that_is_ending() -> None:
