@@ -235,8 +235,8 @@ def parse_host_file(text: str, slots: int) -> dict[str, int]:
         known = pairs.keys() <= _SLOTS | _MOST_SLOTS and len(pairs) == len(words) - 1
         if host is None or not known or not all(map(re.compile("[0-9]{1,6}").fullmatch, pairs.values())):
             raise ConfigError(
-                f"line {number} of the file of hosts is {line.strip()[:_SHOWN]!r}; expected a host, and then at most slots=4 "
-                "and max_slots=8"
+                f"line {number} of the file of hosts is {line.strip()[:_SHOWN]!r}; expected a host, and "
+                "then at most slots=4 and max_slots=8"
             )
         count = counts[-1] if counts else host[2]
         found[host[1]] = found.get(host[1], 0) + (slots if count is None else int(count))

@@ -143,7 +143,7 @@ def command(
     rules = Rules(least or 1, most or ranks, cooldown)
     named = {_UNNAMED: ranks}
     if watches and (hosts or hostfile):
-        text = Path(hostfile).read_text(encoding="utf-8") if hostfile else ""
+        text = Path(hostfile).read_text(encoding="utf-8", errors="replace") if hostfile else ""
         named = {**parse_hosts(hosts or "", slots or 1), **parse_host_file(text, slots or 1)}
         if sum(named.values()) < rules.least:
             raise ConfigError(f"the hosts have {sum(named.values())} slots, and --min-np is {rules.least}; see --slots")
