@@ -114,7 +114,10 @@ def _positive_int(text: str) -> int:
 
 
 def _whole_number(text: str) -> int:
-    return 0 if text == "0" else _positive_int(text)
+    try:
+        return 0 if text == "0" else _positive_int(text)
+    except ValueError:
+        raise ValueError("expected a whole number, 0 or more") from None
 
 
 def _positive_float(text: str) -> float:

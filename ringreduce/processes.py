@@ -47,6 +47,7 @@ WENT_ON = b"\x1eringreduce: the ranks have gone on\n"
 
 _ANNOUNCED = "ringreduce-rank"
 _STANDARD_ERROR = 2
+_READ_NBYTES = 1 << 12
 _LOOK_EVERY_S = 1.0
 
 
@@ -126,28 +127,50 @@ def tell_launcher(mark: bytes) -> None:
 
 
 class KeptSignal:
-    """A signal that is kept until somebody asks for it. It interrupts nothing.
+    """A signal that is kept until somebody asks for it, on whatever thread.
+
+    The main thread and those that are started from now on block it, so it interrupts nothing there. Threads from before
+    (those of MPI) do not: there it comes in, and a call to the system that they wait in may end early. Python handles
+    it on the main thread alone, which may be waiting for others; what it writes when the signal comes in does not wait.
 
     A launcher sends it to all that a rank has started, too. Programs that this process starts from now on, from its
-    main thread or younger ones, inherit that it is blocked, and do not end by it.
+    main thread or younger ones, inherit that it is blocked, and do not end by it. When the interpreter ends, the signal
+    is ignored: there Python would let it end the process.
 
     Made on the main thread, alone.
 
     Args:
-        number: of the signal, which nothing else in this process handles.
+        number: of the signal. A handler that the program sets later is called for what older threads get.
     """
 
     def __init__(self, number: signal.Signals) -> None:
         self._number = number
         self._came = False
+        self._lock = threading.Lock()
+        self._reader, writer = os.pipe()  # of the numbers of all signals that Python handles
+        os.set_blocking(self._reader, False)
+        os.set_blocking(writer, False)
+        atexit.register(signal.signal, number, signal.SIG_IGN)
+        before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        if before != -1:  # an event loop's, which keeps it: then the main thread must not wait
+            signal.set_wakeup_fd(before)
         signal.signal(number, self._keep)  # as threads from before this do not block it
         signal.pthread_sigmask(signal.SIG_BLOCK, {number})
 
     def take(self) -> bool:
         """Return whether it came since this was called last."""
-        waits = signal.sigtimedwait({self._number}, 0) is not None
-        came, self._came = self._came or waits, False
-        return came
+        with self._lock:
+            waits = signal.sigtimedwait({self._number}, 0) is not None
+            written = self._number in self._written()  # before the next: that is said by Python, of the same signal
+            came, self._came = self._came, False
+        return came or waits or written
+
+    def _written(self) -> bytes:
+        found = b""
+        with suppress(BlockingIOError):
+            while True:
+                found += os.read(self._reader, _READ_NBYTES)
+        return found
 
     def _keep(self, number: int, frame: FrameType | None) -> None:
         self._came = True

@@ -6,6 +6,7 @@ Nothing in here does anything: all follows from what was seen, and from the time
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -13,7 +14,12 @@ from ringreduce.errors import ConfigError
 
 __all__ = ["Cooldown", "Hosts", "Rules", "is_here", "parse_host_file", "parse_hosts"]
 
-_HOST = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::([0-9]+))?")
+_HOST = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::([0-9]{1,6}))?")
+_ADDRESS = re.compile(r"[0-9.]+")
+_SHOWN = 60  # of a text that is refused
+#: What a file for mpirun says of a host, as that reads it.
+_SLOTS = {"slots", "count"}
+_MOST_SLOTS = {"max_slots", "max-slots", "slots_max", "slots-max"}
 _MOST_DOUBLINGS = 64
 _LOCAL = {"localhost", "127.0.0.1"}
 
@@ -72,17 +78,26 @@ class Hosts:
         listed: how many slots there are.
         living: how many ranks live.
         deaths: when ranks have died.
+        places: the hosts of the ranks of the job, as mpirun fills them: in their order.
+        names: what ranks call their hosts.
     """
 
     listed: Mapping[str, int] = field(default_factory=dict)
     living: Mapping[str, int] = field(default_factory=dict)
     deaths: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    places: tuple[str, ...] = ()
+    names: Mapping[int, str] = field(default_factory=dict)
 
     # ---- what happens ----
 
     def started(self, ranks: Mapping[str, int]) -> Hosts:
         """A job has been started with these ranks."""
-        return replace(self, living=dict(ranks))
+        places = tuple(host for host, count in ranks.items() for _ in range(count))
+        return replace(self, living=dict(ranks), places=places, names={})
+
+    def began(self, rank: int, name: str) -> Hosts:
+        """A rank of the job has begun, and calls its host so."""
+        return replace(self, names={**self.names, rank: name}) if rank < len(self.places) else self
 
     def died(self, host: str, now: float, rules: Rules) -> Hosts:
         """A rank of a host has died; that host fails, unless the others are ending for want of ranks already."""
@@ -126,10 +141,23 @@ class Hosts:
         then, lives = sum(self.next_ranks(rules, now).values()), sum(self.living.values())
         if not then or not lives:
             return ""
-        gone = [host for host, count in self.living.items() if count > self.listed.get(host, 0)]
-        if gone:
-            return f"{', '.join(gone)} has fewer slots than ranks, or is no longer listed"
-        return f"there are slots for {then} ranks, and {lives} live" if then > lives else ""
+        gone = [host for host, count in self.living.items() if count and host not in self.listed]
+        less = [host for host, count in self.living.items() if count > self.listed.get(host, count)]
+        reasons = [f"{_all(gone, 'is', 'are')} no longer listed"] if gone else []
+        reasons += [f"{_all(less, 'has', 'have')} fewer slots than ranks"] if less else []
+        if not reasons and then > lives:
+            reasons = [f"there are slots for {then} ranks, and {lives} live"]
+        return "; ".join(reasons)
+
+    def failing_said(self, rules: Rules, now: float) -> str:
+        """Return which listed hosts are not used anew, and for how long, in words; empty: all are."""
+        said = []
+        for host in filter(lambda host: self.is_failing(host, rules, now), self.listed):
+            deaths = self.deaths[host]
+            left_s = None if rules.cooldown is None else deaths[-1] + rules.cooldown.after(len(deaths)) - now
+            how_long = "for ever, as there is no --cooldown" if left_s is None else f"for another {left_s:.0f} s"
+            said.append(f"{host or 'this machine'} counts as failing {how_long}")
+        return ", ".join(said)
 
     def find(self, name: str, here: Collection[str]) -> str:
         """Return which host a rank means that calls its own one by a name; that name, if no host is known by it.
@@ -138,12 +166,26 @@ class Hosts:
             name: as the operating system there has it.
             here: the names of this machine.
         """
-        known = [*self.living, *self.listed]
+        known = dict.fromkeys([*self.living, *self.listed])
         if name in known:
             return name
-        if is_here(name, here):
-            return next((host for host in known if is_here(host, here)), name)
-        return next((host for host in known if host.partition(".")[0] == name.partition(".")[0]), name)
+        same = [host for host in known if is_here(host, here)] if is_here(name, here) else []
+        # A short name may be that of several hosts; an address has none.
+        same = same or [host for host in known if _short(host) == _short(name)]
+        if len(same) == 1:
+            return same[0]
+        # Mostly one; several, if mpirun was set up to fill hosts in another order.
+        places = Counter(self.places[rank] for rank, said in self.names.items() if said == name)
+        return next((host for host, _ in places.most_common(1)), same[0] if same else name)
+
+
+def _short(name: str) -> str:
+    """Return the name of a host without its domain."""
+    return name if _ADDRESS.fullmatch(name) else name.partition(".")[0]
+
+
+def _all(hosts: list[str], does: str, do: str) -> str:
+    return f"{' and '.join(hosts)} {does if len(hosts) == 1 else do}"
 
 
 def is_here(host: str, here: Collection[str]) -> bool:
@@ -165,13 +207,15 @@ def parse_hosts(text: str, slots: int) -> dict[str, int]:
     for each in filter(None, map(str.strip, re.split("[,\n]", text))):
         parts = _HOST.fullmatch(each)
         if parts is None:
-            raise ConfigError(f"{each!r} is no host; expected a name or an address, or one with slots as in host:4")
+            raise ConfigError(
+                f"{each[:_SHOWN]!r} is no host; expected a name or an address, or one with slots as in host:4"
+            )
         found[parts[1]] = found.get(parts[1], 0) + (slots if parts[2] is None else int(parts[2]))
     return found
 
 
 def parse_host_file(text: str, slots: int) -> dict[str, int]:
-    """Return the slots by host of a file for mpirun: lines of ``host slots=4``.
+    """Return the slots by host of a file for mpirun: lines of ``host slots=4``; ``max_slots=8`` does not matter here.
 
     Args:
         text: of the file.
@@ -180,6 +224,20 @@ def parse_host_file(text: str, slots: int) -> dict[str, int]:
     Raises:
         ConfigError: a line is something else.
     """
-    lines = [line.partition("#")[0].split() for line in text.splitlines()]
-    hosts = [":".join(re.sub("^(slots|max_slots)=", "", word) for word in words[:2]) for words in lines if words]
-    return parse_hosts("\n".join(hosts), slots)
+    found: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = re.sub(r"\s*=\s*", "=", line.partition("#")[0]).split()
+        if not words:
+            continue
+        pairs = dict(word.partition("=")[::2] for word in words[1:])
+        host = _HOST.fullmatch(words[0])
+        counts = [value for key, value in pairs.items() if key in _SLOTS]
+        known = pairs.keys() <= _SLOTS | _MOST_SLOTS and len(pairs) == len(words) - 1
+        if host is None or not known or not all(map(re.compile("[0-9]{1,6}").fullmatch, pairs.values())):
+            raise ConfigError(
+                f"line {number} of the file of hosts is {line.strip()[:_SHOWN]!r}; expected a host, and "
+                "then at most slots=4 and max_slots=8"
+            )
+        count = counts[-1] if counts else host[2]
+        found[host[1]] = found.get(host[1], 0) + (slots if count is None else int(count))
+    return found

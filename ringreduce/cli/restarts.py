@@ -16,6 +16,8 @@ from ringreduce.errors import ConfigError
 __all__ = ["Restarts", "Wishes"]
 
 _LOOK_EVERY_S = 1.0
+#: After so long without an answer, users are told what may be wrong.
+_ANSWER_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ class Restarts:
         listed: returns the slots by host that there are now.
         command: returns the command line and the environment of a job, given its ranks by host and its own variables.
         here: the names of this machine.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -55,13 +58,17 @@ class Restarts:
         listed: Callable[[], Mapping[str, int]],
         command: Callable[[Mapping[str, int], Mapping[str, str]], tuple[list[str], dict[str, str]]],
         here: frozenset[str],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._wishes, self._listed, self._command, self._here = wishes, listed, command, here
+        self._clock = clock
         self._hosts = Hosts()
         self._changes = 0  # of ranks
         self._silent: set[int] = set()  # ranks of the job that runs which have not said that they have begun
         self._any_ended_well = self._begins_again = False
         self._said = ""
+        self._asked: float | None = None  # when the ranks were asked first, of the job that runs
+        self._has_warned = False
 
     def run(self) -> int:
         """Return the exit status of the last job.
@@ -83,7 +90,7 @@ class Restarts:
                 return status
             failures += 1
             self._changes += 1
-            self._hosts = self._hosts.failed(time.monotonic(), self._wishes.rules)
+            self._hosts = self._hosts.failed(self._clock(), self._wishes.rules)
             _say(f"the job has ended with status {status}; starting it again ({failures} of {self._wishes.restarts})")
 
     @property
@@ -103,59 +110,79 @@ class Restarts:
         ranks = self._wait_for_slots()
         more = {"RINGREDUCE_RESTART": str(starts)} if starts else {}
         if self._wishes.reset_limit is not None:
-            more["RINGREDUCE_RESET_LIMIT"] = str(self._wishes.reset_limit - self._changes)
+            more["RINGREDUCE_RESET_LIMIT"] = str(max(self._wishes.reset_limit - self._changes, 0))
         line, environment = self._command(ranks, more)
         self._hosts = self._hosts.started(ranks)
         self._silent = set(range(sum(ranks.values())))
         self._any_ended_well = self._begins_again = False
         self._said = ""
+        self._asked = None
         job = Job(line, environment, self._hear if self._wishes.elastic else None)
         status = job.wait(lambda: self._look(job), _LOOK_EVERY_S if self._wishes.watches else None)
         return status or int(self._wishes.elastic and not self._any_ended_well), job.stopped
 
     def _wait_for_slots(self) -> Mapping[str, int]:
         rules, wishes = self._wishes.rules, self._wishes
-        begin, said = time.monotonic(), False
+        begin, said = self._clock(), False
         while True:
             self._hosts = replace(self._hosts, listed=self._listed())
-            ranks = self._hosts.next_ranks(rules, time.monotonic())
+            ranks = self._hosts.next_ranks(rules, self._clock())
             if ranks:
                 return ranks
-            there = sum(self._hosts.usable(rules, time.monotonic()).values())
-            if time.monotonic() - begin > wishes.start_timeout_s:
+            there = sum(self._hosts.usable(rules, self._clock()).values())
+            if self._clock() - begin > wishes.start_timeout_s:
                 raise ConfigError(
                     f"there are {there} slots that can be used after {wishes.start_timeout_s:g} s, and a job takes "
-                    f"{rules.least} (--min-np); add hosts, or wait longer with --start-timeout"
+                    f"{rules.least} (--min-np){self._failing_said}; add hosts, or wait longer with --start-timeout"
                 )
-            if not said and time.monotonic() - begin > _LOOK_EVERY_S:
-                _say(f"waiting for {rules.least} slots; {there} can be used")
+            if not said and self._clock() - begin > _LOOK_EVERY_S:
+                _say(f"waiting for {rules.least} slots; {there} can be used{self._failing_said}")
                 said = True
             time.sleep(_LOOK_EVERY_S / 10)
+
+    @property
+    def _failing_said(self) -> str:
+        said = self._hosts.failing_said(self._wishes.rules, self._clock())
+        return f"; {said}" if said else ""
 
     def _hear(self, mark: Mark) -> None:
         if mark.what == "has begun":
             self._silent.discard(mark.rank)
+            self._hosts = self._hosts.began(mark.rank, mark.host)
         elif mark.what == "has ended well":
             self._any_ended_well = True
+        elif mark.what == "has died" and self._begins_again:
+            pass  # at its end: all that it has done is on disk, and the next job has a rank in its place
         elif mark.what == "has died":
             host = self._hosts.find(mark.host, self._here)
-            self._hosts = self._hosts.died(host, time.monotonic(), self._wishes.rules)
+            self._hosts = self._hosts.died(host, self._clock(), self._wishes.rules)
         elif mark.what == "begin again":
             self._begins_again = True
         else:
             self._changes += 1
+            self._asked = None  # what the ranks were asked before, they have dropped
 
     def _look(self, job: Job) -> None:
         """Tell the ranks, if they should begin again on other hosts; until they do, as they may not listen yet."""
         self._hosts = replace(self._hosts, listed=self._listed())
-        reason = self._hosts.reason_to_change(self._wishes.rules, time.monotonic())
-        if not reason or self._begins_again or self._silent:
+        reason = self._hosts.reason_to_change(self._wishes.rules, self._clock())
+        # Ranks that have ended well leave no training, and their mpirun may be ending, too.
+        if not reason or self._begins_again or self._silent or self._any_ended_well:
+            self._asked = None
             return
         if self._at_limit:
             self._say_once(f"{reason}, {self._limit_said}: they go on as they are")
         else:
             self._say_once(f"{reason}; the job begins again after the next commit")
             job.tell_ranks(signal.SIGUSR2)
+            self._asked = self._clock() if self._asked is None else self._asked
+            if self._clock() - self._asked >= _ANSWER_S and not self._has_warned:
+                self._has_warned = True
+                _say(
+                    f"no rank has begun again {_ANSWER_S:g} s after they were asked to: they do with the next "
+                    "state.commit() or state.check_host_updates(), and not at all if the program ignores SIGUSR2, has "
+                    "handled it since before init(), or has called that on another thread than the main one"
+                )
 
     def _say_once(self, text: str) -> None:
         if text != self._said:

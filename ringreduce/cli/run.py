@@ -143,7 +143,7 @@ def command(
     rules = Rules(least or 1, most or ranks, cooldown)
     named = {_UNNAMED: ranks}
     if watches and (hosts or hostfile):
-        text = Path(hostfile).read_text(encoding="utf-8") if hostfile else ""
+        text = Path(hostfile).read_text(encoding="utf-8", errors="replace") if hostfile else ""
         named = {**parse_hosts(hosts or "", slots or 1), **parse_host_file(text, slots or 1)}
         if sum(named.values()) < rules.least:
             raise ConfigError(f"the hosts have {sum(named.values())} slots, and --min-np is {rules.least}; see --slots")
@@ -157,7 +157,10 @@ def command(
         return 0
     timeout_s = _START_TIMEOUT_S if start_timeout_s is None else start_timeout_s
     wishes = Wishes(rules, elastic, watches, restarts, reset_limit, timeout_s)
-    listed = Discovery(script, slots or 1).hosts if script else lambda: named
+    discovery = Discovery(script, slots or 1) if script else None
+    if discovery is not None:
+        discovery.start()
+    listed = (lambda: named) if discovery is None else discovery.hosts
     return Restarts(wishes, listed, start.command, here).run()
 
 

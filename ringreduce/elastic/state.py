@@ -101,8 +101,9 @@ class State:
     def check_host_updates(self) -> None:
         """Look whether rank 0 has heard that the hosts have changed. Collective.
 
-        Under ``ringreduce run``, which starts a new job on other hosts, a state that does not outlive this job logs an
-        error, once, and goes on.
+        Under ``ringreduce run``, which starts a new job on other hosts, a state that does not outlive this job, or is
+        trained on another thread than the main one, logs an error, once, and goes on; and once the ranks may change no
+        more (``--reset-limit``), it goes on, too.
 
         Raises:
             HostsUpdatedInterrupt: they have, on all ranks.
@@ -111,19 +112,26 @@ class State:
             changes, self._updates = self._updates, 0
         if runtime.hosts_changed():
             changes |= _ADDED
+        if changes and begins_again() and not self._can_begin_again():
+            changes = 0
         if self._bcast_object is not None:
             changes = self._bcast_object(changes)
-        if changes and begins_again() and not self.outlives_job:
-            self._complain()
-        elif changes:
+        if changes:
             raise HostsUpdatedInterrupt(skip_sync=changes == _REMOVED)
 
-    def _complain(self) -> None:
+    def _can_begin_again(self) -> bool:
+        if not self.outlives_job:
+            self._complain("takes commits on disk; call state.keep_on_disk(folder) before the training")
+            return False
+        if threading.current_thread() is not threading.main_thread():
+            # What ends this thread leaves the main one to save a model that is not done.
+            self._complain("takes a training that can end the program; call it on the main thread")
+            return False
+        return _may_begin_again()
+
+    def _complain(self, why: str) -> None:
         if not self._complained and runtime.rank() == 0:
-            _log.error(
-                "the hosts have changed, and the job goes on as it is: to begin again on others takes commits on disk; "
-                "call state.keep_on_disk(folder) before the training"
-            )
+            _log.error("the hosts have changed, and the job goes on as it is: to begin again on others %s", why)
         self._complained = True
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
@@ -142,9 +150,16 @@ class State:
         """Do what is to be done when the ranks have changed."""
         with self._lock:
             self._updates = 0
+        runtime.hosts_changed()  # of the ranks that there were; what holds still, the launcher says again
         self.reset()
         for callback in self._callbacks:
             callback()
+
+
+def _may_begin_again() -> bool:
+    """Return whether the ranks may change once more; asked here, as the launcher hears of recoveries too late."""
+    most = runtime.config().reset_limit if runtime.is_initialized() else None
+    return most is None or runtime.recoveries() < most
 
 
 class ObjectState(State):

@@ -136,6 +136,12 @@ def test_a_bad_value_is_refused_by_name(name: str, text: str) -> None:
     assert repr(text) in str(caught.value)
 
 
+def test_a_bad_limit_is_told_that_none_is_one() -> None:
+    """0 is a limit."""
+    with pytest.raises(ConfigError, match="a whole number, 0 or more"):
+        Config.from_environ({"RINGREDUCE_RESET_LIMIT": "-1"})
+
+
 def test_a_bad_size_is_told_what_is_understood() -> None:
     """The error shows how sizes are written, and that units are of 1024."""
     with pytest.raises(ConfigError, match="64K, 64KiB or 4MB, in units of 1024"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pickle
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +117,64 @@ def test_a_state_that_does_not_outlive_the_job_goes_on(
         state.on_hosts_updated(0.0, 2)
         state.commit()
     assert caplog.text.count("call state.keep_on_disk(folder) before the training") == 1
+
+
+@pytest.mark.parametrize(("recoveries", "begins"), [(0, True), (1, False), (2, False)])
+def test_ranks_do_not_begin_again_past_the_limit(
+    recoveries: int, begins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A death may have used up what was left when the launcher asked."""
+    monkeypatch.setenv("RINGREDUCE_RESET_LIMIT", "1")
+    monkeypatch.setattr("ringreduce.runtime.recoveries", lambda: recoveries)
+
+    class Kept(Recorded):
+        outlives_job = True
+
+    rr.init()
+    try:
+        monkeypatch.setenv("RINGREDUCE_BEGINS_AGAIN", "1")
+        state = Kept()
+        state.on_hosts_updated(0.0, 2)
+        with pytest.raises(HostsUpdatedInterrupt) if begins else nullcontext():
+            state.commit()
+    finally:
+        rr.shutdown()
+
+
+def test_what_the_launcher_has_asked_before_a_recovery_does_not_count(
+    world: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was for the ranks that there were; if it holds still, the launcher asks again."""
+    kept = [True]
+    monkeypatch.setattr("ringreduce.runtime.hosts_changed", lambda: bool(kept) and kept.pop())
+    state = Recorded()
+    state.on_reset()
+    state.check_host_updates()
+    assert kept == []
+
+
+def test_a_training_that_cannot_end_the_program_goes_on(
+    world: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On another thread, where only that would end, and the program go on as if the training were done."""
+    monkeypatch.setenv("RINGREDUCE_BEGINS_AGAIN", "1")
+
+    class Kept(Recorded):
+        outlives_job = True
+
+    state = Kept()
+
+    def train() -> None:
+        for _ in range(2):
+            state.on_hosts_updated(0.0, 2)
+            state.commit()
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(train).result()
+    assert caplog.text.count("call it on the main thread") == 1
+    state.on_hosts_updated(0.0, 2)
+    with pytest.raises(HostsUpdatedInterrupt):
+        state.commit()
 
 
 def test_a_state_that_cannot_be_kept_after_all_goes_on(world: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,6 +84,27 @@ def test_when_the_ranks_begin_again(
     assert bool(Hosts(listed, living, deaths).reason_to_change(rules, 30.0)) is changes
 
 
+def test_why_the_ranks_begin_again() -> None:
+    """Each host with its own reason, and more slots only where that is the reason."""
+    rules = Rules(1, 9)
+    hosts = Hosts({"a": 1, "e": 9}).started({"a": 2, "b": 1, "c": 1})
+    assert hosts.reason_to_change(rules, 0.0) == "b and c are no longer listed; a has fewer slots than ranks"
+    hosts = Hosts({"a": 1, "b": 1}).started({"a": 2, "b": 2})
+    assert hosts.reason_to_change(rules, 0.0) == "a and b have fewer slots than ranks"
+    hosts = Hosts({"a": 3}).started({"a": 2})
+    assert hosts.reason_to_change(rules, 0.0) == "there are slots for 3 ranks, and 2 live"
+
+
+def test_which_hosts_are_not_used_anew_and_until_when() -> None:
+    """In words for users; hosts that are no longer listed are no use to them."""
+    hosts = Hosts({"a": 2, "b": 2, "": 1}, {}, {"a": (10.0,), "": (0.0,), "c": (10.0,)})
+    assert hosts.failing_said(Rules(1, 4, A_MINUTE), 30.0) == (
+        "a counts as failing for another 40 s, this machine counts as failing for another 30 s"
+    )
+    assert hosts.failing_said(Rules(1, 4, FOREVER), 30.0).startswith("a counts as failing for ever")
+    assert hosts.failing_said(Rules(1, 4, A_MINUTE), 70.0) == ""
+
+
 def test_ranks_that_live_on_a_host_that_fails_begin_again_there() -> None:
     """Its free slots do not count, theirs do."""
     hosts = Hosts({"a": 4, "b": 2}, {"a": 3}, {"a": (0.0,)})
@@ -137,6 +158,31 @@ def test_the_host_that_a_rank_means(name: str, host: str) -> None:
     assert hosts.find(name, {"me", "me.cluster"}) == host
 
 
+def test_addresses_have_no_short_names() -> None:
+    """10.0.0.3 is not 10.0.0.1."""
+    assert Hosts({"10.0.0.1": 2, "10.0.0.2": 2}).find("10.0.0.3", {"me"}) == "10.0.0.3"
+
+
+@pytest.mark.parametrize(
+    ("listed", "names", "here"),
+    [
+        (("10.0.0.1", "10.0.0.2"), ("n1", "n2"), "me"),
+        (("10.0.0.1", "10.0.0.2"), ("n1", "n2"), "n1"),  # this machine, listed by its address
+        (("n.one", "n.two"), ("n", "other"), "me"),  # a short name of both
+    ],
+)
+def test_a_host_is_known_by_what_its_ranks_have_said(
+    listed: tuple[str, str], names: tuple[str, str], here: str
+) -> None:
+    """As they begin, in the order in which mpirun fills hosts; what a former job has said does not count."""
+    hosts = Hosts(dict.fromkeys(listed, 3)).started({listed[0]: 2, listed[1]: 3})
+    for rank in (4, 0, 2, 1, 3):
+        hosts = hosts.began(rank, names[rank >= 2])
+    assert [hosts.find(name, {here}) for name in names] == list(listed)
+    assert hosts.began(9, "n9").find("n9", {here}) == "n9"
+    assert hosts.started({listed[0]: 1}).names == {}
+
+
 @pytest.mark.parametrize(
     ("text", "slots"),
     [
@@ -152,16 +198,32 @@ def test_hosts_and_slots(text: str, slots: dict[str, int]) -> None:
     assert parse_hosts(text, 3) == slots
 
 
-@pytest.mark.parametrize("text", ["a:b", "-x", "a b", "a:-1", "$(reboot)", "a:2:3"])
+@pytest.mark.parametrize("text", ["a:b", "-x", "a b", "a:-1", "$(reboot)", "a:2:3", "a:" + "9" * 5000, "\ufffda:2"])
 def test_what_is_no_host_is_refused(text: str) -> None:
     """Nothing else gets on to a command line."""
-    with pytest.raises(ConfigError, match="is no host"):
+    with pytest.raises(ConfigError, match="is no host") as caught:
         parse_hosts(text, 1)
+    assert len(str(caught.value)) < 200
 
 
 def test_files_of_hosts_are_read_as_mpirun_reads_them() -> None:
-    """Comments and empty lines do not count."""
+    """Comments, empty lines and spaces do not count, nor does the most that a host could take."""
     assert parse_host_file("# all\na slots=2\n\nb # one\nc slots=4 max_slots=8\n", 1) == {"a": 2, "b": 1, "c": 4}
+    assert parse_host_file("a max-slots=8 slots = 4\nb max_slots=8\nc count =2\nd:3\na", 1) == {
+        **{"a": 5, "b": 1},
+        **{"c": 2, "d": 3},
+    }
+
+
+@pytest.mark.parametrize(
+    "line", ["h slots", "h 4", "h slots=many", "h slots=", "h slots=2 slots=4", "h sockets=2", "h slots=" + "9" * 5000]
+)
+def test_another_line_of_a_file_of_hosts_is_refused(line: str) -> None:
+    """By its number, and as it stands there."""
+    with pytest.raises(ConfigError, match=r"line 2 of the file of hosts is '.*'; expected a host") as caught:
+        parse_host_file(f"# all\n{line}\n", 1)
+    assert repr(line[:60]) in str(caught.value)
+    assert len(str(caught.value)) < 200
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -65,7 +66,8 @@ def test_the_signal_of_the_launcher_is_kept() -> None:
         "kept = KeptSignal(signal.SIGUSR2)\n"
         "print(kept.take())\n"
         "os.kill(os.getpid(), signal.SIGUSR2)\n"
-        "print(kept.take(), kept.take())\n"
+        "while not kept.take(): pass\n"  # the other thread may be slow
+        "print(True, kept.take())\n"
         "done.set(); thread.join()\n"
         "os.kill(os.getpid(), signal.SIGUSR2)\n"
         "print(kept.take(), kept.take())\n"
@@ -78,6 +80,45 @@ def test_the_signal_of_the_launcher_is_kept() -> None:
     assert done.stdout.split() == ["False", "True", "False", "True", "False", "0"]
 
 
+@pytest.mark.parametrize("handler", ["", "signal.signal(signal.SIGUSR2, lambda number, frame: None)\n"])
+def test_the_signal_is_heard_on_another_thread_than_main(handler: str) -> None:
+    """While that waits, so that Python handles nothing; whatever handler the program has set since."""
+    program = (
+        "import os, signal, threading\n"
+        "from ringreduce.processes import KeptSignal\n"
+        "begun, go, sent = threading.Event(), threading.Event(), threading.Event()\n"
+        "def older():\n"  # stands for one of MPI's: it gets the signal, before it goes on
+        "    begun.set(); go.wait(); os.kill(os.getpid(), signal.SIGUSR2); sent.set()\n"
+        "older = threading.Thread(target=older); older.start(); begun.wait()\n"
+        "kept = KeptSignal(signal.SIGUSR2)\n"
+        f"{handler}"
+        "def train():\n"
+        "    go.set(); sent.wait()\n"
+        "    print(kept.take(), flush=True)\n"
+        "training = threading.Thread(target=train); training.start(); training.join(); older.join()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=20)
+    assert done.stdout == "True\n"
+
+
+def test_the_signal_ends_no_process_that_is_ending() -> None:
+    """Python takes its handlers back then, and a thread from before has the signal unblocked still."""
+    program = (
+        "import atexit, os, signal, threading\n"
+        "begun = threading.Event()\n"
+        "def older(): begun.set(); threading.Event().wait()\n"
+        "threading.Thread(target=older, daemon=True).start(); begun.wait()\n"
+        "class Late:\n"
+        "    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGUSR2): kill(pid, number)\n"
+        "from ringreduce.processes import KeptSignal\n"
+        "kept = KeptSignal(signal.SIGUSR2)\n"
+        "import sys; sys.late = Late()\n"  # which goes after the handlers
+        "signal.signal(signal.SIGUSR2, lambda number, frame: None)\n"  # the program's own
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=20)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_script_says_which_hosts_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that fails, or takes too long with all that it has started, is an error."""
     script = tmp_path / "discover"
@@ -88,8 +129,45 @@ def test_a_script_says_which_hosts_there_are(tmp_path: Path, monkeypatch: pytest
         return discovery._output(str(script))
 
     assert output("echo a:2; echo b") == "a:2\nb\n"
+    assert output("printf '\\377a:2\\n'") == "\ufffda:2\n"
     with pytest.raises(subprocess.CalledProcessError, match="status 3"):
         output("echo a:2; exit 3")
     monkeypatch.setattr(discovery, "_LIMIT_S", 0.05)
     with pytest.raises(subprocess.TimeoutExpired):
         output("sleep 100 & sleep 100")
+    with pytest.raises(subprocess.TimeoutExpired):  # nobody waits for what has left the script's session
+        output("setsid sleep 5 & sleep 100")
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (b"\xffa:2\n", "'\ufffda:2' is no host"),
+        (b"a:" + b"9" * 5000, "is no host"),
+        (MemoryError(), "MemoryError"),
+    ],
+)
+def test_no_answer_of_a_script_ends_the_asking(
+    bad: bytes | Exception, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is said once, and the last good answer counts until there is another."""
+    script, answer = tmp_path / "discover", tmp_path / "answer"
+    script.write_text(f"#!/bin/sh\ncat {answer}\n")
+    script.chmod(0o755)
+    asked = discovery.Discovery(str(script), 1)
+    answer.write_bytes(b"a:2\n")
+    asked.ask()
+    with pytest.MonkeyPatch.context() as patch:
+        if isinstance(bad, Exception):
+            patch.setattr(discovery, "_output", Mock(side_effect=bad))
+        else:
+            answer.write_bytes(bad)
+        asked.ask()
+        asked.ask()
+    complaint = capsys.readouterr().err
+    assert complaint.count("failed, and its last answer counts: ") == 1
+    assert said in complaint
+    assert asked.hosts() == {"a": 2}
+    answer.write_bytes(b"b\n")
+    asked.ask()
+    assert asked.hosts() == {"b": 1}

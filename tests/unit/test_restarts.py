@@ -1,0 +1,167 @@
+"""What the launcher of elastic jobs makes of what ranks say, and when it asks them to begin again."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from ringreduce.cli.hosts import Cooldown, Rules
+from ringreduce.cli.job import Mark
+from ringreduce.cli.restarts import Restarts, Wishes
+from ringreduce.errors import ConfigError
+
+Hear = Callable[[Mark], None]
+Tell = Callable[[Hear, Callable[[], None]], int]
+
+
+class Jobs:
+    """Stands for jobs: what happens in each is a function, which hears and looks as a job does, and returns a status.
+
+    Args:
+        tells: what happens, by job.
+
+    Attributes:
+        asked: how often ranks were asked to begin again, by job.
+        started: the ranks and the variables of each job.
+        now: the time.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *tells: Tell) -> None:
+        self.asked: list[int] = []
+        self.started: list[tuple[Mapping[str, int], Mapping[str, str]]] = []
+        self.listed: dict[str, int] = {"a": 2}
+        self.now = 0.0
+        jobs, left = self, list(tells)
+
+        class FakeJob:
+            stopped = False
+
+            def __init__(self, line: list[str], environment: Mapping[str, str], hear: Hear) -> None:
+                self._hear, self._tell = hear, left.pop(0)
+                jobs.asked.append(0)
+
+            def wait(self, look: Callable[[], None], every_s: float | None) -> int:
+                return self._tell(self._hear, look)
+
+            def tell_ranks(self, number: signal.Signals) -> None:
+                assert number == signal.SIGUSR2
+                jobs.asked[-1] += 1
+
+        monkeypatch.setattr("ringreduce.cli.restarts.Job", FakeJob)
+        monkeypatch.setattr("time.sleep", self.wait)
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    def run(self, rules: Rules, **wishes: Any) -> int:
+        def command(ranks: Mapping[str, int], more: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+            self.started.append((dict(ranks), dict(more)))
+            return [], {}
+
+        asked = Wishes(rules, elastic=True, watches=True, **wishes)
+        return Restarts(asked, lambda: self.listed, command, frozenset({"me"}), lambda: self.now).run()
+
+
+def begin(hear: Hear, size: int, host: str = "a") -> None:
+    for rank in range(size):
+        hear(Mark("has begun", rank, host))
+
+
+def test_ranks_are_not_asked_once_one_has_ended_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its training is over, and so is that of the others."""
+
+    def job(hear: Hear, look: Callable[[], None]) -> int:
+        begin(hear, 2)
+        jobs.listed = {"a": 3}
+        look()
+        hear(Mark("has ended well", 0, "a"))
+        look()
+        return 0
+
+    jobs = Jobs(monkeypatch, job)
+    assert jobs.run(Rules(1, 3)) == 0
+    assert jobs.asked == [1]
+
+
+def test_the_limit_of_a_job_is_never_negative(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where ranks that have not heard of it have changed past it: the next job has none left."""
+
+    def first(hear: Hear, look: Callable[[], None]) -> int:
+        begin(hear, 2)
+        hear(Mark("went on"))
+        hear(Mark("begin again"))
+        return 0
+
+    def last(hear: Hear, look: Callable[[], None]) -> int:
+        hear(Mark("has ended well", 0, "a"))
+        return 0
+
+    jobs = Jobs(monkeypatch, first, last)
+    assert jobs.run(Rules(1, 2), reset_limit=1) == 0
+    assert [more["RINGREDUCE_RESET_LIMIT"] for _, more in jobs.started] == ["1", "0"]
+
+
+def test_a_crash_at_the_end_of_a_job_that_begins_again_is_no_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its host has all its slots in the next job, though without a cooldown a death is for ever."""
+
+    def first(hear: Hear, look: Callable[[], None]) -> int:
+        begin(hear, 2)
+        jobs.listed = {"a": 3}
+        look()
+        hear(Mark("begin again"))
+        hear(Mark("has died", 1, "a"))
+        return 1
+
+    def last(hear: Hear, look: Callable[[], None]) -> int:
+        hear(Mark("has ended well", 0, "a"))
+        return 0
+
+    jobs = Jobs(monkeypatch, first, last)
+    assert jobs.run(Rules(2, 3)) == 0
+    assert [ranks for ranks, _ in jobs.started] == [{"a": 2}, {"a": 3}]
+
+
+def test_hosts_that_count_as_failing_are_named_where_slots_are_too_few(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With how long they do, as the job waits and when it gives up."""
+
+    def job(hear: Hear, look: Callable[[], None]) -> int:
+        begin(hear, 2)
+        hear(Mark("has died", 1, "a"))
+        return 1
+
+    jobs = Jobs(monkeypatch, job)
+    with pytest.raises(ConfigError, match=r"0 slots .*; a counts as failing for another 9. s; add hosts"):
+        jobs.run(Rules(2, 2, Cooldown(100, 100)), restarts=1, start_timeout_s=5.0)
+    assert "waiting for 2 slots; 0 can be used; a counts as failing for another 99 s" in capsys.readouterr().err
+
+
+def test_users_hear_once_that_no_rank_listens(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """30 s after the first request, unless a death has withdrawn that."""
+    said: list[bool] = []
+
+    def job(hear: Hear, look: Callable[[], None]) -> int:
+        begin(hear, 2)
+        jobs.listed = {"a": 3}
+        for seconds in (0.0, 29.0, 1.0, 1.0):
+            jobs.wait(seconds)
+            if len(said) == 2:
+                hear(Mark("went on"))
+            look()
+            said.append("no rank has begun again" in capsys.readouterr().err)
+        for _ in range(40):
+            jobs.wait(1.0)
+            look()
+        hear(Mark("has ended well", 0, "a"))
+        return 0
+
+    jobs = Jobs(monkeypatch, job)
+    assert jobs.run(Rules(1, 3)) == 0
+    assert said == [False] * 4
+    assert capsys.readouterr().err.count("no rank has begun again 30 s after they were asked to") == 1
