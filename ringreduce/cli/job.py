@@ -93,7 +93,7 @@ class Job:
         self._hear = hear
         stderr = None if hear is None else subprocess.PIPE
         self._process = subprocess.Popen(line, env=environment, stderr=stderr, bufsize=0)
-        self._handled_before = signal.signal(signal.SIGTERM, lambda number, frame: self._end())
+        self._handled_before = signal.signal(signal.SIGTERM, lambda number, frame: self._stop())
 
     def wait(self, look: Callable[[], object] = lambda: None, every_s: float | None = None) -> int:
         """Return its status, once it has ended; that of an interrupted program, if this is interrupted meanwhile.
@@ -118,9 +118,13 @@ class Job:
         """Have mpirun send a signal to all ranks; not before all have begun."""
         self._process.send_signal(number)
 
-    def _end(self) -> None:
-        self.stopped = True
+    def end(self) -> None:
+        """Have mpirun end all ranks."""
         self._process.send_signal(signal.SIGTERM)
+
+    def _stop(self) -> None:
+        self.stopped = True
+        self.end()
 
     def _forward_errors(self, hear: Callable[[Mark], None], look: Callable[[], object], every_s: float | None) -> None:
         assert self._process.stderr is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -16,6 +17,9 @@ from ringreduce.errors import ConfigError
 __all__ = ["Restarts", "Wishes"]
 
 _LOOK_EVERY_S = 1.0
+#: How long ranks have to end once the first has said that they begin again. Whatever the others do, the next job begins
+#: with what is on disk.
+_LEAVING_S = 30.0
 #: After so long without an answer, users are told what may be wrong.
 _ANSWER_S = 30.0
 
@@ -66,6 +70,7 @@ class Restarts:
         self._changes = 0  # of ranks
         self._silent: set[int] = set()  # ranks of the job that runs which have not said that they have begun
         self._any_ended_well = self._begins_again = False
+        self._leaving: float | None = None  # when the first rank has said that the job begins again
         self._said = ""
         self._asked: float | None = None  # when the ranks were asked first, of the job that runs
         self._has_warned = False
@@ -115,6 +120,7 @@ class Restarts:
         self._hosts = self._hosts.started(ranks)
         self._silent = set(range(sum(ranks.values())))
         self._any_ended_well = self._begins_again = False
+        self._leaving = None
         self._said = ""
         self._asked = None
         job = Job(line, environment, self._hear if self._wishes.elastic else None)
@@ -158,12 +164,18 @@ class Restarts:
             self._hosts = self._hosts.died(host, self._clock(), self._wishes.rules)
         elif mark.what == "begin again":
             self._begins_again = True
+            self._leaving = self._clock() if self._leaving is None else self._leaving
+        elif self._begins_again:  # for these ranks, a death came before they knew that all was on disk: the others left
+            self._leaving = -math.inf
         else:
             self._changes += 1
             self._asked = None  # what the ranks were asked before, they have dropped
 
     def _look(self, job: Job) -> None:
         """Tell the ranks, if they should begin again on other hosts; until they do, as they may not listen yet."""
+        if self._leaving is not None and self._clock() - self._leaving >= _LEAVING_S:
+            job.end()
+            return
         self._hosts = replace(self._hosts, listed=self._listed())
         reason = self._hosts.reason_to_change(self._wishes.rules, self._clock())
         # Ranks that have ended well leave no training, and their mpirun may be ending, too.

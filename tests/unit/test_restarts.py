@@ -27,13 +27,14 @@ class Jobs:
         asked: how often ranks were asked to begin again, by job.
         started: the ranks and the variables of each job.
         now: the time.
+        ended: how often a job was ended.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *tells: Tell) -> None:
         self.asked: list[int] = []
         self.started: list[tuple[Mapping[str, int], Mapping[str, str]]] = []
         self.listed: dict[str, int] = {"a": 2}
-        self.now = 0.0
+        self.now, self.ended = 0.0, 0
         jobs, left = self, list(tells)
 
         class FakeJob:
@@ -49,6 +50,9 @@ class Jobs:
             def tell_ranks(self, number: signal.Signals) -> None:
                 assert number == signal.SIGUSR2
                 jobs.asked[-1] += 1
+
+            def end(self) -> None:
+                jobs.ended += 1
 
         monkeypatch.setattr("ringreduce.cli.restarts.Job", FakeJob)
         monkeypatch.setattr("time.sleep", self.wait)
@@ -165,3 +169,32 @@ def test_users_hear_once_that_no_rank_listens(
     assert jobs.run(Rules(1, 3)) == 0
     assert said == [False] * 4
     assert capsys.readouterr().err.count("no rank has begun again 30 s after they were asked to") == 1
+
+
+@pytest.mark.parametrize("went_on", [True, False])
+def test_ranks_that_go_on_while_others_begin_again_are_ended(monkeypatch: pytest.MonkeyPatch, went_on: bool) -> None:
+    """A death splits them: those that have said so know that all is on disk, and the next job begins with that."""
+
+    def splitting(hear: Hear, look: Callable[[], None]) -> int:
+        begin(hear, 2)
+        hear(Mark("begin again"))
+        if went_on:
+            hear(Mark("went on"))
+        else:
+            look()
+            assert jobs.ended == 0
+            jobs.now += 31
+        look()
+        assert jobs.ended == 1
+        return 143
+
+    def ending(hear: Hear, look: Callable[[], None]) -> int:
+        begin(hear, 2)
+        look()
+        hear(Mark("has ended well", 0, "a"))
+        return 0
+
+    jobs = Jobs(monkeypatch, splitting, ending)
+    assert jobs.run(Rules(1, 2)) == 0
+    assert len(jobs.started) == 2
+    assert jobs.ended == 1
