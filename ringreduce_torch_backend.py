@@ -34,7 +34,7 @@ def _register() -> None:
     from torch.distributed import distributed_c10d
     from torch.distributed.rendezvous import register_rendezvous_handler
 
-    register_rendezvous_handler(_NAME, _meet)
+    register_rendezvous_handler(_NAME, _meet)  # type: ignore[no-untyped-call]
     dist.Backend.register_backend(_NAME, _create, extended_api=True, devices=["cpu"])
     # Without a store and an init_method torch looks for MASTER_ADDR and RANK, whatever the backend; only its own MPI
     # backend is spared. The ranks of this one know each other already.

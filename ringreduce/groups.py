@@ -7,8 +7,7 @@ sides, and those that are made of these: reduce, gather, scatter, bitwise operat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -453,14 +452,9 @@ class Group:
 
     # ---- checks and copies ----
 
-    @contextmanager
-    def preparing(self, name: str) -> Iterator[None]:
-        """The part of a call before it communicates: where it fails, the other ranks are met and told why."""
-        try:
-            yield
-        except Exception as error:
-            self.communicator.refuse(name, error)
-            raise
+    def preparing(self, name: str) -> Preparing:
+        """Return the context of what a call does before it communicates: a failure there is told to the others."""
+        return Preparing(self.communicator, name)
 
     def _require_root(self, root: int) -> None:
         if not 0 <= root < self.size:
@@ -516,6 +510,26 @@ class Group:
         view = _host(target).view
         source = values if isinstance(values, np.ndarray) else _host(values).view
         view[...] = source.reshape(view.shape)
+
+
+class Preparing:
+    """The part of a call before it communicates; where it fails, the other ranks are met and told why.
+
+    A class, as the frame of a generator for a context manager would be taken for a line of the program.
+    """
+
+    __slots__ = ("_communicator", "_name")
+
+    def __init__(self, communicator: Communicator, name: str) -> None:
+        self._communicator = communicator
+        self._name = name
+
+    def __enter__(self) -> None:
+        """Nothing begins here."""
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, Exception):
+            self._communicator.refuse(self._name, error)
 
 
 def _host(array: Any) -> Operand:
