@@ -111,6 +111,9 @@ class InOrder:
     def submit(self, task: Task, *, here: bool) -> None:
         """Run a task after all that were submitted before it.
 
+        What is called when a task is done may submit others; where that is on this thread, they run at once, before all
+        that are waiting. So they come at the same place on all ranks, however far ahead the program is.
+
         Args:
             task: which has not run.
             here: whether the program waits for it at once.
@@ -118,6 +121,9 @@ class InOrder:
         Raises:
             ShutdownError: this was closed.
         """
+        if threading.current_thread() is self._thread:
+            task.run()
+            return
         with self._lock:
             if self._ended:
                 raise ShutdownError("this group was destroyed; make a new one")

@@ -519,6 +519,23 @@ def test_calls_of_several_groups_at_once(rank: int, size: int):
     assert all(each.tolist() == [size * (size - 1) / 2] * 1000 for each in tensors)
 
 
+def test_callbacks_of_futures_may_communicate(rank: int, size: int):
+    """What they call comes at the same place on all ranks, whatever the program has submitted by then."""
+    first, inner, second = (torch.full((3,), float(rank)) for _ in range(3))
+    future = dist.all_reduce(first, async_op=True).get_future()
+
+    def again(done: Any) -> Any:
+        done.wait()
+        return dist.all_reduce(inner, dist.ReduceOp.MAX, async_op=True).get_future().wait()
+
+    after = future.then(again)
+    work = dist.all_reduce(second, dist.ReduceOp.MIN, async_op=True)
+    assert after.wait()[0] is inner
+    work.wait()
+    found = first[0].item(), inner[0].item(), second[0].item()
+    assert found == (size * (size - 1) / 2, size - 1.0, 0.0)
+
+
 def test_many_works_leave_nothing(rank: int, size: int):
     """After a thousand works, with futures, there are as many threads and objects as before."""
     tensor = torch.ones(8)

@@ -15,15 +15,19 @@ import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook  # noqa: E402
 from torch.distributed.algorithms.join import Join  # noqa: E402
-from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 import ringreduce.torch  # noqa: E402, F401  # registers the backend, where torch has not done so
 
+with warnings.catch_warnings():  # that torch deprecates what it uses itself
+    warnings.simplefilter("ignore")
+    from torch.distributed import pipelining
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
 STEPS, ROWS = 4, 6
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def gloo() -> Iterator[Any]:
     """A group of Gloo's between the same ranks; they find each other in the store of ours."""
     dist.init_process_group("ringreduce")
@@ -118,7 +122,7 @@ def test_ddp(form: str, accumulates: bool, gloo: Any):
     assert_like(*results)
 
 
-@pytest.mark.parametrize("hook", ["fp16", "bf16", "powersgd"])
+@pytest.mark.parametrize("hook", ["fp16", "powersgd"])
 def test_ddp_with_hooks(hook: str, gloo: Any):
     """Communication hooks, which get the futures of works, run as on Gloo."""
     results = []
@@ -191,8 +195,9 @@ def test_fully_shard(mixed: bool):
     )
     options = {"mp_policy": policy} if mixed else {}
     mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
-    for part in (*sharded.branches, sharded):
-        fsdp.fully_shard(part, mesh=mesh, **options)
+    for part in sharded.branches:
+        fsdp.fully_shard(part, mesh=mesh, mp_policy=fsdp.MixedPrecisionPolicy(**types))
+    fsdp.fully_shard(sharded, mesh=mesh, mp_policy=fsdp.MixedPrecisionPolicy(**types, output_dtype=single))
     optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (sharded, alone)]
     train(sharded, optimizers[0])
     for step in range(STEPS):
@@ -255,8 +260,6 @@ def test_a_mesh_of_two_dimensions():
 @pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B"])
 def test_pipeline(schedule: str):
     """Two stages that send each other activations and gradients train as the whole model does."""
-    from torch.distributed import pipelining
-
     torch.manual_seed(0)
     rank = dist.get_rank()
     stages = [nn.Sequential(nn.Linear(5, 8), nn.Tanh()), nn.Linear(8, 1)]
@@ -268,8 +271,7 @@ def test_pipeline(schedule: str):
         warnings.simplefilter("ignore")
         runner.step(rows) if rank == 0 else runner.step(target=wanted)
     nn.functional.mse_loss(whole(rows), wanted).backward()
-    mine = whole[:2] if rank == 0 else whole[2:]
-    for one, other in zip(stages[rank].parameters(), mine.parameters(), strict=True):
+    for one, other in zip(stages[rank].parameters(), whole[rank].parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
 
 
@@ -277,13 +279,15 @@ def test_functional_collectives():
     """Those that torch.compile traces find the group by its name and come to it through C++."""
     import torch.distributed._functional_collectives as functional
 
+    gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+    reduce_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
     size, rank = dist.get_world_size(), dist.get_rank()
     tensor = torch.full((2 * size,), float(rank))
     total = functional.all_reduce(tensor, "sum", dist.group.WORLD)
     assert functional.wait_tensor(total).tolist() == [size * (size - 1) / 2] * (2 * size)
-    gathered = functional.wait_tensor(functional.all_gather_tensor(tensor[:1], 0, dist.group.WORLD))
+    gathered = functional.wait_tensor(gather(tensor[:1], 0, dist.group.WORLD))
     assert gathered.tolist() == [float(each) for each in range(size)]
-    mine = functional.wait_tensor(functional.reduce_scatter_tensor(tensor, "avg", 0, dist.group.WORLD))
+    mine = functional.wait_tensor(reduce_scatter(tensor, "avg", 0, dist.group.WORLD))
     assert mine.tolist() == [(size - 1) / 2] * 2
     moved = functional.wait_tensor(functional.all_to_all_single(tensor, None, None, dist.group.WORLD))
     assert moved.tolist() == [float(each // 2) for each in range(2 * size)]
