@@ -169,8 +169,8 @@ class Group:
                     f"reduce_scatter takes {self.size} times the elements of the output, got an input of shape "
                     f"{source.shape} and an output of shape {target.shape}"
                 )
-            flat = array.reshape(source.count)
-            room = out.reshape(target.count) if target.contiguous else like(out, (target.count,))
+            flat = _flat(array, source)
+            room = _flat(out, target) if target.contiguous else like(out, (target.count,))
         if op in BITWISE:
             mine = slice(self.rank * target.count, (self.rank + 1) * target.count)
             self._store(room, self._bitwise("reduce_scatter", flat, str(op))[mine])
@@ -237,10 +237,9 @@ class Group:
                     f"allgather takes an output of {self.size} times the elements of the input, got an input of shape "
                     f"{source.shape} and an output of shape {target.shape}"
                 )
-            shape = self.size, source.count
-            room = out.reshape(shape) if target.contiguous else like(out, shape)
-            row = array.reshape(1, source.count)
-        self.communicator.allgather(row, out=room)
+            room = _flat(out, target) if target.contiguous else like(out, (target.count,))
+            flat = _flat(array, source)
+        self.communicator.allgather(flat, out=room)  # which finds out whether all have given as much
         if not target.contiguous:
             self._store(out, room)
 
@@ -544,6 +543,11 @@ def _host(array: Any) -> Operand:
             "arrays in device memory are not supported in groups, as no GPU has run that yet; pass arrays on the CPU"
         )
     return operand
+
+
+def _flat(array: Any, operand: Operand) -> Any:
+    """Return the elements in C order as one dimension: where they are so already, the same object, which is fastest."""
+    return array if len(operand.shape) == 1 else array.reshape(operand.count)
 
 
 def _what(operand: Operand) -> str:

@@ -458,7 +458,7 @@ def test_a_rank_that_does_not_come_is_named(rank: int, size: int):
     """A barrier with a time limit says who is missing, and its group is of no use afterwards; others are."""
     group = dist.new_group()
     if rank != size - 1:
-        with pytest.raises(CollectiveTimeoutError, match=f"rank.* {size - 1}"):
+        with pytest.raises(CollectiveTimeoutError, match=rf"ranks? \[?{size - 1}"):
             group.monitored_barrier(timedelta(seconds=0.3))
         with pytest.raises(TransportError):
             dist.all_reduce(torch.ones(3), group=group)

@@ -190,10 +190,8 @@ def test_fully_shard(mixed: bool):
     torch.manual_seed(0)
     alone = Branches()
     sharded = copy.deepcopy(alone)
-    policy = fsdp.MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
-    )
-    options = {"mp_policy": policy} if mixed else {}
+    single = torch.float32
+    types = {"param_dtype": torch.bfloat16, "reduce_dtype": single} if mixed else {}
     mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
     for part in sharded.branches:
         fsdp.fully_shard(part, mesh=mesh, mp_policy=fsdp.MixedPrecisionPolicy(**types))
@@ -231,6 +229,7 @@ def test_tensor_parallel():
 
 
 @pytest.mark.sizes(4)
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # returns a view: that of tensor parallelism
 def test_a_mesh_of_two_dimensions():
     """Data-parallel sharding over tensor-parallel layers, in groups of two each way."""
     from torch.distributed.fsdp import fully_shard
