@@ -451,9 +451,9 @@ class Group:
 
     # ---- checks and copies ----
 
-    def preparing(self, name: str) -> Preparing:
+    def preparing(self, name: str) -> _Preparing:
         """Return the context of what a call does before it communicates: a failure there is told to the others."""
-        return Preparing(self.communicator, name)
+        return _Preparing(self.communicator, name)
 
     def _require_root(self, root: int) -> None:
         if not 0 <= root < self.size:
@@ -511,7 +511,7 @@ class Group:
         view[...] = source.reshape(view.shape)
 
 
-class Preparing:
+class _Preparing:
     """The part of a call before it communicates; where it fails, the other ranks are met and told why.
 
     A class, as the frame of a generator for a context manager would be taken for a line of the program.

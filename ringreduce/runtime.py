@@ -44,6 +44,7 @@ __all__ = [
     "explain",
     "global_process_set",
     "go_on",
+    "group",
     "hosts_changed",
     "init",
     "is_homogeneous",
