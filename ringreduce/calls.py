@@ -174,4 +174,5 @@ def _line(code: CodeType, instruction: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _is_ours(path: str) -> bool:
-    return path.startswith(_PACKAGE) or "/torch/autograd/" in path or path.endswith("/torch/_tensor.py")
+    inside = "/torch/autograd/" in path or "/torch/distributed/" in path or path.endswith("/torch/_tensor.py")
+    return inside or path.startswith(_PACKAGE)

@@ -41,6 +41,14 @@ class Connection(Protocol):
     def messages(self, waiter: Waiter) -> Messages:
         """Return messages between the ranks, given how their collective calls wait. Collective."""
 
+    def messages_among(self, ranks: Sequence[int], waiters: Sequence[Waiter]) -> Sequence[Messages]:
+        """Return messages between some of the ranks, one for each waiter. Collective over these ranks alone.
+
+        Args:
+            ranks: in any order, this one among them; the first becomes rank 0.
+            waiters: how the collective calls of each wait.
+        """
+
     def abort(self, code: int) -> None:
         """End all processes of the job at once, with an exit code; where it survives deaths, this process alone."""
 
@@ -137,6 +145,9 @@ class _Alone:
 
     def messages(self, waiter: Waiter) -> Messages:
         return MemoryWorld(1).messages(0)
+
+    def messages_among(self, ranks: Sequence[int], waiters: Sequence[Waiter]) -> list[Messages]:
+        return [self.messages(each) for each in waiters]
 
     def abort(self, code: int) -> None:
         os._exit(code)

@@ -21,7 +21,7 @@ from ringreduce.transport.node import host_name, join
 from ringreduce.transport.shared import MemfdSegments
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["Parts", "ProcessSet", "connect"]
+__all__ = ["Parts", "ProcessSet", "connect", "context_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,16 +237,28 @@ def connect(make: Callable[[Waiter], Messages], settings: Config) -> Parts:
             often on all of them.
         settings: equal on all of them.
     """
-    contexts: list[Context] = []
+    blocking_context = context_of(make, settings, Called.here)
     # The engine's calls are in one order on all ranks, wherever in the program they come from.
-    for called, warn in ((Called.here, True), (Called, False)):
-        waiter = Waiter(settings.timeout_s)
-        messages = CheckedMessages(make(waiter)) if settings.checksum else make(waiter)
-        node = join(messages, waiter, settings, host_name(), MemfdSegments, warn=warn)
-        contexts.append(Context(messages, waiter, node, settings, called))
-    context = contexts[1]
+    context = context_of(make, settings, Called, warn=False)
     shared = context.topology.single_node and context.topology.size > 1
     channel = SharedControlChannel(context.node, context.messages) if shared else make(Waiter(settings.timeout_s))
-    blocking, asynchronous = map(Communicator, contexts)
+    blocking, asynchronous = Communicator(blocking_context), Communicator(context)
     engine = Engine(asynchronous, channel, find_lost=context.board.find_lost, threads=context.messages.concurrent)
     return Parts(blocking, engine)
+
+
+def context_of(
+    make: Callable[[Waiter], Messages], settings: Config, called: Callable[[str], Called], *, warn: bool = True
+) -> Context:
+    """Set up what a communicator needs. Collective over its ranks.
+
+    Args:
+        make: makes a new transport between them, given how its collective calls wait.
+        settings: equal on all of them.
+        called: says what this rank calls, and where; see `Context`.
+        warn: whether to say why ranks of one machine cannot share memory.
+    """
+    waiter = Waiter(settings.timeout_s)
+    messages = CheckedMessages(make(waiter)) if settings.checksum else make(waiter)
+    node = join(messages, waiter, settings, host_name(), MemfdSegments, warn=warn)
+    return Context(messages, waiter, node, settings, called)

@@ -16,6 +16,7 @@ from ringreduce.communicator import Communicator
 from ringreduce.config import Config, survives_deaths
 from ringreduce.conventions import Conventions
 from ringreduce.errors import CollectiveError, ConfigError
+from ringreduce.groups import Group
 from ringreduce.lifecycle import Process, Recovery
 from ringreduce.metrics import Metrics
 from ringreduce.paths import Feedback
@@ -43,6 +44,7 @@ __all__ = [
     "explain",
     "global_process_set",
     "go_on",
+    "group",
     "hosts_changed",
     "init",
     "is_homogeneous",
@@ -213,6 +215,21 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         MismatchError: the ranks named different sets.
     """
     return _process.here().remove(process_set)
+
+
+def group(ranks: Sequence[int] | None = None, timeout_s: float | None = None) -> Group:
+    """Connect some ranks as a group of their own. Collective over these alone, who name them in the same order.
+
+    Args:
+        ranks: of the world, in the order of the group; None: all.
+        timeout_s: how long any wait for a peer may last in it; None: as the settings say. Must agree.
+
+    Raises:
+        ConfigError: this rank is none of them, or there is no such rank.
+        CollectiveTimeoutError: not all of them called this within the time limit.
+    """
+    here = _process.here()
+    return here.group(range(here.size) if ranks is None else ranks, timeout_s)
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:

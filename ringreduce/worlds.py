@@ -24,6 +24,7 @@ from ringreduce.calls import GivenUp, refusal
 from ringreduce.communicator import Communicator
 from ringreduce.config import VERSION, Config, ignored_variables, several_processes
 from ringreduce.errors import CollectiveError, CollectiveTimeoutError, ConfigError, MismatchError, RingReduceError
+from ringreduce.groups import Group
 from ringreduce.instruments import Instruments
 from ringreduce.launch import Connection, RankAbove
 from ringreduce.metrics import Metrics
@@ -77,6 +78,10 @@ class World:
         """Register a process set, or several that have no rank in common; see `ringreduce.add_process_set`."""
         raise NotImplementedError
 
+    def group(self, ranks: Sequence[int], timeout_s: float | None = None) -> Group:
+        """Connect some ranks as a group. Collective over these alone; see `Group`."""
+        raise NotImplementedError
+
     def adopt(self, process_set: ProcessSet) -> None:
         """Let a set that is equal to a registered one stand for it; register it if there is none. Collective."""
         ranks = process_set.ranks or list(range(self.size))
@@ -120,6 +125,8 @@ class OwnWorld(World):
         super().__init__(everyone, messages.rank, parts.communicator.hosts, config)
         self.communicator = parts.communicator
         self._messages = messages
+        self._connection: Connection | None = None
+        self._groups: list[Group] = []
         self._clock = clock
         self._timeline: Timeline | None = None
         self._ntimelines = 0  # that were started, or tried to; ranks that write to one file count alike
@@ -147,6 +154,7 @@ class OwnWorld(World):
             undo.insert(0, parts.close)
             world = cls(everyone, messages, parts, Clock.agree(messages), config)
             undo = [world.close]
+            world._connection = connection
             world._tell_what_was_chosen()
             world._use_table()
             world._start_first_timeline()
@@ -205,6 +213,24 @@ class OwnWorld(World):
             if parts is not None:
                 parts.close()
         return removed
+
+    def group(self, ranks: Sequence[int], timeout_s: float | None = None) -> Group:
+        assert self._connection is not None
+        listed = list(ranks)
+        if self.rank not in listed or len(set(listed)) < len(listed) or not set(listed) <= set(range(self.size)):
+            raise ConfigError(
+                f"a group is made by its members, each once, out of ranks 0 to {self.size - 1}; rank {self.rank} got "
+                f"{listed}"
+            )
+        self._groups = [each for each in self._groups if not each.closed]
+        made = Group(self._connection, listed, self.config, timeout_s, self._advance)
+        self._groups.append(made)
+        return made
+
+    def _advance(self) -> None:
+        """Move on the messages of all groups; whoever waits, for whatever, must not keep a peer waiting for these."""
+        for each in self._groups:
+            each.advance()
 
     def _agree(self, call: str, mine: list[int], refused: Exception | None) -> list[list[int]]:
         """Return the sets that the ranks speak of: one that all have named, or each member's own. Collective.
@@ -379,12 +405,15 @@ class OwnWorld(World):
         self.end_audit(reason)
         why = GivenUp(reason, self.rank)
         first = [each.communicator.leave(why) for each in self.sets.values() if each.connected]
+        first += [each.communicator.leave(why) for each in self._groups if not each.closed]
         return all(first)
 
     def forked(self, forked: Forked) -> None:
         """Take note that this process has just forked others."""
         for each in self.sets.values():
             each.forked(forked)
+        for group in self._groups:
+            group.forked(forked)
 
     def lend(self) -> BorrowedWorld:
         """Return the world of this process, which the rank has forked. Takes no lock, and waits for none.
@@ -396,6 +425,8 @@ class OwnWorld(World):
         borrowed.sets, borrowed._last_set = self.sets, self._last_set
         for each in self.sets.values():
             each.disown(borrowed.barred)
+        for group in self._groups:
+            group.disown(borrowed.barred)
         return borrowed
 
     def abandon(self, error: CollectiveError) -> None:
@@ -403,6 +434,10 @@ class OwnWorld(World):
         self.end_audit(str(error))
         with suppress(ConfigError, OSError):  # it is the trace alone that cannot be written
             self.stop_timeline()
+        for group in self._groups:
+            group.give_up(error)
+            with suppress(RingReduceError):
+                group.close()
         for parts in self._unregister_all():
             parts.communicator.give_up(error)
             parts.engine.fail(error)
@@ -413,7 +448,8 @@ class OwnWorld(World):
         """End the world. Collective."""
         self.stop_timeline()
         self.end_audit(None)
-        close_all(*(parts.close for parts in self._unregister_all()), self._messages.close)
+        groups = (each.close for each in reversed(self._groups))
+        close_all(*groups, *(parts.close for parts in self._unregister_all()), self._messages.close)
 
 
 class BorrowedWorld(World):
@@ -454,6 +490,10 @@ class BorrowedWorld(World):
         made = _as_set(process_set)
         self._register(made, made.ranks or list(range(self.size)), None, self.barred)
         return made
+
+    def group(self, ranks: Sequence[int], timeout_s: float | None = None) -> Group:
+        """Raise, as this process is no rank."""
+        raise ConfigError(self.barred)
 
     def remove(self, process_set: ProcessSet | Any) -> bool:
         """Raise, as this process is no rank."""

@@ -25,6 +25,7 @@ except ModuleNotFoundError as error:
 
 import sys
 
+import ringreduce_torch_backend
 from ringreduce import runtime
 from ringreduce.algorithms import Collective
 from ringreduce.communicator import Communicator
@@ -63,6 +64,7 @@ __all__ += functions.__all__
 __all__ += mpi_ops.__all__
 __all__.sort()
 
+ringreduce_torch_backend.register()  # where torch has not done so itself
 leave_uncompiled(arrays, functions, gradients, ops, optimizer, sync_batch_norm, wrapping)
 leave_uncompiled(*(module for name, module in sys.modules.items() if name.startswith("ringreduce.training")))
 # What the wrapped optimizer and closures do can be compiled.

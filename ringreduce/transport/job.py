@@ -76,6 +76,13 @@ class MpiRanks:
             self._processes = {rank: pid for rank, (where, pid) in introduced if where == namespace}
         return messages
 
+    def messages_among(self, ranks: Sequence[int], waiters: Sequence[Waiter]) -> list[MpiMessages]:
+        comm = _part(self._comm, ranks, waiters[0], "make a group with this rank")
+        made = [MpiMessages(comm, each) for each in waiters]
+        with translated():
+            comm.Free()
+        return made
+
     def abort(self, code: int) -> None:
         if survives_deaths():
             os.kill(os.getpid(), signal.SIGKILL)  # the others live on; of other ends they would not be told
@@ -206,21 +213,37 @@ def subworld(ranks: Sequence[int], waiter: Waiter) -> MPI.Intracomm:
             f"a world can be made of different ranks of the job, 0 to {everyone.size - 1}, and by these; "
             f"got {listed} on rank {everyone.rank}"
         )
+    return _part(everyone, listed, waiter, "call init")
+
+
+def _part(comm: MPI.Intracomm, ranks: Sequence[int], waiter: Waiter, purpose: str) -> MPI.Intracomm:
+    """Return a communicator of some ranks of another one; collective over these.
+
+    Args:
+        comm: the other one.
+        ranks: of that, in the order of the new one.
+        waiter: how to wait until all have come here.
+        purpose: what they come to do, for the error.
+
+    Raises:
+        CollectiveTimeoutError: not all of them called this within the time limit.
+    """
     # MPI would wait without limit for a rank that does not come. So all hear from all that they have come, and then
     # that they have heard from all.
     for _ in range(2):
-        _hear_from_all(everyone, [rank for rank in listed if rank != everyone.rank], waiter)
-    return everyone.Create_group(everyone.Get_group().Incl(listed))
+        _hear_from_all(comm, [rank for rank in ranks if rank != comm.rank], waiter, purpose)
+    with translated():
+        return comm.Create_group(comm.Get_group().Incl(list(ranks)))
 
 
-def _hear_from_all(comm: MPI.Intracomm, peers: Sequence[int], waiter: Waiter) -> None:
+def _hear_from_all(comm: MPI.Intracomm, peers: Sequence[int], waiter: Waiter, purpose: str) -> None:
     with translated():
         sent = [comm.Isend([b"", MPI.BYTE], peer, HERE_TAG) for peer in peers]
         heard = {peer: comm.Irecv([bytearray(), MPI.BYTE], peer, HERE_TAG) for peer in peers}
         try:
             waiter.until(
                 lambda: all(each.Test() for each in (*sent, *heard.values())),
-                lambda: f"{name_ranks([peer for peer, each in heard.items() if not each.Test()])} to call init",
+                lambda: f"{name_ranks([peer for peer, each in heard.items() if not each.Test()])} to {purpose}",
             )
         except CollectiveTimeoutError:
             for each in heard.values():

@@ -1,0 +1,253 @@
+"""Arrays from one rank to another: a note announces each, so that the receiver knows what comes before it comes."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ringreduce.errors import CollectiveError, MismatchError, RingReduceError, ShutdownError
+from ringreduce.transport.messages import Messages, Request
+from ringreduce.transport.waiting import Waiter
+
+__all__ = ["PointToPoint", "Transfer"]
+
+Array = npt.NDArray[Any]
+
+_HEAD = struct.Struct("<qqqH")  # the tag, the number, bytes, and how long the description is
+_SMALL = 4096  # bytes that travel in the note itself
+_PIECE = 1 << 30  # bytes of one message
+
+
+class Transfer:
+    """An array that is sent or received.
+
+    Attributes:
+        data: its bytes; they belong to the transfer until it is done.
+        what: the dtype and shape, which must agree between sender and receiver.
+        peer: the other rank; None until a receive from any rank knows it.
+        tag: which must agree, too.
+        done: whether it has ended, well or not.
+        error: why it has failed.
+        then: called as soon as it has ended well; None: nothing is.
+    """
+
+    def __init__(self, data: Array, what: str, peer: int | None, tag: int, *, is_send: bool) -> None:
+        self.data = data
+        self.what = what
+        self.peer = peer
+        self.tag = tag
+        self.is_send = is_send
+        self.done = False
+        self.error: BaseException | None = None
+        self.requests: list[Request] = []
+        self.then: Callable[[], object] | None = None
+
+    def __str__(self) -> str:
+        whom = "any rank" if self.peer is None else f"rank {self.peer}"
+        return f"{'send to' if self.is_send else 'receive from'} {whom} ({self.what}, tag {self.tag})"
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Take note that it has ended."""
+        self.error = error
+        if error is None and self.then is not None:
+            self.then()
+        self.done = True
+
+
+class PointToPoint:
+    """Sends and receives between the ranks of one group. Thread-safe.
+
+    What one rank sends another with one tag is received in that order. A send of more than 4 KiB is done when the data
+    has left, which may take until the other rank receives it. What is under way moves on whenever a rank of it waits,
+    for whatever, as long as the waiter of that calls `advance`.
+
+    Args:
+        messages: the ranks, on a channel that nobody else uses; closed with this.
+        waiter: how a rank waits, and for how long at most.
+        find_lost: returns what to raise about a rank that takes part in nothing any more; None: there is none.
+    """
+
+    def __init__(self, messages: Messages, waiter: Waiter, find_lost: Callable[[str], CollectiveError | None]) -> None:
+        self._messages = messages
+        self._waiter = waiter
+        self._find_lost = find_lost
+        self._lock = threading.RLock()
+        self._numbers = [0] * messages.size  # of the large arrays that each rank was sent
+        self._announced: defaultdict[tuple[int, int], deque[bytes]] = defaultdict(deque)  # by sender and tag
+        self._order: deque[tuple[int, int]] = deque()  # of what is announced, for receives from any rank
+        self._awaited: list[Transfer] = []  # receives that nothing has come for yet
+        self._moving: list[Transfer] = []
+        self._closed: BaseException | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is under way."""
+        return bool(self._moving or self._awaited)
+
+    def send(self, data: Array, what: str, peer: int, tag: int) -> Transfer:
+        """Begin to send an array.
+
+        Args:
+            data: its contiguous bytes (uint8).
+            what: its dtype and shape.
+            peer: another rank of the group.
+            tag: at least 0.
+        """
+        transfer = Transfer(data, what, peer, tag, is_send=True)
+        with self._lock:
+            self._require_open()
+            text, number = what.encode(), self._numbers[peer]
+            head = _HEAD.pack(tag, number, data.nbytes, len(text)) + text
+            if data.nbytes <= _SMALL:
+                self._messages.post(head + data.tobytes(), peer)
+                transfer.end()
+                return transfer
+            self._numbers[peer] += 1
+            self._messages.post(head, peer)
+            self._start(transfer, data, number)
+        return transfer
+
+    def recv(
+        self, data: Array, what: str, peer: int | None, tag: int, then: Callable[[], object] | None = None
+    ) -> Transfer:
+        """Begin to receive an array; arguments as for `send`, and peer None: from any rank.
+
+        Args:
+            then: called as soon as it has come, on whatever thread sees that.
+        """
+        transfer = Transfer(data, what, peer, tag, is_send=False)
+        transfer.then = then
+        with self._lock:
+            self._require_open()
+            self._awaited.append(transfer)
+            self._advance()
+        return transfer
+
+    def wait(self, transfer: Transfer, timeout_s: float | None = None) -> None:
+        """Return once a transfer is done.
+
+        Args:
+            transfer: any that was begun here.
+            timeout_s: how long to wait; None: as long as the waiter does.
+
+        Raises:
+            MismatchError: what comes has another dtype or shape. What comes after it can still be received.
+            CollectiveTimeoutError: it was not done in time, and is still under way.
+            PeerLostError: a rank of the group is gone.
+        """
+        waiter = self._waiter
+        if timeout_s is not None:
+            waiter = Waiter(timeout_s, waiter.crowded)
+            waiter.watchers = self._waiter.watchers
+
+        def over() -> bool:
+            if not transfer.done:
+                self.advance()
+            return transfer.done
+
+        if not transfer.done:
+            waiter.until(over, lambda: f"the other side of a {transfer}")
+        if transfer.error is not None:
+            raise transfer.error
+
+    def advance(self) -> None:
+        """Do what can be done without waiting; does nothing while another thread does so."""
+        if self.busy and self._lock.acquire(blocking=False):
+            try:
+                self._advance()
+            finally:
+                self._lock.release()
+
+    def watch(self) -> None:
+        """Raise if a rank of the group is gone; for the waiter."""
+        lost = self._find_lost("this rank waits for a message")
+        if lost is not None:
+            self.fail(lost)
+            raise lost
+
+    def fail(self, error: BaseException) -> None:
+        """End all that is under way, and all that is begun later, in an error. Local."""
+        with self._lock:
+            self._closed = self._closed or error
+            for each in (*self._awaited, *self._moving):
+                each.end(error)  # what MPI still moves it keeps alive itself
+
+    def close(self) -> None:
+        """Give back what this holds. Collective, and safe to call twice."""
+        self.fail(ShutdownError("the group was destroyed, or the world shut down, while a message was under way"))
+        with suppress(RingReduceError):
+            self._messages.close()
+
+    def disown(self, reason: BaseException) -> None:
+        """Communicate no more, as this process was forked by the rank."""
+        self._lock = threading.RLock()  # the rank may hold it
+        self._closed = reason
+        self._moving, self._awaited = [], []
+
+    def _require_open(self) -> None:
+        if self._closed is not None:
+            raise self._closed
+
+    def _advance(self) -> None:
+        try:
+            while (note := self._messages.poll()) is not None:
+                sender, said = note
+                tag = _HEAD.unpack_from(said)[0]
+                self._announced[sender, tag].append(said)
+                self._order.append((sender, tag))
+            waiting, self._awaited = self._awaited, []
+            self._awaited += [each for each in waiting if not self._matched(each)]
+            for each in self._moving:
+                if not each.done and self._messages.test_all(each.requests):
+                    self._messages.free(each.requests)
+                    each.end()
+            self._moving = [each for each in self._moving if not each.done]
+        except RingReduceError as error:
+            self.fail(error)
+
+    def _matched(self, transfer: Transfer) -> bool:
+        """Return whether what a receive waits for was announced; then it is received."""
+        tag, source = transfer.tag, transfer.peer
+        key = next((each for each in self._order if each[1] == tag and source in (None, each[0])), None)
+        if key is None:
+            return False
+        self._order.remove(key)
+        note = self._announced[key].popleft()
+        if not self._announced[key]:
+            del self._announced[key]
+        sender = transfer.peer = key[0]
+        _, number, nbytes, length = _HEAD.unpack_from(note)
+        text, data = note[_HEAD.size : _HEAD.size + length].decode(), note[_HEAD.size + length :]
+        agrees = text == transfer.what
+        if nbytes <= _SMALL:
+            if agrees:
+                transfer.data[:] = np.frombuffer(data, np.uint8)
+                transfer.end()
+        else:
+            room = transfer.data if agrees else np.empty(nbytes, np.uint8)
+            moving = transfer if agrees else Transfer(room, text, sender, tag, is_send=False)
+            self._start(moving, room, number, sender)
+        if not agrees:
+            rank = self._messages.rank
+            values = {sender: f"send to rank {rank} ({text}, tag {tag})", rank: str(transfer)}
+            transfer.end(MismatchError(values))
+        return True
+
+    def _start(self, transfer: Transfer, data: Array, number: int, sender: int | None = None) -> None:
+        """Start the messages of a large array; its number tells them from those of others between the same ranks."""
+        tag = number % self._messages.max_tag
+        pieces = [data[low : low + _PIECE] for low in range(0, data.nbytes, _PIECE)]
+        if sender is None:
+            assert transfer.peer is not None
+            transfer.requests = [self._messages.send(each, transfer.peer, tag) for each in pieces]
+        else:
+            transfer.requests = [self._messages.recv(each, sender, tag) for each in pieces]
+        self._messages.start(transfer.requests)
+        self._moving.append(transfer)

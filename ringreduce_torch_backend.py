@@ -1,0 +1,72 @@
+"""Makes ``torch.distributed.init_process_group("ringreduce")`` work without an import of ringreduce.
+
+Torch calls `register` at ``import torch``, in every program of an environment in which ringreduce is installed; most of
+these do not use it. So this is no module of the package, whose import takes NumPy and more: it loads nothing that torch
+has not loaded, starts nothing, and never raises. The package itself is imported when a process group is made.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+__all__ = ["register"]
+
+_NAME = "ringreduce"
+
+
+def register() -> None:
+    """Register the backend; does nothing the second time, or where torch cannot do distributed work."""
+    try:
+        _register()
+    except Exception as error:  # or no program here could import torch
+        logging.getLogger(__name__).debug("not registered as a backend of torch.distributed: %r", error)
+
+
+def _register() -> None:
+    import torch.distributed as dist
+
+    if not dist.is_available() or hasattr(dist.Backend, _NAME.upper()):
+        return
+    from torch.distributed import distributed_c10d
+    from torch.distributed.rendezvous import register_rendezvous_handler
+
+    register_rendezvous_handler(_NAME, _meet)  # type: ignore[no-untyped-call]
+    dist.Backend.register_backend(_NAME, _create, extended_api=True, devices=["cpu"])
+    # Without a store and an init_method torch looks for MASTER_ADDR and RANK, whatever the backend; only its own MPI
+    # backend is spared. The ranks of this one know each other already.
+    dist.init_process_group = distributed_c10d.init_process_group = _knowing_its_ranks(dist.init_process_group)
+
+
+def _knowing_its_ranks(init: Callable[..., None]) -> Callable[..., None]:
+    """Return ``init_process_group`` with this backend's rendezvous as the default for this backend."""
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def init_process_group(*arguments: Any, **options: Any) -> None:
+        try:
+            bound = signature.bind(*arguments, **options)
+        except TypeError:
+            return init(*arguments, **options)  # which says what is wrong
+        given = bound.arguments
+        ours = _NAME in str(given.get("backend")).lower().replace(",", ":").split(":")
+        if ours and given.get("init_method") is None and given.get("store") is None:
+            given["init_method"] = f"{_NAME}://"
+        return init(*bound.args, **bound.kwargs)
+
+    return init_process_group
+
+
+def _meet(url: str, **options: Any) -> Iterator[Any]:
+    from ringreduce.torch import process_group
+
+    return process_group.rendezvous(url)
+
+
+def _create(options: Any, backend_options: Any = None) -> Any:
+    from ringreduce.torch import process_group
+
+    return process_group.create(options)

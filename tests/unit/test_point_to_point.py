@@ -1,0 +1,76 @@
+"""Arrays from one rank to another, between ranks that are threads of this process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ringreduce.errors import CollectiveTimeoutError, MismatchError, PeerLostError, ShutdownError
+from ringreduce.transport.memory import MemoryWorld
+from ringreduce.transport.point_to_point import PointToPoint
+from ringreduce.transport.waiting import Waiter
+
+
+def ends(size: int, lost: Any = None) -> list[PointToPoint]:
+    """Return a side for each rank; this thread plays them all."""
+    world = MemoryWorld(size)
+    made = []
+    for rank in range(size):
+        each = PointToPoint(world.messages(rank), Waiter(0.2), lambda doing: lost)
+        made.append(each)
+    return made
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4096, 4097, 100_000])
+def test_messages_come_in_order_by_tag(nbytes: int):
+    """Small ones are sent at once, large ones when they are received; receives may come first, or from any rank."""
+    sides = ends(3)
+    data = [np.full(nbytes, each, np.uint8) for each in range(4)]
+    room = [np.full(nbytes, 99, np.uint8) for _ in range(4)]
+    early = sides[2].recv(room[0], "x", 0, 7)
+    sent = [sides[0].send(data[each], "x", 2, 7 if each < 2 else 8) for each in range(3)]
+    sent.append(sides[1].send(data[3], "x", 2, 7))
+    assert all(each.done == (nbytes <= 4096) for each in sent)
+    second = sides[2].recv(room[2], "x", 0, 8)
+    third, fourth = sides[2].recv(room[1], "x", None, 7), sides[2].recv(room[3], "x", None, 7)
+    for each in (early, second, third, fourth):
+        sides[2].wait(each)
+    for number, each in enumerate(sent):
+        sides[number // 3].wait(each)
+    assert [third.peer, fourth.peer] == [0, 1]
+    assert all(np.array_equal(one, other) for one, other in zip(room, data, strict=True))
+    assert not any(each.busy for each in sides)
+
+
+@pytest.mark.parametrize("nbytes", [10, 10_000])
+def test_what_does_not_fit_is_an_error_at_the_receiver(nbytes: int):
+    """And what comes after it is received."""
+    sides = ends(2)
+    room = np.zeros(nbytes, np.uint8)
+    sent = [sides[0].send(np.full(nbytes, each, np.uint8), "bytes", 1, 0) for each in (1, 2)]
+    with pytest.raises(MismatchError, match="bytes"):
+        sides[1].wait(sides[1].recv(np.zeros(nbytes // 2, np.uint8), "half", 0, 0))
+    sides[1].wait(sides[1].recv(room, "bytes", 0, 0))
+    for each in sent:
+        sides[0].wait(each)
+    assert (room == 2).all()
+
+
+def test_waits_end():
+    """In time, with the loss of a rank, and when the group ends."""
+    sides = ends(2)
+    room = np.zeros(3, np.uint8)
+    with pytest.raises(CollectiveTimeoutError, match="receive from rank 1"):
+        sides[0].wait(sides[0].recv(room, "x", 1, 0), 0.01)
+    alone = ends(2, PeerLostError(1, "gone"))[0]
+    alone._waiter.watchers.append(alone.watch)
+    with pytest.raises(PeerLostError):
+        alone.wait(alone.recv(room, "x", 1, 0))
+    pending = sides[0].recv(room, "x", 1, 0)
+    sides[0].close()
+    with pytest.raises(ShutdownError):
+        sides[0].wait(pending)
+    with pytest.raises(ShutdownError):
+        sides[0].send(room, "x", 1, 0)
