@@ -4,6 +4,7 @@
     mpirun -np 2 python benchmarks/training.py --model cnn    # 80 convolutions, 162 small tensors
     mpirun -np 2 python benchmarks/training.py --device cuda  # on GPUs, which several ranks may share
     mpirun -np 2 python benchmarks/training.py --contenders plain,ringreduce,no-overlap,gloo
+    mpirun -np 2 python benchmarks/training.py --contenders ddp,gloo,fsdp,fsdp-gloo
 
 Contenders, each with a copy of the same model on the same data:
 
@@ -13,7 +14,10 @@ Contenders, each with a copy of the same model on the same data:
     no-overlap  the same with overlap=False
     backward    the same with reduce_in="backward"
     mpi         by hand: flatten the gradients, one MPI_Allreduce, copy them back
-    gloo        torch's DistributedDataParallel over Gloo
+    ddp         torch's DistributedDataParallel on ringreduce as a backend of torch.distributed
+    gloo        the same over Gloo
+    fsdp        torch's fully_shard, each linear layer or convolution on its own, on ringreduce
+    fsdp-gloo   the same over Gloo
 
 A step is zero_grad, forward, backward and optimizer.step; its time is the slowest rank's, the figure the median over
 the steps. The processor's time is the mean over steps and ranks, of all threads. The contenders take short turns. A
@@ -43,7 +47,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import mse_loss
 
 import ringreduce
@@ -135,11 +142,24 @@ def flat_mpi(model: nn.Module) -> Contender:
     return Contender("mpi", model, step)
 
 
-def ddp_gloo(model: nn.Module) -> Contender:
+def ddp(name: str, backend: str, model: nn.Module) -> Contender:
     """Train the model wrapped by torch."""
     optimizer = sgd(model)
-    wrapped = nn.parallel.DistributedDataParallel(model)
-    return Contender("gloo", model, lambda x, y: descend(wrapped, optimizer, x, y))
+    group = dist.new_group(backend=backend)  # type: ignore[no-untyped-call]
+    wrapped = nn.parallel.DistributedDataParallel(model, process_group=group)
+    return Contender(name, model, lambda x, y: descend(wrapped, optimizer, x, y))
+
+
+def fsdp(name: str, backend: str, model: nn.Module) -> Contender:
+    """Train the model sharded by torch."""
+    group = dist.new_group(backend=backend)  # type: ignore[no-untyped-call]
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for layer in model.modules():
+        if isinstance(layer, (nn.Linear, nn.Conv2d)):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = sgd(model)
+    return Contender(name, model, lambda x, y: descend(model, optimizer, x, y))
 
 
 CONTENDERS: dict[str, Callable[[nn.Module], Contender]] = {
@@ -149,7 +169,10 @@ CONTENDERS: dict[str, Callable[[nn.Module], Contender]] = {
     "no-overlap": partial(distributed_optimizer, "no-overlap", overlap=False),
     "backward": partial(distributed_optimizer, "backward", reduce_in="backward"),
     "mpi": flat_mpi,
-    "gloo": ddp_gloo,
+    "ddp": partial(ddp, "ddp", "ringreduce"),
+    "gloo": partial(ddp, "gloo", "gloo"),
+    "fsdp": partial(fsdp, "fsdp", "ringreduce"),
+    "fsdp-gloo": partial(fsdp, "fsdp-gloo", "gloo"),
 }
 
 
@@ -211,13 +234,20 @@ def endless_batches(
 def weights_agree(contenders: list[Contender]) -> bool:
     """Check that weights are bitwise equal over the ranks, and equal within rounding among who communicates."""
     trained = [each for each in contenders if each.name != "plain"]
-    sums = [zlib.crc32(p.detach().cpu().contiguous().numpy()) for each in trained for p in each.model.parameters()]
+    weights = [[whole(p) for p in each.model.parameters()] for each in trained]
+    sums = [zlib.crc32(p.cpu().contiguous().numpy()) for each in weights for p in each]
     everyone = ringreduce.allgather(np.array(sums, np.int64)[None])
     same = bool((everyone == everyone[0]).all())
-    for other in trained[1:]:
-        pairs = zip(trained[0].model.parameters(), other.model.parameters(), strict=True)
+    for other in weights[1:]:
+        pairs = zip(weights[0], other, strict=True)
         same = same and all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in pairs)
     return same
+
+
+def whole(parameter: nn.Parameter) -> torch.Tensor:
+    """Return a parameter as it is without shards. Collective."""
+    weight: torch.Tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return weight.detach()
 
 
 def report(arguments: argparse.Namespace, contenders: list[Contender], times: Any, agree: bool) -> dict[str, Any]:
