@@ -162,8 +162,7 @@ class Group:
         """
         with self.preparing("reduce_scatter"):
             target, source = _host(out), _host(array)
-            _require_same_dtype(target, source)
-            target.require_writable()
+            _require_usable([target], [source])
             if source.count != self.size * target.count:
                 raise ConfigError(
                     f"reduce_scatter takes {self.size} times the elements of the output, got an input of shape "
@@ -183,8 +182,7 @@ class Group:
         """Reduce the ranks' arrays for each rank into its ``out``; those for different ranks may differ in shape."""
         with self.preparing("reduce_scatter"):
             target, operands = _host(out), self._one_per_rank("reduce_scatter", arrays)
-            _require_same_dtype(target, *operands)
-            target.require_writable()
+            _require_usable([target], operands)
             counts = [each.count for each in operands]
             if target.count != counts[self.rank]:
                 raise ConfigError(
@@ -230,8 +228,7 @@ class Group:
         """
         with self.preparing("allgather"):
             target, source = _host(out), _host(array)
-            _require_same_dtype(target, source)
-            target.require_writable()
+            _require_usable([target], [source])
             if target.count != self.size * source.count:
                 raise ConfigError(
                     f"allgather takes an output of {self.size} times the elements of the input, got an input of shape "
@@ -247,9 +244,7 @@ class Group:
         """Give every rank all arrays, each in an array of its own; those of different ranks may differ in shape."""
         with self.preparing("allgather"):
             operands, source = self._one_per_rank("allgather", outs), _host(array)
-            _require_same_dtype(source, *operands)
-            for each in operands:
-                each.require_writable()
+            _require_usable(operands, [source])
             counts = [each.count for each in operands]
             if counts[self.rank] != source.count:
                 raise ConfigError(
@@ -280,9 +275,8 @@ class Group:
             source, targets = _host(array), []
             if self.rank == root:
                 targets = self._one_per_rank("gather", outs)
-                _require_same_dtype(source, *targets)
+                _require_usable(targets, [source])
                 for each in targets:
-                    each.require_writable()
                     if each.count != source.count:
                         raise ConfigError(
                             f"gather takes outputs of as many elements as the input, got an input of shape "
@@ -309,9 +303,8 @@ class Group:
         with self.preparing("scatter"):
             self._require_root(root)
             target = _host(out)
-            target.require_writable()
             sources = self._one_per_rank("scatter", arrays) if self.rank == root else []
-            _require_same_dtype(target, *sources)
+            _require_usable([target], sources)
             for each in sources:
                 if each.count != target.count:
                     raise ConfigError(
@@ -341,8 +334,7 @@ class Group:
         """
         with self.preparing("alltoall"):
             target, source = _host(out), _host(array)
-            _require_same_dtype(target, source)
-            target.require_writable()
+            _require_usable([target], [source])
             expected = self._splits("received rows", received, target)
             sent = self._splits("splits", splits, source)
         _, came = self.communicator.alltoall(array, sent, out=out)
@@ -353,9 +345,7 @@ class Group:
         """Send every rank one of this rank's arrays; the shapes may differ as long as both sides agree."""
         with self.preparing("alltoall"):
             targets, sources = self._one_per_rank("alltoall", outs), self._one_per_rank("alltoall", arrays)
-            _require_same_dtype(*targets, *sources)
-            for each in targets:
-                each.require_writable()
+            _require_usable(targets, sources)
             counts = [each.count for each in targets]
             flat = self._joined(outs[0], arrays, sources)
             room = like(outs[0], (sum(counts),))
@@ -560,7 +550,10 @@ def _tag(tag: int) -> int:
     return tag
 
 
-def _require_same_dtype(*operands: Operand) -> None:
-    names = {each.dtype.name for each in operands}
+def _require_usable(outputs: Sequence[Operand], inputs: Sequence[Operand]) -> None:
+    """Raise `UnsupportedBufferError` unless all have one dtype and the outputs can be written."""
+    names = {each.dtype.name for each in (*outputs, *inputs)}
     if len(names) > 1:
         raise UnsupportedBufferError(f"all arrays of a call must have one dtype, got {', '.join(sorted(names))}")
+    for each in outputs:
+        each.require_writable()

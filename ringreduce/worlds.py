@@ -76,11 +76,11 @@ class World:
 
     def add(self, process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         """Register a process set, or several that have no rank in common; see `ringreduce.add_process_set`."""
-        raise NotImplementedError
+        raise NotImplementedError  # the two kinds of worlds know how
 
     def group(self, ranks: Sequence[int], timeout_s: float | None = None) -> Group:
         """Connect some ranks as a group. Collective over these alone; see `Group`."""
-        raise NotImplementedError
+        raise NotImplementedError  # the two kinds of worlds know how
 
     def adopt(self, process_set: ProcessSet) -> None:
         """Let a set that is equal to a registered one stand for it; register it if there is none. Collective."""
@@ -111,6 +111,7 @@ class OwnWorld(World):
 
     Args:
         everyone: the set of all ranks.
+        connection: connects the ranks.
         messages: between all ranks, for what concerns them all; closed with the world.
         parts: what this rank has as a member of the set of all ranks; closed with the world.
         clock: the job's.
@@ -121,11 +122,19 @@ class OwnWorld(World):
         audit: the record of this run; on rank 0, if the settings ask for one.
     """
 
-    def __init__(self, everyone: ProcessSet, messages: Messages, parts: Parts, clock: Clock, config: Config) -> None:
+    def __init__(
+        self,
+        everyone: ProcessSet,
+        connection: Connection,
+        messages: Messages,
+        parts: Parts,
+        clock: Clock,
+        config: Config,
+    ) -> None:
         super().__init__(everyone, messages.rank, parts.communicator.hosts, config)
         self.communicator = parts.communicator
         self._messages = messages
-        self._connection: Connection | None = None
+        self._connection = connection
         self._groups: list[Group] = []
         self._clock = clock
         self._timeline: Timeline | None = None
@@ -152,9 +161,8 @@ class OwnWorld(World):
             _check_settings(messages, config)
             parts = connect(connection.messages, config)
             undo.insert(0, parts.close)
-            world = cls(everyone, messages, parts, Clock.agree(messages), config)
+            world = cls(everyone, connection, messages, parts, Clock.agree(messages), config)
             undo = [world.close]
-            world._connection = connection
             world._tell_what_was_chosen()
             world._use_table()
             world._start_first_timeline()
@@ -215,7 +223,6 @@ class OwnWorld(World):
         return removed
 
     def group(self, ranks: Sequence[int], timeout_s: float | None = None) -> Group:
-        assert self._connection is not None
         listed = list(ranks)
         if self.rank not in listed or len(set(listed)) < len(listed) or not set(listed) <= set(range(self.size)):
             raise ConfigError(
