@@ -2,8 +2,9 @@
 
 A group of torch's is a `Group`: its collectives run in the order of the program, on this thread where the program waits
 for them and nothing is before them, else on one thread of the group. Torch has two ways for a backend that is written
-in Python. Where `Backend` can be subclassed (torch 2.14 and newer), torch's own process group calls it; before that, a
-subclass of `ProcessGroup` stands in for that one. `Collectives` is what both call, and knows neither.
+in Python: a `ProcessGroup` that stands in for torch's own, in all versions; and a `Backend` (torch 2.15) that torch's
+own calls, beside others for other devices. The latter passes less of a work on: neither whether it is done, nor who has
+sent a message. So it is taken for groups with other backends alone. `Collectives` is what both call, and knows neither.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,6 +34,7 @@ else:
     _Base = dist.ProcessGroup
 
 _NAME = "ringreduce"
+_KIND = "custom"  # torch's word for all backends but its own
 
 _Kind: Any = dist.ReduceOp.RedOpType
 _OPS: dict[Any, ReduceOp | str] = {
@@ -122,19 +123,15 @@ def create(options: Any) -> Any:
             f"{ranks}, and MPI for rank {mine} of {len(ranks)}: leave rank and world_size out of init_process_group"
         )
     group = runtime.group(ranks, timeout_s)
-    made = _backend(group, options) if _has_backends() else _ProcessGroup(group)
+    made = _backend(group, options) if _has_others(options) else _ProcessGroup(group)
     _groups.add(made)
     return made
 
 
-@cache
-def _has_backends() -> bool:
-    """Return whether `Backend` can be subclassed in Python."""
-    try:
-        type("Probe", (c10d.Backend,), {})(0, 1)
-    except TypeError:
-        return False
-    return True
+def _has_others(options: Any) -> bool:
+    """Return whether the process group has backends for other devices, as with ``cpu:ringreduce,cuda:nccl``."""
+    whole = getattr(options, "process_group", None)  # since torch 2.15
+    return whole is not None and whole.name() != _KIND
 
 
 # ---- what torch calls ----
@@ -150,6 +147,7 @@ class Collectives:
         group: carries them out.
     """
 
+    supports_splitting = supports_coalescing = False  # into groups; in torch's own way
     _group: Group
     _sequence = 0
 
@@ -378,14 +376,17 @@ class Collectives:
 
 
 class _ProcessGroup(Collectives, _Base):
-    """A process group of torch's; for all versions, and needed before 2.14."""
+    """A process group of torch's, and the only backend that it has."""
 
     def __init__(self, group: Group) -> None:
         dist.ProcessGroup.__init__(self, group.rank, group.size)  # type: ignore[arg-type, call-arg]
         self._group = group
         self._name = self._description = ""
 
-    # Those of the base class ask a backend, and this group has none.
+    # Those of the base class ask a backend, and this group has none but itself.
+
+    def _get_backend(self, device: torch.device) -> _ProcessGroup:
+        return self
 
     def getGroupName(self) -> str:  # noqa: N802
         return self._name
@@ -405,7 +406,7 @@ class _ProcessGroup(Collectives, _Base):
 
 
 def _backend(group: Group, options: Any) -> Any:
-    """Return a backend for a process group of torch's; the class is made where torch lets it be."""
+    """Return a backend for a process group of torch's; the class is made where torch allows it."""
 
     class _Backend(Collectives, c10d.Backend):
         def __init__(self) -> None:
@@ -418,14 +419,6 @@ def _backend(group: Group, options: Any) -> Any:
         @property
         def options(self) -> Any:
             return self._options
-
-        @property
-        def supports_splitting(self) -> bool:
-            return False
-
-        @property
-        def supports_coalescing(self) -> bool:
-            return False
 
     return _Backend()
 
