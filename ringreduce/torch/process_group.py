@@ -124,8 +124,22 @@ def create(options: Any) -> Any:
         )
     group = runtime.group(ranks, timeout_s)
     made = _backend(group, options) if _has_others(options) else _ProcessGroup(group)
+    made.timeout = options.timeout
     _groups.add(made)
     return made
+
+
+def begin_anew() -> None:
+    """Make the default process group anew, of the ranks of the world that has begun, if ringreduce is its backend.
+
+    Collective. Other groups are gone with the old one.
+    """
+    whole: Any = dist.group.WORLD
+    ours = whole._get_backend(torch.device("cpu"))
+    if isinstance(ours, Collectives):
+        backend = dist.get_backend()
+        dist.destroy_process_group()
+        dist.init_process_group(backend, timeout=ours.timeout)
 
 
 def group_of(process_group: dist.ProcessGroup | None = None) -> Group:
@@ -159,8 +173,12 @@ class Collectives:
 
     Args:
         group: carries them out.
+
+    Attributes:
+        timeout: torch's, with which the process group was made.
     """
 
+    timeout: timedelta
     supports_splitting = supports_coalescing = False  # into groups; in torch's own way
     _group: Group
     _sequence = 0
