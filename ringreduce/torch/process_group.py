@@ -46,7 +46,6 @@ _OPS: dict[Any, ReduceOp | str] = {
     _Kind.BAND: "bitwise_and",
     _Kind.BOR: "bitwise_or",
     _Kind.BXOR: "bitwise_xor",
-    _Kind.PREMUL_SUM: SUM,
 }
 
 _Tensors = Sequence[torch.Tensor]
@@ -491,10 +490,12 @@ def _op_of(options: Any) -> tuple[ReduceOp | str, Any]:
         return SUM, None
     given = getattr(options, "reduceOp", options)
     kind = given if isinstance(given, _Kind) else given.op
-    if kind not in _OPS:
-        raise ConfigError(f"the backend {_NAME} knows no reduce operation {kind}")
-    factor = given.__getstate__()[1] if kind == _Kind.PREMUL_SUM else None
-    return _OPS[kind], factor
+    op = _OPS.get(kind)
+    if op is not None:
+        return op, None
+    if kind == _Kind.PREMUL_SUM:
+        return SUM, given.__getstate__()[1]
+    raise ConfigError(f"the backend {_NAME} knows no reduce operation {kind}")
 
 
 def _scaled(tensor: torch.Tensor, factor: Any) -> torch.Tensor | None:
