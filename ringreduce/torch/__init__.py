@@ -39,6 +39,7 @@ from ringreduce.torch import (
     mpi_ops,
     ops,
     optimizer,
+    phases,
     sync_batch_norm,
     wrapping,
 )
@@ -64,6 +65,7 @@ __all__ += functions.__all__
 __all__ += mpi_ops.__all__
 __all__.sort()
 
+runtime.follow_timelines(phases.follow)
 ringreduce_torch_backend.register()  # where torch has not done so itself
 leave_uncompiled(arrays, functions, gradients, ops, optimizer, sync_batch_norm, wrapping)
 leave_uncompiled(*(module for name, module in sys.modules.items() if name.startswith("ringreduce.training")))

@@ -26,7 +26,7 @@ from ringreduce.groups import Group
 from ringreduce.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
 from ringreduce.torch.works import CollectiveWork, MessageWork, seconds
 
-__all__ = ["Collectives", "create", "group_of", "rendezvous"]
+__all__ = ["Collectives", "begin_anew", "create", "group_of", "rendezvous"]
 
 if TYPE_CHECKING:  # which has other signatures than torch calls
     _Base = object
