@@ -388,6 +388,10 @@ class _ProcessGroup(Collectives, _Base):
     def _get_backend(self, device: torch.device) -> _ProcessGroup:
         return self
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
     def getGroupName(self) -> str:  # noqa: N802
         return self._name
 
