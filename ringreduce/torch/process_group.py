@@ -24,6 +24,8 @@ from ringreduce import runtime
 from ringreduce.errors import ConfigError, TransportError, UnsupportedBufferError
 from ringreduce.groups import Group
 from ringreduce.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
+from ringreduce.torch import works
+from ringreduce.torch.uncompiled import leave_uncompiled
 from ringreduce.torch.works import CollectiveWork, MessageWork, seconds
 
 __all__ = ["Collectives", "create", "rendezvous"]
@@ -472,3 +474,7 @@ def _scaled(tensor: torch.Tensor, factor: Any) -> torch.Tensor | None:
         raise UnsupportedBufferError(f"PREMUL_SUM takes floats, got {tensor.dtype}")
     with torch.no_grad():
         return torch.mul(tensor.detach(), factor).to(tensor.dtype)
+
+
+# Torch's C++ calls them, for example for DDP, from functions that are being compiled, too.
+leave_uncompiled(works, Collectives, _ProcessGroup)
