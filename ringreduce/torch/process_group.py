@@ -13,7 +13,7 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from ringreduce.torch import works
 from ringreduce.torch.uncompiled import leave_uncompiled
 from ringreduce.torch.works import CollectiveWork, MessageWork, seconds
 
-__all__ = ["Collectives", "create", "rendezvous"]
+__all__ = ["Collectives", "create", "group_of", "rendezvous"]
 
 if TYPE_CHECKING:  # which has other signatures than torch calls
     _Base = object
@@ -130,6 +130,20 @@ def create(options: Any) -> Any:
     return made
 
 
+def group_of(process_group: dist.ProcessGroup | None = None) -> Group:
+    """Return what carries out the collectives of a process group; None: of the default one.
+
+    Raises:
+        ConfigError: it is none of ringreduce's.
+    """
+    given = cast("Any", process_group or dist.group.WORLD)
+    backend = given._get_backend(torch.device("cpu")) if hasattr(given, "_get_backend") else None
+    if not isinstance(backend, Collectives):
+        got = given if backend is None else f"one of {backend.name()}"
+        raise ConfigError(f"this takes a process group of the backend {_NAME} that this rank is in, got {got}")
+    return backend.group
+
+
 def _has_others(options: Any) -> bool:
     """Return whether the process group has backends for other devices, as with ``cpu:ringreduce,cuda:nccl``."""
     whole = getattr(options, "process_group", None)  # since torch 2.15
@@ -152,6 +166,11 @@ class Collectives:
     supports_splitting = supports_coalescing = False  # into groups; in torch's own way
     _group: Group
     _sequence = 0
+
+    @property
+    def group(self) -> Group:
+        """What carries the collectives out."""
+        return self._group
 
     def _run(self, name: str, result: Sequence[Any], options: Any, call: Callable[[], object]) -> CollectiveWork:
         """Carry a collective out, after those before it.

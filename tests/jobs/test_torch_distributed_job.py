@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -84,6 +85,41 @@ def test_torchrun_is_told_what_works(found: dict[str, str]):
     assert done.returncode == 1
     assert "ConfigError" in done.stderr
     assert "mpirun -np 2 python" in done.stderr
+
+
+def test_slurm_without_mpi_is_told_what_works(found: dict[str, str]):
+    """As under torchrun; in an allocation of several processors, a program that is started alone is alone."""
+    variables = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    done = run(PROGRAM.format(before="", after="dist.destroy_process_group()"), **found, **variables)
+    assert (done.returncode, done.stdout) == (0, "sum 1.0\n"), done.stderr
+    done = run(PROGRAM.format(before="", after=""), **found, **variables, SLURM_STEP_NUM_TASKS="2")
+    assert done.returncode == 1
+    assert "ConfigError" in done.stderr
+    assert "srun --mpi=pmix python" in done.stderr
+
+
+def test_variables_that_torch_reads_beside_mpirun(run_job: Callable, found: dict[str, str]):
+    """They mean nothing, wrong ones too; init_method="env://" has torch read them, and works where they are right."""
+    wrong = {"MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "1", "RANK": "5", "WORLD_SIZE": "7"}
+    job = run_job(2, source=PROGRAM.format(before="", after=""), **found, **wrong)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.splitlines() == ["sum 2.0"] * 2
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    program = """
+        import os, torch, torch.distributed as dist
+        os.environ["RANK"] = os.environ["OMPI_COMM_WORLD_RANK"]
+        os.environ["WORLD_SIZE"] = os.environ["OMPI_COMM_WORLD_SIZE"]
+        dist.init_process_group("ringreduce", init_method="env://")
+        tensor = torch.full((3,), dist.get_rank() + 1.0)
+        dist.all_reduce(tensor)
+        print("sum", tensor[0].item())
+        dist.destroy_process_group()
+    """
+    job = run_job(2, source=program, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **found)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.splitlines() == ["sum 3.0"] * 2
 
 
 def test_an_uncaught_exception_ends_the_job(run_job: Callable, found: dict[str, str]):
