@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -378,6 +379,66 @@ def test_state_dicts_come_from_rank_0():
     whole = state_dict.get_state_dict(sharded, other, options=state_dict.StateDictOptions(full_state_dict=True))
     if dist.get_rank() == 0:
         torch.testing.assert_close((whole[0], whole[1]["state"]), (read[0], read[1]["state"]), rtol=0, atol=0)
+
+
+@pytest.mark.sizes(4)
+def test_checkpoints_are_loaded_by_other_numbers_of_ranks(tmp_path: Path):
+    """fully_shard and Adam, saved by 4 ranks, go on with 2, and from there with 3 or 1, as if never interrupted."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    rows, wanted = map(torch.cat, zip(*(batch(rank, 0) for rank in range(2)), strict=True))  # 12 of them, in each step
+
+    def start(seed: int, mesh: Any = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model: nn.Module = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
+        if mesh is not None:
+            fully_shard(model[0], mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, mine: int = 0, parts: int = 1) -> Any:
+        loss = nn.functional.mse_loss(model(rows.chunk(parts)[mine]), wanted.chunk(parts)[mine])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    alone = start(0)
+    expected = torch.stack([step(*alone) for _ in range(9)])
+    folder = [str(tmp_path)]
+    dist.broadcast_object_list(folder)
+    for count, first, last, loaded, saved in (
+        (4, 0, 3, "", "by 4"),
+        (2, 3, 9, "by 4", "by 2"),
+        (3, 6, 9, "by 2", ""),
+        (1, 6, 9, "by 2", ""),
+    ):
+        mesh = dist.device_mesh.DeviceMesh("cpu", list(range(count)))
+        apart = dist.new_group(list(range(count)))  # for what a thread of torch's calls while training goes on
+        if dist.get_rank() < count:
+            training = start(1 if loaded else 0, mesh)
+            if loaded:
+                state = list(get_state_dict(*training))
+                dcp.load({"state": state}, checkpoint_id=f"{folder[0]}/{loaded}", process_group=mesh.get_group())
+                set_state_dict(*training, model_state_dict=state[0], optim_state_dict=state[1])
+            losses, under_way = [], None
+            for number in range(first, last):
+                losses.append(step(*training, dist.get_rank(), count))
+                dist.all_reduce(losses[-1], dist.ReduceOp.AVG, group=mesh.get_group())
+                if saved == "by 2" and number == 5:
+                    state = list(get_state_dict(*training))
+                    under_way = dcp.async_save(
+                        {"state": state}, checkpoint_id=f"{folder[0]}/{saved}", process_group=apart
+                    )
+            if saved == "by 4":
+                state = list(get_state_dict(*training))
+                dcp.save({"state": state}, checkpoint_id=f"{folder[0]}/{saved}", process_group=mesh.get_group())
+            if under_way is not None:
+                under_way.result()
+            torch.testing.assert_close(torch.stack(losses), expected[first:last])
+        dist.barrier()
 
 
 def test_tensor_parallel():
