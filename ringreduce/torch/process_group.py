@@ -428,7 +428,8 @@ class _ProcessGroup(Collectives, _Base):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        # While it makes a group, torch 2.15 takes devices for a sign of backends that its flight recorder can watch.
+        return [torch.device("cpu")] if cast("Any", self) in dist.distributed_c10d._world.pg_map else []
 
     def getGroupName(self) -> str:  # noqa: N802
         return self._name
