@@ -8,6 +8,7 @@ import platform
 import signal
 import sys
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -18,7 +19,7 @@ from ringreduce.config import Config
 from ringreduce.errors import CollectiveTimeoutError, ConfigError
 from ringreduce.flight import Watched
 from ringreduce.instruments import Instruments
-from ringreduce.timeline import Clock, Timeline, Track
+from ringreduce.timeline import Clock, Program, Timeline, Track
 from ringreduce.transport.messages import Messages, StepFailedError, exchange_json, together
 
 __all__ = ["Observation"]
@@ -37,19 +38,29 @@ class Observation:
         clock: the job's.
         config: the settings in force.
         neighbours: the processes of the other ranks of this node.
+        followers: called when a trace begins, with the row of the program, and with None before it ends. May grow.
 
     Attributes:
         audit: the record of this run; on rank 0, if the settings ask for one.
         failure: the first error after which no call was possible in something that this rank is a member of.
     """
 
-    def __init__(self, rank: int, size: int, clock: Clock, config: Config, neighbours: list[int]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        clock: Clock,
+        config: Config,
+        neighbours: list[int],
+        followers: Sequence[Callable[[Program | None], object]],
+    ) -> None:
         self.audit = AuditRecord(config.audit) if config.audit is not None and rank == 0 else None
         self.failure: BaseException | None = None
         self._rank, self._size = rank, size
         self._clock = clock
         self._config = config
         self._neighbours = neighbours
+        self._followers = followers
         self._watched: list[Watched] = []
         self._timeline: Timeline | None = None
         self._ntimelines = 0  # that were started, or tried to; ranks that write to one file count alike
@@ -104,14 +115,22 @@ class Observation:
         self._timeline = Timeline(path, self._clock, self._ntimelines, self._rank, host, mark_batches=mark_batches)
         for each in self._watched:
             self._attach(each)
+        for follow in self._followers:
+            follow(self._timeline.program())
 
     def stop_timeline(self) -> None:
         """Finish the trace; does nothing if there is none."""
         self._stopped = True
         if self._timeline is not None:
+            for follow in self._followers:
+                follow(None)
             self.detach()
             finished, self._timeline = self._timeline, None
             finished.flush()
+
+    def program(self) -> Program | None:
+        """Return the row of the program in the trace that is being written; None: there is none."""
+        return None if self._timeline is None else self._timeline.program()
 
     def flush_timeline(self) -> None:
         """Write what this rank has seen so far to the trace, if there is one."""
@@ -123,7 +142,9 @@ class Observation:
         if self._timeline is None or not watched.is_open():
             return
         for kind, communicator in watched.communicators.items():
-            track = self._timeline.track(f"{watched.name}: {kind}")
+            name = f"{watched.name}: {kind}"
+            place = f"{watched.name} {list(watched.ranks)}: {kind}"
+            track = self._timeline.track(name, place, communicator.rank, communicator.size)
             communicator.instruments.add(track)
             self._tracks.append((communicator.instruments, track))
 

@@ -28,7 +28,7 @@ from ringreduce.torch import works
 from ringreduce.torch.uncompiled import leave_uncompiled
 from ringreduce.torch.works import CollectiveWork, MessageWork, seconds
 
-__all__ = ["Collectives", "create", "group_of", "rendezvous"]
+__all__ = ["Collectives", "begin_anew", "create", "group_of", "rendezvous"]
 
 if TYPE_CHECKING:  # which has other signatures than torch calls
     _Base = object
