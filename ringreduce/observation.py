@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from ringreduce import flight, processes
 from ringreduce.audit_record import AuditRecord, versions
@@ -19,6 +20,8 @@ from ringreduce.config import Config
 from ringreduce.errors import CollectiveTimeoutError, ConfigError
 from ringreduce.flight import Watched
 from ringreduce.instruments import Instruments
+from ringreduce.metrics import Metrics
+from ringreduce.status import StatusFile, folder, resident_nbytes
 from ringreduce.timeline import Clock, Program, Timeline, Track
 from ringreduce.transport.messages import Messages, StepFailedError, exchange_json, together
 
@@ -43,6 +46,7 @@ class Observation:
     Attributes:
         audit: the record of this run; on rank 0, if the settings ask for one.
         failure: the first error after which no call was possible in something that this rank is a member of.
+        steps, samples: how many training steps and samples the program has told of.
     """
 
     def __init__(
@@ -56,6 +60,9 @@ class Observation:
     ) -> None:
         self.audit = AuditRecord(config.audit) if config.audit is not None and rank == 0 else None
         self.failure: BaseException | None = None
+        self.steps = self.samples = 0
+        self._status: StatusFile | None = None
+        self._began = time.time()
         self._rank, self._size = rank, size
         self._clock = clock
         self._config = config
@@ -68,12 +75,13 @@ class Observation:
         self._tracks: list[tuple[Instruments, Track]] = []  # of the timeline, and where they are attached
         self._dumped_s: float | None = None  # when it was last written down what this rank has done
 
-    def begin(self, messages: Messages, library: str) -> None:
+    def begin(self, messages: Messages, library: str, metrics: Callable[[], Metrics]) -> None:
         """Begin what the settings ask for; where a rank cannot, none of them does. Collective.
 
         Args:
             messages: between all ranks.
             library: what carries them.
+            metrics: returns what this rank's calls add up to.
 
         Raises:
             ConfigError: the trace or the record cannot be written.
@@ -89,6 +97,8 @@ class Observation:
             raise ConfigError(str(error)) from None
         if self._config.audit is not None:
             self._begin_audit(messages, library)
+        if self._config.status:
+            self._begin_status(metrics)
 
     def watch(self, watched: Watched) -> None:
         """Observe this rank as a member of one thing more."""
@@ -102,6 +112,45 @@ class Observation:
         for instruments, track in self._tracks:
             instruments.remove(track)
         self._tracks.clear()
+
+    def end(self, error: str | None = None) -> None:
+        """Observe nothing more, as this world ends; ``error``: why, if something went wrong."""
+        self.end_audit(error)
+        if self._status is not None:
+            self._status.close()
+        self.stop_timeline()
+
+    # ---- what is done now ----
+
+    def _begin_status(self, metrics: Callable[[], Metrics]) -> None:
+        """Let `ringreduce top` see this rank, if it can have a file; local."""
+        job = self._clock.job[:8]
+        common = {
+            "job": job,
+            "rank": self._rank,
+            "size": self._size,
+            "host": platform.node(),
+            "pid": os.getpid(),
+            "command": sys.orig_argv,
+            "began": self._began,
+        }
+
+        def describe() -> tuple[dict[str, Any], list[float]]:
+            now, total = time.time(), metrics()
+            waiting_s = sum(each.seconds for each in total.collectives.values()) - total.overlapped_s
+            more = {
+                "now": now,
+                "nbytes": resident_nbytes(),
+                "late": None if total.late_rank is None else [total.late_rank, total.late_s],
+                "sets": [last for each in self._watched if each.is_open() and (last := flight.last_call(each))],
+                "error": None if self.failure is None else f"{type(self.failure).__name__}: {self.failure}",
+            }
+            return {**common, **more}, [now, self.steps, self.samples, max(waiting_s, 0.0)]
+
+        try:
+            self._status = StatusFile(folder() / f"{job}.{self._rank}.json", describe)
+        except (ConfigError, OSError) as error:
+            _log.info("`ringreduce top` does not see this rank: %s", error)
 
     # ---- the trace ----
 

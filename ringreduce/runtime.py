@@ -38,6 +38,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "config",
+    "count",
     "cross_rank",
     "cross_size",
     "dump",
@@ -274,6 +275,17 @@ def follow_timelines(follow: Callable[[Program | None], object]) -> None:
     _process.followers.append(follow)
     if own is not None and (program := own.observation.program()) is not None:
         follow(program)
+
+
+def count(steps: int = 0, samples: int = 0) -> None:
+    """Tell `ringreduce top` what this rank has done since the last time. Local.
+
+    Steps of torch's optimizers, and samples of `ringreduce.torch.DistributedSampler`, are counted without this.
+    """
+    own = _process.own()
+    if own is not None:
+        own.observation.steps += steps
+        own.observation.samples += samples
 
 
 def metrics() -> Metrics:

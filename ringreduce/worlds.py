@@ -38,7 +38,7 @@ __all__ = ["BorrowedWorld", "OwnWorld", "World", "tuning_key"]
 _log = logging.getLogger(__name__)
 
 #: Settings that each rank may have of its own.
-_OWN_SETTINGS = {"dump", "launched_size", "log_level", "timeline", "tuning"}
+_OWN_SETTINGS = {"dump", "launched_size", "log_level", "status", "timeline", "tuning"}
 
 
 class World:
@@ -168,7 +168,7 @@ class OwnWorld(World):
             undo = [world.close]
             world._tell_what_was_chosen()
             world._use_table()
-            world.observation.begin(messages, world.communicator.library)
+            world.observation.begin(messages, world.communicator.library, world.metrics)
         except Exception:
             with suppress(Exception):  # the first error is what is told
                 close_all(*undo)
@@ -344,9 +344,8 @@ class OwnWorld(World):
 
     def abandon(self, error: CollectiveError) -> None:
         """End the world after the loss of a rank. Local: what the other ranks have under way fails later."""
-        self.observation.end_audit(str(error))
         with suppress(ConfigError, OSError):  # it is the trace alone that cannot be written
-            self.observation.stop_timeline()
+            self.observation.end(str(error))
         for group in self._groups:
             group.give_up(error)
             with suppress(RingReduceError):
@@ -359,8 +358,7 @@ class OwnWorld(World):
 
     def close(self) -> None:
         """End the world. Collective."""
-        self.observation.stop_timeline()
-        self.observation.end_audit(None)
+        self.observation.end()
         groups = (each.close for each in reversed(self._groups))
         close_all(*groups, *(parts.close for parts in self._unregister_all()), self._messages.close)
 

@@ -78,6 +78,7 @@ __all__ += mpi_ops.__all__
 __all__.sort()
 
 runtime.follow_timelines(phases.follow)
+phases.count_steps()
 ringreduce_torch_backend.register()  # where torch has not done so itself
 leave_uncompiled(arrays, functions, gradients, ops, optimizer, sync_batch_norm, wrapping)
 leave_uncompiled(*(module for name, module in sys.modules.items() if name.startswith("ringreduce.training")))

@@ -11,6 +11,7 @@ from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
 from ringreduce.arguments import whole_number
 from ringreduce.errors import ConfigError
+from ringreduce.runtime import count as count_progress
 from ringreduce.runtime import is_initialized, rank, size
 
 __all__ = ["DistributedSampler", "Shard"]
@@ -66,7 +67,9 @@ class DistributedSampler(Sampler[int]):
             order += [order[place % count] for place in range(-count % ranks)]
         elif self._ends == "drop":
             del order[count - count % ranks :]
-        return iter(order[me::ranks])
+        for index in order[me::ranks]:
+            yield index
+            count_progress(samples=1)
 
     def __len__(self) -> int:
         count, (me, ranks) = len(self.dataset), _place()

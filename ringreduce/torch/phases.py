@@ -14,9 +14,10 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ringreduce import runtime
 from ringreduce.timeline import Program
 
-__all__ = ["follow"]
+__all__ = ["count_steps", "follow"]
 
 
 class _Phases:
@@ -92,6 +93,11 @@ class _Phases:
             self._program.span(f"step {self._steps}", self._begun_s, self._updated_s, step=self._steps)
             self._steps += 1
             self._begun_s, self._updated_s = self._updated_s, None
+
+
+def count_steps() -> None:
+    """Let `ringreduce top` know of each step of an optimizer, from now on."""
+    register_optimizer_step_post_hook(lambda optimizer, arguments, options: runtime.count(steps=1))
 
 
 _watching: _Phases | None = None
