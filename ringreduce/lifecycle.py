@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,6 +20,7 @@ from ringreduce.errors import CollectiveError, CollectiveTimeoutError, ConfigErr
 from ringreduce.launch import Connection, RankAbove, connect
 from ringreduce.process_sets import ProcessSet
 from ringreduce.termination import Termination
+from ringreduce.timeline import Program
 from ringreduce.transport.waiting import Waiter
 from ringreduce.worlds import BorrowedWorld, OwnWorld
 
@@ -55,6 +56,7 @@ class Process:
         conventions: of the next world, unless the environment says otherwise.
         termination: how the process ends, once it was a rank among several.
         recoveries: how often it has gone on without ranks that have died, or tried to.
+        followers: of traces; see `Observation`.
     """
 
     def __init__(self) -> None:
@@ -63,6 +65,7 @@ class Process:
         self.conventions = Conventions.CHAIN_RULE
         self.termination: Termination | None = None
         self.recoveries = 0
+        self.followers: list[Callable[[Program | None], object]] = []
         self._connection: Connection | None = None  # of the ranks of the world that this process is or was in last
         self._entrance = Entrance()  # no thread starts or ends a world in the midst of doing so
         self._starting = threading.Lock()  # one thread at a time
@@ -128,7 +131,7 @@ class Process:
             self._dump_on_request()
         if begins_again():
             self._hear_of_hosts()
-        world = OwnWorld.start(self.everyone, connection, settings)
+        world = OwnWorld.start(self.everyone, connection, settings, self.followers)
         self._announce(RankAbove(world.rank, world.hosts.nodes))
         return world
 
@@ -176,7 +179,7 @@ class Process:
         if own is not None and own.config.dump is not None and not self._dumping:  # signals come in each other's midst
             self._dumping = True
             with suppress(OSError):
-                own.dump(own.config.dump)
+                own.observation.dump(own.config.dump)
             self._dumping = False
 
     def _borrowed(self, settings: Config) -> BorrowedWorld | None:
@@ -264,13 +267,13 @@ class Process:
     def _flush(self) -> None:
         own = self.own()
         if own is not None:
-            own.flush_timeline()
+            own.observation.flush_timeline()
             self._end_audit()  # if no reason was given: another rank ends the job
 
     def _end_audit(self) -> None:
         own, error = self.own(), getattr(sys, "last_value", None)
         if own is not None:
-            own.end_audit("the process was ended" if error is None else f"{type(error).__name__}: {error}")
+            own.observation.end_audit("the process was ended" if error is None else f"{type(error).__name__}: {error}")
 
     def _leave(self, reason: str) -> bool:
         own = self.own()

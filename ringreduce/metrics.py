@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
+from ringreduce.communicator import Communicator
 from ringreduce.process_sets import ProcessSet
 
 __all__ = ["Metrics", "Total"]
@@ -27,7 +31,7 @@ class Total:
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """A snapshot of this rank's counters, over all process sets that are registered.
+    """A snapshot of this rank's counters, over the process sets that are registered and the groups that are open.
 
     Attributes:
         collectives: by name; those that were not called are left out.
@@ -48,17 +52,72 @@ class Metrics:
     late_rank: int | None
     late_s: float
 
+    def scalars(self) -> dict[str, float]:
+        """Return all of it as numbers by name: ``allreduce/seconds``, ``operations``, ``overlap``, ...; NaN: none."""
+        found = {
+            f"{name}/{field.name}": float(getattr(total, field.name))
+            for name, total in self.collectives.items()
+            for field in fields(Total)
+        }
+        for name in ("operations", "batches", "operations_s", "overlapped_s", "overlap", "late_rank", "late_s"):
+            value = getattr(self, name)
+            found[name] = math.nan if value is None else float(value)
+        return found
+
+    def add_to(self, writer: Any, step: int) -> None:
+        """Add all `scalars` to a log of TensorBoard.
+
+        Args:
+            writer: has a method ``add_scalar(name, value, step)``, as torch's ``SummaryWriter``.
+            step: of the training.
+        """
+        for name, value in self.scalars().items():
+            writer.add_scalar(f"ringreduce/{name}", value, step)
+
+    def to_json(self) -> str:
+        """Return all `scalars` as a JSON object; what there is none of is null."""
+        return json.dumps({name: None if math.isnan(value) else value for name, value in self.scalars().items()})
+
+    def to_openmetrics(self, rank: int) -> str:
+        """Return it in the text format of OpenMetrics 1.0, for a collector that reads files.
+
+        Args:
+            rank: becomes a label.
+        """
+        families = [
+            ("collective_calls", "Calls of a collective.", "calls"),
+            ("collective_bytes", "Bytes of this rank's that these were over.", "nbytes"),
+            ("collective_seconds", "How long they took, waiting for other ranks included.", "seconds"),
+        ]
+        lines = []
+        for name, meaning, field in families:
+            lines += [f"# TYPE ringreduce_{name} counter", f"# HELP ringreduce_{name} {meaning}"]
+            for collective, total in self.collectives.items():
+                labels = f'{{collective="{collective}",rank="{rank}"}}'
+                lines.append(f"ringreduce_{name}_total{labels} {getattr(total, field)}")
+        singles = [
+            ("operations", "Asynchronous operations and optimizer steps that have come to an end.", self.operations),
+            ("operation_batches", "In how many pieces these ran.", self.batches),
+            ("operation_seconds", "How long these took.", self.operations_s),
+            ("overlapped_seconds", "How much of that while the program did something else.", self.overlapped_s),
+        ]
+        for name, meaning, value in singles:
+            lines += [f"# TYPE ringreduce_{name} counter", f"# HELP ringreduce_{name} {meaning}"]
+            lines.append(f'ringreduce_{name}_total{{rank="{rank}"}} {value}')
+        return "\n".join([*lines, "# EOF", ""])
+
     @property
     def overlap(self) -> float:
         """The part of the time of asynchronous operations that cost the program nothing, 0 to 1."""
         return self.overlapped_s / self.operations_s if self.operations_s else 0.0
 
     @classmethod
-    def of(cls, process_sets: Iterable[ProcessSet]) -> Metrics:
-        """Add up what this process has done as a member of some process sets."""
+    def of(cls, process_sets: Iterable[ProcessSet], others: Sequence[Communicator] = ()) -> Metrics:
+        """Add up what this process has done as a member of some process sets, and with other communicators."""
         members = [each for each in process_sets if each.included()]
         engines = [each.engine for each in members]
         communicators = [each.communicator for each in members] + [each.communicator for each in engines]
+        communicators += others
         collectives = {}
         for name in communicators[0].tallies if communicators else ():
             tallies = [each.tallies[name] for each in communicators]

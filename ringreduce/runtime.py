@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -22,6 +22,7 @@ from ringreduce.metrics import Metrics
 from ringreduce.paths import Feedback
 from ringreduce.process_sets import ProcessSet
 from ringreduce.reduce_ops import SUM, ReduceOp
+from ringreduce.timeline import Program
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -37,11 +38,14 @@ __all__ = [
     "barrier",
     "broadcast",
     "config",
+    "count",
     "cross_rank",
     "cross_size",
     "dump",
     "empty",
     "explain",
+    "failure",
+    "follow_timelines",
     "global_process_set",
     "go_on",
     "group",
@@ -153,6 +157,15 @@ def go_on(error: CollectiveError, seniority: int = 0) -> Recovery:
     return _process.go_on(error, seniority)
 
 
+def failure() -> BaseException | None:
+    """Return the first error of this world after which some ranks could not communicate any more; None: there is none.
+
+    Frameworks that pass on errors from C++ turn them into others; this tells what they were.
+    """
+    own = _process.own()
+    return None if own is None else own.observation.failure
+
+
 def recoveries() -> int:
     """Return how often this process has gone on without ranks that were lost, or tried to; the same on all ranks."""
     return _process.recoveries
@@ -253,6 +266,28 @@ def stop_timeline() -> None:
         _process.world.stop_timeline()
 
 
+def follow_timelines(follow: Callable[[Program | None], object]) -> None:
+    """Have a function called when this process begins to write a trace, and with None before that ends.
+
+    For bindings of frameworks, which show what the program does. If a trace is being written, it is called at once.
+    """
+    own = _process.own()
+    _process.followers.append(follow)
+    if own is not None and (program := own.observation.program()) is not None:
+        follow(program)
+
+
+def count(steps: int = 0, samples: int = 0) -> None:
+    """Tell `ringreduce top` what this rank has done since the last time. Local.
+
+    Steps of torch's optimizers, and samples of `ringreduce.torch.DistributedSampler`, are counted without this.
+    """
+    own = _process.own()
+    if own is not None:
+        own.observation.steps += steps
+        own.observation.samples += samples
+
+
 def metrics() -> Metrics:
     """Return what this rank's calls add up to since `init`: numbers, bytes, seconds, overlap, and who was late."""
     return _process.here().metrics()
@@ -278,14 +313,14 @@ def audit(event: str, /, **facts: Any) -> None:
 def record(event: str, facts: Mapping[str, Any]) -> None:
     """Have recorded what happens in ringreduce itself; see `audit`."""
     own = _process.own()
-    if own is not None and own.audit is not None:
-        own.audit.append_or_log(event, facts)
+    if own is not None and own.observation.audit is not None:
+        own.observation.audit.append_or_log(event, facts)
 
 
 def audited() -> bool:
     """Return whether this rank keeps an audit record: whether it is worth while to find out what goes into it."""
     own = _process.own()
-    return own is not None and own.audit is not None
+    return own is not None and own.observation.audit is not None
 
 
 def dump(folder: str | os.PathLike[str]) -> Path:
@@ -293,7 +328,7 @@ def dump(folder: str | os.PathLike[str]) -> Path:
     own = _process.own()
     if own is None:
         raise ConfigError("there is nothing to write down: this process is no rank, or init() was not called")
-    return own.dump(folder)
+    return own.observation.dump(folder)
 
 
 def world() -> Communicator:

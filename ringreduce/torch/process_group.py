@@ -24,9 +24,11 @@ from ringreduce import runtime
 from ringreduce.errors import ConfigError, TransportError, UnsupportedBufferError
 from ringreduce.groups import Group
 from ringreduce.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
+from ringreduce.torch import works
+from ringreduce.torch.uncompiled import leave_uncompiled
 from ringreduce.torch.works import CollectiveWork, MessageWork, seconds
 
-__all__ = ["Collectives", "create", "group_of", "rendezvous"]
+__all__ = ["Collectives", "begin_anew", "create", "group_of", "rendezvous"]
 
 if TYPE_CHECKING:  # which has other signatures than torch calls
     _Base = object
@@ -46,7 +48,6 @@ _OPS: dict[Any, ReduceOp | str] = {
     _Kind.BAND: "bitwise_and",
     _Kind.BOR: "bitwise_or",
     _Kind.BXOR: "bitwise_xor",
-    _Kind.PREMUL_SUM: SUM,
 }
 
 _Tensors = Sequence[torch.Tensor]
@@ -124,8 +125,22 @@ def create(options: Any) -> Any:
         )
     group = runtime.group(ranks, timeout_s)
     made = _backend(group, options) if _has_others(options) else _ProcessGroup(group)
+    made.timeout = options.timeout
     _groups.add(made)
     return made
+
+
+def begin_anew() -> None:
+    """Make the default process group anew, of the ranks of the world that has begun, if ringreduce is its backend.
+
+    Collective. Other groups are gone with the old one.
+    """
+    whole: Any = dist.group.WORLD
+    ours = whole._get_backend(torch.device("cpu"))
+    if isinstance(ours, Collectives):
+        backend = dist.get_backend()
+        dist.destroy_process_group()
+        dist.init_process_group(backend, timeout=ours.timeout)
 
 
 def group_of(process_group: dist.ProcessGroup | None = None) -> Group:
@@ -159,8 +174,12 @@ class Collectives:
 
     Args:
         group: carries them out.
+
+    Attributes:
+        timeout: torch's, with which the process group was made.
     """
 
+    timeout: timedelta
     supports_splitting = supports_coalescing = False  # into groups; in torch's own way
     _group: Group
     _sequence = 0
@@ -407,6 +426,11 @@ class _ProcessGroup(Collectives, _Base):
     def _get_backend(self, device: torch.device) -> _ProcessGroup:
         return self
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        # While it makes a group, torch 2.15 takes devices for a sign of backends that its flight recorder can watch.
+        return [torch.device("cpu")] if cast("Any", self) in dist.distributed_c10d._world.pg_map else []
+
     def getGroupName(self) -> str:  # noqa: N802
         return self._name
 
@@ -473,10 +497,12 @@ def _op_of(options: Any) -> tuple[ReduceOp | str, Any]:
         return SUM, None
     given = getattr(options, "reduceOp", options)
     kind = given if isinstance(given, _Kind) else given.op
-    if kind not in _OPS:
-        raise ConfigError(f"the backend {_NAME} knows no reduce operation {kind}")
-    factor = given.__getstate__()[1] if kind == _Kind.PREMUL_SUM else None
-    return _OPS[kind], factor
+    op = _OPS.get(kind)
+    if op is not None:
+        return op, None
+    if kind == _Kind.PREMUL_SUM:
+        return SUM, given.__getstate__()[1]
+    raise ConfigError(f"the backend {_NAME} knows no reduce operation {kind}")
 
 
 def _scaled(tensor: torch.Tensor, factor: Any) -> torch.Tensor | None:
@@ -487,3 +513,7 @@ def _scaled(tensor: torch.Tensor, factor: Any) -> torch.Tensor | None:
         raise UnsupportedBufferError(f"PREMUL_SUM takes floats, got {tensor.dtype}")
     with torch.no_grad():
         return torch.mul(tensor.detach(), factor).to(tensor.dtype)
+
+
+# Torch's C++ calls them, for example for DDP, from functions that are being compiled, too.
+leave_uncompiled(works, Collectives, _ProcessGroup)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import resource
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,8 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 
-import ringreduce.torch  # noqa: E402, F401  # registers the backend, where torch has not done so
+import ringreduce as rr  # noqa: E402
+import ringreduce.torch  # noqa: E402  # registers the backend, where torch has not done so
 from ringreduce.errors import CollectiveTimeoutError, ConfigError, MismatchError, TransportError  # noqa: E402
 
 DTYPES = [
@@ -568,6 +571,32 @@ def test_threads_end_with_their_group():
     assert threading.active_count() == before + (1 if dist.get_world_size() > 1 else threading.active_count() - before)
     dist.destroy_process_group(group)
     assert threading.active_count() == before
+
+
+def test_groups_are_seen_from_outside(rank: int, size: int, tmp_path: Path):
+    """Metrics, the trace and what a rank writes down last tell of the calls of groups."""
+    before = rr.metrics().collectives
+    said = [str(tmp_path)]
+    dist.broadcast_object_list(said)
+    path = Path(said[0]) / "trace.json"
+    rr.start_timeline(path)
+    pair = dist.new_group(list(range(size))[-2:], use_local_synchronization=True)
+    if rank >= size - 2:
+        for _ in range(3):
+            dist.all_reduce(torch.ones(7), dist.ReduceOp.MAX, group=pair)
+        name = f"group of ranks {', '.join(map(str, range(size)[-2:]))}"
+        dumped = json.loads(rr.dump(tmp_path / "dumps").read_text())
+        calls = [each["calls"] for each in dumped["sets"] if each["name"].startswith(name)]
+        assert [(each["collective"], each["nbytes"]) for each in calls[-1]] == [("allreduce", 28)] * 3
+        now = rr.metrics().collectives["allreduce"]
+        assert now.calls - (before["allreduce"].calls if "allreduce" in before else 0) == 3
+    rr.stop_timeline()
+    dist.barrier()
+    events = json.loads(path.read_text())
+    rows = {(each["pid"], each["tid"]): each["args"]["name"] for each in events if each["name"] == "thread_name"}
+    spans = [(each["pid"], rows[each["pid"], each["tid"]]) for each in events if each["name"] == "allreduce"]
+    for member in range(size)[-2:]:
+        assert sum(pid == member and "group of ranks" in row for pid, row in spans) == 3
 
 
 def test_works_leave_nothing_behind(size: int):

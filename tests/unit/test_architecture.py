@@ -35,6 +35,7 @@ HOMES = {
             "ml_dtypes",
             "mpi4py",
             "pytorch_lightning",
+            "rich",
             "ringreduce_torch_backend",
             "torch",
         )
