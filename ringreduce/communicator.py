@@ -12,14 +12,14 @@ import numpy as np
 
 from ringreduce.algorithms import Collective
 from ringreduce.arguments import row_counts, whole_number
-from ringreduce.buffers import Operand, as_given, operand_of
+from ringreduce.buffers import DTYPES, Operand, as_given, operand_of
 from ringreduce.buffers.cuda.arrays import DeviceOperand
-from ringreduce.errors import ConfigError
+from ringreduce.errors import ConfigError, UnsupportedBufferError
 from ringreduce.member import Member
 from ringreduce.partition import Partition
 from ringreduce.paths import DETERMINISTIC, Choice, Chosen, Feedback, Signature, codec_for
-from ringreduce.paths.operands import AnyOperand, RowsReceived, apart, flat_target, same, with_rows
-from ringreduce.paths.path import Offer
+from ringreduce.paths.operands import AnyOperand, PartReceived, RowsReceived, apart, flat_target, same, with_rows
+from ringreduce.paths.path import Offer, part_offer
 from ringreduce.reduce_ops import SUM, ReduceOp
 
 __all__ = ["Communicator"]
@@ -36,14 +36,15 @@ class Communicator(Member):
 
     Arrays are NumPy or CuPy arrays or torch tensors of any dtype in `ringreduce.buffers.DTYPES`, of any strides;
     results come in the library of the input. Anything else with ``__cuda_array_interface__`` is taken, too; new arrays
-    are CuPy's then. Different libraries on different ranks are fine. `allreduce` and `broadcast` also take numbers: of
-    NumPy as they are, of Python as int64, float64, complex128 or bool; the result is a number of the same type.
+    are CuPy's then. Different libraries on different ranks are fine. `allreduce`, `broadcast` and `reduce` also take
+    numbers: of NumPy as they are, of Python as int64, float64, complex128 or bool; the result is a number of the same
+    type.
 
     Arrays in device memory are ordered by streams: a collective begins, for the GPU, after what the caller has
     enqueued on its current stream, and what the caller enqueues there after the call sees the result. Where the data
     goes through host memory, the call itself returns when this rank's input was read and reduced, and the result may
-    still be on its way. An allreduce takes arrays in device memory on all ranks or on none; in all other collectives
-    the ranks may differ.
+    still be on its way. An allreduce takes arrays in device memory on all ranks or on none; `reduce`, `gather` and
+    `scatter` take none; in all other collectives the ranks may differ.
 
     All methods raise, besides what they list:
 
@@ -140,6 +141,75 @@ class Communicator(Member):
         if repeated is not None:
             return repeated
         return self._standing.call("reduce_scatter", self._reduce_scatter, array, op, out, algorithm)
+
+    def reduce(
+        self,
+        array: Any,
+        root: int = 0,
+        op: ReduceOp | str = SUM,
+        *,
+        out: Any = None,
+        algorithm: str | None = None,
+    ) -> Any:
+        """Reduce arrays over all ranks, element by element; the root alone gets the result.
+
+        Args:
+            array: any shape, in host memory; shape and dtype must agree on all ranks.
+            root: a rank; must agree.
+            op: as for `allreduce`.
+            out: where the result goes, at the root, as for `allreduce`; without a meaning on the other ranks.
+            algorithm: as for `allreduce`.
+
+        Returns:
+            ``out``, or the new array, at the root; None on the other ranks, whose arrays stay as they are.
+
+        Raises:
+            ConfigError: there is no such rank, op or algorithm; or it cannot run here.
+            UnsupportedBufferError: the array is in device memory.
+        """
+        return self._standing.call("reduce", self._reduce_to_root, array, root, op, out, algorithm)
+
+    def gather(self, array: Any, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> Any:
+        """Concatenate the ranks' arrays along the first dimension, in rank order; the root alone gets the result.
+
+        Args:
+            array: at least one dimension, in host memory. The first may differ between ranks, and be 0; the others and
+                the dtype must agree.
+            root: a rank; must agree.
+            out: where the result goes, at the root; ``array`` may be its part of it. None: a new array. Without a
+                meaning on the other ranks.
+            algorithm: as for `allreduce`.
+
+        Returns:
+            ``out``, or the new array, at the root; None on the other ranks.
+
+        Raises:
+            ConfigError: there is no such rank or algorithm.
+            UnsupportedBufferError: the array is in device memory.
+            MismatchError: at the root, ``out`` has not as many rows as all arrays together.
+        """
+        return self._standing.call("gather", self._gather, array, root, out, algorithm)
+
+    def scatter(self, array: Any, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> Any:
+        """Cut the root's array into equal parts along the first dimension, and give each rank one, in rank order.
+
+        Args:
+            array: at the root, at least one dimension, in host memory, as many rows for each rank. On the other ranks
+                None, or an array of the same shape and dtype, whose content does not matter.
+            root: a rank; must agree.
+            out: where this rank's part goes; at the root, it may be its part of ``array``. None: a new array, of the
+                library of ``array``, or NumPy's where that is None.
+            algorithm: as for `allreduce`.
+
+        Returns:
+            ``out``, or the new array.
+
+        Raises:
+            ConfigError: there is no such rank or algorithm, the root has no array, or its rows do not divide equally.
+            UnsupportedBufferError: the array is in device memory, or has more than 32 dimensions.
+            MismatchError: on some rank, ``out`` or ``array`` has not the shape or the dtype that comes from the root.
+        """
+        return self._standing.call("scatter", self._scatter, array, root, out, algorithm)
 
     def allgather(self, array: Any, *, out: Any = None, algorithm: str | None = None) -> Any:
         """Concatenate the ranks' arrays along the first dimension, in rank order; every rank gets all of it.
@@ -317,6 +387,82 @@ class Communicator(Member):
         self._bound.bind("reduce_scatter", array, given_out, (op, algorithm), again, used, target, source.nbytes)
         return out
 
+    def _reduce_to_root(self, array: Any, root: int, op: ReduceOp | str, out: Any, algorithm: str | None) -> Any:
+        root, kind, is_new = self._require_root(root), ReduceOp.parse(op), out is None
+        source, target = _on_host(operand_of(array), "reduce"), None
+        if self.rank == root:
+            out, target = self._operands.result(array, source, source.shape, out)
+        self._standing.require_open()
+        nbytes = source.nbytes
+        chosen = self._selection.other(
+            Collective.REDUCE, source.dtype, source.shape, algorithm, f"{kind.value}, root {root}", kind, nbytes
+        )
+        with _Running(self, "reduce", chosen.choice.algorithm, nbytes):
+            flat = source.flat()
+            if target is None:
+                chosen.run(flat, None, root)
+                return None
+            with flat_target(_on_host(target, "reduce")) as into:
+                chosen.run(apart(flat, into, 0), into, root)
+        return as_given(array, out) if is_new else out
+
+    def _gather(self, array: Any, root: int, out: Any, algorithm: str | None) -> Any:
+        root = self._require_root(root)
+        source, am_root = _on_host(with_rows(array, "gather"), "gather"), self.rank == root
+        self._operands.require_usable(source)
+        shape, row = ("*", *source.shape[1:]), prod(source.shape[1:])
+        received = RowsReceived(self._operands, array, source, out if am_root else None)
+        chosen = self._selection.other(Collective.GATHER, source.dtype, shape, algorithm, f"root {root}")
+        running = _Running(self, "gather", chosen.choice.algorithm, source.nbytes * (self.size if am_root else 1))
+        with running:
+            chosen.run(source.flat(), Offer(received.room, (source.shape[0],)), row, received, root)
+            if received.target is not None:
+                running.nbytes = received.target.nbytes
+        return received.store() if am_root else None
+
+    def _scatter(self, array: Any, root: int, out: Any, algorithm: str | None) -> Any:
+        root = self._require_root(root)
+        self._standing.require_open()
+        source = target = part = None
+        if array is not None:
+            source = _on_host(with_rows(array, "scatter"), "scatter")
+            rows = source.shape[0]
+            if rows % self.size:
+                raise ConfigError(f"scatter: {rows} rows do not divide into {self.size} equal parts")
+            part = (rows // self.size, *source.shape[1:]), source.dtype
+        elif self.rank == root:
+            raise ConfigError("scatter: the root has to pass an array")
+        if out is not None:
+            if source is None or part is None:
+                target = _on_host(operand_of(out), "scatter")
+                target.require_writable()
+                part = target.shape, target.dtype
+            else:
+                target = _on_host(self._operands.result(array, source, part[0], out)[1], "scatter")
+        flat = np.empty(0, np.uint8)
+        if source is not None and self.rank == root:
+            flat = source.flat().view(np.uint8)
+        received = PartReceived(self._operands, 0 if array is None else array, target, out)
+        offer = part_offer(part)
+        chosen = self._selection.other(Collective.SCATTER, DTYPES["uint8"], None, algorithm, f"root {root}")
+        known = flat.nbytes or (0 if part is None else prod(part[0]) * part[1].itemsize)
+        running = _Running(self, "scatter", chosen.choice.algorithm, known)
+        with running:
+            chosen.run(flat, offer, received, root)
+            running.nbytes = flat.nbytes or received.nbytes
+        return received.store()
+
+    def _require_root(self, root: int) -> int:
+        """Return the number of a rank.
+
+        Raises:
+            ConfigError: there is no such rank.
+        """
+        root = whole_number("root", root)
+        if not 0 <= root < self.size:
+            raise ConfigError(f"root must be a rank, 0 to {self.size - 1}, got {root}")
+        return root
+
     def _allgather(self, array: Any, out: Any, algorithm: str | None) -> Any:
         source = with_rows(array, "allgather")
         self._operands.require_usable(source)
@@ -336,9 +482,7 @@ class Communicator(Member):
 
     def _broadcast(self, array: Any, root: int, out: Any, algorithm: str | None) -> Any:
         given_root, is_new = root, out is None
-        root = whole_number("root", root)
-        if not 0 <= root < self.size:
-            raise ConfigError(f"root must be a rank, 0 to {self.size - 1}, got {root}")
+        root = self._require_root(root)
         source, am_root = operand_of(array), self.rank == root
         out, target = self._operands.result(array, source, source.shape, out)
         nbytes = source.nbytes
@@ -418,6 +562,19 @@ class _Running:
         instruments = self._instruments
         if instruments.observers:
             instruments.tell("collective_finished", self._collective, self._algorithm, self.nbytes, seconds)
+
+
+def _on_host(operand: AnyOperand, what: str) -> Operand:
+    """Return the memory of an array of a collective that takes none in device memory.
+
+    Raises:
+        UnsupportedBufferError: it is there.
+    """
+    if not isinstance(operand, Operand):
+        raise UnsupportedBufferError(
+            f"{what} takes arrays in host memory, as no GPU has run it yet; pass a copy of the array on the CPU"
+        )
+    return operand
 
 
 def _length(part: slice) -> int:

@@ -42,6 +42,7 @@ __all__ = [
     "dump",
     "empty",
     "explain",
+    "gather",
     "global_process_set",
     "go_on",
     "group",
@@ -55,8 +56,10 @@ __all__ = [
     "rank",
     "record",
     "recoveries",
+    "reduce",
     "reduce_scatter",
     "remove_process_set",
+    "scatter",
     "set_conventions",
     "shutdown",
     "size",
@@ -379,6 +382,13 @@ def allreduce(
     )
 
 
+def reduce(
+    array: Any, root: int = 0, op: ReduceOp | str = SUM, *, out: Any = None, algorithm: str | None = None
+) -> Any:
+    """Reduce arrays over all ranks; the root alone gets the result; see `Communicator.reduce`."""
+    return world().reduce(array, root, op, out=out, algorithm=algorithm)
+
+
 def reduce_scatter(array: Any, op: ReduceOp | str = SUM, *, out: Any = None, algorithm: str | None = None) -> Any:
     """Reduce arrays over all ranks and cut the result between them; see `Communicator.reduce_scatter`."""
     return world().reduce_scatter(array, op, out=out, algorithm=algorithm)
@@ -387,6 +397,16 @@ def reduce_scatter(array: Any, op: ReduceOp | str = SUM, *, out: Any = None, alg
 def allgather(array: Any, *, out: Any = None, algorithm: str | None = None) -> Any:
     """Concatenate the ranks' arrays along the first dimension; see `Communicator.allgather`."""
     return world().allgather(array, out=out, algorithm=algorithm)
+
+
+def gather(array: Any, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> Any:
+    """Concatenate the ranks' arrays along the first dimension, at the root alone; see `Communicator.gather`."""
+    return world().gather(array, root, out=out, algorithm=algorithm)
+
+
+def scatter(array: Any, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> Any:
+    """Give each rank its part of the root's array; see `Communicator.scatter`."""
+    return world().scatter(array, root, out=out, algorithm=algorithm)
 
 
 def broadcast(array: Any, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> Any:
