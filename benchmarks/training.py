@@ -4,7 +4,7 @@
     mpirun -np 2 python benchmarks/training.py --model cnn    # 80 convolutions, 162 small tensors
     mpirun -np 2 python benchmarks/training.py --device cuda  # on GPUs, which several ranks may share
     mpirun -np 2 python benchmarks/training.py --contenders plain,ringreduce,no-overlap,gloo
-    mpirun -np 2 python benchmarks/training.py --contenders ddp,gloo,fsdp,fsdp-gloo
+    mpirun -np 2 python benchmarks/training.py --contenders ddp,ddp-shared,gloo,gloo-views,fsdp,fsdp-gloo
 
 Contenders, each with a copy of the same model on the same data:
 
@@ -16,6 +16,8 @@ Contenders, each with a copy of the same model on the same data:
     mpi         by hand: flatten the gradients, one MPI_Allreduce, copy them back
     ddp         torch's DistributedDataParallel on ringreduce as a backend of torch.distributed
     gloo        the same over Gloo
+    ddp-shared  DDP whose gradients are views of its buckets, on ringreduce, with the hook of ringreduce.torch.ddp
+    gloo-views  DDP whose gradients are views of its buckets, over Gloo
     fsdp        torch's fully_shard, each linear layer or convolution on its own, on ringreduce
     fsdp-gloo   the same over Gloo
 
@@ -57,6 +59,7 @@ import ringreduce
 import ringreduce.torch as hvd
 from ringreduce.cli.cases import plural
 from ringreduce.cli.peers import gloo_process_group, mpi_library
+from ringreduce.torch.ddp import AllreduceState, allreduce_hook
 
 LEARNING_RATE = 0.001  # the deep CNN diverges from 0.01
 TURN = 5  # steps of a contender that are timed in a row
@@ -142,11 +145,13 @@ def flat_mpi(model: nn.Module) -> Contender:
     return Contender("mpi", model, step)
 
 
-def ddp(name: str, backend: str, model: nn.Module) -> Contender:
-    """Train the model wrapped by torch."""
+def ddp(name: str, backend: str, model: nn.Module, *, views: bool = False) -> Contender:
+    """Train the model wrapped by torch; ``views``: gradients are views of buckets, on ringreduce in shared memory."""
     optimizer = sgd(model)
     group = dist.new_group(backend=backend)  # type: ignore[no-untyped-call]
-    wrapped = nn.parallel.DistributedDataParallel(model, process_group=group)
+    wrapped = nn.parallel.DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=views)
+    if views and backend == "ringreduce":
+        wrapped.register_comm_hook(AllreduceState(group), allreduce_hook)
     return Contender(name, model, lambda x, y: descend(wrapped, optimizer, x, y))
 
 
@@ -171,6 +176,8 @@ CONTENDERS: dict[str, Callable[[nn.Module], Contender]] = {
     "mpi": flat_mpi,
     "ddp": partial(ddp, "ddp", "ringreduce"),
     "gloo": partial(ddp, "gloo", "gloo"),
+    "ddp-shared": partial(ddp, "ddp-shared", "ringreduce", views=True),
+    "gloo-views": partial(ddp, "gloo-views", "gloo", views=True),
     "fsdp": partial(fsdp, "fsdp", "ringreduce"),
     "fsdp-gloo": partial(fsdp, "fsdp-gloo", "gloo"),
 }

@@ -4,7 +4,7 @@ The last calls and operations of every communicator are kept as they come (`Inst
 They become a file for each rank, ``rank-3.json``, for `ringreduce doctor --dump FOLDER` and for people:
 
     rank, size, host, pid, time, error      who, when (seconds since 1970), and why
-    sets[]                                  the process sets: id, ranks,
+    sets[]                                  process sets, and groups of torch.distributed: id, name, ranks,
       calls[]                               blocking collectives: number, collective, nbytes, started, ended
       operations[]                          named ones: name, signature, place, submitted, started, ended, error
     threads[]                               name, and stack[]: file, line, function, text; the innermost last
@@ -22,28 +22,47 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ringreduce.calls import place_of
 from ringreduce.communicator import Communicator
-from ringreduce.process_sets import ProcessSet
 
-__all__ = ["write"]
+__all__ = ["Watched", "write"]
 
 _numbers = itertools.count()
 
 
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """Something that a rank is a member of: a process set, or a group.
+
+    Attributes:
+        id: the number of a process set; text for a group, the same on all its ranks.
+        name: for people.
+        ranks: of the world.
+        communicators: by how they are called, ``"blocking"`` or ``"asynchronous"``.
+        is_open: returns whether it still can be used.
+    """
+
+    id: int | str
+    name: str
+    ranks: Sequence[int]
+    communicators: Mapping[str, Communicator]
+    is_open: Callable[[], bool]
+
+
 def write(
-    folder: str | os.PathLike[str], rank: int, size: int, sets: Iterable[ProcessSet], error: BaseException | None = None
+    folder: str | os.PathLike[str], rank: int, size: int, sets: Iterable[Watched], error: BaseException | None = None
 ) -> Path:
     """Write down what this rank has done last; returns the file. Local; takes no lock.
 
     Args:
         folder: made if need be, for this user alone.
         rank, size: of this rank, and of its world.
-        sets: the process sets that it is a member of.
+        sets: what it is a member of.
         error: why; None: somebody asked.
 
     Raises:
@@ -58,13 +77,14 @@ def write(
         "error": None if error is None else f"{type(error).__name__}: {error}",
         "sets": [
             {
-                "id": each.process_set_id,
-                "ranks": each.ranks,
-                "calls": _calls(each.communicator),
-                "operations": _operations(each.engine.communicator),
+                "id": each.id,
+                "name": each.name,
+                "ranks": list(each.ranks),
+                "calls": _calls(each.communicators["blocking"]),
+                "operations": _operations(each.communicators.get("asynchronous")),
             }
             for each in sets
-            if each.connected
+            if each.is_open()
         ],
         "threads": _threads(),
     }
@@ -89,7 +109,9 @@ def _calls(communicator: Communicator) -> list[dict[str, Any]]:
     ]
 
 
-def _operations(communicator: Communicator) -> list[dict[str, Any]]:
+def _operations(communicator: Communicator | None) -> list[dict[str, Any]]:
+    if communicator is None:
+        return []
     return [
         {
             "name": name,

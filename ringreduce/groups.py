@@ -19,6 +19,7 @@ from ringreduce.calls import Called, Stack, program_stack
 from ringreduce.communicator import Communicator
 from ringreduce.config import Config
 from ringreduce.errors import ConfigError, MismatchError, UnsupportedBufferError
+from ringreduce.flight import Watched
 from ringreduce.launch import Connection
 from ringreduce.paths import close_all
 from ringreduce.process_sets import context_of
@@ -426,6 +427,11 @@ class Group:
             return
         self._closed = True
         close_all(self._in_order.close, self._messages.close, self._deliveries.close, self.communicator.close)
+
+    def watched(self, number: int) -> Watched:
+        """Return what is seen of it; ``number``: how many equal groups there are, this one included."""
+        name = f"group of ranks {', '.join(map(str, self.ranks))}" + (f" ({number})" if number > 1 else "")
+        return Watched(name, name, self.ranks, {"blocking": self.communicator}, lambda: not self.closed)
 
     def forked(self, processes: Forked) -> None:
         """Take note that this process has just forked others."""

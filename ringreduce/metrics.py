@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ringreduce.communicator import Communicator
 from ringreduce.process_sets import ProcessSet
 
 __all__ = ["Metrics", "Total"]
@@ -27,7 +28,7 @@ class Total:
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """A snapshot of this rank's counters, over all process sets that are registered.
+    """A snapshot of this rank's counters, over the process sets that are registered and the groups that are open.
 
     Attributes:
         collectives: by name; those that were not called are left out.
@@ -54,11 +55,12 @@ class Metrics:
         return self.overlapped_s / self.operations_s if self.operations_s else 0.0
 
     @classmethod
-    def of(cls, process_sets: Iterable[ProcessSet]) -> Metrics:
-        """Add up what this process has done as a member of some process sets."""
+    def of(cls, process_sets: Iterable[ProcessSet], others: Sequence[Communicator] = ()) -> Metrics:
+        """Add up what this process has done as a member of some process sets, and with other communicators."""
         members = [each for each in process_sets if each.included()]
         engines = [each.engine for each in members]
         communicators = [each.communicator for each in members] + [each.communicator for each in engines]
+        communicators += others
         collectives = {}
         for name in communicators[0].tallies if communicators else ():
             tallies = [each.tallies[name] for each in communicators]

@@ -12,6 +12,7 @@ from ringreduce.communicator import Communicator
 from ringreduce.config import Config
 from ringreduce.engine import Engine
 from ringreduce.errors import ConfigError
+from ringreduce.flight import Watched
 from ringreduce.paths import Context, close_all
 from ringreduce.processes import Forked
 from ringreduce.transport.checked import CheckedMessages
@@ -134,6 +135,12 @@ class ProcessSet:
         if world_rank not in (self._ranks or ()):
             raise ConfigError(f"rank {world_rank} does not belong to the process set of ranks {self._ranks}")
         return (self._ranks or []).index(world_rank)
+
+    def watched(self) -> Watched:
+        """Return what is seen of it; of one that is `connected`."""
+        name = f"process set {self._number}" if self._number else "world"
+        communicators = {"blocking": self.communicator, "asynchronous": self.engine.communicator}
+        return Watched(self._number or 0, name, self._ranks or (), communicators, lambda: self.connected)
 
     @property
     def communicator(self) -> Communicator:

@@ -42,6 +42,7 @@ __all__ = [
     "dump",
     "empty",
     "explain",
+    "failure",
     "gather",
     "global_process_set",
     "go_on",
@@ -154,6 +155,15 @@ def go_on(error: CollectiveError, seniority: int = 0) -> Recovery:
         raise ConfigError(f"go_on takes the error that a collective has raised, got {error!r}")
     seniority = whole_number("seniority", seniority, 0)
     return _process.go_on(error, seniority)
+
+
+def failure() -> BaseException | None:
+    """Return the first error of this world after which some ranks could not communicate any more; None: there is none.
+
+    Frameworks that pass on errors from C++ turn them into others; this tells what they were.
+    """
+    own = _process.own()
+    return None if own is None else own.observation.failure
 
 
 def recoveries() -> int:
@@ -281,14 +291,14 @@ def audit(event: str, /, **facts: Any) -> None:
 def record(event: str, facts: Mapping[str, Any]) -> None:
     """Have recorded what happens in ringreduce itself; see `audit`."""
     own = _process.own()
-    if own is not None and own.audit is not None:
-        own.audit.append_or_log(event, facts)
+    if own is not None and own.observation.audit is not None:
+        own.observation.audit.append_or_log(event, facts)
 
 
 def audited() -> bool:
     """Return whether this rank keeps an audit record: whether it is worth while to find out what goes into it."""
     own = _process.own()
-    return own is not None and own.audit is not None
+    return own is not None and own.observation.audit is not None
 
 
 def dump(folder: str | os.PathLike[str]) -> Path:
@@ -296,7 +306,7 @@ def dump(folder: str | os.PathLike[str]) -> Path:
     own = _process.own()
     if own is None:
         raise ConfigError("there is nothing to write down: this process is no rank, or init() was not called")
-    return own.dump(folder)
+    return own.observation.dump(folder)
 
 
 def world() -> Communicator:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import platform
-import signal
 import sys
-import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields
@@ -16,32 +15,27 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce import flight, processes
 from ringreduce.algorithms import Collective, names
-from ringreduce.audit_record import AuditRecord, versions
 from ringreduce.autotune import Key, Table
 from ringreduce.calls import GivenUp, refusal
 from ringreduce.communicator import Communicator
 from ringreduce.config import VERSION, Config, ignored_variables, several_processes
 from ringreduce.errors import CollectiveError, CollectiveTimeoutError, ConfigError, MismatchError, RingReduceError
 from ringreduce.groups import Group
-from ringreduce.instruments import Instruments
 from ringreduce.launch import Connection, RankAbove
 from ringreduce.metrics import Metrics
+from ringreduce.observation import Observation
 from ringreduce.paths import NCCL, VENDOR, close_all
 from ringreduce.process_sets import Parts, ProcessSet, connect
 from ringreduce.processes import Forked
-from ringreduce.timeline import Clock, Timeline, Track
+from ringreduce.timeline import Clock
 from ringreduce.topology import Topology
-from ringreduce.transport.messages import Messages, StepFailedError, exchange_json, together
+from ringreduce.transport.messages import Messages, exchange_json
 from ringreduce.transport.waiting import Waiter
 
 __all__ = ["BorrowedWorld", "OwnWorld", "World", "tuning_key"]
 
 _log = logging.getLogger(__name__)
-
-#: How long ranks of a node have to write down what they do, before one that waited in vain ends them.
-_DUMPING_S = 0.5
 
 #: Settings that each rank may have of its own.
 _OWN_SETTINGS = {"dump", "launched_size", "log_level", "timeline", "tuning"}
@@ -68,6 +62,7 @@ class World:
         self.sets: dict[int, ProcessSet] = {}
         self._everyone = everyone
         self._last_set = -1
+        self._groups: list[Group] = []
 
     @property
     def size(self) -> int:
@@ -82,6 +77,13 @@ class World:
         """Connect some ranks as a group. Collective over these alone; see `Group`."""
         raise NotImplementedError  # the two kinds of worlds know how
 
+    def start_timeline(self, path: str | os.PathLike[str], *, mark_batches: bool) -> None:
+        """Begin to write a trace; see `ringreduce.start_timeline`."""
+        raise NotImplementedError  # the two kinds of worlds know how
+
+    def stop_timeline(self) -> None:
+        """Finish the trace; does nothing if there is none."""
+
     def adopt(self, process_set: ProcessSet) -> None:
         """Let a set that is equal to a registered one stand for it; register it if there is none. Collective."""
         ranks = process_set.ranks or list(range(self.size))
@@ -93,7 +95,7 @@ class World:
 
     def metrics(self) -> Metrics:
         """Return what this rank's calls add up to."""
-        return Metrics.of(self.sets.values())
+        return Metrics.of(self.sets.values(), [each.communicator for each in self._groups if not each.closed])
 
     def _register(self, process_set: ProcessSet, ranks: list[int], parts: Parts | None, barred: str = "") -> None:
         self._last_set += 1
@@ -119,7 +121,7 @@ class OwnWorld(World):
 
     Attributes:
         communicator: blocking collectives of all ranks.
-        audit: the record of this run; on rank 0, if the settings ask for one.
+        observation: what is seen of this rank from outside.
     """
 
     def __init__(
@@ -135,17 +137,10 @@ class OwnWorld(World):
         self.communicator = parts.communicator
         self._messages = messages
         self._connection = connection
-        self._groups: list[Group] = []
-        self._clock = clock
-        self._timeline: Timeline | None = None
-        self._ntimelines = 0  # that were started, or tried to; ranks that write to one file count alike
-        self._stopped = True  # whether `stop_timeline` was called since
-        self._tracks: list[tuple[Instruments, Track]] = []  # of the timeline, and where they are attached
-        self._dumped_s: float | None = None  # when it was last written down what this rank has done
-        self.audit = AuditRecord(config.audit) if config.audit is not None and self.rank == 0 else None
-        self._failure: BaseException | None = None  # the first one after which no call was possible
+        self._numbers: Counter[tuple[int, ...]] = Counter()  # of groups that were made, by their ranks
+        self.observation = Observation(self.rank, self.size, clock, config, parts.communicator.neighbours())
         self._register(everyone, list(range(messages.size)), parts)
-        self._record(everyone)
+        self.observation.watch(everyone.watched())
 
     @classmethod
     def start(cls, everyone: ProcessSet, connection: Connection, config: Config) -> OwnWorld:
@@ -165,8 +160,7 @@ class OwnWorld(World):
             undo = [world.close]
             world._tell_what_was_chosen()
             world._use_table()
-            world._start_first_timeline()
-            world._begin_audit()
+            world.observation.begin(messages, world.communicator.library)
         except Exception:
             with suppress(Exception):  # the first error is what is told
                 close_all(*undo)
@@ -198,8 +192,8 @@ class OwnWorld(World):
         for ranks in sets:
             each, its_parts = (made, parts) if ranks == mine else (ProcessSet(ranks), None)
             self._register(each, ranks, its_parts)
-            self._watch(each)
-            self._record(each)
+            if each.connected:
+                self.observation.watch(each.watched())
         return made
 
     def remove(self, process_set: ProcessSet | Any) -> bool:
@@ -232,6 +226,8 @@ class OwnWorld(World):
         self._groups = [each for each in self._groups if not each.closed]
         made = Group(self._connection, listed, self.config, timeout_s, self._advance)
         self._groups.append(made)
+        self._numbers[tuple(listed)] += 1
+        self.observation.watch(made.watched(self._numbers[tuple(listed)]))
         return made
 
     def _advance(self) -> None:
@@ -259,84 +255,7 @@ class OwnWorld(World):
                 return [list(each) for each in sets]
         raise MismatchError({rank: each if rank in refusals else f"{call}({each})" for rank, each in enumerate(said)})
 
-    # ---- what is seen of it ----
-
-    def start_timeline(self, path: str | os.PathLike[str], *, mark_batches: bool) -> None:
-        """Begin to write a trace; see `ringreduce.start_timeline`."""
-        if self._timeline is not None:
-            raise ConfigError("a timeline is being written already; call stop_timeline() first")
-        if self._stopped:  # else it is the last one that is tried again on this rank
-            self._ntimelines, self._stopped = self._ntimelines + 1, False
-        host = platform.node()
-        self._timeline = Timeline(path, self._clock, self._ntimelines, self.rank, host, mark_batches=mark_batches)
-        for each in self.sets.values():
-            self._watch(each)
-
-    def stop_timeline(self) -> None:
-        """Finish the trace; does nothing if there is none."""
-        self._stopped = True
-        if self._timeline is not None:
-            self._watch_no_more()
-            finished, self._timeline = self._timeline, None
-            finished.flush()
-
-    def flush_timeline(self) -> None:
-        """Write what this rank has seen so far to the trace, if there is one."""
-        if self._timeline is not None:
-            self._timeline.flush()
-
-    def _watch(self, process_set: ProcessSet) -> None:
-        """Let the timeline, if there is one, see what this rank does as a member of a set."""
-        if self._timeline is None or not process_set.connected:
-            return
-        number = process_set.process_set_id
-        name = f"process set {number}" if number else "world"
-        kinds = {"blocking": process_set.communicator, "asynchronous": process_set.engine.communicator}
-        for kind, communicator in kinds.items():
-            track = self._timeline.track(f"{name}: {kind}")
-            communicator.instruments.add(track)
-            self._tracks.append((communicator.instruments, track))
-
-    def _watch_no_more(self) -> None:
-        for instruments, track in self._tracks:
-            instruments.remove(track)
-        self._tracks.clear()
-
-    def _start_first_timeline(self) -> None:
-        """Start the timeline that the environment asks for; where a rank cannot, none of them starts. Collective."""
-
-        def start() -> None:
-            if self.config.timeline is not None:
-                self.start_timeline(self.config.timeline, mark_batches=self.config.timeline_marks_batches)
-
-        try:
-            together(self._messages, start)
-        except StepFailedError as error:
-            raise ConfigError(str(error)) from None
-
-    def _begin_audit(self) -> None:
-        """Record what this world is; where rank 0 cannot, none begins that shall be recorded. Collective."""
-        if self.config.audit is None:
-            return
-        hosts: dict[str, list[int]] = {}
-        for rank, host in enumerate(exchange_json(self._messages, platform.node())):
-            hosts.setdefault(host, []).append(rank)
-        facts = {
-            "command": sys.orig_argv,
-            "versions": versions(self.communicator.library),
-            "settings": {each.name: getattr(self.config, each.name) for each in fields(Config)},
-            "size": self.size,
-            "hosts": hosts,
-        }
-        try:
-            together(self._messages, lambda: None if self.audit is None else self.audit.begin(facts))
-        except StepFailedError as error:
-            raise ConfigError(f"RINGREDUCE_AUDIT={self.config.audit} cannot be written: {error}") from None
-
-    def end_audit(self, error: str | None) -> None:
-        """Record that this world ends, and why; the first reason counts."""
-        if self.audit is not None:
-            self.audit.end(error)
+    # ---- its begin ----
 
     def _tell_what_was_chosen(self) -> None:
         """Log, on rank 0, what the job runs on, so that a log says by itself what happened."""
@@ -378,38 +297,11 @@ class OwnWorld(World):
             for each in (self.communicator, self._everyone.engine.communicator):
                 each.use(table)
 
-    def dump(self, folder: str | os.PathLike[str]) -> Path:
-        """Write down what this rank has done last; see `ringreduce.flight`."""
-        self._dumped_s = time.monotonic()
-        return flight.write(folder, self.rank, self.size, self.sets.values(), self._failure)
-
-    def _record(self, process_set: ProcessSet) -> None:
-        """Let what this rank has done be written down when a call of a set has failed for good."""
-        if self.config.dump is not None and process_set.connected:
-            for each in (process_set.communicator, process_set.engine.communicator):
-                each.instruments.on_failure = self._failed
-
-    def _failed(self, error: BaseException) -> None:
-        if self._failure is not None or self.config.dump is None:
-            return
-        self._failure = error
-        if self._dumped_s is not None and time.monotonic() - self._dumped_s > 2 * _DUMPING_S:
-            return  # others have asked where this rank was, and that tells more than where it is now
-        with suppress(OSError):
-            _log.error("what this rank has done last is in %s", self.dump(self.config.dump))
-        if isinstance(error, CollectiveTimeoutError):
-            # Who is late does not know; those of this machine can be asked.
-            for pid in self.communicator.neighbours():
-                with suppress(OSError):
-                    if processes.handles(pid, signal.SIGUSR1):
-                        os.kill(pid, signal.SIGUSR1)
-            time.sleep(_DUMPING_S)  # this error may end the job
-
     # ---- its end ----
 
     def leave(self, reason: str) -> bool:
         """Let the ranks of the node know that this one ends; return whether it is the first of them that does so."""
-        self.end_audit(reason)
+        self.observation.end_audit(reason)
         why = GivenUp(reason, self.rank)
         first = [each.communicator.leave(why) for each in self.sets.values() if each.connected]
         first += [each.communicator.leave(why) for each in self._groups if not each.closed]
@@ -427,7 +319,7 @@ class OwnWorld(World):
 
         What this process writes to memory that the ranks share stays its own.
         """
-        self._watch_no_more()
+        self.observation.detach()
         borrowed = BorrowedWorld(self._everyone, self.rank, self.hosts, self.config, "forked")
         borrowed.sets, borrowed._last_set = self.sets, self._last_set
         for each in self.sets.values():
@@ -436,11 +328,17 @@ class OwnWorld(World):
             group.disown(borrowed.barred)
         return borrowed
 
+    def start_timeline(self, path: str | os.PathLike[str], *, mark_batches: bool) -> None:
+        self.observation.start_timeline(path, mark_batches=mark_batches)
+
+    def stop_timeline(self) -> None:
+        self.observation.stop_timeline()
+
     def abandon(self, error: CollectiveError) -> None:
         """End the world after the loss of a rank. Local: what the other ranks have under way fails later."""
-        self.end_audit(str(error))
+        self.observation.end_audit(str(error))
         with suppress(ConfigError, OSError):  # it is the trace alone that cannot be written
-            self.stop_timeline()
+            self.observation.stop_timeline()
         for group in self._groups:
             group.give_up(error)
             with suppress(RingReduceError):
@@ -453,8 +351,8 @@ class OwnWorld(World):
 
     def close(self) -> None:
         """End the world. Collective."""
-        self.stop_timeline()
-        self.end_audit(None)
+        self.observation.stop_timeline()
+        self.observation.end_audit(None)
         groups = (each.close for each in reversed(self._groups))
         close_all(*groups, *(parts.close for parts in self._unregister_all()), self._messages.close)
 
@@ -509,9 +407,6 @@ class BorrowedWorld(World):
     def start_timeline(self, path: str | os.PathLike[str], *, mark_batches: bool) -> None:
         """Raise, as this process is no rank."""
         raise ConfigError(self.barred)
-
-    def stop_timeline(self) -> None:
-        """Do nothing: there is no trace."""
 
     def close(self) -> None:
         """Forget it. Local."""

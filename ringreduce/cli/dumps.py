@@ -10,7 +10,7 @@ from typing import Any
 from ringreduce.cli.cases import format_nbytes
 from ringreduce.errors import ConfigError, name_ranks
 
-__all__ = ["diagnose", "load"]
+__all__ = ["diagnose", "load", "sets_of"]
 
 Dump = dict[str, Any]
 
@@ -38,7 +38,11 @@ def load(folder: str | Path) -> dict[int, Dump]:
 def diagnose(dumps: Mapping[int, Dump]) -> list[str]:
     """Return what ranks waited for and who did not come, a sentence each; and who has written nothing."""
     size = max(dump["size"] for dump in dumps.values())
-    said = [sentence for number in _set_numbers(dumps) for sentence in _of_set(dumps, number)]
+    said = [
+        sentence
+        for sets in sets_of(dumps)
+        for sentence in (*_waits_for_operations(dumps, sets), *_waits_in_calls(dumps, sets))
+    ]
     if not said:
         said.append("no rank was waiting for another")
     silent = [rank for rank in range(size) if rank not in dumps]
@@ -47,14 +51,13 @@ def diagnose(dumps: Mapping[int, Dump]) -> list[str]:
     return said
 
 
-def _set_numbers(dumps: Mapping[int, Dump]) -> list[int]:
-    return sorted({each["id"] for dump in dumps.values() for each in dump["sets"]})
-
-
-def _of_set(dumps: Mapping[int, Dump], number: int) -> list[str]:
-    """Return the sentences about one process set."""
-    sets = {rank: each for rank, dump in dumps.items() for each in dump["sets"] if each["id"] == number}
-    return [*_waits_for_operations(dumps, sets), *_waits_in_calls(dumps, sets)]
+def sets_of(dumps: Mapping[int, Dump]) -> list[dict[int, Dump]]:
+    """Return the process sets, and then the groups: each as what its ranks have written of it, by rank."""
+    found: dict[int | str, dict[int, Dump]] = {}
+    for rank, dump in dumps.items():
+        for each in dump["sets"]:
+            found.setdefault(each["id"], {})[rank] = each
+    return [found[key] for key in sorted(found, key=lambda key: (isinstance(key, str), key))]
 
 
 def _waits_for_operations(dumps: Mapping[int, Dump], sets: Mapping[int, Dump]) -> list[str]:
@@ -87,6 +90,8 @@ def _waits_in_calls(dumps: Mapping[int, Dump], sets: Mapping[int, Dump]) -> list
     present = sorted(rank for rank, call in inside.items() if call["number"] == number)
     call = inside[present[0]]
     what = f"blocking call {number}, {call['collective']} of {format_nbytes(call['nbytes'])}"
+    if (name := sets[present[0]]["name"]) != "world":
+        what += f" in the {name}"
     absent = [rank for rank in sets if rank not in last or last[rank]["number"] < number]
     if not absent:
         return [f"{name_ranks(present)} were in {what}, to which all have come"]

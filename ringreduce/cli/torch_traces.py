@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ringreduce.cli.dumps import sets_of
 from ringreduce.errors import ConfigError
 
 __all__ = ["PREFIX", "write"]
@@ -74,9 +75,8 @@ def write(dumps: Mapping[int, Dump], folder: str | os.PathLike[str]) -> list[Pat
         ConfigError: it cannot be written.
     """
     traces = {rank: {"version": _VERSION, "pg_config": {}, "pg_status": {}, "entries": []} for rank in dumps}
-    for number in sorted({each["id"] for dump in dumps.values() for each in dump["sets"]}):
-        sets = {rank: each for rank, dump in dumps.items() for each in dump["sets"] if each["id"] == number}
-        name = f"process set {number}" if number else "world"
+    for number, sets in enumerate(sets_of(dumps)):
+        name = next(iter(sets.values()))["name"]
         _add(traces, 2 * number, f"{name}: blocking", sets, _calls(dumps, sets))
         _add(traces, 2 * number + 1, f"{name}: asynchronous", sets, _operations(sets))
     target, written = Path(folder), []

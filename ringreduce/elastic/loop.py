@@ -13,7 +13,7 @@ from typing import Concatenate, NoReturn, ParamSpec, TypeVar
 from ringreduce import processes, runtime
 from ringreduce.config import begins_again, several_processes, survives_deaths
 from ringreduce.elastic.state import HostsUpdatedInterrupt, State
-from ringreduce.errors import CollectiveError, CollectiveTimeoutError, PeerLostError, TransportError
+from ringreduce.errors import CollectiveError, CollectiveTimeoutError, PeerLostError, RingReduceError, TransportError
 
 __all__ = ["run", "run_fn"]
 
@@ -92,13 +92,13 @@ def _repeated(
                 _part()
             except HostsUpdatedInterrupt as interrupt:
                 skip_sync = interrupt.skip_sync
-            except CollectiveError as error:
+            except Exception as error:
+                failure = error if isinstance(error, CollectiveError) else _behind(error)
                 restarts = restarts + 1 if state.commits == commits else 1
-                if not _is_a_change_of_ranks(error) or restarts > _VAIN_RESTARTS:
+                if failure is None or not _is_a_change_of_ranks(failure) or restarts > _VAIN_RESTARTS:
                     raise
                 state.restore()
                 skip_sync = False
-                failure = error
             else:
                 state.settle()
                 return result
@@ -180,6 +180,13 @@ def _require_limits(failure: CollectiveError) -> None:
         return
     runtime.shutdown()
     raise TransportError(f"{said}; {failure}") from failure
+
+
+def _behind(error: Exception) -> CollectiveError | None:
+    """Return the failure that a framework has turned into this error: what it passes on from C++ has lost its type."""
+    failure = runtime.failure()
+    passed_on = isinstance(error, RuntimeError) and not isinstance(error, RingReduceError)
+    return failure if passed_on and isinstance(failure, CollectiveError) else None
 
 
 def _is_a_change_of_ranks(error: CollectiveError) -> bool:

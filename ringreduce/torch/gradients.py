@@ -22,7 +22,7 @@ from ringreduce.errors import TransportError, UnsupportedBufferError
 from ringreduce.torch.streams import Handover, current_stream, gpu_of, on_host, working_on
 from ringreduce.training.framework import DENSE, NO_GRADIENT, SPARSE, UNSUPPORTED, Parameters, Watcher
 
-__all__ = ["Slot", "TorchParameters"]
+__all__ = ["Slot", "TorchParameters", "shape_in_memory"]
 
 _log = logging.getLogger(__name__)
 
@@ -158,8 +158,7 @@ class TorchParameters(Parameters):
         )
 
     def shape_in_memory(self, place: torch.Tensor) -> torch.Size:
-        strides = place.stride()
-        return torch.Size(place.shape[dim] for dim in sorted(range(place.dim()), key=lambda dim: -strides[dim]))
+        return shape_in_memory(place)
 
     def is_on_host(self, array: torch.Tensor) -> bool:
         return array.is_cpu
@@ -277,6 +276,12 @@ def _passes_on_the_stack() -> int:
 
 
 _passes = _Passes()
+
+
+def shape_in_memory(tensor: torch.Tensor) -> torch.Size:
+    """Return a tensor's dimensions in the order that they have in memory."""
+    strides = tensor.stride()
+    return torch.Size(tensor.shape[dim] for dim in sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
 
 
 def _is_added_to(parameter: torch.Tensor) -> bool:

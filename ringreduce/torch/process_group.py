@@ -13,7 +13,7 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from ringreduce.groups import Group
 from ringreduce.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
 from ringreduce.torch.works import CollectiveWork, MessageWork, seconds
 
-__all__ = ["Collectives", "create", "rendezvous"]
+__all__ = ["Collectives", "create", "group_of", "rendezvous"]
 
 if TYPE_CHECKING:  # which has other signatures than torch calls
     _Base = object
@@ -46,7 +46,6 @@ _OPS: dict[Any, ReduceOp | str] = {
     _Kind.BAND: "bitwise_and",
     _Kind.BOR: "bitwise_or",
     _Kind.BXOR: "bitwise_xor",
-    _Kind.PREMUL_SUM: SUM,
 }
 
 _Tensors = Sequence[torch.Tensor]
@@ -124,8 +123,36 @@ def create(options: Any) -> Any:
         )
     group = runtime.group(ranks, timeout_s)
     made = _backend(group, options) if _has_others(options) else _ProcessGroup(group)
+    made.timeout = options.timeout
     _groups.add(made)
     return made
+
+
+def begin_anew() -> None:
+    """Make the default process group anew, of the ranks of the world that has begun, if ringreduce is its backend.
+
+    Collective. Other groups are gone with the old one.
+    """
+    whole: Any = dist.group.WORLD
+    ours = whole._get_backend(torch.device("cpu"))
+    if isinstance(ours, Collectives):
+        backend = dist.get_backend()
+        dist.destroy_process_group()
+        dist.init_process_group(backend, timeout=ours.timeout)
+
+
+def group_of(process_group: dist.ProcessGroup | None = None) -> Group:
+    """Return what carries out the collectives of a process group; None: of the default one.
+
+    Raises:
+        ConfigError: it is none of ringreduce's.
+    """
+    given = cast("Any", process_group or dist.group.WORLD)
+    backend = given._get_backend(torch.device("cpu")) if hasattr(given, "_get_backend") else None
+    if not isinstance(backend, Collectives):
+        got = given if backend is None else f"one of {backend.name()}"
+        raise ConfigError(f"this takes a process group of the backend {_NAME} that this rank is in, got {got}")
+    return backend.group
 
 
 def _has_others(options: Any) -> bool:
@@ -145,11 +172,20 @@ class Collectives:
 
     Args:
         group: carries them out.
+
+    Attributes:
+        timeout: torch's, with which the process group was made.
     """
 
+    timeout: timedelta
     supports_splitting = supports_coalescing = False  # into groups; in torch's own way
     _group: Group
     _sequence = 0
+
+    @property
+    def group(self) -> Group:
+        """What carries the collectives out."""
+        return self._group
 
     def _run(self, name: str, result: Sequence[Any], options: Any, call: Callable[[], object]) -> CollectiveWork:
         """Carry a collective out, after those before it.
@@ -454,10 +490,12 @@ def _op_of(options: Any) -> tuple[ReduceOp | str, Any]:
         return SUM, None
     given = getattr(options, "reduceOp", options)
     kind = given if isinstance(given, _Kind) else given.op
-    if kind not in _OPS:
-        raise ConfigError(f"the backend {_NAME} knows no reduce operation {kind}")
-    factor = given.__getstate__()[1] if kind == _Kind.PREMUL_SUM else None
-    return _OPS[kind], factor
+    op = _OPS.get(kind)
+    if op is not None:
+        return op, None
+    if kind == _Kind.PREMUL_SUM:
+        return SUM, given.__getstate__()[1]
+    raise ConfigError(f"the backend {_NAME} knows no reduce operation {kind}")
 
 
 def _scaled(tensor: torch.Tensor, factor: Any) -> torch.Tensor | None:

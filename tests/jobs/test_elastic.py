@@ -268,3 +268,71 @@ def test_a_library_that_survives_nothing_is_refused(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert "--elastic takes Open MPI 5" in done.stderr
+
+
+DDP = """
+import copy, os, signal, sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+import ringreduce.torch as hvd
+from ringreduce.torch.ddp import AllreduceState, allreduce_hook
+
+victim, hooked = int(sys.argv[1]), bool(int(sys.argv[2]))
+dist.init_process_group("ringreduce")
+me = dist.get_rank()
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(9, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 1))
+alone = copy.deepcopy(net).double()
+state = hvd.elastic.TorchState(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), step=0)
+
+def batch(rank, step):
+    rows = torch.randn(6, 9, generator=torch.Generator().manual_seed(100 * step + rank))
+    return rows, rows.sum(1, keepdim=True).sin()
+
+def descend(model, optimizer, rows, wanted):
+    optimizer.zero_grad()
+    nn.functional.mse_loss(model(rows), wanted).backward()
+    optimizer.step()
+
+def die(gradient):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+@hvd.elastic.run
+def train(state):
+    model = DistributedDataParallel(net, bucket_cap_mb=0.001, gradient_as_bucket_view=hooked)
+    if hooked:
+        model.register_comm_hook(AllreduceState(), allreduce_hook)
+    while state.step < 20:
+        if (me, state.step) == (victim, 7):
+            net[2].weight.register_hook(die)  # some buckets of the step are reduced by then
+        descend(model, state.optimizer, *batch(dist.get_rank(), state.step))
+        state.step += 1
+        state.commit()
+
+train(state)
+reference = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+for step in range(20):
+    batches = [batch(rank, step) for rank in range(3 if step < 7 else 2)]
+    descend(alone, reference, *(torch.cat(each).double() for each in zip(*batches)))
+weights, expected = (torch.cat([each.detach().reshape(-1) for each in of.parameters()]) for of in (net, alone))
+torch.testing.assert_close(weights.double(), expected, rtol=0, atol=1e-5)
+everyone = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
+dist.all_gather(everyone, weights)
+assert all(torch.equal(each, weights) for each in everyone)
+print("all is well on", dist.get_rank(), "of", dist.get_world_size(), flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("victim", "hooked"), [(0, 0), (2, 1)])
+def test_ddp_goes_on_without_a_rank(victim: int, hooked: int) -> None:
+    """A rank dies in the midst of a backward pass; the others end as one process does with what they have seen."""
+    pytest.importorskip("torch")
+    done = run("--elastic", "-np", 3, sys.executable, "-c", DDP, victim, hooked)
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall("all is well on . of .", done.stdout)) == [
+        "all is well on 0 of 2",
+        "all is well on 1 of 2",
+    ]

@@ -17,7 +17,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.algorithms.join import Join  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-import ringreduce.torch  # noqa: E402, F401  # registers the backend, where torch has not done so
+from ringreduce.errors import ConfigError  # noqa: E402
+from ringreduce.torch import Compression  # noqa: E402  # registers the backend, where torch has not done so
+from ringreduce.torch.ddp import AllreduceState, allreduce_hook  # noqa: E402
 
 with warnings.catch_warnings():  # that torch deprecates what it uses itself
     warnings.simplefilter("ignore")
@@ -137,6 +139,62 @@ def test_ddp_with_hooks(hook: str, gloo: Any):
         losses = train(model, torch.optim.SGD(model.parameters(), lr=0.1))
         results.append((losses, weights(model)))
     torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("form", ["plain", "static_graph", "bucket_view", "find_unused"])
+def test_ddp_with_our_hook(form: str, gloo: Any):
+    """Our hook averages as DDP does without one; views of buckets come to lie in memory that the node shares."""
+    options = OPTIONS[form] | {"gradient_as_bucket_view": form != "plain"}
+    results = []
+    for group in (None, gloo):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(Branches(unused=form == "find_unused"), process_group=group, **options)
+        if group is None:
+            model.register_comm_hook(AllreduceState(), allreduce_hook)
+        losses = train(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        results.append((losses, weights(model)))
+        if group is None and form in ("static_graph", "bucket_view"):
+            rows, wanted = batch(dist.get_rank(), 0)
+            nn.functional.mse_loss(model(rows, 0), wanted).backward()
+            assert all(is_shared(each.grad) for each in model.parameters())
+    assert_like(*results)
+
+
+def is_shared(tensor: Any) -> bool:
+    """Return whether a tensor is in memory that other ranks of the node can map; one that is alone shares none."""
+    with open("/proc/self/maps", encoding="utf-8") as lines:
+        ranges = [line.split()[0].split("-") for line in lines if "memfd:ringreduce" in line]
+    mapped = any(int(start, 16) <= tensor.data_ptr() < int(end, 16) for start, end in ranges)
+    return mapped or dist.get_world_size() == 1
+
+
+COMPRESSIONS = {
+    "bf16": Compression.bf16,
+    "int8": Compression.int8,
+    "topk": Compression.topk(0.5),
+    "powersgd": Compression.powersgd(rank=2),
+}
+
+
+@pytest.mark.parametrize("name", list(COMPRESSIONS))
+def test_ddp_with_our_compressions(name: str):
+    """With what compression loses, the loss falls as without, and all ranks have the same weights."""
+    results = []
+    for compression in (COMPRESSIONS[name], Compression.none):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(Branches(), gradient_as_bucket_view=True)
+        model.register_comm_hook(AllreduceState(compression=compression), allreduce_hook)
+        results.append(sum(train(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=40)[-10:]))
+        assert_like(([], weights(model)), ([], weights(model)))
+    assert results[0] < 1.2 * results[1]
+
+
+def test_our_hook_takes_our_groups_alone(gloo: Any):
+    """A state for a group of Gloo's, or for one that this rank is not in, is refused."""
+    with pytest.raises(ConfigError, match=r"takes a process group of the backend ringreduce .* got one of gloo"):
+        AllreduceState(gloo)
+    with pytest.raises(ConfigError, match="that this rank is in"):
+        AllreduceState(dist.GroupMember.NON_GROUP_MEMBER)
 
 
 def test_ddp_join(gloo: Any):

@@ -36,7 +36,10 @@ def dumps_of(*ranks: tuple[list[Dump], list[Dump]], members: list[int] | None = 
     """What ranks write down that have made some calls and operations as members of one set."""
     members = members or list(range(len(ranks)))
     return {
-        rank: {"sets": [{"id": 0, "ranks": members, "calls": calls, "operations": operations}], "threads": []}
+        rank: {
+            "sets": [{"id": 0, "name": "world", "ranks": members, "calls": calls, "operations": operations}],
+            "threads": [],
+        }
         for rank, (calls, operations) in zip(members, ranks, strict=True)
     }
 

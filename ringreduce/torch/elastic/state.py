@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from ringreduce.torch.elastic.sampler import ElasticSampler
 from ringreduce.torch.functions import broadcast_optimizer_state, broadcast_parameters
@@ -32,6 +33,10 @@ class TorchState(HandlingState):
     and stay the objects that they are; anything else is kept by value. `set_handler_registry` says how other kinds are
     kept. An attribute that is given another model later keeps that one. Gradients are not kept.
 
+    Where the default process group of torch.distributed is ringreduce's, the ranks that go on have a new one. What was
+    made of the old one (DistributedDataParallel, other groups, meshes) is to be made in the function that is called
+    again.
+
     Args:
         model: a model, kept as ``state.model``.
         optimizer: an optimizer, kept as ``state.optimizer``.
@@ -48,6 +53,14 @@ class TorchState(HandlingState):
         **kwargs: Any,
     ) -> None:
         super().__init__(model=model, optimizer=optimizer, **kwargs)
+
+    def reset(self) -> None:
+        """Make the default process group of torch.distributed anew if ringreduce is its backend; and see the base."""
+        if dist.is_available() and dist.is_initialized():
+            from ringreduce.torch import process_group  # which cannot be imported where torch has no such thing
+
+            process_group.begin_anew()
+        super().reset()
 
     def _write(self, content: Any, file: BinaryIO) -> None:
         torch.save(content, file)

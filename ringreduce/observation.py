@@ -1,0 +1,178 @@
+"""What is seen of a rank from outside: its trace, the record of the run, and what it has done last."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import signal
+import sys
+import time
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+
+from ringreduce import flight, processes
+from ringreduce.audit_record import AuditRecord, versions
+from ringreduce.config import Config
+from ringreduce.errors import CollectiveTimeoutError, ConfigError
+from ringreduce.flight import Watched
+from ringreduce.instruments import Instruments
+from ringreduce.timeline import Clock, Timeline, Track
+from ringreduce.transport.messages import Messages, StepFailedError, exchange_json, together
+
+__all__ = ["Observation"]
+
+_log = logging.getLogger(__name__)
+
+#: How long ranks of a node have to write down what they do, before one that waited in vain ends them.
+_DUMPING_S = 0.5
+
+
+class Observation:
+    """Observes a rank in all that it is a member of.
+
+    Args:
+        rank, size: of this rank, and of its world.
+        clock: the job's.
+        config: the settings in force.
+        neighbours: the processes of the other ranks of this node.
+
+    Attributes:
+        audit: the record of this run; on rank 0, if the settings ask for one.
+        failure: the first error after which no call was possible in something that this rank is a member of.
+    """
+
+    def __init__(self, rank: int, size: int, clock: Clock, config: Config, neighbours: list[int]) -> None:
+        self.audit = AuditRecord(config.audit) if config.audit is not None and rank == 0 else None
+        self.failure: BaseException | None = None
+        self._rank, self._size = rank, size
+        self._clock = clock
+        self._config = config
+        self._neighbours = neighbours
+        self._watched: list[Watched] = []
+        self._timeline: Timeline | None = None
+        self._ntimelines = 0  # that were started, or tried to; ranks that write to one file count alike
+        self._stopped = True  # whether `stop_timeline` was called since
+        self._tracks: list[tuple[Instruments, Track]] = []  # of the timeline, and where they are attached
+        self._dumped_s: float | None = None  # when it was last written down what this rank has done
+
+    def begin(self, messages: Messages, library: str) -> None:
+        """Begin what the settings ask for; where a rank cannot, none of them does. Collective.
+
+        Args:
+            messages: between all ranks.
+            library: what carries them.
+
+        Raises:
+            ConfigError: the trace or the record cannot be written.
+        """
+
+        def start() -> None:
+            if self._config.timeline is not None:
+                self.start_timeline(self._config.timeline, mark_batches=self._config.timeline_marks_batches)
+
+        try:
+            together(messages, start)
+        except StepFailedError as error:
+            raise ConfigError(str(error)) from None
+        if self._config.audit is not None:
+            self._begin_audit(messages, library)
+
+    def watch(self, watched: Watched) -> None:
+        """Observe this rank as a member of one thing more."""
+        self._watched = [each for each in self._watched if each.is_open()] + [watched]
+        for communicator in watched.communicators.values():
+            communicator.instruments.on_failure = self._failed
+        self._attach(watched)
+
+    def detach(self) -> None:
+        """Observe nothing more."""
+        for instruments, track in self._tracks:
+            instruments.remove(track)
+        self._tracks.clear()
+
+    # ---- the trace ----
+
+    def start_timeline(self, path: str | os.PathLike[str], *, mark_batches: bool) -> None:
+        """Begin to write a trace; see `ringreduce.start_timeline`."""
+        if self._timeline is not None:
+            raise ConfigError("a timeline is being written already; call stop_timeline() first")
+        if self._stopped:  # else it is the last one that is tried again on this rank
+            self._ntimelines, self._stopped = self._ntimelines + 1, False
+        host = platform.node()
+        self._timeline = Timeline(path, self._clock, self._ntimelines, self._rank, host, mark_batches=mark_batches)
+        for each in self._watched:
+            self._attach(each)
+
+    def stop_timeline(self) -> None:
+        """Finish the trace; does nothing if there is none."""
+        self._stopped = True
+        if self._timeline is not None:
+            self.detach()
+            finished, self._timeline = self._timeline, None
+            finished.flush()
+
+    def flush_timeline(self) -> None:
+        """Write what this rank has seen so far to the trace, if there is one."""
+        if self._timeline is not None:
+            self._timeline.flush()
+
+    def _attach(self, watched: Watched) -> None:
+        """Let the timeline, if there is one, see what this rank does as a member of something."""
+        if self._timeline is None or not watched.is_open():
+            return
+        for kind, communicator in watched.communicators.items():
+            track = self._timeline.track(f"{watched.name}: {kind}")
+            communicator.instruments.add(track)
+            self._tracks.append((communicator.instruments, track))
+
+    # ---- the record of the run ----
+
+    def _begin_audit(self, messages: Messages, library: str) -> None:
+        """Record what this world is. Collective."""
+        hosts: dict[str, list[int]] = {}
+        for rank, host in enumerate(exchange_json(messages, platform.node())):
+            hosts.setdefault(host, []).append(rank)
+        facts = {
+            "command": sys.orig_argv,
+            "versions": versions(library),
+            "settings": {each.name: getattr(self._config, each.name) for each in fields(Config)},
+            "size": self._size,
+            "hosts": hosts,
+        }
+        try:
+            together(messages, lambda: None if self.audit is None else self.audit.begin(facts))
+        except StepFailedError as error:
+            raise ConfigError(f"RINGREDUCE_AUDIT={self._config.audit} cannot be written: {error}") from None
+
+    def end_audit(self, error: str | None) -> None:
+        """Record that this world ends, and why; the first reason counts."""
+        if self.audit is not None:
+            self.audit.end(error)
+
+    # ---- what was done last ----
+
+    def dump(self, folder: str | os.PathLike[str]) -> Path:
+        """Write down what this rank has done last; see `ringreduce.flight`."""
+        self._dumped_s = time.monotonic()
+        return flight.write(folder, self._rank, self._size, self._watched, self.failure)
+
+    def _failed(self, error: BaseException) -> None:
+        """Take note that a call has failed for good, and write down what was done last, if that was asked for."""
+        if self.failure is not None:
+            return
+        self.failure = error
+        if self._config.dump is None:
+            return
+        if self._dumped_s is not None and time.monotonic() - self._dumped_s > 2 * _DUMPING_S:
+            return  # others have asked where this rank was, and that tells more than where it is now
+        with suppress(OSError):
+            _log.error("what this rank has done last is in %s", self.dump(self._config.dump))
+        if isinstance(error, CollectiveTimeoutError):
+            # Who is late does not know; those of this machine can be asked.
+            for pid in self._neighbours:
+                with suppress(OSError):
+                    if processes.handles(pid, signal.SIGUSR1):
+                        os.kill(pid, signal.SIGUSR1)
+            time.sleep(_DUMPING_S)  # this error may end the job
