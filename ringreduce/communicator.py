@@ -12,15 +12,16 @@ import numpy as np
 
 from ringreduce.algorithms import Collective
 from ringreduce.arguments import row_counts, whole_number
-from ringreduce.buffers import DTYPES, Operand, as_given, operand_of
+from ringreduce.buffers import DTYPES, Operand, as_given, operand_of, require_host
 from ringreduce.buffers.cuda.arrays import DeviceOperand
-from ringreduce.errors import ConfigError, UnsupportedBufferError
+from ringreduce.errors import ConfigError, MismatchError
 from ringreduce.member import Member
 from ringreduce.partition import Partition
 from ringreduce.paths import DETERMINISTIC, Choice, Chosen, Feedback, Signature, codec_for
 from ringreduce.paths.operands import AnyOperand, PartReceived, RowsReceived, apart, flat_target, same, with_rows
 from ringreduce.paths.path import Offer, part_offer
 from ringreduce.reduce_ops import SUM, ReduceOp
+from ringreduce.transport.point_to_point import PointToPoint
 
 __all__ = ["Communicator"]
 
@@ -63,6 +64,8 @@ class Communicator(Member):
 
     Args:
         context: the ranks and what connects them.
+        channel: a transport between the same ranks that nobody else uses, for `send` and `recv`; closed with this.
+            None: there are none.
 
     Attributes:
         rank, size: this rank's number, and how many there are.
@@ -274,6 +277,103 @@ class Communicator(Member):
         """Return when every rank has called it."""
         self._standing.call(_BARRIER.text, self._meet, _BARRIER)
 
+    # ---- from one rank to another ----
+
+    def send(self, array: Any, dest: int, tag: int = 0) -> None:
+        """Send an array to a rank that receives it; not collective.
+
+        More than 4 KiB have left when this returns, which may take until that rank receives them; less may still be on
+        its way. Any thread may call this.
+
+        Args:
+            array: in host memory, of any strides.
+            dest: another rank.
+            tag: at least 0. What one rank sends another with one tag is received in that order.
+
+        Raises:
+            ConfigError: there is no such rank or tag, or it is this rank.
+            UnsupportedBufferError: the array is in device memory.
+            CollectiveTimeoutError: that rank did not receive it in time; the array is still to be sent, and must stay
+                as it is.
+            PeerLostError: a rank of this machine is gone.
+        """
+        point_to_point = self._to_one()
+        with _Running(self, "send", "messages", _nbytes(array), fails=False):
+            point_to_point.wait(point_to_point.send_array(array, whole_number("dest", dest), whole_number("tag", tag)))
+
+    def recv(self, out: Any, source: int | None = None, tag: int = 0) -> int:
+        """Receive an array that a rank sends; not collective. Any thread may call this.
+
+        Args:
+            out: where it goes, in host memory, of any strides; of the same shape and dtype.
+            source: who sends it; None: any rank, the first whose array comes.
+            tag: the one that it is sent with.
+
+        Returns:
+            The rank that has sent it.
+
+        Raises:
+            ConfigError, UnsupportedBufferError, PeerLostError: as for `send`.
+            CollectiveTimeoutError: nothing came in time; what comes later can be received again. If it had begun to
+                come, it goes on to, and ``out`` is overwritten later.
+            MismatchError: what came has another shape or dtype, and is lost; raised here, not where it was sent.
+        """
+        point_to_point, sender = self._to_one(), None if source is None else whole_number("source", source)
+        with _Running(self, "recv", "messages", _nbytes(out), fails=False):
+            transfer = point_to_point.recv_array(out, sender, whole_number("tag", tag))
+            try:
+                point_to_point.wait(transfer)
+            except BaseException:
+                point_to_point.withdraw(transfer)
+                raise
+        assert transfer.peer is not None
+        return transfer.peer
+
+    def sendrecv(self, array: Any, dest: int, out: Any, source: int | None = None, tag: int = 0) -> Any:
+        """Send an array to one rank, and receive another that a rank sends, at the same time; not collective.
+
+        Args:
+            array, dest, tag: as for `send`.
+            out, source, tag: as for `recv`; apart from ``array``. Where ``dest`` and ``source`` are this rank, the
+                array is copied.
+
+        Returns:
+            ``out``.
+
+        Raises:
+            RingReduceError: as for `send` and `recv`.
+        """
+        point_to_point, to = self._to_one(), whole_number("dest", dest)
+        sender, tag = None if source is None else whole_number("source", source), whole_number("tag", tag)
+        with _Running(self, "sendrecv", "messages", _nbytes(array), fails=False):
+            if to == sender == self.rank:
+                self._copy_to_self(array, out)
+                return out
+            coming = point_to_point.recv_array(out, sender, tag)
+            try:
+                point_to_point.wait(point_to_point.send_array(array, to, tag))
+                point_to_point.wait(coming)
+            except BaseException:
+                point_to_point.withdraw(coming)
+                raise
+        return out
+
+    def _to_one(self) -> PointToPoint:
+        self._standing.require_open()
+        if self._point_to_point is None:
+            raise ConfigError("this communicator has no messages from one rank to another")
+        return self._point_to_point
+
+    def _copy_to_self(self, array: Any, out: Any) -> None:
+        source, target = (require_host(operand_of(each), "sendrecv") for each in (array, out))
+        target.require_writable()
+        if source.describe() != target.describe():
+            text = f"sendrecv from rank {self.rank} to itself ({source.describe()}, into {target.describe()})"
+            raise MismatchError({self.rank: text})
+        np.copyto(target.view, source.view)
+
+    # ---- of calls that are made of several collectives ----
+
     def meet(self, text: str) -> None:
         """Return when every rank has called it with this text: before a call that is made of several collectives.
 
@@ -389,7 +489,7 @@ class Communicator(Member):
 
     def _reduce_to_root(self, array: Any, root: int, op: ReduceOp | str, out: Any, algorithm: str | None) -> Any:
         root, kind, is_new = self._require_root(root), ReduceOp.parse(op), out is None
-        source, target = _on_host(operand_of(array), "reduce"), None
+        source, target = require_host(operand_of(array), "reduce"), None
         if self.rank == root:
             out, target = self._operands.result(array, source, source.shape, out)
         self._standing.require_open()
@@ -402,13 +502,13 @@ class Communicator(Member):
             if target is None:
                 chosen.run(flat, None, root)
                 return None
-            with flat_target(_on_host(target, "reduce")) as into:
+            with flat_target(require_host(target, "reduce")) as into:
                 chosen.run(apart(flat, into, 0), into, root)
         return as_given(array, out) if is_new else out
 
     def _gather(self, array: Any, root: int, out: Any, algorithm: str | None) -> Any:
         root = self._require_root(root)
-        source, am_root = _on_host(with_rows(array, "gather"), "gather"), self.rank == root
+        source, am_root = require_host(with_rows(array, "gather"), "gather"), self.rank == root
         self._operands.require_usable(source)
         shape, row = ("*", *source.shape[1:]), prod(source.shape[1:])
         received = RowsReceived(self._operands, array, source, out if am_root else None)
@@ -425,7 +525,7 @@ class Communicator(Member):
         self._standing.require_open()
         source = target = part = None
         if array is not None:
-            source = _on_host(with_rows(array, "scatter"), "scatter")
+            source = require_host(with_rows(array, "scatter"), "scatter")
             rows = source.shape[0]
             if rows % self.size:
                 raise ConfigError(f"scatter: {rows} rows do not divide into {self.size} equal parts")
@@ -434,11 +534,11 @@ class Communicator(Member):
             raise ConfigError("scatter: the root has to pass an array")
         if out is not None:
             if source is None or part is None:
-                target = _on_host(operand_of(out), "scatter")
+                target = require_host(operand_of(out), "scatter")
                 target.require_writable()
                 part = target.shape, target.dtype
             else:
-                target = _on_host(self._operands.result(array, source, part[0], out)[1], "scatter")
+                target = require_host(self._operands.result(array, source, part[0], out)[1], "scatter")
         flat = np.empty(0, np.uint8)
         if source is not None and self.rank == root:
             flat = source.flat().view(np.uint8)
@@ -531,12 +631,18 @@ class _Running:
     """The context of a collective that runs: tells the observers, counts it, and reports errors.
 
     A class, as a generator for a context manager would take a microsecond of the three that a small call has.
+
+    Args:
+        communicator, collective, algorithm, nbytes: what runs.
+        fails: whether an error may be the end of all calls; if not, it concerns this one alone.
     """
 
     __slots__ = ("_algorithm", "_call", "_collective", "_fail", "_instruments", "_tally", "nbytes")
 
-    def __init__(self, communicator: Communicator, collective: str, algorithm: str, nbytes: int) -> None:
-        self._fail = communicator._standing.fail
+    def __init__(
+        self, communicator: Communicator, collective: str, algorithm: str, nbytes: int, *, fails: bool = True
+    ) -> None:
+        self._fail = communicator._standing.fail if fails else None
         self._instruments = communicator.instruments
         self._tally = communicator.tallies[collective]
         self._collective = collective
@@ -551,7 +657,8 @@ class _Running:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
-            self._fail(error)
+            if self._fail is not None:
+                self._fail(error)
             return
         self._call[1] = ended = perf_counter()
         seconds = ended - self._call[0]
@@ -564,17 +671,8 @@ class _Running:
             instruments.tell("collective_finished", self._collective, self._algorithm, self.nbytes, seconds)
 
 
-def _on_host(operand: AnyOperand, what: str) -> Operand:
-    """Return the memory of an array of a collective that takes none in device memory.
-
-    Raises:
-        UnsupportedBufferError: it is there.
-    """
-    if not isinstance(operand, Operand):
-        raise UnsupportedBufferError(
-            f"{what} takes arrays in host memory, as no GPU has run it yet; pass a copy of the array on the CPU"
-        )
-    return operand
+def _nbytes(array: Any) -> int:
+    return operand_of(array).nbytes
 
 
 def _length(part: slice) -> int:

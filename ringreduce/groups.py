@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.buffers import Operand, like, operand_of
+from ringreduce.buffers import Operand, like, operand_of, require_host
 from ringreduce.calls import Called, Stack, program_stack
 from ringreduce.communicator import Communicator
 from ringreduce.config import Config
@@ -152,7 +151,7 @@ class Group:
             if self.rank == root:
                 _host(array).require_writable()
                 room = like(given, (self.size, operand.count))
-            text = f"reduce({op}, root {root}, {_what(operand)})"
+            text = f"reduce({op}, root {root}, {operand.describe()})"
         self.communicator.meet(text)
         self.communicator.gather(_rows(given, operand), root, out=room)
         if room is not None:
@@ -211,7 +210,7 @@ class Group:
         with self.preparing(name):
             source = _integers(array, op)
             every = like(array, (self.size, source.count))
-            text = f"{name}({op}, {_what(source)})"
+            text = f"{name}({op}, {source.describe()})"
         self.communicator.meet(text)
         self.communicator.allgather(_rows(array, source), out=every)
         return _bit_by_bit(every, op).reshape(source.shape)
@@ -375,21 +374,11 @@ class Group:
             peer: another rank of the group.
             tag: at least 0, at most 2^63 - 1.
         """
-        self._require_peer(peer)
-        source = _host(array)
-        return self._messages.send(source.flat().view(np.uint8), _what(source), peer, _tag(tag))
+        return self._messages.send_array(array, peer, tag)
 
     def recv(self, array: Any, peer: int | None, tag: int = 0) -> Transfer:
         """Begin to receive into an array; arguments as for `send`, and peer None: from any rank."""
-        if peer is not None:
-            self._require_peer(peer)
-        target = _host(array)
-        target.require_writable()
-        room, store = target.view, None
-        if not target.contiguous:
-            room = np.empty(target.shape, target.dtype.storage)
-            store = partial(np.copyto, target.view, room)
-        return self._messages.recv(room.reshape(-1).view(np.uint8), _what(target), peer, _tag(tag), store)
+        return self._messages.recv_array(array, peer, tag)
 
     def wait(self, transfer: Transfer, timeout_s: float | None = None) -> None:
         """Return once a message was sent or received; see `PointToPoint.wait`."""
@@ -445,12 +434,6 @@ class Group:
     def preparing(self, name: str) -> _Preparing:
         """Return the context of what a call does before it communicates: a failure there is told to the others."""
         return _Preparing(self.communicator, name)
-
-    def _require_peer(self, peer: int) -> None:
-        if not 0 <= peer < self.size or peer == self.rank:
-            raise ConfigError(
-                f"messages go to other ranks of the group, 0 to {self.size - 1}; rank {self.rank} named {peer}"
-            )
 
     def _one_per_rank(self, name: str, arrays: Sequence[Any] | None) -> list[Operand]:
         if arrays is None or len(arrays) != self.size:
@@ -519,17 +502,7 @@ class _Preparing:
 
 
 def _host(array: Any) -> Operand:
-    """Look at an array in host memory.
-
-    Raises:
-        UnsupportedBufferError: it is in device memory, or no array that collectives take.
-    """
-    operand = operand_of(array)
-    if not isinstance(operand, Operand):
-        raise UnsupportedBufferError(
-            "arrays in device memory are not supported in groups, as no GPU has run that yet; pass arrays on the CPU"
-        )
-    return operand
+    return require_host(operand_of(array), "a group")
 
 
 def _flat(array: Any, operand: Operand) -> Any:
@@ -559,16 +532,6 @@ def _bit_by_bit(rows: Any, op: str) -> npt.NDArray[Any]:
     ufunc: Any = getattr(np, op)
     result: npt.NDArray[Any] = ufunc.reduce(_host(rows).view, axis=0)
     return result
-
-
-def _what(operand: Operand) -> str:
-    return f"{operand.dtype.name}, shape {' x '.join(map(str, operand.shape)) or 'of a number'}"
-
-
-def _tag(tag: int) -> int:
-    if not 0 <= tag < 1 << 63:
-        raise ConfigError(f"tags are at least 0, got {tag}")
-    return tag
 
 
 def _require_usable(outputs: Sequence[Operand], inputs: Sequence[Operand]) -> None:

@@ -57,10 +57,13 @@ __all__ = [
     "rank",
     "record",
     "recoveries",
+    "recv",
     "reduce",
     "reduce_scatter",
     "remove_process_set",
     "scatter",
+    "send",
+    "sendrecv",
     "set_conventions",
     "shutdown",
     "size",
@@ -427,6 +430,21 @@ def broadcast(array: Any, root: int = 0, *, out: Any = None, algorithm: str | No
 def alltoall(array: Any, splits: Sequence[int] | None = None, *, out: Any = None, algorithm: str | None = None) -> Any:
     """Send every rank its part and get one's own of all; see `Communicator.alltoall`."""
     return world().alltoall(array, splits, out=out, algorithm=algorithm)
+
+
+def send(array: Any, dest: int, tag: int = 0) -> None:
+    """Send an array to a rank that receives it; see `Communicator.send`."""
+    world().send(array, dest, tag)
+
+
+def recv(out: Any, source: int | None = None, tag: int = 0) -> int:
+    """Receive an array that a rank sends; returns that rank; see `Communicator.recv`."""
+    return world().recv(out, source, tag)
+
+
+def sendrecv(array: Any, dest: int, out: Any, source: int | None = None, tag: int = 0) -> Any:
+    """Send an array to one rank and receive another from one, at the same time; see `Communicator.sendrecv`."""
+    return world().sendrecv(array, dest, out, source, tag)
 
 
 def barrier() -> None:
