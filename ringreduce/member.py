@@ -159,7 +159,14 @@ class Member:
         return self.gpu.choice(DType.of(dtype), ReduceOp.parse(op), algorithm)
 
     def transport_name(self, algorithm: str, collective: Collective | str = Collective.ALLREDUCE) -> str:
-        """Return what moves the bytes of ``algorithm`` here: ``"shared"``, ``"mpi"``, ``"shared+mpi"``, ..."""
+        """Return what moves the bytes of ``algorithm`` here: ``"shared"``, ``"mpi"``, ``"shared+mpi"``, ...
+
+        Args:
+            algorithm: a name from `algorithms`; ``"messages"``: of `Communicator.send` and its kind.
+            collective: of the algorithm.
+        """
+        if algorithm == "messages":
+            return self._context.messages.name
         if algorithm == NCCL:
             return algorithm
         choice = forced(self._described(collective, 1), algorithm)
