@@ -18,6 +18,7 @@ from ringreduce.errors import ConfigError, MismatchError
 from ringreduce.member import Member
 from ringreduce.partition import Partition
 from ringreduce.paths import DETERMINISTIC, Choice, Chosen, Feedback, Signature, codec_for
+from ringreduce.paths.bound import NOTHING
 from ringreduce.paths.operands import AnyOperand, PartReceived, RowsReceived, apart, flat_target, same, with_rows
 from ringreduce.paths.path import Offer, part_offer
 from ringreduce.reduce_ops import SUM, ReduceOp
@@ -170,6 +171,10 @@ class Communicator(Member):
             ConfigError: there is no such rank, op or algorithm; or it cannot run here.
             UnsupportedBufferError: the array is in device memory.
         """
+        if type(root) is int:
+            repeated = self._bound.repeat("reduce", array, out if root == self.rank else None, op, algorithm, root)
+            if repeated is not None:
+                return None if repeated is NOTHING else repeated
         return self._standing.call("reduce", self._reduce_to_root, array, root, op, out, algorithm)
 
     def gather(self, array: Any, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> Any:
@@ -191,6 +196,10 @@ class Communicator(Member):
             UnsupportedBufferError: the array is in device memory.
             MismatchError: at the root, ``out`` has not as many rows as all arrays together.
         """
+        if type(root) is int:
+            repeated = self._bound.repeat("gather", array, out if root == self.rank else None, None, algorithm, root)
+            if repeated is not None:
+                return None if repeated is NOTHING else repeated
         return self._standing.call("gather", self._gather, array, root, out, algorithm)
 
     def scatter(self, array: Any, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> Any:
@@ -500,10 +509,16 @@ class Communicator(Member):
         with _Running(self, "reduce", chosen.choice.algorithm, nbytes):
             flat = source.flat()
             if target is None:
-                chosen.run(flat, None, root)
-                return None
-            with flat_target(require_host(target, "reduce")) as into:
-                chosen.run(apart(flat, into, 0), into, root)
+                again = chosen.run(flat, None, root)
+            else:
+                with flat_target(require_host(target, "reduce")) as into:
+                    flat = apart(flat, into, 0)
+                    again = chosen.run(flat, into, root)
+        used, given_out = Operand(flat, source.dtype), None if is_new else out
+        if target is None:
+            self._bound.bind_for_others("reduce", array, (op, algorithm), again, used, root)
+            return None
+        self._bound.bind("reduce", array, given_out, (op, algorithm), again, used, target, nbytes, root)
         return as_given(array, out) if is_new else out
 
     def _gather(self, array: Any, root: int, out: Any, algorithm: str | None) -> Any:
@@ -515,10 +530,17 @@ class Communicator(Member):
         chosen = self._selection.other(Collective.GATHER, source.dtype, shape, algorithm, f"root {root}")
         running = _Running(self, "gather", chosen.choice.algorithm, source.nbytes * (self.size if am_root else 1))
         with running:
-            chosen.run(source.flat(), Offer(received.room, (source.shape[0],)), row, received, root)
+            flat = source.flat()
+            again = chosen.run(flat, Offer(received.room, (source.shape[0],)), row, received, root)
             if received.target is not None:
                 running.nbytes = received.target.nbytes
-        return received.store() if am_root else None
+        used = Operand(flat, source.dtype)
+        if not am_root:
+            self._bound.bind_for_others("gather", array, (None, algorithm), again, used, root)
+            return None
+        result, nbytes = received.store(), running.nbytes
+        self._bound.bind("gather", array, out, (None, algorithm), again, used, received.target, nbytes, root)
+        return result
 
     def _scatter(self, array: Any, root: int, out: Any, algorithm: str | None) -> Any:
         root = self._require_root(root)

@@ -90,13 +90,13 @@ class SharedMemory(Path):
 
     def reduce(self, task: Task, source: Array, target: Array | None, root: int) -> Again:
         context, count = self._context, source.size
-        if task.algorithm != "load":  # on one node the hierarchical algorithms are the two-shot, too
-            key = task.signature.code, address_of(source), -1 if target is None else address_of(target)
-            made: _ToRoot = self._plans.get(key, lambda: _ToRoot(context, self._scratch, task, source, target, root))
-            made.run()
-            return None
-        lay_out = partial(_reduce_layout, context.rank, root, context.topology.size, count)
         into = Operand(np.empty(0, source.dtype) if target is None else target, task.dtype)
+        if task.algorithm != "load":  # on one node the hierarchical algorithms are the two-shot, too
+            key = task.signature.code, address_of(source)
+            to_root: _ToRoot = self._plans.get(key, lambda: _ToRoot(context, self._scratch, task, source, root))
+            to_root.run(lambda _: into)
+            return to_root.run
+        lay_out = partial(_reduce_layout, context.rank, root, context.topology.size, count)
         return self._run(
             *(Collective.REDUCE, task, source, None, lay_out, lambda _: into), root=root, read=context.rank != root
         )
@@ -570,7 +570,7 @@ class _TwoShot:
 
 
 class _ToRoot:
-    """A reduction to one rank on one node, for one array of this rank and, on the root, one result.
+    """A reduction to one rank on one node, for one array of this rank.
 
     Each rank reduces its block right into the root's result. Where that is private, the rank reduces into scratch and
     copies from there, piece by piece; what no other rank can copy goes through the arena.
@@ -580,14 +580,10 @@ class _ToRoot:
         scratch: of the path.
         task: how.
         source: this rank's input; it is not kept.
-        target: the result, on the root; it is not kept.
-        root: who gets it.
+        root: who gets the result.
     """
 
-    def __init__(
-        self, context: Context, scratch: _Scratch, task: Task, source: Array, target: Array | None, root: int
-    ) -> None:
-        arena = context.arena
+    def __init__(self, context: Context, scratch: _Scratch, task: Task, source: Array, root: int) -> None:
         self._context = context
         self._scratch = scratch
         self._board = context.board
@@ -595,36 +591,47 @@ class _ToRoot:
         self._text = task.signature.text
         self._root = root
         self._source = unowned(source)
-        self._target = None if target is None else unowned(target)
-        self._arrival = Arrival(
-            task.signature.text,
-            task.signature.code,
-            arena.place(address_of(source), source.nbytes),
-            NOWHERE if target is None else arena.place(address_of(target), target.nbytes),
-        )
+        place = context.arena.place(address_of(source), source.nbytes)
+        self._arrival = Arrival(task.signature.text, task.signature.code, place)
+        #: On the root, by the address of the result: that, not kept, and what is said of it.
+        self._results: dict[int, tuple[Array, Arrival]] = {}
         #: By the places of this rank and of the others.
         self._bound: dict[tuple[int, ...], list[Callable[[], object]]] = {}
 
-    def run(self) -> None:
-        """Reduce."""
+    def run(self, result: Result) -> None:
+        """Reduce; the root alone is asked for a result."""
         arena, mine, blocks = self._context.arena, self._arrival, []
+        target: Array | None = None
+        if self._root == self._context.rank:
+            target, mine = self._known(result([]))
         if mine.source == NOWHERE:
             blocks.append(arena.allocate(self._source.nbytes))
             np.copyto(self._view(blocks[0]), self._source)
             mine = mine._replace(source=blocks[0].location.packed)
-        result = self._target
-        if result is not None and mine.target == NOWHERE:
-            blocks.append(arena.allocate(result.nbytes))
-            result, mine = self._view(blocks[-1]), mine._replace(target=blocks[-1].location.packed)
-        self._carry_out(mine, result)
-        if self._target is not None and result is not None and result is not self._target:
-            np.copyto(self._target, result)
+        room = target
+        if room is not None and mine.target == NOWHERE:
+            blocks.append(arena.allocate(room.nbytes))
+            room, mine = self._view(blocks[-1]), mine._replace(target=blocks[-1].location.packed)
+        self._carry_out(mine, room)
+        if target is not None and room is not None and room is not target:
+            np.copyto(target, room)
         for block in blocks:  # after a failure they stay: a rank that is late may still store there
             arena.release(block)
+
+    def _known(self, target: Operand) -> tuple[Array, Arrival]:
+        found = self._results.get(target.address)
+        if found is None:
+            if len(self._results) >= _BOUND:
+                self._results.clear()
+            place = self._context.arena.place(target.address, target.nbytes)
+            found = unowned(target.flat()), self._arrival._replace(target=place)
+            self._results[target.address] = found
+        return found
 
     def close(self) -> None:
         """Forget what was bound; a caller who still holds this binds again."""
         self._bound.clear()
+        self._results.clear()
 
     def _view(self, block: Block) -> Array:
         return self._context.arena.view(block.location, self._source.dtype, self._source.size)
