@@ -77,6 +77,7 @@ class Communicator(Member):
         gpu: this rank's, once it is used.
         instruments: the observers of its collectives.
         tallies: what the calls of each collective add up to, by its name.
+        message_tallies: the same of what goes from one rank to another.
     """
 
     # ---- collectives ----
@@ -307,7 +308,7 @@ class Communicator(Member):
             PeerLostError: a rank of this machine is gone.
         """
         point_to_point = self._to_one()
-        with _Running(self, "send", "messages", _nbytes(array), fails=False):
+        with _Running(self, "send", "messages", _nbytes(array)):
             point_to_point.wait(point_to_point.send_array(array, whole_number("dest", dest), whole_number("tag", tag)))
 
     def recv(self, out: Any, source: int | None = None, tag: int = 0) -> int:
@@ -328,7 +329,7 @@ class Communicator(Member):
             MismatchError: what came has another shape or dtype, and is lost; raised here, not where it was sent.
         """
         point_to_point, sender = self._to_one(), None if source is None else whole_number("source", source)
-        with _Running(self, "recv", "messages", _nbytes(out), fails=False):
+        with _Running(self, "recv", "messages", _nbytes(out)):
             transfer = point_to_point.recv_array(out, sender, whole_number("tag", tag))
             try:
                 point_to_point.wait(transfer)
@@ -354,7 +355,7 @@ class Communicator(Member):
         """
         point_to_point, to = self._to_one(), whole_number("dest", dest)
         sender, tag = None if source is None else whole_number("source", source), whole_number("tag", tag)
-        with _Running(self, "sendrecv", "messages", _nbytes(array), fails=False):
+        with _Running(self, "sendrecv", "messages", _nbytes(array)):
             if to == sender == self.rank:
                 self._copy_to_self(array, out)
                 return out
@@ -653,20 +654,15 @@ class _Running:
     """The context of a collective that runs: tells the observers, counts it, and reports errors.
 
     A class, as a generator for a context manager would take a microsecond of the three that a small call has.
-
-    Args:
-        communicator, collective, algorithm, nbytes: what runs.
-        fails: whether an error may be the end of all calls; if not, it concerns this one alone.
+    Errors of messages from one rank to another concern these alone, and they are not among the calls that all make.
     """
 
     __slots__ = ("_algorithm", "_call", "_collective", "_fail", "_instruments", "_tally", "nbytes")
 
-    def __init__(
-        self, communicator: Communicator, collective: str, algorithm: str, nbytes: int, *, fails: bool = True
-    ) -> None:
-        self._fail = communicator._standing.fail if fails else None
+    def __init__(self, communicator: Communicator, collective: str, algorithm: str, nbytes: int) -> None:
+        self._fail = communicator._standing.fail if collective in communicator.tallies else None
         self._instruments = communicator.instruments
-        self._tally = communicator.tallies[collective]
+        self._tally = (communicator.tallies if self._fail else communicator.message_tallies)[collective]
         self._collective = collective
         self._algorithm = algorithm
         self.nbytes = nbytes
@@ -675,7 +671,8 @@ class _Running:
         if self._instruments.observers:
             self._instruments.tell("collective_started", self._collective, self._algorithm, self.nbytes)
         self._call: list[Any] = [perf_counter(), 0.0, self._collective, self.nbytes]
-        self._instruments.calls.append(self._call)
+        if self._fail is not None:  # the calls that are kept have the same numbers on all ranks
+            self._instruments.calls.append(self._call)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:

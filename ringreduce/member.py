@@ -44,7 +44,8 @@ class Member:
         self.gpu = Gpu(context, self._standing, cuda_driver, cupy_nccl)
         self._operands = Operands(self._standing, self.gpu, context.arena, shares_results=context.topology.size > 1)
         self.instruments = context.instruments
-        self.tallies = {each: Tally() for each in (*(each.value for each in Collective), "send", "recv", "sendrecv")}
+        self.tallies = {each.value: Tally() for each in Collective}
+        self.message_tallies = {name: Tally() for name in ("send", "recv", "sendrecv")}
         self._bound = BoundCalls(self._standing, self._operands, self.instruments, self.tallies)
         self.rank = context.rank
         self.topology = context.topology
