@@ -56,6 +56,7 @@ class _Names(click.ParamType[tuple[str, ...]]):
 
 
 _NBYTES = _Nbytes()
+_WITH_ALGORITHMS = [name for name, each in COLLECTIVES.items() if not each.point_to_point]
 _EXAMPLES = """\b
 Examples:
   mpirun -np 2 python -m ringreduce bench allreduce -b 8 -e 64M -f 8
@@ -105,7 +106,7 @@ Examples:
     default="float",
     help="Element types, or all (those of nccl-tests).",
 )
-@click.option("-r", "--root", type=click.IntRange(0), default=0, help="The rank that broadcasts.")
+@click.option("-r", "--root", type=click.IntRange(0), default=0, help="Of broadcast, reduce, gather and scatter.")
 @click.option("--algorithm", default="auto", help="auto, all, or a name as `explain` prints it.")
 @click.option(
     "--buffers",
@@ -130,7 +131,8 @@ Examples:
 @click.option("-J", "--output_file", type=click.Path(dir_okay=False), help="Write the JSON report there as well.")
 @click.option("-I", "--per_iter_timing", "per_iteration", is_flag=True, help="Show how the iterations' times spread.")
 def bench(**options: Any) -> int:
-    """Measure a COLLECTIVE: allreduce, reduce_scatter, allgather, broadcast or alltoall; or async, or recovery.
+    """Measure a COLLECTIVE: allreduce, reduce_scatter, allgather, broadcast, alltoall, reduce, gather or scatter; or
+    messages: sendrecv, latency or bandwidth; or async, or recovery.
 
     Flags, sizes and columns are those of nccl-tests; but the size of -e is measured too where the steps jump over it,
     and -o, -d and --vs take several names with commas. The time of an iteration is the slowest rank's, the figure is
@@ -144,6 +146,9 @@ def bench(**options: Any) -> int:
 
     With --device cuda, times are those between events on the stream, "bound" is the share of the GPU's own copy
     bandwidth (2 P n bytes for P ranks on it), and the peers are MPI by hand through pinned memory and Gloo on tensors.
+
+    In sendrecv each rank sends to the next one while it receives. The other two are between ranks 0 and 1: latency is
+    half the time there and back, and bandwidth is of 16 messages one after the other, which are answered then.
 
     With async, measure named asynchronous allreduces instead: the latency of one of 4 B, and 160 of 64 KiB that are
     submitted together. Of the options, -n and --format json have a meaning there.
@@ -170,7 +175,7 @@ def bench(**options: Any) -> int:
 
 
 @click.command(short_help="Say what would run, and why.")
-@click.argument("collective", metavar="[COLLECTIVE]", type=click.Choice(list(COLLECTIVES)), default="allreduce")
+@click.argument("collective", metavar="[COLLECTIVE]", type=click.Choice(_WITH_ALGORITHMS), default="allreduce")
 @click.option("-b", "--minbytes", type=_NBYTES, default="8", help="First size; takes K, M, G.")
 @click.option("-e", "--maxbytes", type=_NBYTES, show_default="64M, or --minbytes", help="Last size.")
 @click.option("-f", "--stepfactor", type=click.IntRange(2), default=8, help="From size to size.")

@@ -38,7 +38,10 @@ def test_table_of_two_ranks(mpirun: Run):
     assert "# Out of bounds values : 0 OK" in done.stdout
 
 
-@pytest.mark.parametrize("collective", ["reduce_scatter", "allgather", "broadcast", "alltoall"])
+@pytest.mark.parametrize(
+    "collective",
+    ["reduce_scatter", "allgather", "broadcast", "alltoall", "reduce", "gather", "scatter", "sendrecv", "latency"],
+)
 def test_other_collectives_of_three_ranks(mpirun: Run, collective: str):
     """Every collective runs and verifies on an odd number of ranks, beside MPI's own."""
     done = mpirun(3, "bench", collective, "-b", "8", "-e", "32K", "-f", "64", "-n", "3", "--vs", "mpi", "-d", "int32")
