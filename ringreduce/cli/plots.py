@@ -37,7 +37,7 @@ def require_matplotlib(path: str | None = None) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ConfigError("pictures need matplotlib, which is not installed: pip install 'ringreduce[plot]'") from None
+        raise ConfigError("pictures need matplotlib, which is not installed: pip install matplotlib") from None
     if path is not None and Path(path).suffix not in _SUFFIXES:
         raise ConfigError(f"the name of a picture ends in {', '.join(_SUFFIXES)}; got {path}")
 
