@@ -128,20 +128,14 @@ def test_asynchronous_operations(mpirun: Run):
 def test_all_collectives_on_a_page_with_pictures(mpirun: Run, tmp_path: Path) -> None:
     """Everything is measured and right, and the page shows each."""
     pytest.importorskip("matplotlib")
-    page = tmp_path / "report.html"
-    done = mpirun(
-        2,
-        "bench",
-        "all",
-        *["-b", "8", "-e", "4K", "-f", "512", "-n", "5", "-w", "1", "--vs", "mpi", "--report"],
-        str(page),
-    )
+    page, few = tmp_path / "report.html", ["-b", "8", "-e", "4K", "-f", "512", "-n", "5", "-w", "1"]
+    done = mpirun(2, "bench", "all", *few, "--vs", "mpi", "--report", str(page))
     assert done.returncode == 0, done.stderr
     text = page.read_text()
     assert done.stdout.count("Out of bounds values : 0 OK") == text.count("<svg") == len(COLLECTIVES)
     assert all(f"<h2>{name}</h2>" in text for name in COLLECTIVES)
     picture = tmp_path / "allreduce.svg"
-    done = mpirun(2, "bench", "allreduce", *["-b", "8", "-e", "4K", "-n", "5", "-w", "1", "--plot"], str(picture))
+    done = mpirun(2, "bench", "allreduce", *few, "--plot", str(picture))
     assert done.returncode == 0, done.stderr
     assert "<svg" in picture.read_text()
 
