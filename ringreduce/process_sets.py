@@ -19,7 +19,7 @@ from ringreduce.transport.checked import CheckedMessages
 from ringreduce.transport.control import SharedControlChannel
 from ringreduce.transport.messages import Messages
 from ringreduce.transport.node import host_name, join
-from ringreduce.transport.shared import MemfdSegments
+from ringreduce.transport.segments import MemfdSegments
 from ringreduce.transport.waiting import Waiter
 
 __all__ = ["Parts", "ProcessSet", "connect", "context_of"]

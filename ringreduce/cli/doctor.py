@@ -31,7 +31,7 @@ from ringreduce.transport.device import join_devices
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.messages import Messages
 from ringreduce.transport.node import Node, host_name, join
-from ringreduce.transport.shared import MemfdSegments
+from ringreduce.transport.segments import MemfdSegments
 from ringreduce.transport.waiting import Waiter
 from ringreduce.worlds import tuning_key
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from ringreduce.buffers.cuda.inventory import Inventory, take_inventory
 from ringreduce.config import LAUNCHERS, Config
 from ringreduce.errors import TransportError
-from ringreduce.transport.shared import MemfdSegments
+from ringreduce.transport.segments import MemfdSegments
 
 __all__ = ["LIBRARIES", "ROOT_ALLOWED", "Facts", "Mpi", "World", "clash", "collect", "family", "mpi_facts", "stranger"]
 

@@ -18,10 +18,10 @@ from ringreduce.partition import Segment
 from ringreduce.paths.cleanup import close_all
 from ringreduce.topology import Topology
 from ringreduce.transport.agreement import Agreement
+from ringreduce.transport.arena import NOWHERE, Arena, Location
 from ringreduce.transport.board import Arrival, Board, signature_hash
 from ringreduce.transport.messages import Messages, exchange_json
 from ringreduce.transport.node import Node
-from ringreduce.transport.shared import NOWHERE, Arena, Location
 from ringreduce.transport.waiting import Waiter
 
 __all__ = ["Cache", "Context", "Signature"]

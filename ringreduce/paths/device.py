@@ -50,10 +50,10 @@ from ringreduce.partition import Partition
 from ringreduce.paths.cleanup import close_all, keep_mapped
 from ringreduce.paths.context import Context, Signature
 from ringreduce.paths.on_device import OnDevice
+from ringreduce.transport.arena import NOWHERE, Location
 from ringreduce.transport.board import Arrival
 from ringreduce.transport.device import DeviceBlock, DeviceNode
 from ringreduce.transport.messages import StepFailedError, exchange_json, together
-from ringreduce.transport.shared import NOWHERE, Location
 
 __all__ = ["DeviceAllreduce"]
 

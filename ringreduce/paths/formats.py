@@ -27,7 +27,7 @@ from ringreduce.paths.messages import BoundPlan
 from ringreduce.paths.operands import same
 from ringreduce.paths.path import Task
 from ringreduce.reduce_ops import ReduceOp
-from ringreduce.transport.shared import Location
+from ringreduce.transport.arena import Location
 from ringreduce.wire import CODECS, Codec
 
 __all__ = ["Feedback", "Formats", "codec_for"]

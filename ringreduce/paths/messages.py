@@ -35,7 +35,7 @@ from ringreduce.paths.path import (
 )
 from ringreduce.paths.shared import locate, peer_views, touches_memory
 from ringreduce.reduce_ops import ReduceOp
-from ringreduce.transport.shared import Location
+from ringreduce.transport.arena import Location
 
 __all__ = ["BoundPlan", "Hierarchy", "Library", "Messages"]
 

@@ -16,7 +16,7 @@ from ringreduce.errors import UnsupportedBufferError
 from ringreduce.paths.gpu import Gpu
 from ringreduce.paths.path import part_told
 from ringreduce.paths.standing import Standing
-from ringreduce.transport.shared import Arena
+from ringreduce.transport.arena import Arena
 
 __all__ = [
     "AnyOperand",

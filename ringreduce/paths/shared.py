@@ -37,8 +37,8 @@ from ringreduce.paths.path import (
     rows_received,
 )
 from ringreduce.reduce_ops import ReduceOp
+from ringreduce.transport.arena import MAILED, NOWHERE, Block, Location
 from ringreduce.transport.board import Arrival
-from ringreduce.transport.shared import MAILED, NOWHERE, Block, Location
 
 __all__ = ["SharedMemory", "locate", "peer_views", "touches_memory"]
 

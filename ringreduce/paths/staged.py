@@ -26,7 +26,7 @@ from ringreduce.buffers.cuda.driver import Driver, Stream
 from ringreduce.errors import TransportError
 from ringreduce.partition import pieces
 from ringreduce.paths.cleanup import close_all, keep_mapped
-from ringreduce.transport.shared import Arena
+from ringreduce.transport.arena import Arena
 
 __all__ = ["Staging"]
 

@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from ringreduce.calls import Called, GivenUp, disagreement
 from ringreduce.errors import CollectiveError, PeerLostError
-from ringreduce.transport.shared import NOWHERE, Arena, Location
+from ringreduce.transport.arena import NOWHERE, Arena, Location
 from ringreduce.transport.waiting import Waiter
 
 __all__ = ["MAILBOX_NBYTES", "STAGE_NBYTES", "Arrival", "Board", "fence", "signature_hash"]
@@ -74,7 +74,7 @@ class Arrival(NamedTuple):
     Attributes:
         signature: what it calls.
         code: `signature_hash` of that.
-        source: the place of its input, see `ringreduce.transport.shared`.
+        source: the place of its input, see `ringreduce.transport.arena`.
         target: the place of its result.
     """
 

@@ -27,9 +27,10 @@ import numpy.typing as npt
 from ringreduce.buffers import address_of
 from ringreduce.buffers.cuda.driver import Driver, Event, Stream
 from ringreduce.errors import CollectiveTimeoutError, TransportError
+from ringreduce.transport.arena import Arena, Block, Location
 from ringreduce.transport.messages import Messages, StepFailedError, exchange_json, together
 from ringreduce.transport.node import Node
-from ringreduce.transport.shared import Arena, Block, Location, Segments
+from ringreduce.transport.segments import Segments
 from ringreduce.transport.waiting import Waiter
 
 __all__ = ["DeviceArena", "DeviceBlock", "DeviceNode", "join_devices", "untouchable"]

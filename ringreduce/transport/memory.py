@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ringreduce.errors import CollectiveTimeoutError
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.transport.messages import Request
-from ringreduce.transport.shared import Segments
+from ringreduce.transport.segments import Segments
 from ringreduce.transport.waiting import Waiter
 
 __all__ = ["MemoryMessages", "MemorySegments", "MemoryWorld"]

@@ -16,9 +16,10 @@ from ringreduce.buffers import address_of
 from ringreduce.config import Config
 from ringreduce.errors import TransportError
 from ringreduce.topology import Topology
+from ringreduce.transport.arena import Arena, Block, Location, memory_nbytes
 from ringreduce.transport.board import Board
 from ringreduce.transport.messages import Messages, StepFailedError, exchange_json, together
-from ringreduce.transport.shared import Arena, Block, Location, PrivateSegments, Segments, memory_nbytes
+from ringreduce.transport.segments import PrivateSegments, Segments
 from ringreduce.transport.waiting import Waiter
 
 __all__ = ["Node", "host_name", "join", "pid_namespace"]

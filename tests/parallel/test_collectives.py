@@ -13,7 +13,7 @@ from ringreduce.testing import check_choices, check_collectives, check_messages,
 from ringreduce.transport.checked import CheckedMessages
 from ringreduce.transport.mpi import MpiMessages
 from ringreduce.transport.node import host_name, join
-from ringreduce.transport.shared import MemfdSegments
+from ringreduce.transport.segments import MemfdSegments
 from ringreduce.transport.waiting import Waiter
 
 

@@ -15,7 +15,7 @@ from ringreduce.paths import Context
 from ringreduce.testing import caught
 from ringreduce.transport.mpi import MpiMessages
 from ringreduce.transport.node import host_name, join
-from ringreduce.transport.shared import MemfdSegments
+from ringreduce.transport.segments import MemfdSegments
 from ringreduce.transport.waiting import Waiter
 
 PRIVATE = MPI.COMM_WORLD.Dup()

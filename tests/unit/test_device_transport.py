@@ -15,11 +15,12 @@ from ringreduce.buffers.cuda.driver import Driver
 from ringreduce.config import Config
 from ringreduce.errors import TransportError, UnsupportedBufferError
 from ringreduce.testing import run_threads
+from ringreduce.transport.arena import Arena, Location
 from ringreduce.transport.device import DeviceArena, DeviceNode, join_devices
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.messages import Messages
 from ringreduce.transport.node import join
-from ringreduce.transport.shared import Arena, Location, PrivateSegments
+from ringreduce.transport.segments import PrivateSegments
 from ringreduce.transport.waiting import Waiter
 
 CONFIG = Config(timeout_s=20.0)

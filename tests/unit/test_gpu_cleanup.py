@@ -23,7 +23,8 @@ from ringreduce.paths.staged import Staging
 from ringreduce.process_sets import Parts
 from ringreduce.testing import caught, run_engines, run_ranks
 from ringreduce.transport import nccl as transport
-from ringreduce.transport.shared import Arena, PrivateSegments
+from ringreduce.transport.arena import Arena
+from ringreduce.transport.segments import PrivateSegments
 from ringreduce.transport.waiting import Waiter
 
 

@@ -13,9 +13,9 @@ from ringreduce.config import Config
 from ringreduce.errors import TransportError
 from ringreduce.testing import run_threads
 from ringreduce.transport import node
+from ringreduce.transport.arena import Array
 from ringreduce.transport.memory import MemorySegments, MemoryWorld
 from ringreduce.transport.node import Node, join
-from ringreduce.transport.shared import Array
 from ringreduce.transport.waiting import Waiter
 
 SIZE = 3

@@ -19,7 +19,8 @@ from ringreduce.paths import staged
 from ringreduce.paths.staged import Staging
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.testing import assert_equal, caught, expected, run_ranks, sample
-from ringreduce.transport.shared import Arena, PrivateSegments
+from ringreduce.transport.arena import Arena
+from ringreduce.transport.segments import PrivateSegments
 
 SHARED = pytest.mark.parametrize("shared", [False, True], ids=["staged", "kernels"])
 WORLDS = pytest.mark.parametrize(("size", "node_size"), [(1, None), (2, None), (3, None), (4, None), (4, 2), (3, 1)])
@@ -382,7 +383,7 @@ def test_kernels_that_find_no_memory_leave_it_to_the_host(
             assert (array.get(array.stream) == 3).all()
             driver.fail("allocate", after=1000)
 
-    monkeypatch.setattr("ringreduce.transport.shared.Segments.nbytes", 1 << 20)  # so that the second array needs more
+    monkeypatch.setattr("ringreduce.transport.segments.Segments.nbytes", 1 << 20)  # so that the second array needs more
     with caplog.at_level(logging.WARNING, "ringreduce"):
         on_gpus(2, check, shared=True)
     assert "rank 1 has no device memory left" in caplog.text

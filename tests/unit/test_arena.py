@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from ringreduce.errors import TransportError
 from ringreduce.processes import Forked
 from ringreduce.testing import run_threads
+from ringreduce.transport.arena import Arena, Block, Location
 from ringreduce.transport.memory import MemoryWorld
-from ringreduce.transport.shared import Arena, Block, Location, MemfdSegments, PrivateSegments
+from ringreduce.transport.segments import MemfdSegments, PrivateSegments
 
 PAGE = 4096
 UINT8 = np.dtype(np.uint8)
