@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 
+import yaml
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -28,6 +29,7 @@ PAGES = {
 ASSETS = ("iframe-worker.js", "site.css")
 
 LINK = re.compile(r"\]\((?!\w+:|#)([^)\s#]+)(#[^)\s]*)?\)")
+YAML = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SETUP = re.compile(r"^<!-- example: setup\n.*?^-->\n", re.MULTILINE | re.DOTALL)  # for tests/unit/test_docs.py alone
 DRAWING = re.compile(r"<!-- drawing: (\w+) (\w+) (\d+)x(\d+) -->")
 
@@ -45,7 +47,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point links to where their targets are on the site, and draw."""
+    """Point links to where their targets are on the site, draw, and see that examples of YAML are well formed."""
+    for example in YAML.findall(markdown):
+        yaml.safe_load(example)
     if page.file.generated_by is None:
         markdown = _linked(markdown, posixpath.dirname(f"docs/{page.file.src_uri}"), f"docs/{page.file.src_uri}")
     markdown = SETUP.sub("", markdown)
