@@ -24,6 +24,7 @@ from ringreduce.reduce_ops import *  # noqa: F403
 from ringreduce.reproducible import ReproducibleAccumulator, reproducible_allreduce
 from ringreduce.runtime import *  # noqa: F403
 from ringreduce.topology import Topology
+from ringreduce.training.averages import weighted_average
 from ringreduce.training.objects import allgather_object, broadcast_object
 
 __version__ = VERSION
@@ -43,10 +44,12 @@ __all__ = [
     "broadcast_object",
     "fingerprint",
     "reproducible_allreduce",
+    "weighted_average",
 ]
 __all__ += errors.__all__
 __all__.remove("name_ranks")  # which words errors, and is for nobody outside
 __all__ += reduce_ops.__all__
 __all__ += runtime.__all__
-__all__.remove("group")  # which is for bindings, until its calls are those of a communicator
+for _for_bindings in ("failure", "follow_timelines", "group"):
+    __all__.remove(_for_bindings)
 __all__.sort(key=lambda name: (not name.isupper(), name))

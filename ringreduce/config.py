@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ringreduce.conventions import Conventions
@@ -24,6 +26,7 @@ __all__ = [
     "ignored_variables",
     "launched_rank",
     "parse_nbytes",
+    "runtime_folder",
     "several_processes",
     "survives_deaths",
 ]
@@ -161,6 +164,14 @@ def _setting(variable: str, parse: Callable[[str], Any], default: Any) -> Any:
     return field(default=default, metadata={"variable": variable, "parse": parse})
 
 
+def runtime_folder() -> Path:
+    """Return where processes of this user on this machine leave what others of them look for; it may not be there."""
+    own = os.environ.get("XDG_RUNTIME_DIR", "")
+    if os.access(own, os.W_OK):
+        return Path(own) / "ringreduce"
+    return Path(tempfile.gettempdir()) / f"ringreduce-{os.geteuid()}"
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """Settings of a world; they must be equal on all ranks, and ``init`` checks that they are.
@@ -202,6 +213,7 @@ class Config:
             during the backward pass. Not for programs that scale losses and leave out steps.
             ``RINGREDUCE_CHECK_FINITE``
         checksum: whether what travels in messages is compared with what was sent, by a CRC-32. ``RINGREDUCE_CHECKSUM``
+        status: whether `ringreduce top` sees the ranks. ``RINGREDUCE_STATUS``
         dump: the folder into which a rank writes what it has done last, when no call is possible any more, or on
             SIGUSR1; None: none. ``RINGREDUCE_DUMP``
         audit: the file to which rank 0 appends a record of the run (see `ringreduce.audit_record`); None: none.
@@ -237,6 +249,7 @@ class Config:
     check_weights_every: int | None = _setting("RINGREDUCE_CHECK", _positive_int, None)
     check_finite_every: int | None = _setting("RINGREDUCE_CHECK_FINITE", _positive_int, None)
     checksum: bool = _setting("RINGREDUCE_CHECKSUM", _switch, False)
+    status: bool = _setting("RINGREDUCE_STATUS", _switch, True)
     dump: str | None = _setting("RINGREDUCE_DUMP", _folder, None)
     audit: str | None = _setting("RINGREDUCE_AUDIT", str, None)
     object_limit_nbytes: int = _setting("RINGREDUCE_OBJECT_LIMIT", parse_nbytes, 4 << 30)

@@ -30,7 +30,7 @@ from typing import Any
 from ringreduce.calls import place_of
 from ringreduce.communicator import Communicator
 
-__all__ = ["Watched", "write"]
+__all__ = ["Watched", "last_call", "write"]
 
 _numbers = itertools.count()
 
@@ -97,6 +97,19 @@ def write(
         json.dump(said, file, indent=1)
     os.replace(new, path)
     return path
+
+
+def last_call(watched: Watched) -> list[Any] | None:
+    """Return what was called last: name and ranks of where, the number of the call, which, and since when it runs.
+
+    None where there was no call. Since when is in seconds since 1970, and None if the call has ended.
+    """
+    communicator = watched.communicators["blocking"]
+    if not communicator.instruments.calls:
+        return None
+    started, ended, what, _ = communicator.instruments.calls[-1]
+    number = sum(each.calls for each in communicator.tallies.values()) + (not ended)
+    return [watched.name, list(watched.ranks), number, what, None if ended else _clock(started)]
 
 
 def _calls(communicator: Communicator) -> list[dict[str, Any]]:

@@ -39,8 +39,20 @@ class Instrument:
     def operation_submitted(self, name: str) -> None:
         """The program has submitted a named operation; on its thread, which may be any."""
 
+    def operation_described(self, name: str, parts: Sequence[str]) -> None:
+        """The operation that was submitted just now is over these: names of parameters, whose gradients it reduces."""
+
     def operation_announced(self, name: str) -> None:
         """The engine has taken in the oldest submitted operation of this name, and tells the other ranks."""
+
+    def rank_was_late(self, rank: int, seconds: float, batch: int) -> None:
+        """All other ranks have waited for one, to announce what starts next.
+
+        Args:
+            rank: among those of the communicator.
+            seconds: for how long.
+            batch: how many times operations have started before, the same on all ranks.
+        """
 
     def operations_started(self, names: Sequence[str]) -> None:
         """All ranks have announced these operations; they run now, as one."""

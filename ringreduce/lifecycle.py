@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,6 +20,7 @@ from ringreduce.errors import CollectiveError, CollectiveTimeoutError, ConfigErr
 from ringreduce.launch import Connection, RankAbove, connect
 from ringreduce.process_sets import ProcessSet
 from ringreduce.termination import Termination
+from ringreduce.timeline import Program
 from ringreduce.transport.waiting import Waiter
 from ringreduce.worlds import BorrowedWorld, OwnWorld
 
@@ -55,6 +56,7 @@ class Process:
         conventions: of the next world, unless the environment says otherwise.
         termination: how the process ends, once it was a rank among several.
         recoveries: how often it has gone on without ranks that have died, or tried to.
+        followers: of traces; see `Observation`.
     """
 
     def __init__(self) -> None:
@@ -63,6 +65,7 @@ class Process:
         self.conventions = Conventions.CHAIN_RULE
         self.termination: Termination | None = None
         self.recoveries = 0
+        self.followers: list[Callable[[Program | None], object]] = []
         self._connection: Connection | None = None  # of the ranks of the world that this process is or was in last
         self._entrance = Entrance()  # no thread starts or ends a world in the midst of doing so
         self._starting = threading.Lock()  # one thread at a time
@@ -128,7 +131,7 @@ class Process:
             self._dump_on_request()
         if begins_again():
             self._hear_of_hosts()
-        world = OwnWorld.start(self.everyone, connection, settings)
+        world = OwnWorld.start(self.everyone, connection, settings, self.followers)
         self._announce(RankAbove(world.rank, world.hosts.nodes))
         return world
 

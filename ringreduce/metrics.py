@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from ringreduce.communicator import Communicator
 from ringreduce.process_sets import ProcessSet
@@ -48,6 +51,60 @@ class Metrics:
     overlapped_s: float
     late_rank: int | None
     late_s: float
+
+    def scalars(self) -> dict[str, float]:
+        """Return all of it as numbers by name: ``allreduce/seconds``, ``operations``, ``overlap``, ...; NaN: none."""
+        found = {
+            f"{name}/{field.name}": float(getattr(total, field.name))
+            for name, total in self.collectives.items()
+            for field in fields(Total)
+        }
+        for name in ("operations", "batches", "operations_s", "overlapped_s", "overlap", "late_rank", "late_s"):
+            value = getattr(self, name)
+            found[name] = math.nan if value is None else float(value)
+        return found
+
+    def add_to(self, writer: Any, step: int) -> None:
+        """Add all `scalars` to a log of TensorBoard.
+
+        Args:
+            writer: has a method ``add_scalar(name, value, step)``, as torch's ``SummaryWriter``.
+            step: of the training.
+        """
+        for name, value in self.scalars().items():
+            writer.add_scalar(f"ringreduce/{name}", value, step)
+
+    def to_json(self) -> str:
+        """Return all `scalars` as a JSON object; what there is none of is null."""
+        return json.dumps({name: None if math.isnan(value) else value for name, value in self.scalars().items()})
+
+    def to_openmetrics(self, rank: int) -> str:
+        """Return it in the text format of OpenMetrics 1.0, for a collector that reads files.
+
+        Args:
+            rank: becomes a label.
+        """
+        families = [
+            ("collective_calls", "Calls of a collective.", "calls"),
+            ("collective_bytes", "Bytes of this rank's that these were over.", "nbytes"),
+            ("collective_seconds", "How long they took, waiting for other ranks included.", "seconds"),
+        ]
+        lines = []
+        for name, meaning, field in families:
+            lines += [f"# TYPE ringreduce_{name} counter", f"# HELP ringreduce_{name} {meaning}"]
+            for collective, total in self.collectives.items():
+                labels = f'{{collective="{collective}",rank="{rank}"}}'
+                lines.append(f"ringreduce_{name}_total{labels} {getattr(total, field)}")
+        singles = [
+            ("operations", "Asynchronous operations and optimizer steps that have come to an end.", self.operations),
+            ("operation_batches", "In how many pieces these ran.", self.batches),
+            ("operation_seconds", "How long these took.", self.operations_s),
+            ("overlapped_seconds", "How much of that while the program did something else.", self.overlapped_s),
+        ]
+        for name, meaning, value in singles:
+            lines += [f"# TYPE ringreduce_{name} counter", f"# HELP ringreduce_{name} {meaning}"]
+            lines.append(f'ringreduce_{name}_total{{rank="{rank}"}} {value}')
+        return "\n".join([*lines, "# EOF", ""])
 
     @property
     def overlap(self) -> float:

@@ -8,9 +8,11 @@ import platform
 import signal
 import sys
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from ringreduce import flight, processes
 from ringreduce.audit_record import AuditRecord, versions
@@ -18,7 +20,9 @@ from ringreduce.config import Config
 from ringreduce.errors import CollectiveTimeoutError, ConfigError
 from ringreduce.flight import Watched
 from ringreduce.instruments import Instruments
-from ringreduce.timeline import Clock, Timeline, Track
+from ringreduce.metrics import Metrics
+from ringreduce.status import StatusFile, folder, resident_nbytes
+from ringreduce.timeline import Clock, Program, Timeline, Track
 from ringreduce.transport.messages import Messages, StepFailedError, exchange_json, together
 
 __all__ = ["Observation"]
@@ -37,19 +41,33 @@ class Observation:
         clock: the job's.
         config: the settings in force.
         neighbours: the processes of the other ranks of this node.
+        followers: called when a trace begins, with the row of the program, and with None before it ends. May grow.
 
     Attributes:
         audit: the record of this run; on rank 0, if the settings ask for one.
         failure: the first error after which no call was possible in something that this rank is a member of.
+        steps, samples: how many training steps and samples the program has told of.
     """
 
-    def __init__(self, rank: int, size: int, clock: Clock, config: Config, neighbours: list[int]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        clock: Clock,
+        config: Config,
+        neighbours: list[int],
+        followers: Sequence[Callable[[Program | None], object]],
+    ) -> None:
         self.audit = AuditRecord(config.audit) if config.audit is not None and rank == 0 else None
         self.failure: BaseException | None = None
+        self.steps = self.samples = 0
+        self._status: StatusFile | None = None
+        self._began = time.time()
         self._rank, self._size = rank, size
         self._clock = clock
         self._config = config
         self._neighbours = neighbours
+        self._followers = followers
         self._watched: list[Watched] = []
         self._timeline: Timeline | None = None
         self._ntimelines = 0  # that were started, or tried to; ranks that write to one file count alike
@@ -57,12 +75,13 @@ class Observation:
         self._tracks: list[tuple[Instruments, Track]] = []  # of the timeline, and where they are attached
         self._dumped_s: float | None = None  # when it was last written down what this rank has done
 
-    def begin(self, messages: Messages, library: str) -> None:
+    def begin(self, messages: Messages, library: str, metrics: Callable[[], Metrics]) -> None:
         """Begin what the settings ask for; where a rank cannot, none of them does. Collective.
 
         Args:
             messages: between all ranks.
             library: what carries them.
+            metrics: returns what this rank's calls add up to.
 
         Raises:
             ConfigError: the trace or the record cannot be written.
@@ -78,6 +97,8 @@ class Observation:
             raise ConfigError(str(error)) from None
         if self._config.audit is not None:
             self._begin_audit(messages, library)
+        if self._config.status:
+            self._begin_status(metrics)
 
     def watch(self, watched: Watched) -> None:
         """Observe this rank as a member of one thing more."""
@@ -92,6 +113,45 @@ class Observation:
             instruments.remove(track)
         self._tracks.clear()
 
+    def end(self, error: str | None = None) -> None:
+        """Observe nothing more, as this world ends; ``error``: why, if something went wrong."""
+        self.end_audit(error)
+        if self._status is not None:
+            self._status.close()
+        self.stop_timeline()
+
+    # ---- what is done now ----
+
+    def _begin_status(self, metrics: Callable[[], Metrics]) -> None:
+        """Let `ringreduce top` see this rank, if it can have a file; local."""
+        job = self._clock.job[:8]
+        common = {
+            "job": job,
+            "rank": self._rank,
+            "size": self._size,
+            "host": platform.node(),
+            "pid": os.getpid(),
+            "command": sys.orig_argv,
+            "began": self._began,
+        }
+
+        def describe() -> tuple[dict[str, Any], list[float]]:
+            now, total = time.time(), metrics()
+            waiting_s = sum(each.seconds for each in total.collectives.values()) - total.overlapped_s
+            more = {
+                "now": now,
+                "nbytes": resident_nbytes(),
+                "late": None if total.late_rank is None else [total.late_rank, total.late_s],
+                "sets": [last for each in self._watched if each.is_open() and (last := flight.last_call(each))],
+                "error": None if self.failure is None else f"{type(self.failure).__name__}: {self.failure}",
+            }
+            return {**common, **more}, [now, self.steps, self.samples, max(waiting_s, 0.0)]
+
+        try:
+            self._status = StatusFile(folder() / f"{job}.{self._rank}.json", describe)
+        except (ConfigError, OSError) as error:
+            _log.info("`ringreduce top` does not see this rank: %s", error)
+
     # ---- the trace ----
 
     def start_timeline(self, path: str | os.PathLike[str], *, mark_batches: bool) -> None:
@@ -104,14 +164,22 @@ class Observation:
         self._timeline = Timeline(path, self._clock, self._ntimelines, self._rank, host, mark_batches=mark_batches)
         for each in self._watched:
             self._attach(each)
+        for follow in self._followers:
+            follow(self._timeline.program())
 
     def stop_timeline(self) -> None:
         """Finish the trace; does nothing if there is none."""
         self._stopped = True
         if self._timeline is not None:
+            for follow in self._followers:
+                follow(None)
             self.detach()
             finished, self._timeline = self._timeline, None
             finished.flush()
+
+    def program(self) -> Program | None:
+        """Return the row of the program in the trace that is being written; None: there is none."""
+        return None if self._timeline is None else self._timeline.program()
 
     def flush_timeline(self) -> None:
         """Write what this rank has seen so far to the trace, if there is one."""
@@ -123,7 +191,9 @@ class Observation:
         if self._timeline is None or not watched.is_open():
             return
         for kind, communicator in watched.communicators.items():
-            track = self._timeline.track(f"{watched.name}: {kind}")
+            name = f"{watched.name}: {kind}"
+            place = f"{watched.name} {list(watched.ranks)}: {kind}"
+            track = self._timeline.track(name, place, communicator.rank, communicator.size)
             communicator.instruments.add(track)
             self._tracks.append((communicator.instruments, track))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -22,6 +22,7 @@ from ringreduce.metrics import Metrics
 from ringreduce.paths import Feedback
 from ringreduce.process_sets import ProcessSet
 from ringreduce.reduce_ops import SUM, ReduceOp
+from ringreduce.timeline import Program
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -37,12 +38,14 @@ __all__ = [
     "barrier",
     "broadcast",
     "config",
+    "count",
     "cross_rank",
     "cross_size",
     "dump",
     "empty",
     "explain",
     "failure",
+    "follow_timelines",
     "global_process_set",
     "go_on",
     "group",
@@ -261,6 +264,28 @@ def stop_timeline() -> None:
     """Finish the trace, so that the file holds all that this rank did; does nothing if there is none."""
     if _process.world is not None:
         _process.world.stop_timeline()
+
+
+def follow_timelines(follow: Callable[[Program | None], object]) -> None:
+    """Have a function called when this process begins to write a trace, and with None before that ends.
+
+    For bindings of frameworks, which show what the program does. If a trace is being written, it is called at once.
+    """
+    own = _process.own()
+    _process.followers.append(follow)
+    if own is not None and (program := own.observation.program()) is not None:
+        follow(program)
+
+
+def count(steps: int = 0, samples: int = 0) -> None:
+    """Tell `ringreduce top` what this rank has done since the last time. Local.
+
+    Steps of torch's optimizers, and samples of `ringreduce.torch.DistributedSampler`, are counted without this.
+    """
+    own = _process.own()
+    if own is not None:
+        own.observation.steps += steps
+        own.observation.samples += samples
 
 
 def metrics() -> Metrics:

@@ -12,7 +12,10 @@ the closing bracket, and then fills it; so a full disk is noticed while the file
 The format is the JSON array of the Trace Event Format. Each rank is a process in it, with two rows of nested spans for
 each process set: blocking collectives, and what the engine carries out. Collectives contain their steps. Asynchronous
 operations have rows of their own: *queue* until the engine takes one in, *negotiate* until all ranks have submitted it,
-*run* until it is done. Counters show the operations under way and the bytes so far.
+*run*, with the parameters whose gradients it reduces, until it is done. Counters show the operations under way and the
+bytes so far. The row of the *program* has its training steps, numbered, with forward and backward passes and steps of
+optimizers; arrows lead from there, where an operation was submitted, to where it runs, and from a rank that others have
+waited for to where it runs on those.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from ringreduce.errors import ConfigError
 from ringreduce.instruments import Instrument
 from ringreduce.transport.messages import Messages, exchange_json
 
-__all__ = ["Clock", "Timeline", "Track", "distance"]
+__all__ = ["Clock", "Program", "Timeline", "Track", "distance"]
 
 _log = logging.getLogger(__name__)
 
@@ -134,6 +137,7 @@ class Timeline:
         self._dropped = 0  # since the last piece
         self._tracks = 0
         self._operations = 0
+        self._program: int | None = None  # the row of the program
         self._turn = threading.Lock()  # Guards what follows: of the threads of this rank, one at a time writes.
         self._writer: int | None = None  # that thread
         self._pieces: list[bytes] = []  # which wait for the file
@@ -148,13 +152,37 @@ class Timeline:
         except OSError as error:
             raise ConfigError(f"the timeline {self._path!r} cannot be written: {error.strerror}") from None
 
-    def track(self, name: str) -> Track:
-        """Return an observer that writes to a row of its own."""
+    def track(self, name: str, place: str = "", member: int = 0, size: int = 1) -> Track:
+        """Return an observer that writes to a row of its own.
+
+        Args:
+            name: of the row.
+            place: the same for the rows of all ranks whose collectives belong together, and for no others.
+            member: this rank among these.
+            size: how many they are.
+        """
+        return Track(self, self._row(name), place, member, size)
+
+    def program(self) -> Program:
+        """Return the row of the program."""
+        with self._lock:
+            if self._program is None:
+                self._program = self._row("program")
+        return Program(self, self._program)
+
+    def _row(self, name: str) -> int:
         with self._lock:
             self._tracks += 1
             number = self._tracks
         self._describe("thread_name", number, name=name)
-        return Track(self, number)
+        return number
+
+    def arrow(self, kind: str, id_: str, at_s: float, track: int | None) -> None:
+        """Take down where an arrow begins (``"s"``) or ends (``"f"``): on a row; None: on that of the program."""
+        row = self._program if track is None else track
+        if row is not None:
+            more = {"bp": "e"} if kind == "f" else {}
+            self.add(kind, "operation", at_s, row, cat="arrow", id=id_, **more)
 
     def add(self, kind: str, name: str, at_s: float, track: int = 0, **more: Any) -> None:
         """Take an event down; ``at_s`` is a time of `perf_counter`."""
@@ -289,14 +317,30 @@ class _Operation:
 
     id: str
     phase: str
+    submitted_s: float
+    parts: Sequence[str] = ()
+
+
+class Program:
+    """The row of a trace that shows what the program does."""
+
+    def __init__(self, timeline: Timeline, number: int) -> None:
+        self._timeline = timeline
+        self._number = number
+
+    def span(self, name: str, begin_s: float, end_s: float, **arguments: Any) -> None:
+        """Take down that the program did something from one time of `perf_counter` to another."""
+        self._timeline.span(name, begin_s, end_s, self._number, **arguments)
 
 
 class Track(Instrument):
     """What happens on one communicator, and to the operations of its engine, as rows of a trace."""
 
-    def __init__(self, timeline: Timeline, number: int) -> None:
+    def __init__(self, timeline: Timeline, number: int, place: str, member: int, size: int) -> None:
         self._timeline = timeline
         self._number = number
+        self._place, self._member, self._size = place, member, size
+        self._late: tuple[int, int] | None = None  # who the others wait for, and the batch that then starts
         self._began = 0.0  # when the last collective began
         self._last: float | None = None  # in a collective or batch: when its last step ended, or it began
         self._batch: float | None = None  # when the operations that run now were started
@@ -327,8 +371,27 @@ class Track(Instrument):
         now = self._last = self._batch = perf_counter()
         if self._timeline.mark_batches:
             self._timeline.add("i", f"batch of {len(names)}", now, self._number, s="p")
+        late, self._late = self._late, None
         for name in names:
-            self._enter("negotiate", "run", name, now)
+            operation = self._enter("negotiate", "run", name, now)
+            if operation is None:
+                continue
+            self._timeline.arrow("s", operation.id, operation.submitted_s, None)
+            self._timeline.arrow("f", operation.id, now, self._number)
+            if late is not None and late[0] == self._member:
+                for other in range(self._size):
+                    if other != self._member:
+                        self._timeline.arrow("s", self._waiting(late, other), operation.submitted_s, None)
+                late = None
+        if late is not None and late[0] != self._member and names:
+            self._timeline.arrow("f", self._waiting(late, self._member), now, self._number)
+
+    def rank_was_late(self, rank: int, seconds: float, batch: int) -> None:
+        self._late = rank, batch
+
+    def _waiting(self, late: tuple[int, int], member: int) -> str:
+        """Return the id of the arrow from who was late to one that has waited."""
+        return f"{self._place} {late[1]} {late[0]} {member}"
 
     def operations_finished(self, names: Sequence[str]) -> None:
         end = perf_counter()
@@ -345,7 +408,7 @@ class Track(Instrument):
 
     def operation_submitted(self, name: str) -> None:
         now = perf_counter()
-        operation = _Operation(self._timeline.next_operation(), "queue")
+        operation = _Operation(self._timeline.next_operation(), "queue", now)
         with self._lock:
             self._under_way += 1
             under_way = self._under_way
@@ -355,18 +418,25 @@ class Track(Instrument):
             self._operations[name].append(operation)
         self._count("operations under way", now, under_way)
 
+    def operation_described(self, name: str, parts: Sequence[str]) -> None:
+        with self._lock:
+            if self._operations.get(name):
+                self._operations[name][-1].parts = parts
+
     def operation_announced(self, name: str) -> None:
         self._enter("queue", "negotiate", name, perf_counter())
 
-    def _enter(self, phase: str, next_phase: str, name: str, now: float) -> None:
+    def _enter(self, phase: str, next_phase: str, name: str, now: float) -> _Operation | None:
         """Let the oldest operation of a name go from one phase to the next; those from before the trace have none."""
         with self._lock:
             operation = next((each for each in self._operations.get(name, ()) if each.phase == phase), None)
             if operation is None:
-                return
+                return None
             operation.phase = next_phase
         self._mark("e", phase, operation, now)
-        self._mark("b", next_phase, operation, now)
+        parts = {"args": {"parameters": list(operation.parts)}} if next_phase == "run" and operation.parts else {}
+        self._mark("b", next_phase, operation, now, **parts)
+        return operation
 
     def _leave(self, name: str, now: float) -> None:
         """End the oldest operation of a name, in whatever phase it is."""
@@ -379,8 +449,8 @@ class Track(Instrument):
         self._mark("e", operation.phase, operation, now)
         self._mark("e", name, operation, now)
 
-    def _mark(self, kind: str, name: str, operation: _Operation, now: float) -> None:
-        self._timeline.add(kind, name, now, self._number, cat="operation", id=operation.id)
+    def _mark(self, kind: str, name: str, operation: _Operation, now: float, **more: Any) -> None:
+        self._timeline.add(kind, name, now, self._number, cat="operation", id=operation.id, **more)
 
     def _count(self, counter: str, now: float, value: int) -> None:
         self._timeline.add("C", f"{counter} ({self._number})", now, self._number, args={"value": value})

@@ -28,7 +28,7 @@ from ringreduce.observation import Observation
 from ringreduce.paths import NCCL, VENDOR, close_all
 from ringreduce.process_sets import Parts, ProcessSet, connect
 from ringreduce.processes import Forked
-from ringreduce.timeline import Clock
+from ringreduce.timeline import Clock, Program
 from ringreduce.topology import Topology
 from ringreduce.transport.messages import Messages, exchange_json
 from ringreduce.transport.waiting import Waiter
@@ -38,7 +38,7 @@ __all__ = ["BorrowedWorld", "OwnWorld", "World", "tuning_key"]
 _log = logging.getLogger(__name__)
 
 #: Settings that each rank may have of its own.
-_OWN_SETTINGS = {"dump", "launched_size", "log_level", "timeline", "tuning"}
+_OWN_SETTINGS = {"dump", "launched_size", "log_level", "status", "timeline", "tuning"}
 
 
 class World:
@@ -118,6 +118,7 @@ class OwnWorld(World):
         parts: what this rank has as a member of the set of all ranks; closed with the world.
         clock: the job's.
         config: equal on all ranks.
+        followers: of traces; see `Observation`.
 
     Attributes:
         communicator: blocking collectives of all ranks.
@@ -132,18 +133,25 @@ class OwnWorld(World):
         parts: Parts,
         clock: Clock,
         config: Config,
+        followers: Sequence[Callable[[Program | None], object]],
     ) -> None:
         super().__init__(everyone, messages.rank, parts.communicator.hosts, config)
         self.communicator = parts.communicator
         self._messages = messages
         self._connection = connection
         self._numbers: Counter[tuple[int, ...]] = Counter()  # of groups that were made, by their ranks
-        self.observation = Observation(self.rank, self.size, clock, config, parts.communicator.neighbours())
+        self.observation = Observation(self.rank, self.size, clock, config, parts.communicator.neighbours(), followers)
         self._register(everyone, list(range(messages.size)), parts)
         self.observation.watch(everyone.watched())
 
     @classmethod
-    def start(cls, everyone: ProcessSet, connection: Connection, config: Config) -> OwnWorld:
+    def start(
+        cls,
+        everyone: ProcessSet,
+        connection: Connection,
+        config: Config,
+        followers: Sequence[Callable[[Program | None], object]] = (),
+    ) -> OwnWorld:
         """Connect the ranks and agree on all that must agree. Collective.
 
         Raises:
@@ -156,11 +164,11 @@ class OwnWorld(World):
             _check_settings(messages, config)
             parts = connect(connection.messages, config)
             undo.insert(0, parts.close)
-            world = cls(everyone, connection, messages, parts, Clock.agree(messages), config)
+            world = cls(everyone, connection, messages, parts, Clock.agree(messages), config, followers)
             undo = [world.close]
             world._tell_what_was_chosen()
             world._use_table()
-            world.observation.begin(messages, world.communicator.library)
+            world.observation.begin(messages, world.communicator.library, world.metrics)
         except Exception:
             with suppress(Exception):  # the first error is what is told
                 close_all(*undo)
@@ -336,9 +344,8 @@ class OwnWorld(World):
 
     def abandon(self, error: CollectiveError) -> None:
         """End the world after the loss of a rank. Local: what the other ranks have under way fails later."""
-        self.observation.end_audit(str(error))
         with suppress(ConfigError, OSError):  # it is the trace alone that cannot be written
-            self.observation.stop_timeline()
+            self.observation.end(str(error))
         for group in self._groups:
             group.give_up(error)
             with suppress(RingReduceError):
@@ -351,8 +358,7 @@ class OwnWorld(World):
 
     def close(self) -> None:
         """End the world. Collective."""
-        self.observation.stop_timeline()
-        self.observation.end_audit(None)
+        self.observation.end()
         groups = (each.close for each in reversed(self._groups))
         close_all(*groups, *(parts.close for parts in self._unregister_all()), self._messages.close)
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import click
 
 import ringreduce
-from ringreduce.cli import commands, doctor, export, run, tune
+from ringreduce.cli import commands, doctor, export, run, top, trace_report, tune
 from ringreduce.config import launched_rank
 from ringreduce.errors import ConfigError, RingReduceError, UnsupportedBufferError
 
@@ -59,6 +59,8 @@ main.add_command(commands.explain)
 main.add_command(doctor.command)
 main.add_command(export.command)
 main.add_command(run.command)
+main.add_command(trace_report.command)
+main.add_command(top.command)
 main.add_command(tune.command)
 
 

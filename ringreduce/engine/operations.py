@@ -49,15 +49,17 @@ class Operation:
         error: what it raises instead.
         withdrawn: whether it has ended because this rank has withdrawn it.
         record: of `Instruments.operations`.
+        parts: returns the names of what it is over, for observers; None: its own name says all.
     """
 
-    __slots__ = ("_title", "done", "error", "name", "record", "result", "signature", "stack", "withdrawn")
+    __slots__ = ("_title", "done", "error", "name", "parts", "record", "result", "signature", "stack", "withdrawn")
 
     def __init__(self, name: str, signature: OperationSignature, stack: Stack | None = None) -> None:
         self.name = name
         self.signature = signature
         self.stack = program_stack() if stack is None else stack
         self.done = self.withdrawn = False
+        self.parts: Callable[[], Sequence[str]] | None = None
         self.result: Any = None
         self.error: BaseException | None = None
         self.record = [0.0, 0.0, 0.0, name, signature.text, self.stack, None]
@@ -316,6 +318,8 @@ class UnderWay:
         self._instruments.operations.append(operation.record)
         if self._instruments.observers:
             self._instruments.tell("operation_submitted", operation.name)
+            if operation.parts is not None:
+                self._instruments.tell("operation_described", operation.name, operation.parts())
         self.inbox.append(operation)
         return error
 

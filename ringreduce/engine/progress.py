@@ -202,6 +202,8 @@ class Progress:
                 self._end_with([operation], WithdrawnError(f"{operation.title} was withdrawn"))
         elif isinstance(order, Late):
             self.tally.late = self._clock(), order.rank, order.seconds
+            if self._instruments.observers:
+                self._instruments.tell("rank_was_late", order.rank, order.seconds, self.tally.batches)
         elif isinstance(order, Lost):
             self._lost = order
             self._end_lost(order)

@@ -32,38 +32,53 @@ from ringreduce.communicator import Communicator
 from ringreduce.runtime import set_conventions
 from ringreduce.torch import (
     arrays,
+    checkpoint,
     compression,
+    data,
     elastic,
     functions,
     gradients,
     mpi_ops,
     ops,
     optimizer,
+    phases,
     sync_batch_norm,
     wrapping,
 )
+from ringreduce.torch.checkpoint import load_checkpoint, save_checkpoint
+from ringreduce.torch.data import DistributedSampler, Shard
 from ringreduce.torch.functions import *  # noqa: F403  # what these export is written down there, and not once more
 from ringreduce.torch.mpi_ops import *  # noqa: F403
 from ringreduce.torch.ops import *  # noqa: F403  # for type checkers, which see no further than one star
 from ringreduce.torch.optimizer import DistributedOptimizer
 from ringreduce.torch.sync_batch_norm import SyncBatchNorm
 from ringreduce.torch.uncompiled import leave_uncompiled
+from ringreduce.training.averages import weighted_average
 
 __all__ = [
     "DistributedOptimizer",
+    "DistributedSampler",
+    "Shard",
     "SyncBatchNorm",
+    "checkpoint",
     "compression",
+    "data",
     "elastic",
     "functions",
+    "load_checkpoint",
     "mpi_ops",
     "optimizer",
+    "save_checkpoint",
     "set_conventions",
     "sync_batch_norm",
+    "weighted_average",
 ]
 __all__ += functions.__all__
 __all__ += mpi_ops.__all__
 __all__.sort()
 
+runtime.follow_timelines(phases.follow)
+phases.count_steps()
 ringreduce_torch_backend.register()  # where torch has not done so itself
 leave_uncompiled(arrays, functions, gradients, ops, optimizer, sync_batch_norm, wrapping)
 leave_uncompiled(*(module for name, module in sys.modules.items() if name.startswith("ringreduce.training")))

@@ -188,6 +188,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             TorchParameters(training.communicator).require_usable(self._parameters())
         self._op, self._adasum = options.op, options.adasum
         self._synchronized = False
+        self._clipped = False  # so that they are reduced
         # The GradScaler for which this step's gradients were reduced, and the state that it keeps for the step.
         self._scaler: tuple[weakref.ref[Any], dict[str, Any]] | None = None
         self._skipping = False
@@ -211,21 +212,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return self._adasum_step(closure)
         if closure is not None:
             result = self._step_wrapped(partial(self._evaluate, closure))
-            self._synchronized, self._scaler = False, None
+            self._forget_reductions()
             return result
-        if not (self._skipping or self._reduced_for_scaler()) and self._training.gradients.pending:
+        if not (self._skipping or self._clipped or self._reduced_for_scaler()) and self._training.gradients.pending:
             if self._synchronized and not self._training.alone:
                 again = "adds them up" if self._op is SUM else "averages them"
                 warnings.warn(
                     f"step() after synchronize() {again} a second time; call it within skip_synchronize()", stacklevel=2
                 )
             self.synchronize()
-        self._synchronized, self._scaler = False, None
+        self._forget_reductions()
         return self._step_wrapped()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients. None costs less memory traffic than zeros."""
-        self._synchronized, self._scaler = False, None
+        self._forget_reductions()
         with self._training.gradients.clearing():
             self._optimizer.zero_grad(set_to_none)
 
@@ -244,6 +245,31 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not self._adasum and self._training.gradients.pending:
             self._training.gradients.reduce()
         self._synchronized = True
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> torch.Tensor:
+        """Reduce the gradients, then scale them so that their norm is at most ``max_norm``. Collective.
+
+        The next `step` uses them as they are then. With a GradScaler, call ``scaler.unscale_(optimizer)`` before.
+
+        Args:
+            max_norm, norm_type, error_if_nonfinite, foreach: as for ``torch.nn.utils.clip_grad_norm_``; the same on all
+                ranks.
+
+        Returns:
+            The norm that the reduced gradients had, all of them as one vector; the same on all ranks.
+
+        Raises:
+            ConfigError: with Adasum, which reduces what a step does and not the gradients.
+            RuntimeError: that norm is not finite, and ``error_if_nonfinite`` is set; on all ranks.
+        """
+        if self._adasum:
+            raise ConfigError("with Adasum gradients are not reduced, so that every rank would clip them differently")
+        if not (self._clipped or self._skipping or self._reduced_for_scaler()):
+            self.synchronize()
+        self._clipped = True
+        return torch.nn.utils.clip_grad_norm_(self._parameters(), max_norm, norm_type, error_if_nonfinite, foreach)
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -471,6 +497,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 parameter.copy_(start + change)
         self._synchronized = False
         return result
+
+    def _forget_reductions(self) -> None:
+        """Take the gradients for this rank's own from now on."""
+        self._synchronized, self._clipped, self._scaler = False, False, None
 
     def _parameters(self) -> list[torch.Tensor]:
         return wrapping.parameters_of(self._optimizer)

@@ -24,9 +24,11 @@ from ringreduce import runtime
 from ringreduce.errors import ConfigError, TransportError, UnsupportedBufferError
 from ringreduce.groups import Group
 from ringreduce.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
+from ringreduce.torch import works
+from ringreduce.torch.uncompiled import leave_uncompiled
 from ringreduce.torch.works import CollectiveWork, MessageWork, seconds
 
-__all__ = ["Collectives", "create", "group_of", "rendezvous"]
+__all__ = ["Collectives", "begin_anew", "create", "group_of", "rendezvous"]
 
 if TYPE_CHECKING:  # which has other signatures than torch calls
     _Base = object
@@ -424,6 +426,11 @@ class _ProcessGroup(Collectives, _Base):
     def _get_backend(self, device: torch.device) -> _ProcessGroup:
         return self
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        # While it makes a group, torch 2.15 takes devices for a sign of backends that its flight recorder can watch.
+        return [torch.device("cpu")] if cast("Any", self) in dist.distributed_c10d._world.pg_map else []
+
     def getGroupName(self) -> str:  # noqa: N802
         return self._name
 
@@ -506,3 +513,7 @@ def _scaled(tensor: torch.Tensor, factor: Any) -> torch.Tensor | None:
         raise UnsupportedBufferError(f"PREMUL_SUM takes floats, got {tensor.dtype}")
     with torch.no_grad():
         return torch.mul(tensor.detach(), factor).to(tensor.dtype)
+
+
+# Torch's C++ calls them, for example for DDP, from functions that are being compiled, too.
+leave_uncompiled(works, Collectives, _ProcessGroup)

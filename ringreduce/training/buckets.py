@@ -11,7 +11,7 @@ tasks. While it does, the bucket writes nothing to that place, and is reduced in
 from __future__ import annotations
 
 import zlib
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -20,7 +20,7 @@ from ringreduce.engine.fusion import plan
 from ringreduce.training.compression import Reducer, State, WireState, has_reducers, reduces
 from ringreduce.training.framework import Parameters
 
-__all__ = ["ALIGNMENT_NBYTES", "LARGE_NBYTES", "Bucket", "Buckets"]
+__all__ = ["ALIGNMENT_NBYTES", "LARGE_NBYTES", "Bucket", "Buckets", "names_in"]
 
 #: Gradients of at least so many bytes are collected as soon as the backward pass has made them. From this size on,
 #: glibc's malloc hands freed memory back to the kernel, so that gradients which live until they are cleared cost a page
@@ -176,6 +176,12 @@ class Bucket:
             for slot in slots:
                 framework.set_gradient(slot.parameter, slot.place)
                 self._moved[id(slot.parameter)] = id(slot.place), framework.version(slot.place)
+
+
+def names_in(buckets: Sequence[Bucket], named: Callable[[], Sequence[tuple[str, Any]]]) -> list[str]:
+    """Return the names of the parameters whose gradients are in some buckets, given those of all."""
+    names = {id(parameter): name for name, parameter in named()}
+    return [names.get(id(slot.parameter), "a parameter that is gone") for bucket in buckets for slot in bucket.slots]
 
 
 class Buckets:

@@ -9,6 +9,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ import numpy.typing as npt
 from ringreduce.engine import Engine, Gather, InPlace, Operation
 from ringreduce.errors import ConfigError, UnsupportedBufferError
 from ringreduce.reduce_ops import AVERAGE, MAX, ReduceOp
-from ringreduce.training.buckets import Bucket, Buckets
+from ringreduce.training.buckets import Bucket, Buckets, names_in
 from ringreduce.training.checks import Checks
 from ringreduce.training.compression import Reducer, State, WireState, has_reducers
 from ringreduce.training.framework import DENSE, NO_GRADIENT, SPARSE, UNSUPPORTED, Parameters
@@ -140,7 +141,9 @@ class Gradients:
             overlap = False
         if not (engine.threaded and predivide_factor == 1.0 and self._compressor is None):
             overlap = False
-        self._overlap = Overlap(framework, engine, self._name, described, op, self._buckets.moved, wanted=overlap)
+        self._overlap = Overlap(
+            framework, engine, self._name, described, op, self._buckets.moved, named=named, wanted=overlap
+        )
         self._hooks: list[Any] = []
         self._steps = 0  # calls of `reduce` on this rank, counted anew when all ranks have joined
         self._joins = engine.joins
@@ -372,7 +375,9 @@ class Gradients:
         name = f"{self._name}, buckets" + (f" in {wire}" if wire else "")
         within = framework.around(flats)
         text = f"{len(flats)} buckets of {self._name}"
-        self.ranks.run(InPlace(name, text, self._op, sent, wire=wire, feedbacks=feedbacks, within=within))
+        operation = InPlace(name, text, self._op, sent, wire=wire, feedbacks=feedbacks, within=within)
+        operation.parts = partial(names_in, buckets, self._named)
+        self.ranks.run(operation)
         for flat, each, context in zip(flats, sent, contexts, strict=True):
             if each is not flat:
                 framework.copy([flat], [compressor.decompress(each, context)])

@@ -22,9 +22,10 @@ The versions of the gradients show whether it did, and the ranks tell each other
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ import numpy.typing as npt
 from ringreduce.engine import Engine, InPlace
 from ringreduce.errors import ConfigError, ShutdownError, TransportError
 from ringreduce.reduce_ops import SUM, ReduceOp
-from ringreduce.training.buckets import Bucket, Buckets
+from ringreduce.training.buckets import Bucket, Buckets, names_in
 from ringreduce.training.compression import WireState
 from ringreduce.training.framework import Handover, Parameters
 from ringreduce.training.trial import Trial
@@ -125,6 +126,7 @@ class Overlap:
         described: what errors call the optimizer.
         op: `AVERAGE` or `SUM`.
         moved: see `Buckets`.
+        named: returns the names of all parameters, and these.
         wanted: whether buckets are to be reduced during the backward pass; None: if that makes steps quicker, which the
             first steps try out. If not, some steps are watched, to warn a program that changes its gradients. The same
             on all ranks.
@@ -144,10 +146,12 @@ class Overlap:
         op: ReduceOp,
         moved: Mapping[int, tuple[int, int]],
         *,
+        named: Callable[[], Sequence[tuple[str, Any]]],
         wanted: bool | None,
     ) -> None:
         self._framework, self._engine, self._moved = framework, engine, moved
         self._name, self._described, self._op = name, described, op
+        self._named = named
         self._wanted = wanted is not False
         self._trial = Trial() if wanted is None else None
         self.begun = False
@@ -481,6 +485,7 @@ class Overlap:
             within=None if travelling.handover is None else travelling.handover.working,
         )
         part.title = f"a bucket of {self._described}"
+        part.parts = partial(names_in, [bucket], self._named)
         try:
             self._engine.submit(part)
         except (ConfigError, ShutdownError, TransportError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -143,3 +144,54 @@ def test_metrics_name_the_rank_that_was_late(world: rr.Communicator) -> None:
         assert found.late_s > 1e-3
     else:
         assert found.late_rank is None
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_trace_shows_the_steps_of_a_training(world: rr.Communicator, path: Path, overlap: bool) -> None:
+    """Steps are numbered, hold passes and updates one after the other, and buckets tell their parameters."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters(), overlap=overlap
+    )
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.ones(5, 3)).sum().backward()
+            optimizer.step()
+
+    train(3)  # by then buckets travel during the backward pass, where they may
+    hvd.start_timeline(path)
+    train(3)
+    with torch.no_grad():
+        model(torch.ones(1, 3))
+    events = trace(path)
+    train(1)  # the trace has ended, and the hooks with it
+    assert json.loads(path.read_text()) == events
+    for rank in range(world.size):
+        mine = [event for event in events if event["pid"] == rank]
+        (row,) = [each["tid"] for each in mine if each["ph"] == "M" and each["args"].get("name") == "program"]
+        spans = [each for each in mine if each["ph"] == "X" and each["tid"] == row]
+        steps = [each for each in spans if each["name"].startswith("step")]
+        assert [(each["name"], each["args"]) for each in steps] == [(f"step {n}", {"step": n}) for n in range(3)]
+        for step in steps:
+            inside = [each for each in spans if each is not step and contains(step, each)]
+            assert [each["name"] for each in inside] == ["forward", "backward", "optimizer"]
+            assert all(end_of(one) <= other["ts"] + 2e-3 for one, other in pairwise(inside))
+        assert [each["name"] for each in spans if each not in steps][-1] == "forward"
+        runs = [each["args"]["parameters"] for each in mine if each["name"] == "run" and "args" in each]
+        names = sorted(name for name, _ in model.named_parameters())
+        assert [sorted(each) for each in runs] == [names] * (3 if world.size > 1 else 0)
+        ids = {
+            kind: {each["id"] for each in mine if each["ph"] == kind and each.get("cat") == "arrow"} for kind in "sf"
+        }
+        operations = {each["id"] for each in mine if each["name"] == "run" and each["ph"] == "b"}
+        assert operations <= ids["s"] & ids["f"]
+
+
+def end_of(span: dict[str, Any]) -> float:
+    return float(span["ts"] + span["dur"])
+
+
+def contains(span: dict[str, Any], other: dict[str, Any]) -> bool:
+    return bool(span["ts"] <= other["ts"] + 2e-3 and end_of(other) <= end_of(span) + 2e-3)

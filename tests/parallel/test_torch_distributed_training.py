@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,18 +15,24 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook  # noqa: E402
+from torch.distributed.algorithms.ddp_comm_hooks import (  # noqa: E402
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+)
 from torch.distributed.algorithms.join import Join  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-from ringreduce.errors import ConfigError  # noqa: E402
+from ringreduce.errors import ConfigError, MismatchError  # noqa: E402
 from ringreduce.torch import Compression  # noqa: E402  # registers the backend, where torch has not done so
 from ringreduce.torch.ddp import AllreduceState, allreduce_hook  # noqa: E402
+from ringreduce.torch.sync_batch_norm import convert_sync_batchnorm  # noqa: E402
 
 with warnings.catch_warnings():  # that torch deprecates what it uses itself
     warnings.simplefilter("ignore")
     from torch.distributed import pipelining
-    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.distributed.algorithms.model_averaging import averagers, hierarchical_model_averager
+    from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 
 STEPS, ROWS = 4, 6
 
@@ -141,6 +149,40 @@ def test_ddp_with_hooks(hook: str, gloo: Any):
     torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.sizes(2, 4)
+@pytest.mark.parametrize("hierarchical", [False, True], ids=["periodic", "hierarchical"])
+def test_local_sgd(hierarchical: bool, gloo: Any):
+    """Halves of the ranks that train apart, and are averaged now and then, have the weights that Gloo gives."""
+    size = dist.get_world_size()
+    results = []
+    for backend, group in ("ringreduce", dist.group.WORLD), ("gloo", gloo):
+        half, _ = dist.new_subgroups(size // 2, backend=backend)
+        torch.manual_seed(0)
+        model = DistributedDataParallel(Branches(), process_group=group)
+        state = post_localSGD_hook.PostLocalSGDState(group, half, start_localSGD_iter=2)
+        model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+        averager: Any = averagers.PeriodicModelAverager(4, warmup_steps=4, process_group=group)
+        if hierarchical and backend == "gloo":
+            averager = InTurn(averagers.PeriodicModelAverager(2, warmup_steps=4, process_group=half), averager)
+        elif hierarchical:
+            periods = OrderedDict([(2, size // 2), (4, size)])
+            averager = hierarchical_model_averager.HierarchicalModelAverager(periods, warmup_steps=4)
+        optimizer = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), averager)
+        results.append((torch.tensor(train(model, optimizer, 11)), weights(model)))
+    torch.testing.assert_close(results[0], results[1])
+
+
+class InTurn:
+    """Averages within halves, then over all: the average over all, where both have their turn."""
+
+    def __init__(self, *averagers: Any) -> None:
+        self.averagers = averagers
+
+    def average_parameters(self, params: Any) -> None:
+        for each in self.averagers:
+            each.average_parameters(params)
+
+
 @pytest.mark.parametrize("form", ["plain", "static_graph", "bucket_view", "find_unused"])
 def test_ddp_with_our_hook(form: str, gloo: Any):
     """Our hook averages as DDP does without one; views of buckets come to lie in memory that the node shares."""
@@ -225,6 +267,59 @@ def test_ddp_equals_one_process():
     torch.testing.assert_close(weights(model), weights(alone))
 
 
+@pytest.mark.sizes(2, 3, 4)
+def test_sync_batch_norm():
+    """Ours normalises over the batches of all ranks inside DDP, as one process does; torch's takes no CPU tensors."""
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+    with pytest.raises(ValueError, match="GPU"):
+        nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(alone))(torch.ones(3, 5))
+    model = DistributedDataParallel(convert_sync_batchnorm(copy.deepcopy(alone)), bucket_cap_mb=0.0001)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]
+    for step in range(STEPS):
+        batches = [batch(rank, step) for rank in range(dist.get_world_size())]
+        whole = tuple(map(torch.cat, zip(*batches, strict=True)))
+        for each, (rows, wanted), optimizer in zip(
+            (model, alone), (batches[dist.get_rank()], whole), optimizers, strict=True
+        ):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(each(rows), wanted).backward()
+            optimizer.step()
+    torch.testing.assert_close(model.module.state_dict(), alone.state_dict(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def in_detail() -> Iterator[None]:
+    """What TORCH_DISTRIBUTED_DEBUG=DETAIL sets, with a group that is made under it."""
+    dist.destroy_process_group()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    dist.init_process_group("ringreduce")
+    yield
+    dist.set_debug_level(dist.DebugLevel.OFF)
+
+
+@pytest.mark.sizes(2, 3)
+def test_ddp_in_detail(gloo: Any, in_detail: None):
+    """Under TORCH_DISTRIBUTED_DEBUG=DETAIL, DDP trains, finds models that differ, names parameters that are unused."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Branches())
+    before = weights(model)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert not torch.equal(weights(model), before)
+    with pytest.raises(MismatchError, match="shape 6"):
+        dist.all_reduce(torch.ones(5 + (dist.get_rank() > 0)))
+    model = DistributedDataParallel(Branches(unused=True))
+    with pytest.raises(RuntimeError, match=r"branches\.[01]\.weight"):
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    group = dist.new_group()
+    for call in (
+        lambda: DistributedDataParallel(nn.Linear(3, 4 + dist.get_rank()), process_group=group),
+        lambda: dist.barrier(group),
+    ):
+        with pytest.raises(RuntimeError):  # rank 0, whose shapes count, learns of it as the others do something else
+            call()
+
+
 def test_zero_redundancy_optimizer(gloo: Any):
     """An optimizer whose state is cut between the ranks steps as the whole one does."""
     results = []
@@ -263,6 +358,87 @@ def test_fully_shard(mixed: bool):
         optimizers[1].step()
     whole = torch.cat([each.full_tensor().detach().reshape(-1) for each in sharded.parameters()])
     torch.testing.assert_close(whole, weights(alone), rtol=0, atol=0.05 if mixed else 1e-5)
+
+
+def test_state_dicts_come_from_rank_0():
+    """What only rank 0 has read becomes the weights and the optimizer state of shards, and comes whole out of them."""
+    from torch.distributed.checkpoint import state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    alone = Branches()
+    optimizer = torch.optim.Adam(alone.parameters(), lr=0.01)
+    train(alone, optimizer, 2)
+    read = state_dict.get_state_dict(alone, optimizer) if dist.get_rank() == 0 else ({}, {})
+    sharded = fully_shard(Branches(), mesh=dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)))
+    other = torch.optim.Adam(sharded.parameters(), lr=0.01)
+    options = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    given = copy.deepcopy(read)  # which torch changes
+    state_dict.set_model_state_dict(sharded, given[0], options=options)
+    state_dict.set_optimizer_state_dict(sharded, other, given[1], options=options)
+    whole = state_dict.get_state_dict(sharded, other, options=state_dict.StateDictOptions(full_state_dict=True))
+    if dist.get_rank() == 0:
+        torch.testing.assert_close((whole[0], whole[1]["state"]), (read[0], read[1]["state"]), rtol=0, atol=0)
+
+
+@pytest.mark.sizes(4)
+def test_checkpoints_are_loaded_by_other_numbers_of_ranks(tmp_path: Path):
+    """fully_shard and Adam, saved by 4 ranks, go on with 2, and from there with 3 or 1, as if never interrupted."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    rows, wanted = map(torch.cat, zip(*(batch(rank, 0) for rank in range(2)), strict=True))  # 12 of them, in each step
+
+    def start(seed: int, mesh: Any = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model: nn.Module = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
+        if mesh is not None:
+            fully_shard(model[0], mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, mine: int = 0, parts: int = 1) -> Any:
+        loss = nn.functional.mse_loss(model(rows.chunk(parts)[mine]), wanted.chunk(parts)[mine])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    alone = start(0)
+    expected = torch.stack([step(*alone) for _ in range(9)])
+    folder = [str(tmp_path)]
+    dist.broadcast_object_list(folder)
+    for count, first, last, loaded, saved in (
+        (4, 0, 3, "", "by 4"),
+        (2, 3, 9, "by 4", "by 2"),
+        (3, 6, 9, "by 2", ""),
+        (1, 6, 9, "by 2", ""),
+    ):
+        mesh = dist.device_mesh.DeviceMesh("cpu", list(range(count)))
+        apart = dist.new_group(list(range(count)))  # for what a thread of torch's calls while training goes on
+        if dist.get_rank() < count:
+            training = start(1 if loaded else 0, mesh)
+            if loaded:
+                state = list(get_state_dict(*training))
+                dcp.load({"state": state}, checkpoint_id=f"{folder[0]}/{loaded}", process_group=mesh.get_group())
+                set_state_dict(*training, model_state_dict=state[0], optim_state_dict=state[1])
+            losses, under_way = [], None
+            for number in range(first, last):
+                losses.append(step(*training, dist.get_rank(), count))
+                dist.all_reduce(losses[-1], dist.ReduceOp.AVG, group=mesh.get_group())
+                if saved == "by 2" and number == 5:
+                    state = list(get_state_dict(*training))
+                    under_way = dcp.async_save(
+                        {"state": state}, checkpoint_id=f"{folder[0]}/{saved}", process_group=apart
+                    )
+            if saved == "by 4":
+                state = list(get_state_dict(*training))
+                dcp.save({"state": state}, checkpoint_id=f"{folder[0]}/{saved}", process_group=mesh.get_group())
+            if under_way is not None:
+                under_way.result()
+            torch.testing.assert_close(torch.stack(losses), expected[first:last])
+        dist.barrier()
 
 
 def test_tensor_parallel():
@@ -348,3 +524,65 @@ def test_functional_collectives():
     assert mine.tolist() == [(size - 1) / 2] * 2
     moved = functional.wait_tensor(functional.all_to_all_single(tensor, None, None, dist.group.WORLD))
     assert moved.tolist() == [float(each // 2) for each in range(2 * size)]
+
+
+@pytest.mark.sizes(2, 3)
+def test_compiled_collectives():
+    """torch.compile takes them into one graph, of torch.distributed's own calls too, and DDP's model as a whole."""
+    import torch.distributed._functional_collectives as functional
+
+    size, rank = dist.get_world_size(), dist.get_rank()
+    gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+    reduce_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+
+    def collectives(tensor: Any) -> Any:
+        total = functional.all_reduce(2 * tensor, "sum", dist.group.WORLD) + 1
+        gathered = gather(tensor, 0, dist.group.WORLD)
+        mine = reduce_scatter(gathered, "max", 0, dist.group.WORLD)
+        moved = functional.all_to_all_single(gathered, None, None, dist.group.WORLD)
+        dist.all_reduce(tensor)
+        return total, gathered, mine, moved, tensor
+
+    tensor = torch.arange(3.0) + 10 * rank
+    everyone = [torch.arange(3.0) + 10 * each for each in range(size)]
+    total = torch.stack(everyone).sum(0)
+    expected = (2 * total + 1, torch.cat(everyone), everyone[rank], everyone[rank].repeat(size), total)
+    # Its code needs no C++ compiler.
+    actual = torch.compile(collectives, fullgraph=True, backend="aot_eager")(tensor)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+@pytest.mark.sizes(2)
+def test_compiled_ddp():
+    """A model that is compiled inside of DDP, or with it and our hook, has the weights of one that is not."""
+    results = []
+    for inside, outside, hooked in (
+        (False, False, False),
+        (True, False, False),
+        (False, True, False),
+        (False, True, True),
+    ):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+        model = DistributedDataParallel(
+            torch.compile(model, backend="aot_eager") if inside else model, gradient_as_bucket_view=bool(hooked)
+        )
+        if hooked:
+            model.register_comm_hook(AllreduceState(), allreduce_hook)
+        program = torch.compile(model, backend="aot_eager") if outside else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(STEPS):
+            rows, wanted = batch(dist.get_rank(), step)
+            optimizer.zero_grad()
+            nn.functional.mse_loss(program(rows), wanted).backward()
+            optimizer.step()
+        results.append(weights(model))
+    for each in results[1:]:
+        torch.testing.assert_close(each, results[0])
+
+
+def test_split_group_is_refused():
+    """Torch splits groups of accelerators alone, and says so; the group goes on."""
+    with pytest.raises(RuntimeError, match="split"):
+        dist.split_group(split_ranks=[[rank] for rank in range(dist.get_world_size())])
+    dist.barrier()

@@ -27,7 +27,18 @@ HOMES = {
     "numpy": {place for place, level in LEVELS.items() if level > LEVELS["config"]},
     **{
         library: {place for places, libraries in LAYERS if library in libraries for place in places}
-        for library in ("click", "cupy", "ml_dtypes", "mpi4py", "ringreduce_torch_backend", "torch")
+        for library in (
+            "click",
+            "cupy",
+            "lightning",
+            "lightning_fabric",
+            "ml_dtypes",
+            "mpi4py",
+            "pytorch_lightning",
+            "rich",
+            "ringreduce_torch_backend",
+            "torch",
+        )
     },
 }
 

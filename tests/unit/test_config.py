@@ -43,6 +43,7 @@ VARIABLES = {
     "RINGREDUCE_CHECK": "check_weights_every",
     "RINGREDUCE_CHECK_FINITE": "check_finite_every",
     "RINGREDUCE_CHECKSUM": "checksum",
+    "RINGREDUCE_STATUS": "status",
     "RINGREDUCE_DUMP": "dump",
     "RINGREDUCE_AUDIT": "audit",
     "RINGREDUCE_OBJECT_LIMIT": "object_limit_nbytes",

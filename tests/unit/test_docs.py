@@ -65,6 +65,9 @@ def test_commands_exist(page: Path) -> None:
         name, *arguments = words
         assert name in command_line.commands, words
         command = command_line.commands[name]
+        if isinstance(command, click.Group):
+            assert arguments[0] in command.commands, words
+            command = command.commands[arguments[0]]
         options = {text for each in command.params if isinstance(each, click.Option) for text in each.opts}
         own = arguments[: next((n for n, each in enumerate(arguments) if each in ("python", "...")), len(arguments))]
         given = {each.partition("=")[0] for each in own if each.startswith("-")}

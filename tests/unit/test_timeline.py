@@ -475,6 +475,38 @@ def test_what_travels_together_is_packed_and_unpacked_in_the_trace(tmp_path: Pat
         assert order == ["pack 2 arrays", "allreduce", "unpack 2 arrays"]
 
 
+def test_arrows_lead_to_where_operations_run(tmp_path: Path) -> None:
+    """One begins where the program submitted the operation; one more leads from a late rank to each that has waited."""
+    timelines = [Timeline(tmp_path / f"{rank}", CLOCK, 1, rank, "host", mark_batches=False) for rank in range(3)]
+    for timeline in timelines:
+        timeline.program().span("step 0", 0.0, 1.0, step=0)
+        track = timeline.track("row", "world", timeline._rank, 3)
+        for late in (True, False):
+            track.operation_submitted("grad")
+            track.operation_described("grad", ["weight", "bias"])
+            track.operation_announced("grad")
+            if late:
+                track.rank_was_late(1, 0.5, 7)
+            track.operations_started(["grad"])
+            track.operations_finished(["grad"])
+        timeline.flush()
+    events = [each for rank in range(3) for each in events_of(tmp_path / f"{rank}") if each.get("cat") == "arrow"]
+    rows = {"s": 1, "f": 2}  # those of the program and of the track
+    assert all(each["tid"] == rows[each["ph"]] for each in events)
+    arrows = {(each["id"], each["ph"]): each for each in events}
+    assert len(arrows) == len(events) == 2 * (3 * 2 + 2)
+    across = {key: each["pid"] for key, each in arrows.items() if key[0].startswith("world")}
+    assert across == {
+        ("world 7 1 0", "s"): 1,
+        ("world 7 1 0", "f"): 0,
+        ("world 7 1 2", "s"): 1,
+        ("world 7 1 2", "f"): 2,
+    }
+    assert all(arrows[id_, "s"]["ts"] <= arrows[id_, "f"]["ts"] for id_, kind in arrows if not id_.startswith("world"))
+    runs = [each for each in events_of(tmp_path / "0", "b") if each["name"] == "run"]
+    assert [each["args"] for each in runs] == [{"parameters": ["weight", "bias"]}] * 2
+
+
 def test_rows_are_named(tmp_path: Path) -> None:
     """A rank is a process with its host in the name, a track is a thread with its own."""
     path = tmp_path / "trace.json"

@@ -1,0 +1,127 @@
+"""Checkpoints: what a training needs to go on, in one file that rank 0 writes and reads."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from ringreduce.elastic.store import replace_file
+from ringreduce.errors import ConfigError
+from ringreduce.runtime import is_initialized, rank, size
+from ringreduce.torch.elastic.generators import Generators
+from ringreduce.torch.functions import allgather_object, broadcast_object
+
+__all__ = ["load_checkpoint", "save_checkpoint"]
+
+_log = logging.getLogger(__name__)
+
+_FORMAT = "ringreduce checkpoint 1"
+
+T = TypeVar("T")
+
+
+def save_checkpoint(path: str | os.PathLike[str], **parts: Any) -> None:
+    """Write what a training needs to go on to a file, whole or not at all. Collective.
+
+    The random numbers of every rank, of Python, NumPy and torch, are kept with it. Rank 0 writes; the others wait
+    until the file is there. `load_checkpoint` reads it; so does ``torch.load``.
+
+    Args:
+        path: of the file, on rank 0; its folder is made if need be.
+        **parts: models, optimizers, schedulers, samplers and whatever else has a ``state_dict``; and plain values that
+            ``torch.load(weights_only=True)`` reads again: numbers, text, tensors, lists and dicts of these. Used on
+            rank 0 alone.
+
+    Raises:
+        ConfigError: on all ranks: the file cannot be written, or holds what could not be read again.
+    """
+    generators = _everyone(Generators().state_dict())
+
+    def write() -> None:
+        states = {name: each.state_dict() if hasattr(each, "state_dict") else each for name, each in parts.items()}
+        content = {"format": _FORMAT, "parts": states, "generators": generators}
+        buffer = io.BytesIO()
+        torch.save(content, buffer)
+        buffer.seek(0)
+        torch.load(buffer, map_location="meta", weights_only=True)  # what cannot be read again is no checkpoint
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(target, lambda file: file.write(buffer.getbuffer()))
+
+    _on_rank_0(write, f"the checkpoint {os.fspath(path)} cannot be written")
+
+
+def load_checkpoint(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any]:
+    """Go on from a file that `save_checkpoint` has written. Collective.
+
+    Rank 0 reads it, and the others get from rank 0 what it holds. Where there are as many ranks as there were, each
+    gets its random numbers back; otherwise they go on as they are, and the log says so.
+
+    Args:
+        path: of the file, on rank 0.
+        **parts: what has a ``load_state_dict``, by the names under which it was saved; the same names on all ranks.
+
+    Returns:
+        All other values that were saved, by name.
+
+    Raises:
+        ConfigError: on all ranks: the file is missing, no such checkpoint, or lacks a part.
+    """
+
+    def read() -> dict[str, Any]:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(content, dict) or content.get("format") != _FORMAT:
+            raise ConfigError("save_checkpoint has not written it")
+        missing = sorted(set(parts) - set(content["parts"]))
+        if missing:
+            raise ConfigError(f"it holds {', '.join(sorted(content['parts']))}, and not {', '.join(missing)}")
+        return content
+
+    content = _on_rank_0(read, f"the checkpoint {os.fspath(path)} cannot be read")
+    values = dict(content["parts"])
+    for name, each in parts.items():
+        each.load_state_dict(values.pop(name))
+    generators = content["generators"]
+    if len(generators) == _size():
+        Generators().load_state_dict(generators[_rank()])
+    elif _rank() == 0:
+        _log.warning(
+            "the checkpoint was saved by %d ranks, and there are %d: random numbers go on as they are",
+            len(generators),
+            _size(),
+        )
+    return values
+
+
+def _on_rank_0(do: Callable[[], T], complaint: str) -> T:
+    """Return on all ranks what a function returns on rank 0; raise on all what it raises. Collective."""
+    result, error = None, None
+    if _rank() == 0:
+        try:
+            result = do()
+        except Exception as caught:  # whatever a foreign file, a full disk or a strange object leads to
+            error = caught
+    said = None if error is None else f"{complaint}: {str(error) or type(error).__name__}"
+    if _size() > 1:
+        said, result = broadcast_object((said, result))
+    if said is not None:
+        raise ConfigError(said) from error
+    return result  # type: ignore[return-value]
+
+
+def _everyone(mine: Any) -> list[Any]:
+    return allgather_object(mine) if _size() > 1 else [mine]
+
+
+def _rank() -> int:
+    return rank() if is_initialized() else 0
+
+
+def _size() -> int:
+    return size() if is_initialized() else 1

@@ -1,0 +1,123 @@
+"""Each rank its share of the data: samplers for datasets with a length, shards of whatever else can be iterated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sized
+from itertools import islice
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import IterableDataset, Sampler, get_worker_info
+
+from ringreduce.arguments import whole_number
+from ringreduce.errors import ConfigError
+from ringreduce.runtime import count as count_progress
+from ringreduce.runtime import is_initialized, rank, size
+
+__all__ = ["DistributedSampler", "Shard"]
+
+#: What becomes of samples that do not divide evenly among the ranks.
+Ends = Literal["repeat", "drop", "uneven"]
+
+
+class DistributedSampler(Sampler[int]):
+    """Divides a dataset among the ranks, anew in each epoch, for a ``DataLoader(dataset, sampler=...)``.
+
+    As torch's sampler of this name, but that the ranks need not be given, and that ranks may have different numbers of
+    samples. Ranks are counted when an iteration begins. Without a world there is one.
+
+    Args:
+        dataset: has a length; the same on all ranks.
+        shuffle: whether each epoch has an order of its own; must agree.
+        seed: of these orders; must agree.
+        ends: what becomes of samples that do not divide evenly; must agree. ``"repeat"``: some ranks get one of the
+            first samples once more, so that all have equally many. ``"drop"``: they are left out. ``"uneven"``: some
+            ranks get one more, for programs that `join` at their ends, or that weight what they average
+            (`average_metrics`).
+
+    Raises:
+        ConfigError: the dataset has no length, or an argument makes no sense.
+
+    Attributes:
+        epoch: which one; see `set_epoch`.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0, ends: Ends = "repeat") -> None:
+        if not hasattr(dataset, "__len__"):
+            raise ConfigError(
+                f"a sampler divides what has a length, not a {type(dataset).__name__}; for what can only be iterated "
+                "there is Shard"
+            )
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.seed = whole_number("seed", seed, 0)
+        self.epoch = 0
+        self._ends = _checked(ends)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch begins, so that it has another order; the same on all ranks."""
+        self.epoch = whole_number("epoch", epoch, 0)
+
+    def __iter__(self) -> Iterator[int]:
+        count, (me, ranks) = len(self.dataset), _place()
+        order = list(range(count))
+        if self.shuffle:
+            order = torch.randperm(count, generator=torch.Generator().manual_seed(self.seed + self.epoch)).tolist()
+        if self._ends == "repeat":
+            order += [order[place % count] for place in range(-count % ranks)]
+        elif self._ends == "drop":
+            del order[count - count % ranks :]
+        for index in order[me::ranks]:
+            yield index
+            count_progress(samples=1)
+
+    def __len__(self) -> int:
+        count, (me, ranks) = len(self.dataset), _place()
+        if self._ends == "uneven":
+            return len(range(me, count, ranks))
+        return -(-count // ranks) if self._ends == "repeat" else count // ranks
+
+
+class Shard(IterableDataset[Any]):
+    """This rank's share of what can only be iterated: lines of a file, records of a stream.
+
+    Every rank reads all of it and keeps one sample of as many as there are ranks. The worker processes of a DataLoader
+    divide this rank's share among them.
+
+    Args:
+        source: yields the same samples in the same order on all ranks, each time it is iterated.
+        ends: as for `DistributedSampler`; with ``"repeat"`` the last samples of the source are the ones repeated, and a
+            source shorter than the number of ranks is repeated as often as need be.
+    """
+
+    def __init__(self, source: Iterable[Any], ends: Ends = "repeat") -> None:
+        self._source = source
+        self._ends = _checked(ends)
+
+    def __iter__(self) -> Iterator[Any]:
+        (me, ranks), worker = _place(), get_worker_info()
+        mine, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        samples = iter(self._source)
+        last: list[Any] = []
+        number = 0
+        while group := list(islice(samples, ranks)):
+            if len(group) < ranks:
+                if self._ends == "drop":
+                    return
+                if self._ends == "repeat":
+                    before = (last + group)[-ranks:]
+                    group += [before[place % len(before)] for place in range(ranks - len(group))]
+            if number % workers == mine and me < len(group):
+                yield group[me]
+            last, number = group, number + 1
+
+
+def _place() -> tuple[int, int]:
+    """Return this rank, and how many there are."""
+    return (rank(), size()) if is_initialized() else (0, 1)
+
+
+def _checked(ends: Ends) -> Ends:
+    if ends not in ("repeat", "drop", "uneven"):
+        raise ConfigError(f'ends is "repeat", "drop" or "uneven", got {ends!r}')
+    return ends

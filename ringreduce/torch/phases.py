@@ -1,0 +1,116 @@
+"""What a program does between its collectives, for a trace: forward and backward passes, steps of optimizers.
+
+Hooks that torch has for all modules and all optimizers tell; they are there only while a trace is written. A training
+step ends with the last step of an optimizer before the next forward pass, and the next one begins there.
+"""
+
+from __future__ import annotations
+
+import threading
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ringreduce import runtime
+from ringreduce.timeline import Program
+
+__all__ = ["count_steps", "follow"]
+
+
+class _Phases:
+    """Watches the thread on which it is made, and writes to a trace.
+
+    Args:
+        program: the row of the trace.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._thread = threading.get_ident()
+        self._depth = 0  # of modules that call each other
+        self._forward_s = self._update_s = 0.0  # when they began
+        self._steps = 0
+        self._begun_s: float | None = None  # when the training step began
+        self._updated_s: float | None = None  # when its last update ended, if there was one
+        self._hooks = [
+            register_module_forward_pre_hook(self._forward_begins),
+            register_module_forward_hook(self._forward_ends, always_call=True),
+            register_optimizer_step_pre_hook(self._update_begins),
+            register_optimizer_step_post_hook(self._update_ends),
+        ]
+
+    def end(self) -> None:
+        """Watch no more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._end_step()
+
+    def _forward_begins(self, module: torch.nn.Module, arguments: object) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        if self._depth == 0:
+            self._end_step()
+            self._forward_s = perf_counter()
+            self._begun_s = self._begun_s or self._forward_s
+        self._depth += 1
+
+    def _forward_ends(self, module: torch.nn.Module, arguments: object, output: Any) -> None:
+        if threading.get_ident() != self._thread or self._depth == 0:
+            return
+        self._depth -= 1
+        if self._depth:
+            return
+        self._program.span("forward", self._forward_s, perf_counter(), module=type(module).__name__)
+        first = next((each for each in _tensors(output) if each.requires_grad), None)
+        if first is not None:
+            first.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
+
+    def _backward_begins(self, gradient: object) -> None:
+        """Take note that the pass has come to the output of the model; its loss comes before, and is not seen."""
+        begin = perf_counter()
+        engine = torch.autograd.Variable._execution_engine
+
+        def end() -> None:
+            self._program.span("backward", begin, perf_counter())
+
+        # What others want to have done at the end of the pass, DDP for one, is done before.
+        engine.queue_callback(lambda: engine.queue_callback(end))
+
+    def _update_begins(self, optimizer: object, arguments: object, options: object) -> None:
+        self._update_s = perf_counter()
+
+    def _update_ends(self, optimizer: object, arguments: object, options: object) -> None:
+        self._updated_s = perf_counter()
+        self._begun_s = self._begun_s or self._update_s
+        self._program.span("optimizer", self._update_s, self._updated_s, optimizer=type(optimizer).__name__)
+
+    def _end_step(self) -> None:
+        """End the training step, if there was an update in it."""
+        if self._updated_s is not None and self._begun_s is not None:
+            self._program.span(f"step {self._steps}", self._begun_s, self._updated_s, step=self._steps)
+            self._steps += 1
+            self._begun_s, self._updated_s = self._updated_s, None
+
+
+def count_steps() -> None:
+    """Let `ringreduce top` know of each step of an optimizer, from now on."""
+    register_optimizer_step_post_hook(lambda optimizer, arguments, options: runtime.count(steps=1))
+
+
+_watching: _Phases | None = None
+
+
+def follow(program: Program | None) -> None:
+    """Write to a trace from now on; None: to no trace any more."""
+    global _watching
+    if _watching is not None:
+        _watching.end()
+    _watching = None if program is None else _Phases(program)
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    """Return the tensors that a model has returned, in whatever they are."""
+    return [each for each in torch.utils._pytree.tree_leaves(output) if isinstance(each, torch.Tensor)]

@@ -1,0 +1,62 @@
+"""Lightning, Accelerate, the Trainer of transformers and torchmetrics on the backend of torch.distributed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+for _library in "lightning", "transformers":
+    pytest.importorskip(_library, exc_type=ImportError)
+
+PROGRAMS = Path(__file__).parent / "programs"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.parametrize("program", ["lightning_trainer.py", "hugging_face.py"])
+def test_on_ringreduce_as_on_gloo(run_job: Callable, tmp_path: Path, program: str):
+    """Losses, metrics and weights are equal to those on Gloo; what the programs check besides, they say themselves."""
+    job = run_job(2, str(PROGRAMS / program), str(tmp_path), limit_s=55)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.splitlines().count("done") == 2
+
+
+def last_lines(job) -> str:
+    assert job.returncode == 0, job.stderr
+    assert "weights: bitwise identical" in job.stdout
+    return job.stdout
+
+
+def test_lightning_example(run_job: Callable, tmp_path: Path):
+    """It learns, keeps the best model, and all ranks end with the same weights."""
+    said = last_lines(
+        run_job(2, str(EXAMPLES / "lightning_digits.py"), "--epochs", "1", "--folder", str(tmp_path), limit_s=55)
+    )
+    accuracy = re.search(r"2 ranks: loss [\d.]+, test accuracy ([\d.]+)%", said)
+    assert accuracy is not None, said
+    assert float(accuracy[1]) > 90
+    assert [each.suffix for each in tmp_path.iterdir()] == [".ckpt"]
+
+
+def test_accelerate_example(run_job: Callable, tmp_path: Path):
+    """It learns, keeps its state, and all ranks end with the same weights."""
+    said = last_lines(
+        run_job(2, str(EXAMPLES / "accelerate_digits.py"), "--epochs", "1", "--folder", str(tmp_path), limit_s=55)
+    )
+    accuracy = re.search(r"epoch 1: test accuracy ([\d.]+)%", said)
+    assert accuracy is not None, said
+    assert float(accuracy[1]) > 90
+    assert (tmp_path / "model.safetensors").exists()
+
+
+def test_transformers_example(run_job: Callable, tmp_path: Path):
+    """It learns more than how often each byte occurs (3.26 nats), and all ranks end with the same weights."""
+    said = last_lines(
+        run_job(2, str(EXAMPLES / "hf_trainer.py"), "--steps", "60", "--folder", str(tmp_path), limit_s=55)
+    )
+    loss = re.search(r"2 ranks: ([\d.]+) nats", said)
+    assert loss is not None, said
+    assert float(loss[1]) < 3.26
+    assert (tmp_path / "checkpoint-60" / "model.safetensors").exists()

@@ -1,0 +1,51 @@
+"""What ranks say of themselves for `ringreduce top`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+import ringreduce as rr
+from ringreduce import runtime, status
+from ringreduce.cli.top import rows
+
+PRIVATE = MPI.COMM_WORLD.Dup()
+
+
+def said_by_all() -> list[dict[str, Any]]:
+    """Return what the ranks of this world say now, without waiting for the thread that writes it."""
+    own = runtime._process.own()
+    assert own is not None
+    assert own.observation._status is not None
+    own.observation._status._write()
+    pids = PRIVATE.allgather(os.getpid())
+    found = [each for each in status.read_all() if each["pid"] in pids]
+    PRIVATE.Barrier()
+    return found
+
+
+def test_ranks_say_what_they_have_done(world: rr.Communicator) -> None:
+    """Each has a file of one job, with its steps, samples and calls; it goes with the world."""
+    rr.count(steps=2, samples=10 * (world.rank + 1))
+    for _ in range(3):
+        rr.allreduce(np.ones(5))
+    found = said_by_all()
+    assert [each["rank"] for each in found] == list(range(world.size))
+    assert len({each["job"] for each in found}) == 1
+    assert {each["size"] for each in found} == {world.size}
+    for each, row in zip(found, rows(found), strict=True):
+        assert each["samples"][-1][1:3] == [2, 10 * (each["rank"] + 1)]
+        (calls,) = [entry for entry in each["sets"] if entry[0] == "world"]
+        assert calls[1] == list(range(world.size))
+        assert (calls[3], calls[4]) == ("allreduce", None)
+        assert row["nbytes"] > 1 << 20
+        assert row["error"] is None
+    rr.shutdown()
+    PRIVATE.Barrier()
+    pids = PRIVATE.allgather(os.getpid())
+    assert [each for each in status.read_all() if each["pid"] in pids] == []
+    PRIVATE.Barrier()
+    rr.init()

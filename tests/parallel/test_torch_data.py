@@ -1,0 +1,230 @@
+"""What training scripts do around the optimizer: share data, average what they measure, clip, keep checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+hvd = pytest.importorskip("ringreduce.torch")
+
+from torch.utils.data import DataLoader  # noqa: E402
+
+import ringreduce as rr  # noqa: E402
+from ringreduce.errors import ConfigError, MismatchError  # noqa: E402
+
+COUNTS = [0, 1, 3, 4, 7, 12, 13]
+
+
+def everyone(mine: Any) -> list[Any]:
+    return hvd.allgather_object(mine)
+
+
+# ---- data ----
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("ends", ["repeat", "drop", "uneven"])
+def test_samples_are_divided(world: rr.Communicator, ends: str, shuffle: bool) -> None:
+    """Every sample goes to one rank, but for the last few, which are repeated or left out where all get as many."""
+    for count in COUNTS:
+        sampler = hvd.DistributedSampler(range(count), shuffle=shuffle, seed=3, ends=ends)
+        orders = []
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            mine = list(sampler)
+            assert len(mine) == len(sampler)
+            shares = everyone(mine)
+            given = list(chain.from_iterable(shares))
+            orders.append(given)
+            rest = count % world.size
+            lengths = {len(each) for each in shares}
+            if ends == "uneven":
+                assert sorted(given) == list(range(count))
+                assert max(lengths) - min(lengths) <= 1
+            else:
+                assert len(lengths) == 1
+            if ends == "repeat":
+                assert set(given) == set(range(count))
+                assert len(given) == (count if not rest else count - rest + world.size)
+            elif ends == "drop":
+                assert len(set(given)) == len(given) == count - rest
+        assert (orders[0] == orders[1]) == (not shuffle or count < 2) or count < 7
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("ends", ["repeat", "drop", "uneven"])
+def test_shards_of_what_can_only_be_iterated(world: rr.Communicator, ends: str, workers: int) -> None:
+    """They follow the same rules, with worker processes or without, and an epoch can be read again."""
+    for count in COUNTS if not workers else [13]:
+        loader = DataLoader(hvd.Shard(range(count), ends), batch_size=None, num_workers=workers)
+        for _ in range(2):
+            shares = everyone(sorted(int(each) for each in loader))
+            given = list(chain.from_iterable(shares))
+            rest = count % world.size
+            if ends == "uneven":
+                assert sorted(given) == list(range(count))
+            elif ends == "drop":
+                assert sorted(given) == list(range(count - rest))
+            else:
+                assert set(given) == set(range(count))
+                assert {len(each) for each in shares} == {-(-count // world.size)}
+
+
+def test_mistakes_with_data() -> None:
+    """What cannot be divided is refused with the remedy."""
+    with pytest.raises(ConfigError, match="there is Shard"):
+        hvd.DistributedSampler(iter([1]))
+    with pytest.raises(ConfigError, match='"repeat", "drop" or "uneven"'):
+        hvd.DistributedSampler([1], ends="pad")
+    with pytest.raises(ConfigError, match="seed"):
+        hvd.DistributedSampler([1], seed=-1)
+
+
+# ---- averages ----
+
+
+def test_averages_count_samples(world: rr.Communicator) -> None:
+    """They are those over all samples of all ranks, however many each has; without any they are NaN."""
+    samples = [np.arange(rank * 3 + 1.0) for rank in range(world.size)]
+    mine = samples[world.rank]
+    found = hvd.weighted_average({"mean": mine.mean(), "square": torch.tensor((mine**2).mean())}, weight=len(mine))
+    every = np.concatenate(samples)
+    assert found == pytest.approx({"mean": every.mean(), "square": (every**2).mean()}, rel=1e-12)
+    last = world.rank == world.size - 1
+    assert hvd.weighted_average(2.5 if last else math.nan, weight=float(last)) == 2.5
+    assert math.isnan(rr.weighted_average(1.0, weight=0))
+
+
+def test_mistakes_in_averages_are_errors_on_all_ranks(world: rr.Communicator) -> None:
+    """One rank's mistake, or other names, and the ranks go on in step."""
+    first = world.rank == 0
+    for wrong in ({"a": "text"}, {"a": None}):
+        with pytest.raises(ConfigError if first else MismatchError):
+            hvd.weighted_average(wrong if first else {"a": 1.0}, 1.0)
+    with pytest.raises(ConfigError if first else MismatchError, match="weight"):
+        hvd.weighted_average(1.0, -1.0 if first else 1.0)
+    if world.size > 1:
+        with pytest.raises(MismatchError):
+            hvd.weighted_average({"a" if first else "b": 1.0}, 1.0)
+    assert hvd.weighted_average(3.0, 1.0) == 3.0
+
+
+# ---- clipping ----
+
+
+def model_and_data(rank: int) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1))
+    return model, torch.randn(4, 5, generator=torch.Generator().manual_seed(rank)) * 9
+
+
+@pytest.mark.parametrize("reduce_in", ["step", "backward"])
+@pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])
+def test_clipping_is_that_of_one_process(world: rr.Communicator, reduce_in: str, scaled: bool) -> None:
+    """The averages are clipped, not each rank's gradients: as one process does with all ranks' data."""
+    model, rows = model_and_data(world.rank)
+    alone = copy.deepcopy(model).double()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), reduce_in=reduce_in)
+    reference = torch.optim.SGD(alone.parameters(), lr=0.1)
+    every = torch.cat([model_and_data(rank)[1] for rank in range(world.size)]).double()
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(model(rows).square().mean()).backward()
+        if scaled:
+            scaler.unscale_(optimizer)
+        norm = optimizer.clip_grad_norm_(0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        reference.zero_grad()
+        alone(every).square().mean().backward()
+        expected = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
+        reference.step()
+        torch.testing.assert_close(norm.double(), expected, rtol=1e-5, atol=0, msg=f"step {step}")
+    for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-6)
+
+
+def test_clipping_with_adasum_is_refused(world: rr.Communicator) -> None:
+    """There is nothing common to clip."""
+    model, _ = model_and_data(0)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), op=hvd.Adasum)
+    with pytest.raises(ConfigError, match="Adasum"):
+        optimizer.clip_grad_norm_(1.0)
+
+
+# ---- checkpoints ----
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file that all ranks share, in a folder that is not there yet."""
+    return Path(hvd.broadcast_object(str(tmp_path / "new" / "last.pt")))
+
+
+def test_training_goes_on_from_a_checkpoint(world: rr.Communicator, path: Path) -> None:
+    """Weights, momentum, schedule and each rank's random numbers are those of a training that was not interrupted."""
+
+    def begin() -> tuple[Any, Any, Any]:
+        torch.manual_seed(world.rank)
+        model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Dropout(0.5), torch.nn.Linear(7, 1))
+        hvd.broadcast_parameters(model)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        return model, optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 1 / world.size, total_iters=9)
+
+    def train(model: Any, optimizer: Any, schedule: Any) -> list[float]:
+        losses = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = (model(torch.randn(4, 5)) - np.random.rand() - random.random()).square().mean()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            losses.append(loss.item())
+        return losses
+
+    np.random.seed(world.rank)
+    random.seed(world.rank)
+    model, optimizer, schedule = begin()
+    train(model, optimizer, schedule)
+    hvd.save_checkpoint(path, model=model, optimizer=optimizer, schedule=schedule, epoch=3, best={"loss": 0.5})
+    wanted = train(model, optimizer, schedule)
+    again = begin()
+    random.random()
+    values = hvd.load_checkpoint(path, model=again[0], optimizer=again[1], schedule=again[2])
+    assert values == {"epoch": 3, "best": {"loss": 0.5}}
+    assert train(*again) == wanted
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), again[0].parameters(), strict=True))
+
+
+def test_a_failed_save_leaves_the_last_checkpoint(world: rr.Communicator, path: Path) -> None:
+    """All ranks get the error, and what was there is there."""
+    hvd.save_checkpoint(path, epoch=1)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        hvd.save_checkpoint(path, epoch=2, strange=lambda: None)
+    assert hvd.load_checkpoint(path) == {"epoch": 1}
+    if world.rank == 0:
+        assert [each.name for each in path.parent.iterdir()] == ["last.pt"]
+    rr.barrier()
+
+
+def test_what_is_no_checkpoint_is_refused_on_all_ranks(world: rr.Communicator, path: Path) -> None:
+    """A missing file, another one, and one without a part, with the reason."""
+    with pytest.raises(ConfigError, match="No such file"):
+        hvd.load_checkpoint(path)
+    hvd.save_checkpoint(path, epoch=1)
+    with pytest.raises(ConfigError, match="it holds epoch, and not model"):
+        hvd.load_checkpoint(path, model=torch.nn.Linear(2, 2))
+    if world.rank == 0:
+        torch.save({"state": 1}, path)
+    rr.barrier()
+    with pytest.raises(ConfigError, match="save_checkpoint has not written it"):
+        hvd.load_checkpoint(path)

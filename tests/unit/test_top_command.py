@@ -1,0 +1,129 @@
+"""`ringreduce top`: what is shown, from what ranks say."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from ringreduce import status
+from ringreduce.cli import main
+from ringreduce.cli.top import prometheus_text, rows
+from ringreduce.errors import ConfigError
+
+
+def said(rank: int, **more: Any) -> dict[str, Any]:
+    """Return what a rank of three says that has done 50 steps in 10 s, a quarter of that in communication."""
+    return {
+        "job": "0123abcd",
+        "rank": rank,
+        "size": 3,
+        "host": "node7",
+        "pid": os.getpid(),
+        "command": ["python", "train.py"],
+        "began": 1000.0,
+        "now": 1060.0,
+        "samples": [[1050.0, 200, 6400, 30.0], [1055.0, 210, 7000, 31.0], [1060.0, 250, 8000, 32.5]],
+        "nbytes": 3 << 20,
+        "late": None,
+        "sets": [],
+        "error": None,
+        **more,
+    }
+
+
+def test_rates_are_those_of_the_last_samples():
+    """Steps and samples for each second, and the share of communication, between the oldest sample and the newest."""
+    (row,) = rows([said(0)])
+    assert (row["steps"], row["samples"]) == (250, 8000)
+    assert (row["steps_per_s"], row["samples_per_s"], row["communication"]) == (5.0, 160.0, 0.25)
+    assert row["seconds"] == 60.0
+    (row,) = rows([said(0, samples=[[1060.0, 1, 2, 3.0]])])
+    assert (row["steps_per_s"], row["samples_per_s"], row["communication"]) == (None, None, None)
+
+
+def test_who_is_waited_for_is_named():
+    """Ranks that have been in a call for a while wait for those that have not come to it, in each set by itself."""
+    inside, before = ["world", [0, 1, 2], 41, "allreduce", 1048.0], ["world", [0, 1, 2], 40, "allreduce", None]
+    found = rows([said(0, sets=[inside]), said(1, sets=[before]), said(2, sets=[inside])])
+    text = "12 s in allreduce for rank 1"
+    assert [each["waiting"] for each in found] == [text, None, text]
+    everyone = rows([said(rank, sets=[inside]) for rank in range(3)])
+    assert {each["waiting"] for each in everyone} == {"12 s in allreduce for all, who have come"}
+    alone = rows([said(0, sets=[inside])])
+    assert alone[0]["waiting"] == "12 s in allreduce for ranks 1-2"
+    brief = rows(
+        [said(0, sets=[["world", [0, 1, 2], 41, "allreduce", 1059.9]]), said(1, sets=[before], late=[0, 0.02])]
+    )
+    assert [each["waiting"] for each in brief] == [None, "last for rank 0, 20 ms"]
+
+
+def test_prometheus_gets_every_rank():
+    """A line for each rank and metric, with its type before it; what is not known is left out."""
+    text = prometheus_text(rows([said(0), said(2, samples=[[1060.0, 1, 2, 3.0]])]))
+    assert '\nringreduce_steps_total{job="0123abcd",rank="0"} 250\n' in text
+    assert '\nringreduce_communication_ratio{job="0123abcd",rank="0"} 0.25\n' in text
+    assert 'communication_ratio{job="0123abcd",rank="2"}' not in text
+    assert text.count("# TYPE") == 5
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where ranks put what they say."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return status.folder()
+
+
+def test_the_command_shows_living_ranks_and_forgets_the_dead(place: Path):
+    """Those of the job that is asked for, as a table or as JSON; what is left of a killed rank is removed."""
+    for each in (said(0), said(1, error="PeerLostError: rank 2 is lost"), said(2, pid=2**30)):
+        (place / f"0123abcd.{each['rank']}.json").write_text(json.dumps(each))
+    (place / "no.json").write_text("{")
+    shown = CliRunner().invoke(main, ["top", "--once"], standalone_mode=False)
+    assert "0123abcd: 3 ranks, 2 of them seen here, 60 s, python train.py" in shown.output
+    assert "PeerLostError: rank 2 is lost" in shown.output
+    assert not (place / "0123abcd.2.json").exists()
+    found = json.loads(CliRunner().invoke(main, ["top", "--json"], standalone_mode=False).output)
+    assert [each["rank"] for each in found] == [0, 1]
+    other = CliRunner().invoke(main, ["top", "--once", "--job", "ffff"], standalone_mode=False)
+    assert "no job of this user runs" in other.output
+
+
+def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Nobody else may read or write what ranks say, and no link leads elsewhere."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "ringreduce").mkdir(mode=0o755)
+    with pytest.raises(ConfigError, match="not a folder of this user's alone"):
+        status.folder()
+    (tmp_path / "ringreduce").rmdir()
+    (tmp_path / "ringreduce").symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match="not a folder of this user's alone"):
+        status.folder()
+
+
+def test_a_rank_writes_until_it_ends(place: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its file is there for this user alone, holds the last samples, and goes with the rank."""
+    written = status.threading.Event()
+    count = iter(range(1000))
+
+    def describe() -> tuple[dict[str, Any], list[float]]:
+        number = next(count)
+        if number == 20:
+            written.set()
+        return {"pid": os.getpid(), "began": 0.0, "job": "j", "rank": 0}, [time.time(), number, 0, 0.0]
+
+    monkeypatch.setattr(status, "_EVERY_S", 0.001)
+    file = status.StatusFile(place / "j.0.json", describe)
+    assert written.wait(30)
+    (found,) = status.read_all()
+    steps = [sample[1] for sample in found["samples"]]
+    assert steps == list(range(steps[0], steps[0] + len(steps)))
+    assert len(steps) == 11
+    assert (place / "j.0.json").stat().st_mode & 0o777 == 0o600
+    file.close()
+    assert list(place.iterdir()) == []

@@ -1,0 +1,110 @@
+"""`ringreduce timeline report`: where the time of steps went, from traces whose answer is known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner
+
+from ringreduce.cli import main
+from ringreduce.cli.trace_report import PARTS, load, report, to_html
+from ringreduce.errors import ConfigError
+
+JOB = {"name": "trace", "ph": "M", "pid": 0, "args": {"job": "j 1"}}
+
+
+def row(rank: int, number: int, name: str) -> dict[str, Any]:
+    return {"name": "thread_name", "ph": "M", "pid": rank, "tid": number, "args": {"name": name}}
+
+
+def span(rank: int, number: int, name: str, begin_ms: float, end_ms: float, **arguments: Any) -> dict[str, Any]:
+    times = {"ts": begin_ms * 1e3, "dur": (end_ms - begin_ms) * 1e3}
+    return {"name": name, "ph": "X", "pid": rank, "tid": number, **times, "args": arguments}
+
+
+def training(slow: int = 1, steps: int = 4) -> list[dict[str, Any]]:
+    """Return a trace of two ranks, one 2 ms behind the other.
+
+    A step takes 20 ms: forward 4, backward 8, an allreduce 5 of which 2 are hidden behind that, optimizer 1, and the
+    rest.
+    """
+    events = [JOB]
+    for rank in range(2):
+        events += [row(rank, 1, "program"), row(rank, 2, "world: asynchronous"), row(rank, 3, "world: blocking")]
+        for step in range(steps):
+            at = 100.0 * step + (2.0 if rank == slow else 0.0)
+            events += [
+                span(rank, 1, f"step {step}", at, at + 20, step=step),
+                span(rank, 1, "forward", at + 1, at + 5),
+                span(rank, 1, "backward", at + 5, at + 13),
+                span(rank, 2, "allreduce", at + 11, at + 16),
+                span(rank, 2, "load and add", at + 12, at + 13),
+                span(rank, 1, "optimizer", at + 17, at + 18),
+            ]
+    return events
+
+
+def test_time_is_divided_without_counting_anything_twice():
+    """The parts add up to the step; what communication hides behind the backward pass counts as that."""
+    found = report(training())
+    for each in found["ranks"]:
+        assert each["steps"] == 4
+        parts = {part: each[part] for part in PARTS}
+        assert parts == pytest.approx(
+            {"forward": 4.0, "backward": 8.0, "optimizer": 1.0, "communication": 3.0, "rest": 4.0}
+        )
+        assert sum(parts.values()) == pytest.approx(each["step"])
+        assert each["hidden"] == pytest.approx(2.0)
+
+
+def test_who_comes_last_is_named():
+    """By the ends of backward passes; a rank that is alone is not late."""
+    first, second = report(training(slow=0))["ranks"]
+    assert (first["last"], first["late"]) == (1.0, pytest.approx(2.0))
+    assert (second["last"], second["late"]) == (0.0, 0.0)
+    (alone,) = report([event for event in training() if event["pid"] == 0])["ranks"]
+    assert (alone["last"], alone["late"]) == (0.0, 0.0)
+
+
+def test_first_steps_can_be_left_out():
+    """They warm up."""
+    assert report(training(), skip=3)["ranks"][0]["steps"] == 1
+    with pytest.raises(ConfigError, match="no training steps"):
+        report(training(), skip=4)
+
+
+def test_the_page_is_whole_and_needs_nothing_else():
+    """It is well-formed, has a bar for each part of each rank, and loads nothing; names are escaped."""
+    page = to_html(report(training()), "<trace>.json")
+    tree = ElementTree.fromstring(page.partition("\n")[2].replace('<meta charset="utf-8">', ""))
+    assert len(tree.findall(".//rect")) == 2 * len(PARTS)
+    assert tree.findtext(".//h1") == "<trace>.json"
+    assert "http" not in page
+    assert "<script" not in page
+
+
+def test_the_command(tmp_path: Path):
+    """As a table, as JSON, and as a page."""
+    trace, page = tmp_path / "trace.json", tmp_path / "page.html"
+    trace.write_text(json.dumps(training()))
+    shown = CliRunner().invoke(
+        main, ["timeline", "report", str(trace), "--html", str(page)], standalone_mode=False, env={"COLUMNS": "120"}
+    )
+    assert shown.output.splitlines()[0].split()[:3] == ["rank", "steps", "step"]
+    assert shown.output.splitlines()[1].split()[:4] == ["0", "3", "20.00", "4.00"]
+    assert page.read_text().startswith("<!DOCTYPE html>")
+    said = CliRunner().invoke(main, ["timeline", "report", str(trace), "--json"], standalone_mode=False).output
+    assert json.loads(said) == report(training(), skip=1)
+
+
+def test_what_is_no_trace_is_refused(tmp_path: Path):
+    """With the reason."""
+    path = tmp_path / "trace.json"
+    for text in ("{", "[]", '{"a": 1}', "[1]", '[{"name": "x", "args": {}}]'):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="cannot be read"):
+            load(path)
