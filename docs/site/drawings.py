@@ -20,22 +20,33 @@ def drawing(collective: str, name: str, nnodes: int, local_size: int) -> str:
     """
     algorithm = find(Collective(collective), name)
     topology = Topology.uniform(nnodes, local_size)
-    rounds = verify(algorithm, topology).rounds
+    rows = [row for number, moves in enumerate(verify(algorithm, topology).rounds, 1) for row in _halves(number, moves)]
     lefts = list(_lefts(topology, algorithm.nblocks(topology)))
     width = lefts[-1] + CELL * algorithm.nblocks(topology) + 12
-    height = TOP + ROW * len(rounds) + CELL + 10
+    height = TOP + ROW * len(rows) + CELL + 10
     parts = [f'<text class="rr-head" x="{left}" y="{TOP - 12}">rank {rank}</text>' for rank, left in enumerate(lefts)]
     terms = _begin(algorithm, topology)
     parts += _row(lefts, terms, 0, "begin")
-    for number, moves in enumerate(rounds, start=1):
+    for number, (label, moves) in enumerate(rows, start=1):
         terms = _after(terms, moves)
         parts += (_arrow(lefts, move, number) for move in moves)
-        parts += _row(lefts, terms, number, f"step {number}")
+        parts += _row(lefts, terms, number, label)
+    assert all(len(held) == topology.size for row in terms for held in row), "the drawing does not end with the sum"
     title = f"{name.replace('_', ' ')} {collective} on {topology.describe()}"
     return (
         f'<figure class="rr-drawing"><svg viewBox="0 0 {width} {height}" width="{width}" role="img" '
         f'aria-label="{escape(title)}">{"".join(parts)}</svg><figcaption>{escape(title)}</figcaption></figure>'
     )
+
+
+def _halves(number: int, moves: tuple[Move, ...]) -> Iterator[tuple[str, list[Move]]]:
+    """Yield a step with its label; one that loads and then stores as two rows."""
+    stores = [move for move in moves if move.kind is Kind.STORE]
+    others = [move for move in moves if move.kind is not Kind.STORE]
+    if others:
+        yield f"step {number}", others
+    if stores:
+        yield "stores" if others else f"step {number}", stores
 
 
 def _lefts(topology: Topology, nblocks: int) -> Iterator[int]:
@@ -53,13 +64,12 @@ def _begin(algorithm: Algorithm, topology: Topology) -> list[list[frozenset[int]
     return [[frozenset([rank])] * algorithm.nblocks(topology) for rank in range(topology.size)]
 
 
-def _after(terms: list[list[frozenset[int]]], moves: tuple[Move, ...]) -> list[list[frozenset[int]]]:
-    """Carry out the moves of a round on sets of ranks. Loads of a rank come before its stores."""
+def _after(terms: list[list[frozenset[int]]], moves: list[Move]) -> list[list[frozenset[int]]]:
+    """Carry out moves that are made at once on sets of ranks."""
     new = [list(row) for row in terms]
-    for move in sorted(moves, key=lambda move: move.kind is Kind.STORE):
-        source = new if move.kind is Kind.STORE else terms
+    for move in moves:
         for block, into in zip(move.blocks, move.into, strict=True):
-            came = source[move.source][block]
+            came = terms[move.source][block]
             new[move.target][into] = new[move.target][into] | came if move.reduce else came
     return new
 
