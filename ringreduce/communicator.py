@@ -12,15 +12,17 @@ import numpy as np
 
 from ringreduce.algorithms import Collective
 from ringreduce.arguments import row_counts, whole_number
-from ringreduce.buffers import Operand, as_given, operand_of
+from ringreduce.buffers import DTYPES, Operand, as_given, operand_of, require_host
 from ringreduce.buffers.cuda.arrays import DeviceOperand
-from ringreduce.errors import ConfigError
+from ringreduce.errors import ConfigError, MismatchError
 from ringreduce.member import Member
 from ringreduce.partition import Partition
 from ringreduce.paths import DETERMINISTIC, Choice, Chosen, Feedback, Signature, codec_for
-from ringreduce.paths.operands import AnyOperand, RowsReceived, apart, flat_target, same, with_rows
-from ringreduce.paths.path import Offer
+from ringreduce.paths.bound import NOTHING
+from ringreduce.paths.operands import AnyOperand, PartReceived, RowsReceived, apart, flat_target, same, with_rows
+from ringreduce.paths.path import Offer, part_offer
 from ringreduce.reduce_ops import SUM, ReduceOp
+from ringreduce.transport.point_to_point import PointToPoint
 
 __all__ = ["Communicator"]
 
@@ -36,14 +38,15 @@ class Communicator(Member):
 
     Arrays are NumPy or CuPy arrays or torch tensors of any dtype in `ringreduce.buffers.DTYPES`, of any strides;
     results come in the library of the input. Anything else with ``__cuda_array_interface__`` is taken, too; new arrays
-    are CuPy's then. Different libraries on different ranks are fine. `allreduce` and `broadcast` also take numbers: of
-    NumPy as they are, of Python as int64, float64, complex128 or bool; the result is a number of the same type.
+    are CuPy's then. Different libraries on different ranks are fine. `allreduce`, `broadcast` and `reduce` also take
+    numbers: of NumPy as they are, of Python as int64, float64, complex128 or bool; the result is a number of the same
+    type.
 
     Arrays in device memory are ordered by streams: a collective begins, for the GPU, after what the caller has
     enqueued on its current stream, and what the caller enqueues there after the call sees the result. Where the data
     goes through host memory, the call itself returns when this rank's input was read and reduced, and the result may
-    still be on its way. An allreduce takes arrays in device memory on all ranks or on none; in all other collectives
-    the ranks may differ.
+    still be on its way. An allreduce takes arrays in device memory on all ranks or on none; `reduce`, `gather` and
+    `scatter` take none; in all other collectives the ranks may differ.
 
     All methods raise, besides what they list:
 
@@ -62,6 +65,8 @@ class Communicator(Member):
 
     Args:
         context: the ranks and what connects them.
+        channel: a transport between the same ranks that nobody else uses, for `send` and `recv`; closed with this.
+            None: there are none.
 
     Attributes:
         rank, size: this rank's number, and how many there are.
@@ -72,6 +77,7 @@ class Communicator(Member):
         gpu: this rank's, once it is used.
         instruments: the observers of its collectives.
         tallies: what the calls of each collective add up to, by its name.
+        message_tallies: the same of what goes from one rank to another.
     """
 
     # ---- collectives ----
@@ -141,6 +147,83 @@ class Communicator(Member):
             return repeated
         return self._standing.call("reduce_scatter", self._reduce_scatter, array, op, out, algorithm)
 
+    def reduce(
+        self,
+        array: Any,
+        root: int = 0,
+        op: ReduceOp | str = SUM,
+        *,
+        out: Any = None,
+        algorithm: str | None = None,
+    ) -> Any:
+        """Reduce arrays over all ranks, element by element; the root alone gets the result.
+
+        Args:
+            array: any shape, in host memory; shape and dtype must agree on all ranks.
+            root: a rank; must agree.
+            op: as for `allreduce`.
+            out: where the result goes, at the root, as for `allreduce`; without a meaning on the other ranks.
+            algorithm: as for `allreduce`.
+
+        Returns:
+            ``out``, or the new array, at the root; None on the other ranks, whose arrays stay as they are.
+
+        Raises:
+            ConfigError: there is no such rank, op or algorithm; or it cannot run here.
+            UnsupportedBufferError: the array is in device memory.
+        """
+        if type(root) is int:
+            repeated = self._bound.repeat("reduce", array, out if root == self.rank else None, op, algorithm, root)
+            if repeated is not None:
+                return None if repeated is NOTHING else repeated
+        return self._standing.call("reduce", self._reduce_to_root, array, root, op, out, algorithm)
+
+    def gather(self, array: Any, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> Any:
+        """Concatenate the ranks' arrays along the first dimension, in rank order; the root alone gets the result.
+
+        Args:
+            array: at least one dimension, in host memory. The first may differ between ranks, and be 0; the others and
+                the dtype must agree.
+            root: a rank; must agree.
+            out: where the result goes, at the root; ``array`` may be its part of it. None: a new array. Without a
+                meaning on the other ranks.
+            algorithm: as for `allreduce`.
+
+        Returns:
+            ``out``, or the new array, at the root; None on the other ranks.
+
+        Raises:
+            ConfigError: there is no such rank or algorithm.
+            UnsupportedBufferError: the array is in device memory.
+            MismatchError: at the root, ``out`` has not as many rows as all arrays together.
+        """
+        if type(root) is int:
+            repeated = self._bound.repeat("gather", array, out if root == self.rank else None, None, algorithm, root)
+            if repeated is not None:
+                return None if repeated is NOTHING else repeated
+        return self._standing.call("gather", self._gather, array, root, out, algorithm)
+
+    def scatter(self, array: Any, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> Any:
+        """Cut the root's array into equal parts along the first dimension, and give each rank one, in rank order.
+
+        Args:
+            array: at the root, at least one dimension, in host memory, as many rows for each rank. On the other ranks
+                None, or an array of the same shape and dtype, whose content does not matter.
+            root: a rank; must agree.
+            out: where this rank's part goes; at the root, it may be its part of ``array``. None: a new array, of the
+                library of ``array``, or NumPy's where that is None.
+            algorithm: as for `allreduce`.
+
+        Returns:
+            ``out``, or the new array.
+
+        Raises:
+            ConfigError: there is no such rank or algorithm, the root has no array, or its rows do not divide equally.
+            UnsupportedBufferError: the array is in device memory, or has more than 32 dimensions.
+            MismatchError: on some rank, ``out`` or ``array`` has not the shape or the dtype that comes from the root.
+        """
+        return self._standing.call("scatter", self._scatter, array, root, out, algorithm)
+
     def allgather(self, array: Any, *, out: Any = None, algorithm: str | None = None) -> Any:
         """Concatenate the ranks' arrays along the first dimension, in rank order; every rank gets all of it.
 
@@ -203,6 +286,103 @@ class Communicator(Member):
     def barrier(self) -> None:
         """Return when every rank has called it."""
         self._standing.call(_BARRIER.text, self._meet, _BARRIER)
+
+    # ---- from one rank to another ----
+
+    def send(self, array: Any, dest: int, tag: int = 0) -> None:
+        """Send an array to a rank that receives it; not collective.
+
+        More than 4 KiB have left when this returns, which may take until that rank receives them; less may still be on
+        its way. Any thread may call this.
+
+        Args:
+            array: in host memory, of any strides.
+            dest: another rank.
+            tag: at least 0. What one rank sends another with one tag is received in that order.
+
+        Raises:
+            ConfigError: there is no such rank or tag, or it is this rank.
+            UnsupportedBufferError: the array is in device memory.
+            CollectiveTimeoutError: that rank did not receive it in time; the array is still to be sent, and must stay
+                as it is.
+            PeerLostError: a rank of this machine is gone.
+        """
+        point_to_point = self._to_one()
+        with _Running(self, "send", "messages", _nbytes(array)):
+            point_to_point.wait(point_to_point.send_array(array, whole_number("dest", dest), whole_number("tag", tag)))
+
+    def recv(self, out: Any, source: int | None = None, tag: int = 0) -> int:
+        """Receive an array that a rank sends; not collective. Any thread may call this.
+
+        Args:
+            out: where it goes, in host memory, of any strides; of the same shape and dtype.
+            source: who sends it; None: any rank, the first whose array comes.
+            tag: the one that it is sent with.
+
+        Returns:
+            The rank that has sent it.
+
+        Raises:
+            ConfigError, UnsupportedBufferError, PeerLostError: as for `send`.
+            CollectiveTimeoutError: nothing came in time; what comes later can be received again. If it had begun to
+                come, it goes on to, and ``out`` is overwritten later.
+            MismatchError: what came has another shape or dtype, and is lost; raised here, not where it was sent.
+        """
+        point_to_point, sender = self._to_one(), None if source is None else whole_number("source", source)
+        with _Running(self, "recv", "messages", _nbytes(out)):
+            transfer = point_to_point.recv_array(out, sender, whole_number("tag", tag))
+            try:
+                point_to_point.wait(transfer)
+            except BaseException:
+                point_to_point.withdraw(transfer)
+                raise
+        assert transfer.peer is not None
+        return transfer.peer
+
+    def sendrecv(self, array: Any, dest: int, out: Any, source: int | None = None, tag: int = 0) -> Any:
+        """Send an array to one rank, and receive another that a rank sends, at the same time; not collective.
+
+        Args:
+            array, dest, tag: as for `send`.
+            out, source, tag: as for `recv`; apart from ``array``. Where ``dest`` and ``source`` are this rank, the
+                array is copied.
+
+        Returns:
+            ``out``.
+
+        Raises:
+            RingReduceError: as for `send` and `recv`.
+        """
+        point_to_point, to = self._to_one(), whole_number("dest", dest)
+        sender, tag = None if source is None else whole_number("source", source), whole_number("tag", tag)
+        with _Running(self, "sendrecv", "messages", _nbytes(array)):
+            if to == sender == self.rank:
+                self._copy_to_self(array, out)
+                return out
+            coming = point_to_point.recv_array(out, sender, tag)
+            try:
+                point_to_point.wait(point_to_point.send_array(array, to, tag))
+                point_to_point.wait(coming)
+            except BaseException:
+                point_to_point.withdraw(coming)
+                raise
+        return out
+
+    def _to_one(self) -> PointToPoint:
+        self._standing.require_open()
+        if self._point_to_point is None:
+            raise ConfigError("this communicator has no messages from one rank to another")
+        return self._point_to_point
+
+    def _copy_to_self(self, array: Any, out: Any) -> None:
+        source, target = (require_host(operand_of(each), "sendrecv") for each in (array, out))
+        target.require_writable()
+        if source.describe() != target.describe():
+            text = f"sendrecv from rank {self.rank} to itself ({source.describe()}, into {target.describe()})"
+            raise MismatchError({self.rank: text})
+        np.copyto(target.view, source.view)
+
+    # ---- of calls that are made of several collectives ----
 
     def meet(self, text: str) -> None:
         """Return when every rank has called it with this text: before a call that is made of several collectives.
@@ -317,6 +497,95 @@ class Communicator(Member):
         self._bound.bind("reduce_scatter", array, given_out, (op, algorithm), again, used, target, source.nbytes)
         return out
 
+    def _reduce_to_root(self, array: Any, root: int, op: ReduceOp | str, out: Any, algorithm: str | None) -> Any:
+        root, kind, is_new = self._require_root(root), ReduceOp.parse(op), out is None
+        source, target = require_host(operand_of(array), "reduce"), None
+        if self.rank == root:
+            out, target = self._operands.result(array, source, source.shape, out)
+        self._standing.require_open()
+        nbytes = source.nbytes
+        chosen = self._selection.other(
+            Collective.REDUCE, source.dtype, source.shape, algorithm, f"{kind.value}, root {root}", kind, nbytes
+        )
+        with _Running(self, "reduce", chosen.choice.algorithm, nbytes):
+            flat = source.flat()
+            if target is None:
+                again = chosen.run(flat, None, root)
+            else:
+                with flat_target(require_host(target, "reduce")) as into:
+                    flat = apart(flat, into, 0)
+                    again = chosen.run(flat, into, root)
+        used, given_out = Operand(flat, source.dtype), None if is_new else out
+        if target is None:
+            self._bound.bind_for_others("reduce", array, (op, algorithm), again, used, root)
+            return None
+        self._bound.bind("reduce", array, given_out, (op, algorithm), again, used, target, nbytes, root)
+        return as_given(array, out) if is_new else out
+
+    def _gather(self, array: Any, root: int, out: Any, algorithm: str | None) -> Any:
+        root = self._require_root(root)
+        source, am_root = require_host(with_rows(array, "gather"), "gather"), self.rank == root
+        self._operands.require_usable(source)
+        shape, row = ("*", *source.shape[1:]), prod(source.shape[1:])
+        received = RowsReceived(self._operands, array, source, out if am_root else None)
+        chosen = self._selection.other(Collective.GATHER, source.dtype, shape, algorithm, f"root {root}")
+        running = _Running(self, "gather", chosen.choice.algorithm, source.nbytes * (self.size if am_root else 1))
+        with running:
+            flat = source.flat()
+            again = chosen.run(flat, Offer(received.room, (source.shape[0],)), row, received, root)
+            if received.target is not None:
+                running.nbytes = received.target.nbytes
+        used = Operand(flat, source.dtype)
+        if not am_root:
+            self._bound.bind_for_others("gather", array, (None, algorithm), again, used, root)
+            return None
+        result, nbytes = received.store(), running.nbytes
+        self._bound.bind("gather", array, out, (None, algorithm), again, used, received.target, nbytes, root)
+        return result
+
+    def _scatter(self, array: Any, root: int, out: Any, algorithm: str | None) -> Any:
+        root = self._require_root(root)
+        self._standing.require_open()
+        source = target = part = None
+        if array is not None:
+            source = require_host(with_rows(array, "scatter"), "scatter")
+            rows = source.shape[0]
+            if rows % self.size:
+                raise ConfigError(f"scatter: {rows} rows do not divide into {self.size} equal parts")
+            part = (rows // self.size, *source.shape[1:]), source.dtype
+        elif self.rank == root:
+            raise ConfigError("scatter: the root has to pass an array")
+        if out is not None:
+            if source is None or part is None:
+                target = require_host(operand_of(out), "scatter")
+                target.require_writable()
+                part = target.shape, target.dtype
+            else:
+                target = require_host(self._operands.result(array, source, part[0], out)[1], "scatter")
+        flat = np.empty(0, np.uint8)
+        if source is not None and self.rank == root:
+            flat = source.flat().view(np.uint8)
+        received = PartReceived(self._operands, 0 if array is None else array, target, out)
+        offer = part_offer(part)
+        chosen = self._selection.other(Collective.SCATTER, DTYPES["uint8"], None, algorithm, f"root {root}")
+        known = flat.nbytes or (0 if part is None else prod(part[0]) * part[1].itemsize)
+        running = _Running(self, "scatter", chosen.choice.algorithm, known)
+        with running:
+            chosen.run(flat, offer, received, root)
+            running.nbytes = flat.nbytes or received.nbytes
+        return received.store()
+
+    def _require_root(self, root: int) -> int:
+        """Return the number of a rank.
+
+        Raises:
+            ConfigError: there is no such rank.
+        """
+        root = whole_number("root", root)
+        if not 0 <= root < self.size:
+            raise ConfigError(f"root must be a rank, 0 to {self.size - 1}, got {root}")
+        return root
+
     def _allgather(self, array: Any, out: Any, algorithm: str | None) -> Any:
         source = with_rows(array, "allgather")
         self._operands.require_usable(source)
@@ -336,9 +605,7 @@ class Communicator(Member):
 
     def _broadcast(self, array: Any, root: int, out: Any, algorithm: str | None) -> Any:
         given_root, is_new = root, out is None
-        root = whole_number("root", root)
-        if not 0 <= root < self.size:
-            raise ConfigError(f"root must be a rank, 0 to {self.size - 1}, got {root}")
+        root = self._require_root(root)
         source, am_root = operand_of(array), self.rank == root
         out, target = self._operands.result(array, source, source.shape, out)
         nbytes = source.nbytes
@@ -387,14 +654,15 @@ class _Running:
     """The context of a collective that runs: tells the observers, counts it, and reports errors.
 
     A class, as a generator for a context manager would take a microsecond of the three that a small call has.
+    Errors of messages from one rank to another concern these alone, and they are not among the calls that all make.
     """
 
     __slots__ = ("_algorithm", "_call", "_collective", "_fail", "_instruments", "_tally", "nbytes")
 
     def __init__(self, communicator: Communicator, collective: str, algorithm: str, nbytes: int) -> None:
-        self._fail = communicator._standing.fail
+        self._fail = communicator._standing.fail if collective in communicator.tallies else None
         self._instruments = communicator.instruments
-        self._tally = communicator.tallies[collective]
+        self._tally = (communicator.tallies if self._fail else communicator.message_tallies)[collective]
         self._collective = collective
         self._algorithm = algorithm
         self.nbytes = nbytes
@@ -403,11 +671,13 @@ class _Running:
         if self._instruments.observers:
             self._instruments.tell("collective_started", self._collective, self._algorithm, self.nbytes)
         self._call: list[Any] = [perf_counter(), 0.0, self._collective, self.nbytes]
-        self._instruments.calls.append(self._call)
+        if self._fail is not None:  # the calls that are kept have the same numbers on all ranks
+            self._instruments.calls.append(self._call)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
-            self._fail(error)
+            if self._fail is not None:
+                self._fail(error)
             return
         self._call[1] = ended = perf_counter()
         seconds = ended - self._call[0]
@@ -418,6 +688,10 @@ class _Running:
         instruments = self._instruments
         if instruments.observers:
             instruments.tell("collective_finished", self._collective, self._algorithm, self.nbytes, seconds)
+
+
+def _nbytes(array: Any) -> int:
+    return operand_of(array).nbytes
 
 
 def _length(part: slice) -> int:

@@ -2,19 +2,19 @@
 
 A process set is registered by all ranks of the world, once; a group is made by its members alone, and there may be any
 number of equal ones. Its collectives are those of a `Communicator` on arrays whose shapes the caller has fixed on both
-sides, and those that are made of these: reduce, gather, scatter, bitwise operations, lists of arrays.
+sides, and those that are made of these: bitwise operations, lists of arrays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from ringreduce.buffers import Operand, like, operand_of
+from ringreduce.buffers import Operand, like, operand_of, require_host
 from ringreduce.calls import Called, Stack, program_stack
 from ringreduce.communicator import Communicator
 from ringreduce.config import Config
@@ -143,15 +143,19 @@ class Group:
     def reduce(self, array: Any, root: int, op: ReduceOp | str = SUM, source: Any = None) -> None:
         """Reduce arrays into that of the root; the others stay as they are. ``root`` must agree."""
         given = array if source is None else source
+        if op not in BITWISE:
+            self.communicator.reduce(given, root, op, out=array)
+            return
         with self.preparing("reduce"):
-            self._require_root(root)
-            operand = _host(given)
+            operand, room = _integers(given, str(op)), None
             if self.rank == root:
                 _host(array).require_writable()
-            target = array if self.rank == root else like(given)
-            text = f"reduce({op if op in BITWISE else ReduceOp.parse(op).value}, root {root}, {_what(operand)})"
+                room = like(given, (self.size, operand.count))
+            text = f"reduce({op}, root {root}, {operand.describe()})"
         self.communicator.meet(text)
-        self.allreduce(target, op, given)
+        self.communicator.gather(_rows(given, operand), root, out=room)
+        if room is not None:
+            self._store(array, _bit_by_bit(room, str(op)))
 
     def reduce_scatter(self, out: Any, array: Any, op: ReduceOp | str = SUM) -> None:
         """Reduce arrays and give each rank its part.
@@ -204,15 +208,12 @@ class Group:
     def _bitwise(self, name: str, array: Any, op: str) -> Any:
         """Return what all ranks' arrays come to, bit by bit, as a NumPy array."""
         with self.preparing(name):
-            source = _host(array)
-            if source.dtype.kind not in ("int", "uint", "bool"):
-                raise UnsupportedBufferError(f"{op} takes integers and bool, got {source.dtype.name}")
+            source = _integers(array, op)
             every = like(array, (self.size, source.count))
-            text = f"{name}({op}, {_what(source)})"
+            text = f"{name}({op}, {source.describe()})"
         self.communicator.meet(text)
-        self.communicator.allgather(array.reshape(1, source.count), out=every)
-        ufunc: Any = getattr(np, op)
-        return ufunc.reduce(_host(every).view, axis=0).reshape(source.shape)
+        self.communicator.allgather(_rows(array, source), out=every)
+        return _bit_by_bit(every, op).reshape(source.shape)
 
     # ---- moving ----
 
@@ -272,8 +273,7 @@ class Group:
             root: must agree.
         """
         with self.preparing("gather"):
-            self._require_root(root)
-            source, targets = _host(array), []
+            source, room = _host(array), None
             if self.rank == root:
                 targets = self._one_per_rank("gather", outs)
                 _require_usable(targets, [source])
@@ -283,15 +283,11 @@ class Group:
                             f"gather takes outputs of as many elements as the input, got an input of shape "
                             f"{source.shape} and an output of shape {each.shape}"
                         )
-            text = f"gather(root {root}, {source.count} elements, {source.dtype.name})"
-            splits = [0] * self.size
-            splits[root] = 1
-            room = like(array, (len(targets), source.count))
-            row = array.reshape(1, source.count)
-        self.communicator.meet(text)
-        self.communicator.alltoall(row, splits, out=room)
-        if self.rank == root:
-            self._store_parts(outs or (), room.reshape(len(targets) * source.count), [source.count] * self.size)
+                room = like(array, (self.size, source.count))
+            row = _rows(array, source)
+        self.communicator.gather(row, root, out=room)
+        if room is not None:
+            self._store_parts(outs or (), room.reshape(self.size * source.count), [source.count] * self.size)
 
     def scatter(self, out: Any, arrays: Sequence[Any] | None, root: int) -> None:
         """Give each rank one of the root's arrays.
@@ -302,21 +298,19 @@ class Group:
             root: must agree.
         """
         with self.preparing("scatter"):
-            self._require_root(root)
-            target = _host(out)
-            sources = self._one_per_rank("scatter", arrays) if self.rank == root else []
-            _require_usable([target], sources)
-            for each in sources:
-                if each.count != target.count:
-                    raise ConfigError(
-                        f"scatter takes inputs of as many elements as the output, got an output of shape "
-                        f"{target.shape} and an input of shape {each.shape}"
-                    )
-            text = f"scatter(root {root}, {target.count} elements, {target.dtype.name})"
-            rows = self._joined(out, arrays or (), sources).reshape(len(sources), target.count)
-            room = out.reshape(1, target.count) if target.contiguous else like(out, (1, target.count))
-        self.communicator.meet(text)
-        self.communicator.alltoall(rows, [1 if sources else 0] * self.size, out=room)
+            target, rows = _host(out), None
+            if self.rank == root:
+                sources = self._one_per_rank("scatter", arrays)
+                _require_usable([target], sources)
+                for each in sources:
+                    if each.count != target.count:
+                        raise ConfigError(
+                            f"scatter takes inputs of as many elements as the output, got an output of shape "
+                            f"{target.shape} and an input of shape {each.shape}"
+                        )
+                rows = self._joined(out, arrays or (), sources).reshape(self.size, target.count)
+            room = _rows(out, target) if target.contiguous else like(out, (1, target.count))
+        self.communicator.scatter(rows, root, out=room)
         if not target.contiguous:
             self._store(out, room)
 
@@ -380,21 +374,11 @@ class Group:
             peer: another rank of the group.
             tag: at least 0, at most 2^63 - 1.
         """
-        self._require_peer(peer)
-        source = _host(array)
-        return self._messages.send(source.flat().view(np.uint8), _what(source), peer, _tag(tag))
+        return self._messages.send_array(array, peer, tag)
 
     def recv(self, array: Any, peer: int | None, tag: int = 0) -> Transfer:
         """Begin to receive into an array; arguments as for `send`, and peer None: from any rank."""
-        if peer is not None:
-            self._require_peer(peer)
-        target = _host(array)
-        target.require_writable()
-        room, store = target.view, None
-        if not target.contiguous:
-            room = np.empty(target.shape, target.dtype.storage)
-            store = partial(np.copyto, target.view, room)
-        return self._messages.recv(room.reshape(-1).view(np.uint8), _what(target), peer, _tag(tag), store)
+        return self._messages.recv_array(array, peer, tag)
 
     def wait(self, transfer: Transfer, timeout_s: float | None = None) -> None:
         """Return once a message was sent or received; see `PointToPoint.wait`."""
@@ -450,16 +434,6 @@ class Group:
     def preparing(self, name: str) -> _Preparing:
         """Return the context of what a call does before it communicates: a failure there is told to the others."""
         return _Preparing(self.communicator, name)
-
-    def _require_root(self, root: int) -> None:
-        if not 0 <= root < self.size:
-            raise ConfigError(f"root must be a rank of the group, 0 to {self.size - 1}, got {root}")
-
-    def _require_peer(self, peer: int) -> None:
-        if not 0 <= peer < self.size or peer == self.rank:
-            raise ConfigError(
-                f"messages go to other ranks of the group, 0 to {self.size - 1}; rank {self.rank} named {peer}"
-            )
 
     def _one_per_rank(self, name: str, arrays: Sequence[Any] | None) -> list[Operand]:
         if arrays is None or len(arrays) != self.size:
@@ -528,17 +502,7 @@ class _Preparing:
 
 
 def _host(array: Any) -> Operand:
-    """Look at an array in host memory.
-
-    Raises:
-        UnsupportedBufferError: it is in device memory, or no array that collectives take.
-    """
-    operand = operand_of(array)
-    if not isinstance(operand, Operand):
-        raise UnsupportedBufferError(
-            "arrays in device memory are not supported in groups, as no GPU has run that yet; pass arrays on the CPU"
-        )
-    return operand
+    return require_host(operand_of(array), "a group")
 
 
 def _flat(array: Any, operand: Operand) -> Any:
@@ -546,14 +510,28 @@ def _flat(array: Any, operand: Operand) -> Any:
     return array if len(operand.shape) == 1 else array.reshape(operand.count)
 
 
-def _what(operand: Operand) -> str:
-    return f"{operand.dtype.name}, shape {' x '.join(map(str, operand.shape)) or 'of a number'}"
+def _rows(array: Any, operand: Operand) -> Any:
+    """Return the elements in C order as one row: where they are so already, a view."""
+    return array.reshape(1, operand.count)
 
 
-def _tag(tag: int) -> int:
-    if not 0 <= tag < 1 << 63:
-        raise ConfigError(f"tags are at least 0, got {tag}")
-    return tag
+def _integers(array: Any, op: str) -> Operand:
+    """Look at an array that is reduced bit by bit.
+
+    Raises:
+        UnsupportedBufferError: it has no bits of that kind.
+    """
+    source = _host(array)
+    if source.dtype.kind not in ("int", "uint", "bool"):
+        raise UnsupportedBufferError(f"{op} takes integers and bool, got {source.dtype.name}")
+    return source
+
+
+def _bit_by_bit(rows: Any, op: str) -> npt.NDArray[Any]:
+    """Reduce rows that come from the ranks, into one."""
+    ufunc: Any = getattr(np, op)
+    result: npt.NDArray[Any] = ufunc.reduce(_host(rows).view, axis=0)
+    return result
 
 
 def _require_usable(outputs: Sequence[Operand], inputs: Sequence[Operand]) -> None:

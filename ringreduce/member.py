@@ -21,7 +21,10 @@ from ringreduce.paths import NCCL, BoundCalls, Call, Choice, Context, Gpu, Opera
 from ringreduce.processes import Forked
 from ringreduce.reduce_ops import SUM, ReduceOp
 from ringreduce.selection import Selection, forced
+from ringreduce.transport.messages import Messages
 from ringreduce.transport.nccl import cupy_nccl
+from ringreduce.transport.point_to_point import PointToPoint
+from ringreduce.transport.waiting import Waiter
 
 __all__ = ["Member"]
 
@@ -29,14 +32,20 @@ __all__ = ["Member"]
 class Member:
     """All of a `Communicator` but its collectives; its attributes are described there."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, channel: Messages | None = None) -> None:
         self._context = context
+        self._point_to_point: PointToPoint | None = None
+        if channel is not None:
+            waiter = Waiter(context.waiter.timeout_s, context.waiter.crowded)
+            self._point_to_point = PointToPoint(channel, waiter, context.board.find_lost)
+            waiter.watchers.append(self._point_to_point.watch)
         self._selection = Selection(context)
         self._standing = Standing(context, self._selection.forget, lambda: self._bound.clear())
         self.gpu = Gpu(context, self._standing, cuda_driver, cupy_nccl)
         self._operands = Operands(self._standing, self.gpu, context.arena, shares_results=context.topology.size > 1)
         self.instruments = context.instruments
         self.tallies = {each.value: Tally() for each in Collective}
+        self.message_tallies = {name: Tally() for name in ("send", "recv", "sendrecv")}
         self._bound = BoundCalls(self._standing, self._operands, self.instruments, self.tallies)
         self.rank = context.rank
         self.topology = context.topology
@@ -151,7 +160,14 @@ class Member:
         return self.gpu.choice(DType.of(dtype), ReduceOp.parse(op), algorithm)
 
     def transport_name(self, algorithm: str, collective: Collective | str = Collective.ALLREDUCE) -> str:
-        """Return what moves the bytes of ``algorithm`` here: ``"shared"``, ``"mpi"``, ``"shared+mpi"``, ..."""
+        """Return what moves the bytes of ``algorithm`` here: ``"shared"``, ``"mpi"``, ``"shared+mpi"``, ...
+
+        Args:
+            algorithm: a name from `algorithms`; ``"messages"``: of `Communicator.send` and its kind.
+            collective: of the algorithm.
+        """
+        if algorithm == "messages":
+            return self._context.messages.name
         if algorithm == NCCL:
             return algorithm
         choice = forced(self._described(collective, 1), algorithm)
@@ -192,6 +208,8 @@ class Member:
             error: why; the errors of those calls say so.
         """
         self._standing.give_up(error)
+        if self._point_to_point is not None:
+            self._point_to_point.fail(error)
 
     def leave(self, why: GivenUp) -> bool:
         """Let nobody on this node wait for this rank any more; return whether it is the first of them that leaves."""
@@ -216,6 +234,8 @@ class Member:
         """
         self._standing.disown(reason)
         self._bound.clear()
+        if self._point_to_point is not None:
+            self._point_to_point.disown(ConfigError(reason))
         self._context.arena.disown()
 
     def close(self) -> None:
@@ -223,6 +243,8 @@ class Member:
         if self._standing.ended:
             return
         self._standing.close()
+        if self._point_to_point is not None:
+            self._point_to_point.close()
         if self._standing.failed:
             self.gpu.abandon()
             self._context.abandon()

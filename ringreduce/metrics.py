@@ -119,8 +119,9 @@ class Metrics:
         communicators = [each.communicator for each in members] + [each.communicator for each in engines]
         communicators += others
         collectives = {}
-        for name in communicators[0].tallies if communicators else ():
-            tallies = [each.tallies[name] for each in communicators]
+        counted = [{**each.tallies, **each.message_tallies} for each in communicators]
+        for name in counted[0] if counted else ():
+            tallies = [each[name] for each in counted]
             total = Total(
                 calls=sum(each.calls for each in tallies),
                 nbytes=sum(each.nbytes for each in tallies),

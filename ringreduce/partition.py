@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-__all__ = ["Partition", "Segment", "pieces", "segments_of_blocks", "segments_of_buffer"]
+__all__ = ["Partition", "Segment", "pieces", "segments_across_blocks", "segments_of_blocks", "segments_of_buffer"]
 
 #: Where a schedule's blocks are when it runs over one part of the buffer: a slice of elements for each block.
 Segment = tuple[slice, ...]
@@ -95,4 +95,19 @@ def segments_of_blocks(partition: Partition, limit: int, largest: int | None = N
             for block, parts in zip(partition.segment, cut, strict=True)
         )
         for i in range(nsegments)
+    ]
+
+
+def segments_across_blocks(partition: Partition, limit: int) -> list[Segment]:
+    """Cut the buffer of ``partition`` into parts of at most ``limit`` elements; each segment is one contiguous range.
+
+    For schedules that move several blocks as one: in a segment, too, they lie one after the other; most are empty.
+    """
+    count = partition.bounds[-1]
+    return [
+        tuple(
+            slice(*(min(max(bound, part.start), part.stop) for bound in (block.start, block.stop)))
+            for block in partition.segment
+        )
+        for part in Partition.even(count, max(1, -(-count // limit))).segment
     ]

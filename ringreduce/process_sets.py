@@ -240,7 +240,7 @@ def connect(make: Callable[[Waiter], Messages], settings: Config) -> Parts:
     """Set up what the members of a set need. Collective.
 
     Args:
-        make: makes a new transport between them, given how its collective calls wait; called up to three times, as
+        make: makes a new transport between them, given how its collective calls wait; called up to four times, as
             often on all of them.
         settings: equal on all of them.
     """
@@ -249,7 +249,9 @@ def connect(make: Callable[[Waiter], Messages], settings: Config) -> Parts:
     context = context_of(make, settings, Called, warn=False)
     shared = context.topology.single_node and context.topology.size > 1
     channel = SharedControlChannel(context.node, context.messages) if shared else make(Waiter(settings.timeout_s))
-    blocking, asynchronous = Communicator(blocking_context), Communicator(context)
+    between_two = make(Waiter(settings.timeout_s))
+    checked = CheckedMessages(between_two) if settings.checksum else between_two
+    blocking, asynchronous = Communicator(blocking_context, checked), Communicator(context)
     engine = Engine(asynchronous, channel, find_lost=context.board.find_lost, threads=context.messages.concurrent)
     return Parts(blocking, engine)
 

@@ -46,6 +46,7 @@ __all__ = [
     "explain",
     "failure",
     "follow_timelines",
+    "gather",
     "global_process_set",
     "go_on",
     "group",
@@ -59,8 +60,13 @@ __all__ = [
     "rank",
     "record",
     "recoveries",
+    "recv",
+    "reduce",
     "reduce_scatter",
     "remove_process_set",
+    "scatter",
+    "send",
+    "sendrecv",
     "set_conventions",
     "shutdown",
     "size",
@@ -414,6 +420,13 @@ def allreduce(
     )
 
 
+def reduce(
+    array: Any, root: int = 0, op: ReduceOp | str = SUM, *, out: Any = None, algorithm: str | None = None
+) -> Any:
+    """Reduce arrays over all ranks; the root alone gets the result; see `Communicator.reduce`."""
+    return world().reduce(array, root, op, out=out, algorithm=algorithm)
+
+
 def reduce_scatter(array: Any, op: ReduceOp | str = SUM, *, out: Any = None, algorithm: str | None = None) -> Any:
     """Reduce arrays over all ranks and cut the result between them; see `Communicator.reduce_scatter`."""
     return world().reduce_scatter(array, op, out=out, algorithm=algorithm)
@@ -424,6 +437,16 @@ def allgather(array: Any, *, out: Any = None, algorithm: str | None = None) -> A
     return world().allgather(array, out=out, algorithm=algorithm)
 
 
+def gather(array: Any, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> Any:
+    """Concatenate the ranks' arrays along the first dimension, at the root alone; see `Communicator.gather`."""
+    return world().gather(array, root, out=out, algorithm=algorithm)
+
+
+def scatter(array: Any, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> Any:
+    """Give each rank its part of the root's array; see `Communicator.scatter`."""
+    return world().scatter(array, root, out=out, algorithm=algorithm)
+
+
 def broadcast(array: Any, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> Any:
     """Give every rank the root's array; see `Communicator.broadcast`."""
     return world().broadcast(array, root, out=out, algorithm=algorithm)
@@ -432,6 +455,21 @@ def broadcast(array: Any, root: int = 0, *, out: Any = None, algorithm: str | No
 def alltoall(array: Any, splits: Sequence[int] | None = None, *, out: Any = None, algorithm: str | None = None) -> Any:
     """Send every rank its part and get one's own of all; see `Communicator.alltoall`."""
     return world().alltoall(array, splits, out=out, algorithm=algorithm)
+
+
+def send(array: Any, dest: int, tag: int = 0) -> None:
+    """Send an array to a rank that receives it; see `Communicator.send`."""
+    world().send(array, dest, tag)
+
+
+def recv(out: Any, source: int | None = None, tag: int = 0) -> int:
+    """Receive an array that a rank sends; returns that rank; see `Communicator.recv`."""
+    return world().recv(out, source, tag)
+
+
+def sendrecv(array: Any, dest: int, out: Any, source: int | None = None, tag: int = 0) -> Any:
+    """Send an array to one rank and receive another from one, at the same time; see `Communicator.sendrecv`."""
+    return world().sendrecv(array, dest, out, source, tag)
 
 
 def barrier() -> None:

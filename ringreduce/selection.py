@@ -42,6 +42,7 @@ from ringreduce.wire import Codec
 __all__ = ["Selection", "choose", "explain", "forced", "names"]
 
 _BY_NAME = "asked for by name"
+_IN_ORDER = "several nodes, deterministic: terms are added in the order of ranks"
 _MEASURED = "as the tuning table has it"
 
 #: Up to this size one barrier with the data beside the flags beats two barriers without a copy: for two ranks, and for
@@ -58,6 +59,9 @@ _BINOMIAL_NBYTES = 128 << 10
 _HIERARCHICAL = {"halving_doubling": "hierarchical_halving", "direct": "hierarchical_direct", "ring": "hierarchical"}
 #: Up to so many nodes may send to one at once: switches can buffer that, and ranks can have as many messages under way.
 _FEW_NODES = 16
+
+#: The reduction to a root between nodes in which one rank adds up all terms of an element, in the order of ranks.
+_IN_ORDER_TO_ROOT = "direct"
 
 _FEW_AT_ONCE = f"at most {_FEW_NODES} nodes, all at once"
 _REMEMBERED = 4096  # kinds of calls
@@ -88,6 +92,11 @@ def choose(call: Call, config: Config, algorithm: str | None = None, table: Tabl
         ConfigError: there is no such algorithm, or it cannot run here.
     """
     reduces = call.collective is Collective.ALLREDUCE
+    if config.deterministic and call.collective is Collective.REDUCE:
+        if algorithm not in (None, "auto", _IN_ORDER_TO_ROOT):
+            raise ConfigError(f"RINGREDUCE_DETERMINISTIC is set, so algorithm={algorithm!r} cannot be asked for")
+        if not call.topology.single_node:
+            return _choice(call, _IN_ORDER_TO_ROOT, _IN_ORDER)
     if algorithm not in (None, "auto"):
         assert algorithm is not None
         if config.deterministic and reduces and algorithm != DETERMINISTIC:
@@ -210,11 +219,13 @@ def _deterministic(call: Call) -> tuple[str, str]:
         return "one_shot", "there is one rank"
     if call.topology.single_node:
         return _rule_on_one_node(call)
-    return "direct", "several nodes, deterministic: terms are added in the order of ranks"
+    return "direct", _IN_ORDER
 
 
 def _rule_of_others(call: Call) -> tuple[str, str]:
     """Return the algorithm of another collective on several ranks, and why."""
+    if call.collective is Collective.REDUCE:
+        return _rule_of_reduce(call)
     if call.topology.single_node:
         return "load", "one node: every rank reads what it needs"
     if call.collective is Collective.BROADCAST:
@@ -223,11 +234,28 @@ def _rule_of_others(call: Call) -> tuple[str, str]:
             return "chain", f"several nodes, over {limit} bytes: fills every link"
         return "binomial", f"several nodes, at most {limit} bytes: few rounds"
     nodes = len(call.topology.nodes)
+    if call.collective in (Collective.GATHER, Collective.SCATTER):
+        return ("direct", _FEW_AT_ONCE) if nodes <= _FEW_NODES else ("binomial", "many nodes: few rounds")
     if call.collective is Collective.ALLTOALL:
         return ("direct", _FEW_AT_ONCE) if nodes <= _FEW_NODES else ("pairwise", "several nodes")
     if nodes <= _FEW_NODES and nodes == call.topology.size:
         return "direct", f"{_FEW_AT_ONCE}, one rank per node"
     return "ring", "several nodes: each block crosses each link once"
+
+
+def _rule_of_reduce(call: Call) -> tuple[str, str]:
+    """Return the algorithm of a reduction to a root on several ranks, and why."""
+    if call.topology.single_node:
+        if call.nbytes <= _ONE_SHOT_NBYTES:
+            return "load", f"one node, at most {_ONE_SHOT_NBYTES} bytes: the root reads them beside the flags"
+        return "two_shot", f"one node, over {_ONE_SHOT_NBYTES} bytes: every rank reduces a part"
+    lanes, *others = {len(node) for node in call.topology.nodes}
+    nodes = call.topology.size if others else len(call.topology.nodes)
+    limit = _BINOMIAL_NBYTES * (nodes - 1) * (1 if others else lanes)
+    prefix = "" if others or lanes == 1 else "hierarchical_"
+    if call.nbytes > limit:
+        return f"{prefix}chain", f"several nodes, over {limit} bytes: fills every link"
+    return f"{prefix}binomial", f"several nodes, at most {limit} bytes: few rounds"
 
 
 class Selection:
@@ -263,8 +291,8 @@ class Selection:
 
     def call(self, collective: Collective, nbytes: int, dtype: DType, op: ReduceOp) -> Call:
         """Return a call of these ranks; ``op`` matters where something is reduced."""
-        reduces = collective in (Collective.ALLREDUCE, Collective.REDUCE_SCATTER)
-        return Call(collective, nbytes, self._context.topology, dtype, op if reduces else None, self._library)
+        reduced = op if collective.reduces else None
+        return Call(collective, nbytes, self._context.topology, dtype, reduced, self._library)
 
     def choose(self, call: Call, algorithm: str | None = None) -> Choice:
         """Return what would carry out a call that asks for this algorithm."""
@@ -329,7 +357,7 @@ class Selection:
         self,
         collective: Collective,
         dtype: DType,
-        shape: tuple[object, ...],
+        shape: tuple[object, ...] | None,
         algorithm: str | None,
         argument: str = "",
         op: ReduceOp = ReduceOp.SUM,
@@ -340,10 +368,10 @@ class Selection:
         Args:
             collective: which.
             dtype: of the elements.
-            shape: as the signature says it; a star where ranks may differ.
+            shape: as the signature says it; a star where ranks may differ; None: not all know it, and the dtype.
             algorithm: what is asked for.
             argument: for the signature.
-            op: of a reduce_scatter.
+            op: where something is reduced.
             nbytes: of the array, where all ranks know how large it is.
         """
         key = collective.value, argument, algorithm, shape, dtype.name
@@ -370,19 +398,19 @@ class Selection:
 
 
 def _signature(
-    call: Call, choice: Choice, algorithm: str | None, shape: tuple[object, ...], argument: str
+    call: Call, choice: Choice, algorithm: str | None, shape: tuple[object, ...] | None, argument: str
 ) -> Signature:
     """Return the signature of a call; it depends on nothing that may differ between ranks."""
-    arguments = [argument, f"shape {shape_text(shape)}", call.dtype.name]
+    arguments = [argument] if shape is None else [argument, f"shape {shape_text(shape)}", call.dtype.name]
     if algorithm is not None:
         arguments.append(f"algorithm {algorithm}")
     text = f"{call.collective.value}({', '.join(filter(None, arguments))})"
     return Signature.of(text, waits=_waits(call, choice, shape))
 
 
-def _waits(call: Call, choice: Choice, shape: tuple[object, ...]) -> bool:
+def _waits(call: Call, choice: Choice, shape: tuple[object, ...] | None) -> bool:
     """Return whether no rank can end a call before all have come to it; see `Signature`."""
-    if call.collective is Collective.BROADCAST or choice.path is Library or 0 in shape:
+    if call.collective.rooted or shape is None or choice.path is Library or 0 in shape:
         return False  # a rank that has its data goes on without the others; for an empty array nobody waits
     size = call.topology.size
     rows = shape[0] if call.collective is Collective.REDUCE_SCATTER else size

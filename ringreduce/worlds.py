@@ -189,7 +189,7 @@ class OwnWorld(World):
             mine, refused = [], error
         sets = self._agree("add_process_set", mine, refused)
         # Every rank takes part, members or not.
-        channels = [self._messages.subset(mine, Waiter(self.config.timeout_s)) for _ in range(3)]
+        channels = [self._messages.subset(mine, Waiter(self.config.timeout_s)) for _ in range(4)]
         parts = None
         if self.rank in mine:
             ready = filter(None, channels)

@@ -13,10 +13,12 @@ from ringreduce.algorithms import (
     broadcast,
     direct,
     double_tree,
+    gather_scatter,
     halving_doubling,
     hierarchical,
     one_shot,
     recursive_doubling,
+    reduce,
     ring,
     two_shot,
 )
@@ -61,6 +63,19 @@ ALGORITHMS: tuple[Algorithm, ...] = (
     two_shot.ALLTOALL,
     alltoall.DIRECT,
     alltoall.PAIRWISE,
+    two_shot.REDUCE_BY_ROOT,
+    two_shot.REDUCE,
+    reduce.BINOMIAL,
+    reduce.CHAIN,
+    reduce.DIRECT,
+    hierarchical.REDUCE_BINOMIAL,
+    hierarchical.REDUCE_CHAIN,
+    two_shot.GATHER,
+    gather_scatter.GATHER_DIRECT,
+    gather_scatter.GATHER_BINOMIAL,
+    two_shot.SCATTER,
+    gather_scatter.SCATTER_DIRECT,
+    gather_scatter.SCATTER_BINOMIAL,
 )
 
 

@@ -21,22 +21,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ringreduce.algorithms.patterns import block, node_order
+from ringreduce.algorithms.patterns import block, ceil_log2, from_root
 from ringreduce.algorithms.schedule import Algorithm, Collective, Cost, Step, Transfer
 from ringreduce.topology import Topology
 
 __all__ = ["BINOMIAL", "CHAIN"]
 
 
-def _from_root(topology: Topology, root: int) -> tuple[int, ...]:
-    """Return all ranks along the nodes, the root first."""
-    order = node_order(topology)
-    start = order.index(root)
-    return (*order[start:], *order[:start])
-
-
 def _chain(rank: int, topology: Topology, root: int) -> Iterator[Step]:
-    order = _from_root(topology, root)
+    order = from_root(topology, root)
     place = order.index(rank)
     if place > 0:
         yield Step(recvs=(Transfer(order[place - 1], block(0)),))
@@ -45,19 +38,14 @@ def _chain(rank: int, topology: Topology, root: int) -> Iterator[Step]:
 
 
 def _binomial(rank: int, topology: Topology, root: int) -> Iterator[Step]:
-    order, size = _from_root(topology, root), topology.size
+    order, size = from_root(topology, root), topology.size
     place = order.index(rank)
-    for k in reversed(range(_rounds(topology))):
+    for k in reversed(range(ceil_log2(topology.size))):
         distance = 1 << k
         if place % (2 * distance) == distance:
             yield Step(recvs=(Transfer(order[place - distance], block(0)),))
         elif place % (2 * distance) == 0 and place + distance < size:
             yield Step(sends=(Transfer(order[place + distance], block(0)),))
-
-
-def _rounds(topology: Topology) -> int:
-    """Return ceil(lg P)."""
-    return (topology.size - 1).bit_length()
 
 
 BINOMIAL = Algorithm(
@@ -66,7 +54,7 @@ BINOMIAL = Algorithm(
     summary="doubles the number of ranks that have the data in every step; wins across nodes for small buffers",
     steps=_binomial,
     nblocks=lambda topology: 1,
-    cost=lambda topology: Cost(steps=_rounds(topology), sent=_rounds(topology)),
+    cost=lambda topology: Cost(steps=ceil_log2(topology.size), sent=ceil_log2(topology.size)),
 )
 
 CHAIN = Algorithm(

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.algorithms.schedule import Schedule, Step, Transfer
-from ringreduce.buffers import Call, Kernels
+from ringreduce.buffers import Call, Kernels, address_of
 from ringreduce.instruments import Instruments
 from ringreduce.partition import Segment, pieces
 from ringreduce.transport.messages import Messages, Request
@@ -134,7 +134,7 @@ class Plan:
         segments: the parts of the buffer that the schedule runs over, one after another in each of a few streams.
         memory: the buffers.
         kernels: how blocks are reduced. An average is divided on the ranks that complete a block of an allreduce, and
-            moves divided from there; a reduce-scatter with messages takes sums.
+            moves divided from there; with messages, a reduce-scatter and a reduction to a root take sums.
         messages: what carries messages, None for a schedule without any.
         waiter: how to wait for them.
         signature: what the user called, for error messages.
@@ -416,7 +416,8 @@ class Plan:
                 for remote in copies:
                     yield _copy(remote[piece], result[piece])
                 for _, remote in stores:
-                    yield _store(result[piece], remote[piece])
+                    if not _is_same(result[piece], remote[piece]):
+                        yield _store(result[piece], remote[piece])
 
     def _combine(
         self, contributions: list[tuple[int, Array]], mine: Array, target: Array | None = None, *, complete: bool
@@ -502,6 +503,11 @@ def _copy(source: Array | PrivateMemory, target: Array) -> Call:
 
 def _store(source: Array, target: Array | PrivateMemory) -> Call:
     return target.copy_from(source) if isinstance(target, PrivateMemory) else partial(np.copyto, target, source)
+
+
+def _is_same(source: Array, target: Array | PrivateMemory) -> bool:
+    """Return whether what is to be stored was put there at once."""
+    return isinstance(target, np.ndarray) and address_of(source) == address_of(target)
 
 
 def _waiting_for(schedule: Schedule, signature: str) -> str:

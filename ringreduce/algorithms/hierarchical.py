@@ -1,16 +1,20 @@
 """Hierarchical: reduce inside each node in shared memory, between nodes one message lane per local rank.
 
+To a root: the lanes reduce to its node, where they are stored into its memory.
+
 Literature: multi-lane (two-level) allreduce: Träff and Hunold, "Decomposing MPI collectives for exploiting multi-lane
     communication", arXiv 1910.13373; Cho et al., "BlueConnect", MLSys 2019.
 Restrictions: none; the ranks of a node must share memory. The buffer is cut into as many slices as there are lanes.
-Uneven nodes: there are as many lanes, L, as the smallest node has ranks; lane l is made of the l-th rank of every node.
-    Further ranks of larger nodes do nothing: the ranks with lanes load from and store to their memory.
+Uneven nodes: reductions to a root refuse them. Of an allreduce there are as many lanes, L, as the smallest node has
+    ranks; lane l is made of the l-th rank of every node. Further ranks of larger nodes do nothing: the ranks with lanes
+    load from and store to their memory.
 Non-power-of-two: as the allreduce between the nodes: any number.
 Cost, with N nodes, at most M ranks on a node, mu the time to load or store one byte of a peer's: hierarchical (a ring
     between nodes) 2 (N-1) alpha + 2 (n/L) (N-1)/N beta + 2 (n/L) (M-1) mu and two steps inside the node;
     hierarchical_doubling (recursive doubling between nodes) lg N alpha + (n/L) lg N beta, and hierarchical_halving
     (halving-doubling between nodes) 2 lg N alpha + 2 (n/L) (N-1)/N beta, and the same inside the node; for N not a
     power of two see these; hierarchical_direct (direct between nodes) 2 alpha + 2 (n/L) (N-1)/N beta and the same.
+    To a root, as binomial or chain of reduce with n/L for n, and (n/L) M mu inside the node.
 Bits: the ranks of a lane hold equal bits after the allreduce between the nodes, since that has the property, and stores
     copy: equal on all ranks. Inside a node terms are added in the order of ranks (`Step.by_rank`).
 Races: slice l of every buffer of a node is touched by the node's rank in lane l and by nobody else: loads, messages and
@@ -27,12 +31,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ringreduce.algorithms import direct, halving_doubling, recursive_doubling, ring
+from ringreduce.algorithms import direct, halving_doubling, recursive_doubling, reduce, ring
 from ringreduce.algorithms.patterns import peers_after, relabelled
 from ringreduce.algorithms.schedule import Algorithm, Collective, Cost, Step, Transfer
 from ringreduce.topology import Topology
 
-__all__ = ["ALLREDUCE", "ALLREDUCE_DIRECT", "ALLREDUCE_DOUBLING", "ALLREDUCE_HALVING"]
+__all__ = [
+    "ALLREDUCE",
+    "ALLREDUCE_DIRECT",
+    "ALLREDUCE_DOUBLING",
+    "ALLREDUCE_HALVING",
+    "REDUCE_BINOMIAL",
+    "REDUCE_CHAIN",
+]
 
 
 def _lanes(topology: Topology) -> int:
@@ -94,4 +105,47 @@ ALLREDUCE_DIRECT = _make(
     "hierarchical_direct",
     direct.ALLREDUCE,
     "reduces in shared memory, then everyone with everyone between nodes; wins for large buffers on a few nodes",
+)
+
+
+def _make_reduce(name: str, across: Algorithm, summary: str) -> Algorithm:
+    """Return the hierarchical reduction to a root that carries out ``across`` in every lane."""
+
+    def nblocks(topology: Topology) -> int:
+        return _lanes(topology) * across.nblocks(_one_lane(topology))
+
+    def steps(rank: int, topology: Topology, root: int) -> Iterator[Step]:
+        lane, width = topology.local_rank(rank), across.nblocks(_one_lane(topology))
+        mine = range(lane * width, (lane + 1) * width)
+        peers, members = topology.node_of(rank), sorted(topology.cross_group(rank))
+        loads = tuple(Transfer(peer, mine, reduce=True) for peer in sorted(peers) if peer != rank)
+        yield Step(loads=loads, by_rank=True)
+        lane_root = next(members.index(each) for each in topology.node_of(root) if each in members)
+        inner = across.steps(members.index(rank), _one_lane(topology), lane_root)
+        yield from relabelled(inner, members, first_block=mine.start)
+        if root in peers and rank != root:
+            yield Step(stores=(Transfer(root, mine),))
+
+    def cost(topology: Topology) -> Cost:
+        inner, lanes = across.cost(_one_lane(topology)), _lanes(topology)
+        return Cost(steps=inner.steps + 2 * (lanes > 1), sent=inner.sent / lanes, touched=int(lanes > 1))
+
+    return Algorithm(name, Collective.REDUCE, summary, steps, cost, nblocks, refuses=_even_nodes_only)
+
+
+def _even_nodes_only(topology: Topology) -> str | None:
+    same = len({len(node) for node in topology.nodes}) == 1
+    return None if same else f"all nodes must have as many ranks, but these are {topology.describe()}"
+
+
+REDUCE_BINOMIAL = _make_reduce(
+    "hierarchical_binomial",
+    reduce.BINOMIAL,
+    "reduces in shared memory, then up a tree of nodes; wins for small buffers on several nodes",
+)
+
+REDUCE_CHAIN = _make_reduce(
+    "hierarchical_chain",
+    reduce.CHAIN,
+    "reduces in shared memory, then from node to node; wins for large buffers on several nodes",
 )

@@ -8,7 +8,17 @@ from dataclasses import replace
 from ringreduce.algorithms.schedule import Step, Transfer
 from ringreduce.topology import Topology
 
-__all__ = ["block", "floor_log2", "folded", "node_order", "one_node_only", "peers_after", "relabelled"]
+__all__ = [
+    "block",
+    "ceil_log2",
+    "floor_log2",
+    "folded",
+    "from_root",
+    "node_order",
+    "one_node_only",
+    "peers_after",
+    "relabelled",
+]
 
 
 def block(index: int) -> range:
@@ -21,9 +31,21 @@ def floor_log2(number: int) -> int:
     return number.bit_length() - 1
 
 
+def ceil_log2(number: int) -> int:
+    """Return the smallest k with ``2**k >= number``: the rounds of a binomial tree of so many ranks."""
+    return (number - 1).bit_length()
+
+
 def node_order(topology: Topology) -> tuple[int, ...]:
     """Return all ranks, node after node, so that neighbours mostly share a node."""
     return tuple(rank for node in topology.nodes for rank in node)
+
+
+def from_root(topology: Topology, root: int) -> tuple[int, ...]:
+    """Return all ranks along the nodes, the root first."""
+    order = node_order(topology)
+    start = order.index(root)
+    return (*order[start:], *order[:start])
 
 
 def peers_after(rank: int, ranks: Sequence[int]) -> tuple[int, ...]:

@@ -33,6 +33,9 @@ class Collective(Enum):
     | allgather      | P, block ``rank`` is mine      | block ``q`` is rank q's                            |
     | broadcast      | any number, mine at the root   | all the root's                                     |
     | alltoall       | P to send, P to receive (1)    | block ``P + q`` is what q had in its block ``rank`` |
+    | reduce         | any number, all of them mine   | at the root, every block reduced; rest: scratch    |
+    | gather         | P, block ``rank`` is mine      | at the root, block ``q`` is rank q's; rest: scratch |
+    | scatter        | P, mine at the root            | block ``rank`` is the root's; rest: scratch        |
 
     (1) block ``P + rank``, what a rank sends to itself, is filled by the caller: no schedule moves it.
     """
@@ -42,6 +45,19 @@ class Collective(Enum):
     ALLGATHER = "allgather"
     BROADCAST = "broadcast"
     ALLTOALL = "alltoall"
+    REDUCE = "reduce"
+    GATHER = "gather"
+    SCATTER = "scatter"
+
+    @property
+    def rooted(self) -> bool:
+        """Whether one rank, the root, has another part in it than the others."""
+        return self in (Collective.BROADCAST, Collective.REDUCE, Collective.GATHER, Collective.SCATTER)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether values of several ranks are combined."""
+        return self in (Collective.ALLREDUCE, Collective.REDUCE_SCATTER, Collective.REDUCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +168,8 @@ class Algorithm:
         name: the name users give, e.g. ``"ring"``.
         collective: what it computes.
         summary: one line: what it is and when it wins.
-        steps: ``(rank, topology, root) -> steps``; only broadcast looks at ``root``. Empty steps are left out.
+        steps: ``(rank, topology, root) -> steps``; only those of rooted collectives look at ``root``. Empty steps are
+            left out.
         cost: ``topology -> Cost``, exact for equal blocks; `verify` holds the steps to it.
         nblocks: ``topology -> number of blocks``; one for each rank if nothing is said.
         refuses: ``topology -> why it cannot run there``, or None where it can.

@@ -6,10 +6,12 @@ Restrictions: all ranks on one node, in buffers that all of them have mapped.
 Non-power-of-two: nothing special; any P, and blocks may differ in size or be empty.
 Cost, with sigma a barrier and mu the time to read or write one byte: two_shot 2 sigma + 2n mu + n (P-1)/P gamma, and of
     these 2n bytes 2n (P-1)/P are peers'; load: reduce_scatter 2 sigma + n mu + n (P-1)/P gamma, allgather, broadcast
-    and alltoall 2 sigma + 2n mu.
+    and alltoall 2 sigma + 2n mu. To a root: two_shot reduce 2 sigma + n (1 + 1/P) mu + n (P-1)/P gamma, load reduce
+    2 sigma + n P mu + n (P-1) gamma on the root alone, gather 2 sigma + 2n mu, scatter 2 sigma + 2n/P mu.
 Bits: one rank reduces each block, adding in the order of ranks, 0 first (`Step.by_rank`): equal on all ranks,
     independent of how the buffer is cut, and equal to those of one_shot and direct.
 Races: block b of every buffer is touched by rank b and by nobody else, so one barrier before and one after are enough.
+    (In load of gather and reduce the root touches all of them, and nobody else does.)
 
 4 ranks, who touches what in two_shot (all columns at once):
 
@@ -29,7 +31,17 @@ from ringreduce.algorithms.patterns import block, node_order, one_node_only, pee
 from ringreduce.algorithms.schedule import Algorithm, Collective, Cost, Step, Transfer
 from ringreduce.topology import Topology
 
-__all__ = ["ALLGATHER", "ALLREDUCE", "ALLTOALL", "BROADCAST", "REDUCE_SCATTER"]
+__all__ = [
+    "ALLGATHER",
+    "ALLREDUCE",
+    "ALLTOALL",
+    "BROADCAST",
+    "GATHER",
+    "REDUCE",
+    "REDUCE_BY_ROOT",
+    "REDUCE_SCATTER",
+    "SCATTER",
+]
 
 
 def _allreduce(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
@@ -60,6 +72,31 @@ def _alltoall(rank: int, topology: Topology, root: int = 0) -> Iterator[Step]:
     peers = peers_after(rank, node_order(topology))
     loads = (Transfer(peer, block(topology.size + peer), peer_blocks=block(rank)) for peer in peers)
     yield Step(loads=tuple(loads))
+
+
+def _reduce(rank: int, topology: Topology, root: int) -> Iterator[Step]:
+    peers = sorted(peers_after(rank, node_order(topology)))
+    yield Step(
+        loads=tuple(Transfer(peer, block(rank), reduce=True) for peer in peers),
+        stores=() if rank == root else (Transfer(root, block(rank)),),
+        by_rank=True,
+    )
+
+
+def _reduce_by_root(rank: int, topology: Topology, root: int) -> Iterator[Step]:
+    if rank == root:
+        peers = sorted(peers_after(rank, node_order(topology)))
+        yield Step(loads=tuple(Transfer(peer, block(0), reduce=True) for peer in peers), by_rank=True)
+
+
+def _gather(rank: int, topology: Topology, root: int) -> Iterator[Step]:
+    if rank == root:
+        yield from _allgather(rank, topology)
+
+
+def _scatter(rank: int, topology: Topology, root: int) -> Iterator[Step]:
+    if rank != root:
+        yield Step(loads=(Transfer(root, block(rank)),))
 
 
 def _all_but_own(topology: Topology) -> Cost:
@@ -102,4 +139,34 @@ ALLTOALL = _load(
     summary="loads one's block from every peer's memory; wins on one node",
     steps=_alltoall,
     nblocks=lambda topology: 2 * topology.size,
+)
+
+REDUCE = Algorithm(
+    name="two_shot",
+    collective=Collective.REDUCE,
+    summary="reduces block b on rank b, right into the root's memory; wins on one node from some KiB up",
+    steps=_reduce,
+    cost=lambda topology: Cost(steps=int(topology.size > 1), touched=int(topology.size > 1)),
+    refuses=one_node_only,
+)
+
+REDUCE_BY_ROOT = _load(
+    collective=Collective.REDUCE,
+    summary="the root loads and reduces everything from peers' memory; wins on one node for small buffers",
+    steps=_reduce_by_root,
+    nblocks=lambda topology: 1,
+    cost=lambda topology: Cost(steps=int(topology.size > 1), touched=topology.size - 1),
+)
+
+GATHER = _load(
+    collective=Collective.GATHER,
+    summary="the root loads every block from its owner's memory; wins on one node",
+    steps=_gather,
+)
+
+SCATTER = _load(
+    collective=Collective.SCATTER,
+    summary="loads one's own block from the root's memory; wins on one node",
+    steps=_scatter,
+    cost=lambda topology: Cost(steps=int(topology.size > 1), touched=(topology.size > 1) / topology.size),
 )

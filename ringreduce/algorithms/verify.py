@@ -3,10 +3,10 @@
 What `run` holds every schedule to:
 
 * it computes the collective: after an allreduce each block holds every rank's term exactly once, and so on;
-* a block of an allreduce is complete where an average is divided (`Schedule.last_reductions`), on every rank that has
-  not got the divided one, and once;
-* every rank gets the same bits: the terms are combined in the same order on all ranks, without relying on
-  ``a op b == b op a``;
+* a block of an allreduce, or of a reduction to a root without messages, is complete where an average is divided
+  (`Schedule.last_reductions`), on every rank that has not got the divided one, and once;
+* every rank of an allreduce gets the same bits: the terms are combined in the same order on all ranks, without relying
+  on ``a op b == b op a``;
 * it ends: messages between two ranks match first to first, with the same blocks at both ends. A step is complete only
   when all its messages have been taken (rendezvous), so nothing rests on a transport that buffers; no message is left;
 * it has no race: in a step, no block that is sent or stored to is overwritten by a message as well; and between two
@@ -131,7 +131,7 @@ def run(
         schedules: one per rank.
         collective: what they are to compute.
         topology: who shares memory with whom; by default all ranks do.
-        root: the root of a broadcast.
+        root: of a rooted collective.
 
     Raises:
         ScheduleError: they do not, or may not.
@@ -187,7 +187,7 @@ def _check_form(rank: int, schedule: Schedule, nblocks: int, collective: Collect
         for transfer in (*step.loads, *step.stores):
             if transfer.peer not in topology.node_of(rank):
                 raise ScheduleError("shares no memory with this rank", rank, number, transfer.peer)
-        for transfer in (*step.recvs, *step.loads) if collective is Collective.ALLREDUCE else ():
+        for transfer in (*step.recvs, *step.loads) if collective in (Collective.ALLREDUCE, Collective.REDUCE) else ():
             if transfer.reduce and len({block in last[number - 1] for block in transfer.blocks}) > 1:
                 raise ScheduleError("completes only a part of the blocks that it reduces", rank, number, transfer.peer)
         _check_overwrites(rank, number, step)
@@ -285,6 +285,12 @@ def _before_and_after(
         return {rank: own}, {peer: (1 << peer, peer) for peer in range(size)}
     if collective is Collective.BROADCAST:
         return everything if rank == root else {}, {block: (1 << root, block) for block in everything}
+    if collective is Collective.REDUCE:
+        return everything, {block: (everyone, block) for block in everything} if rank == root else {}
+    if collective is Collective.GATHER:
+        return {rank: own}, {peer: (1 << peer, peer) for peer in range(size)} if rank == root else {}
+    if collective is Collective.SCATTER:
+        return everything if rank == root else {}, {rank: (1 << root, rank)}
     sent = {block: everything[block] for block in range(size)}
     received = {size + peer: (1 << peer, rank) for peer in range(size)}
     return {**sent, size + rank: own}, {**{block: (mine, block) for block in sent}, **received}
@@ -317,6 +323,9 @@ class _World:
         self._recvs: defaultdict[tuple[int, int], deque[_Post]] = defaultdict(deque)
         self._moves: list[Move] = []
         self._last = [schedule.last_reductions() for schedule in schedules]
+        messages = any(step.sends for schedule in schedules for step in schedule.steps)
+        # Reductions to a root with messages take sums, as a plan is told.
+        self._divides = collective is Collective.ALLREDUCE or (collective is Collective.REDUCE and not messages)
 
     def run(self) -> tuple[tuple[Move, ...], ...]:
         """Carry out all steps; return the moves of each round."""
@@ -418,7 +427,7 @@ class _World:
                 if result.divided or value.divided:
                     raise ScheduleError("combines what an average has divided", rank, number, peer, block)
                 result = _Value(result.block, result.ranks | value.ranks, (result.tree, value.tree))
-            if self.collective is Collective.ALLREDUCE and block in self._last[rank][number - 1]:
+            if self._divides and block in self._last[rank][number - 1]:
                 result = result._replace(divided=True)
             self.memory[rank][block] = result
 
@@ -448,7 +457,7 @@ class _World:
                     held = "nothing" if value is None else value.describe()
                     problem = f"ends with {held}, not with {_Value(origin, ranks, 0).describe()}"
                     raise ScheduleError(problem, rank, block=block)
-                if self.collective is Collective.ALLREDUCE and self.size > 1 and not value.divided:
+                if self._divides and self.size > 1 and not value.divided:
                     raise ScheduleError("ends with a sum where an average is divided", rank, block=block)
                 if self.collective is Collective.ALLREDUCE and value.tree != self.memory[0][block].tree:
                     reference = self.memory[0][block].tree

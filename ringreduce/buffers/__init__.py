@@ -9,6 +9,7 @@ from ringreduce.buffers.arrays import (
     native,
     new,
     operand_of,
+    require_host,
     typed,
     unowned,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "new",
     "operand_of",
     "quiet_context",
+    "require_host",
     "typed",
     "unowned",
     "widen",

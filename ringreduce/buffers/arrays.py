@@ -20,7 +20,19 @@ from ringreduce.errors import UnsupportedBufferError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Operand", "address_of", "as_given", "library_of", "like", "native", "new", "operand_of", "typed", "unowned"]
+__all__ = [
+    "Operand",
+    "address_of",
+    "as_given",
+    "library_of",
+    "like",
+    "native",
+    "new",
+    "operand_of",
+    "require_host",
+    "typed",
+    "unowned",
+]
 
 #: What is taken as an array of no dimension.
 _NUMBERS = np.generic, bool, int, float, complex
@@ -123,6 +135,10 @@ class Operand:  # a frozen dataclass would take three times as long to make
         """Return the elements in C order as one dimension: a view if they are contiguous, else a copy."""
         return np.ascontiguousarray(self.view).reshape(-1)  # alone, this leaves the gaps in one dimension as they are
 
+    def describe(self) -> str:
+        """Return dtype and shape in words."""
+        return f"{self.dtype.name}, shape {' x '.join(map(str, self.shape)) or 'of a number'}"
+
     def unowned(self) -> Operand:
         """Return the same contiguous memory, which that one does not keep alive; see `unowned`."""
         return Operand(unowned(self.view).reshape(self.shape), self.dtype)
@@ -150,6 +166,23 @@ def operand_of(array: Any) -> Operand | DeviceOperand:
     if isinstance(array, np.ndarray):
         return Operand._of_numpy(array)
     return DeviceOperand.of(array) or Operand.of(array)
+
+
+def require_host(operand: Operand | DeviceOperand, what: str) -> Operand:
+    """Return the memory of an array that goes into something that takes none in device memory.
+
+    Args:
+        operand: of the array.
+        what: it goes into.
+
+    Raises:
+        UnsupportedBufferError: it is in device memory.
+    """
+    if not isinstance(operand, Operand):
+        raise UnsupportedBufferError(
+            f"{what} takes arrays in host memory, as no GPU has run it yet; pass a copy of the array on the CPU"
+        )
+    return operand
 
 
 def new(shape: Sequence[int], dtype: DType, library: str) -> Any:

@@ -94,7 +94,7 @@ class Bench:
     def plan(self) -> Iterator[tuple[Case, str]]:
         """Yield every case and the algorithm (``"auto"`` or a name) to run it with, in the order of the table."""
         algorithms = [self._settings.algorithm]
-        if algorithms == ["all"]:
+        if algorithms == ["all"] and not self._collective.point_to_point:
             algorithms = self._world.algorithms(self._collective.name)
         for type_name in self._settings.types:
             for op_name in self._settings.ops if self._collective.reduces else (None,):
@@ -108,7 +108,9 @@ class Bench:
         alone, unless that is the only form: where the collective has no other, or results are to be new arrays.
         """
         name = algorithm
-        if algorithm == "auto":
+        if case.collective.point_to_point:
+            name = "messages"
+        elif algorithm == "auto":
             name = self._world.choose(case.collective.name, case.input_nbytes, case.dtype, op=case.op).algorithm
         asked = None if algorithm == "auto" else algorithm
         outer = self._ours.out_of_place(case, asked)
@@ -140,10 +142,12 @@ class Bench:
         group = [ours, *rivals]
         for contender in group:
             self._place.store(contender.source, lambda array: array.fill(rest_value(case.op)))
-        iterations = settings.iterations or iterations_for(case.nbytes)
+        iterations = settings.iterations or iterations_for(case.nbytes * case.collective.messages)
         warmup = warmup_for(iterations) if settings.warmup is None else settings.warmup
         times = time_in_turn(self._world, group, iterations, warmup, watch=self._place.watch)
-        found = {each.name: Summary.of_seconds(row) for each, row in zip(group, times, strict=True)}
+        found = {
+            each.name: Summary.of_seconds(row, case.collective.messages) for each, row in zip(group, times, strict=True)
+        }
         if settings.check:
             wrong.append(self._count_wrong(case, ours))
         algorithm, transport = self._place.path(case, name, asked)
@@ -222,7 +226,12 @@ def describe_machine(world: Communicator, place: Place) -> Machine:
 
 def _check(world: Communicator, settings: Settings) -> None:
     """Refuse what cannot be measured before anything is."""
-    usable = world.algorithms(settings.collective, device=settings.device)
+    collective = COLLECTIVES[settings.collective]
+    if settings.device != "cpu" and (collective.point_to_point or collective.name in ("reduce", "gather", "scatter")):
+        raise ConfigError(f"{collective.name} takes arrays in host memory")
+    if collective.of_two and world.size < 2:
+        raise ConfigError(f"{collective.name} takes two ranks")
+    usable = [] if collective.point_to_point else world.algorithms(settings.collective, device=settings.device)
     if settings.algorithm not in ("auto", "all", *usable):
         raise ConfigError(
             f"algorithm {settings.algorithm!r} cannot run {settings.collective} here; "

@@ -1,4 +1,4 @@
-"""What a benchmark can be asked for: sizes, types, operations, and how a size becomes a number of elements.
+"""What a benchmark can be asked for: collectives, messages, sizes, types, operations; how a size becomes a count.
 
 The names and the meaning of a size are those of nccl-tests, so that figures can be compared line by line.
 """
@@ -40,9 +40,13 @@ TYPES: dict[str, DType] = {name: DTYPES[_OUR_NAMES.get(name, name)] for name in 
 OPS: dict[str, ReduceOp] = {"sum": SUM, "prod": PRODUCT, "max": MAX, "min": MIN, "avg": AVERAGE}
 
 
+#: Messages in one call of the bandwidth test.
+_WINDOW = 16
+
+
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective as a benchmark sees it.
+    """One collective as a benchmark sees it, or messages between two ranks.
 
     Attributes:
         name: ours, e.g. ``"allreduce"``.
@@ -52,6 +56,9 @@ class Collective:
         in_place: whether there is a form in which input and result share memory: one overwrites the other or, where a
             rank's own part is one of P, that part is in its place among them.
         divided: whether a rank's own part is one of P equal ones: counts are per part, as in nccl-tests.
+        rooted: whether one rank, the root, has another part in it than the others.
+        point_to_point: whether it is made of messages between two ranks: of all in a ring, or of ranks 0 and 1.
+        messages: that follow each other in one timed call; times are of one of them.
     """
 
     name: str
@@ -60,15 +67,29 @@ class Collective:
     reduces: bool
     in_place: bool
     divided: bool
+    rooted: bool = False
+    point_to_point: bool = False
+    messages: int = 1
 
     @property
     def overwrites(self) -> bool:
         """Whether the result of the form in place overwrites all of the input."""
         return self.in_place and not self.divided
 
+    @property
+    def of_two(self) -> bool:
+        """Whether ranks 0 and 1 alone take part."""
+        return self.name in ("latency", "bandwidth")
+
+    def has_result(self, rank: int, root: int) -> bool:
+        """Return whether this rank gets anything."""
+        if self.of_two:
+            return rank <= 1 if self.name == "latency" else rank == 1
+        return rank == root or self.name not in ("reduce", "gather")
+
     def bus_factor(self, nranks: int) -> float:
         """Return bus bandwidth / algorithm bandwidth: what a link carries per byte of the stated size."""
-        if self.name == "broadcast":
+        if self.name in ("broadcast", "reduce") or self.point_to_point:
             return 1.0
         return (2 if self.name == "allreduce" else 1) * (nranks - 1) / nranks
 
@@ -79,8 +100,22 @@ COLLECTIVES: dict[str, Collective] = {
         "reduce_scatter", "reduce_scatter_perf", "Reduce_scatter", reduces=True, in_place=True, divided=True
     ),
     "allgather": Collective("allgather", "all_gather_perf", "Allgather", reduces=False, in_place=True, divided=True),
-    "broadcast": Collective("broadcast", "broadcast_perf", "Bcast", reduces=False, in_place=True, divided=False),
+    "broadcast": Collective(
+        "broadcast", "broadcast_perf", "Bcast", reduces=False, in_place=True, divided=False, rooted=True
+    ),
     "alltoall": Collective("alltoall", "alltoall_perf", "Alltoall", reduces=False, in_place=False, divided=True),
+    "reduce": Collective("reduce", "reduce_perf", "Reduce", reduces=True, in_place=True, divided=False, rooted=True),
+    "gather": Collective("gather", "gather_perf", "Gather", reduces=False, in_place=True, divided=True, rooted=True),
+    "scatter": Collective(
+        "scatter", "scatter_perf", "Scatter", reduces=False, in_place=True, divided=True, rooted=True
+    ),
+    "sendrecv": Collective(
+        "sendrecv", "sendrecv_perf", "Sendrecv", reduces=False, in_place=False, divided=False, point_to_point=True
+    ),
+    "latency": Collective(*("latency", "latency", "", False, False, False), point_to_point=True, messages=2),
+    "bandwidth": Collective(
+        *("bandwidth", "bandwidth", "", False, False, False), point_to_point=True, messages=_WINDOW
+    ),
 }
 
 
@@ -92,7 +127,7 @@ class Case:
         collective: what is measured.
         type_name: name of the element type in the table.
         op_name: name of the operation in the table, None for collectives that do not reduce.
-        root: the rank that broadcasts.
+        root: of rooted collectives.
         nranks: P.
         count: elements of a rank's whole buffer; divided collectives: of one of its P parts.
     """
@@ -130,11 +165,11 @@ class Case:
 
     @property
     def input_count(self) -> int:
-        return self.count if self.collective.name == "allgather" else self.buffer_count
+        return self.count if self.collective.name in ("allgather", "gather") else self.buffer_count
 
     @property
     def output_count(self) -> int:
-        return self.count if self.collective.name == "reduce_scatter" else self.buffer_count
+        return self.count if self.collective.name in ("reduce_scatter", "scatter") else self.buffer_count
 
     @property
     def input_nbytes(self) -> int:

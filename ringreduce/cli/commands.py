@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
 import ringreduce
-from ringreduce.cli import asynchronous, recovery
+from ringreduce.cli import asynchronous, plots, recovery
 from ringreduce.cli import bench as benchmark
 from ringreduce.cli.cases import COLLECTIVES, NCCL_TYPES, OPS, TYPES, format_nbytes, native_dtype, sizes
 from ringreduce.cli.formats import WRITERS, to_json
@@ -56,18 +58,21 @@ class _Names(click.ParamType[tuple[str, ...]]):
 
 
 _NBYTES = _Nbytes()
+_WITH_ALGORITHMS = [name for name, each in COLLECTIVES.items() if not each.point_to_point]
 _EXAMPLES = """\b
 Examples:
   mpirun -np 2 python -m ringreduce bench allreduce -b 8 -e 64M -f 8
   mpirun -np 2 python -m ringreduce bench allreduce -b 64K -e 64M -f 4 --buffers shared --vs mpi,gloo
   mpirun -np 2 python -m ringreduce bench allreduce -b 1M -e 256M -f 4 --device cuda --buffers shared
+  mpirun -np 2 python -m ringreduce bench allreduce -b 1K -e 64M -f 4 --vs mpi,gloo --plot allreduce.png
+  mpirun -np 2 python -m ringreduce bench all -b 1K -e 16M -f 8 --vs mpi --report report.html
   mpirun -np 2 python -m ringreduce bench async
   ringreduce run --elastic -np 4 python -m ringreduce bench recovery
 """
 
 
 @click.command(epilog=_EXAMPLES, short_help="Measure a collective.")
-@click.argument("collective", metavar="COLLECTIVE", type=click.Choice([*COLLECTIVES, "async", "recovery"]))
+@click.argument("collective", metavar="COLLECTIVE", type=click.Choice([*COLLECTIVES, "all", "async", "recovery"]))
 @click.option("-b", "--minbytes", "min_nbytes", type=_NBYTES, default="32M", help="First size; takes K, M, G.")
 @click.option(
     "-e",
@@ -105,7 +110,7 @@ Examples:
     default="float",
     help="Element types, or all (those of nccl-tests).",
 )
-@click.option("-r", "--root", type=click.IntRange(0), default=0, help="The rank that broadcasts.")
+@click.option("-r", "--root", type=click.IntRange(0), default=0, help="Of broadcast, reduce, gather and scatter.")
 @click.option("--algorithm", default="auto", help="auto, all, or a name as `explain` prints it.")
 @click.option(
     "--buffers",
@@ -128,9 +133,20 @@ Examples:
 @click.option("--vs", "peers", type=_Names(tuple(PEERS)), default=(), help="Measure mpi and/or gloo in turn with ours.")
 @click.option("--format", type=click.Choice(list(WRITERS)), default="nccl", help="Layout of results.")
 @click.option("-J", "--output_file", type=click.Path(dir_okay=False), help="Write the JSON report there as well.")
+@click.option("--plot", type=click.Path(dir_okay=False), metavar="FILE", help="Draw the curves: .png, .svg or .pdf.")
+@click.option(
+    "--report",
+    "page",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Write a page of HTML with curves, tables, and where others were faster.",
+)
 @click.option("-I", "--per_iter_timing", "per_iteration", is_flag=True, help="Show how the iterations' times spread.")
 def bench(**options: Any) -> int:
-    """Measure a COLLECTIVE: allreduce, reduce_scatter, allgather, broadcast or alltoall; or async, or recovery.
+    """Measure a COLLECTIVE: allreduce, reduce_scatter, allgather, broadcast, alltoall, reduce, gather or scatter; or
+    messages: sendrecv, latency or bandwidth; or async, or recovery.
+
+    With all, measure each of these in turn, messages where there are two ranks.
 
     Flags, sizes and columns are those of nccl-tests; but the size of -e is measured too where the steps jump over it,
     and -o, -d and --vs take several names with commas. The time of an iteration is the slowest rank's, the figure is
@@ -144,6 +160,9 @@ def bench(**options: Any) -> int:
 
     With --device cuda, times are those between events on the stream, "bound" is the share of the GPU's own copy
     bandwidth (2 P n bytes for P ranks on it), and the peers are MPI by hand through pinned memory and Gloo on tensors.
+
+    In sendrecv each rank sends to the next one while it receives. The other two are between ranks 0 and 1: latency is
+    half the time there and back, and bandwidth is of 16 messages one after the other, which are answered then.
 
     With async, measure named asynchronous allreduces instead: the latency of one of 4 B, and 160 of 64 KiB that are
     submitted together. Of the options, -n and --format json have a meaning there.
@@ -160,17 +179,33 @@ def bench(**options: Any) -> int:
         speaks = ringreduce.rank() == 0
         recovery.run(options["format"], lambda text: click.echo(text, nl=False) if speaks else None)
         return 0
+    plot, page, several = options.pop("plot"), options.pop("page"), options["collective"] == "all"
+    if several and (plot or options["output_file"]):
+        raise click.UsageError("--plot and -J are for one collective; with all there is --report")
+    if plot or page:
+        plots.require_matplotlib(plot)
+    for path in filter(None, (plot, page)):
+        _require_folder(path)
     settings = _settings(options)
     ringreduce.init()
     world = ringreduce.world()
-    report = benchmark.run(world, settings, lambda text: click.echo(text, nl=False))
-    if settings.output_file and world.rank == 0:
-        Path(settings.output_file).write_text(to_json(report), encoding="utf-8")
-    return benchmark.exit_code(report)
+    wanted = [name for name, each in COLLECTIVES.items() if world.size > 1 or not each.of_two]
+    reports = [
+        benchmark.run(world, replace(settings, collective=name), lambda text: click.echo(text, nl=False))
+        for name in (wanted if several else [settings.collective])
+    ]
+    if world.rank == 0:
+        if settings.output_file:
+            Path(settings.output_file).write_text(to_json(reports[0]), encoding="utf-8")
+        if plot:
+            plots.save(reports[0], plot)
+        if page:
+            Path(page).write_text(plots.page(reports), encoding="utf-8")
+    return max(map(benchmark.exit_code, reports))
 
 
 @click.command(short_help="Say what would run, and why.")
-@click.argument("collective", metavar="[COLLECTIVE]", type=click.Choice(list(COLLECTIVES)), default="allreduce")
+@click.argument("collective", metavar="[COLLECTIVE]", type=click.Choice(_WITH_ALGORITHMS), default="allreduce")
 @click.option("-b", "--minbytes", type=_NBYTES, default="8", help="First size; takes K, M, G.")
 @click.option("-e", "--maxbytes", type=_NBYTES, show_default="64M, or --minbytes", help="Last size.")
 @click.option("-f", "--stepfactor", type=click.IntRange(2), default=8, help="From size to size.")
@@ -183,27 +218,45 @@ def bench(**options: Any) -> int:
     help="Element type.",
 )
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Where the arrays are.")
-def explain(collective: str, minbytes: int, maxbytes: int | None, stepfactor: int, datatype: str, device: str) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON, a list of sizes.")
+def explain(
+    collective: str, minbytes: int, maxbytes: int | None, stepfactor: int, datatype: str, device: str, as_json: bool
+) -> None:
     """Say for each size what a COLLECTIVE (allreduce unless named) would run here, and why."""
     last = _last_size(minbytes, maxbytes, 64 << 20)
     ringreduce.init()
     if device != "cpu":
         ringreduce.empty(0, device=device)  # the first use, in which the ranks find out what they share
-    if ringreduce.rank() == 0:
-        for nbytes in sizes(minbytes, last, None, stepfactor):
-            reason = ringreduce.explain(nbytes, native_dtype(TYPES[datatype]), collective, device=device)
+    if ringreduce.rank() != 0:
+        return
+    dtype, chosen = native_dtype(TYPES[datatype]), []
+    for nbytes in sizes(minbytes, last, None, stepfactor):
+        reason = ringreduce.explain(nbytes, dtype, collective, device=device)
+        said = {"size": nbytes, "collective": collective, "type": datatype, "device": device, "reason": reason}
+        if device == "cpu":
+            choice = ringreduce.world().choose(collective, nbytes, dtype)
+            said |= {"algorithm": choice.algorithm, "transport": choice.transport, "reason": choice.reason}
+        chosen.append(said)
+        if not as_json:
             click.echo(f"{format_nbytes(nbytes):>10}  {reason}")
+    if as_json:
+        click.echo(json.dumps(chosen, indent=1))
 
 
 def _settings(options: dict[str, Any]) -> Settings:
     """Turn options into settings, and check what needs no other rank."""
     for name in options["types"]:
         native_dtype(TYPES[name])
-    if options["output_file"] and not Path(options["output_file"]).absolute().parent.is_dir():
-        raise click.UsageError(f"the folder of {options['output_file']} does not exist")
+    if options["output_file"]:
+        _require_folder(options["output_file"])
     options["max_nbytes"] = _last_size(options["min_nbytes"], options["max_nbytes"], 32 << 20)
     shared, new = options.pop("buffers") == "shared", options.pop("results") == "new"
     return Settings(shared_buffers=shared, new_results=new, **options)
+
+
+def _require_folder(path: str) -> None:
+    if not Path(path).absolute().parent.is_dir():
+        raise click.UsageError(f"the folder of {path} does not exist")
 
 
 def _last_size(first: int, last: int | None, usual: int) -> int:

@@ -70,7 +70,7 @@ class NcclWriter(Writer):
     def row(self, row: Row) -> str:
         result = row.out_of_place
         case = result.case
-        root = case.root if case.collective.name == "broadcast" else -1
+        root = case.root if case.collective.rooted else -1
         line = f"{case.nbytes:>12}  {case.count:>12}  {case.type_name:>8}  {case.op_name or 'none':>6}  {root:>6}"
         line += _half(row.out_of_place) + _half(row.in_place)
         return line + "".join(f"  {text:>{len(head)}}" for head, text in self._extra(row)) + "\n"
@@ -125,20 +125,29 @@ class OsuWriter(Writer):
 
     def head(self, machine: Machine) -> str:
         collective = COLLECTIVES[self.settings.collective]
+        if collective.name == "bandwidth":
+            return (
+                f"# OSU MPI Bandwidth Test layout, ringreduce {machine.versions['ringreduce']}\n"
+                f"# messages one after the other, {collective.messages} before an answer\n"
+                f"# Datatype: {', '.join(self.settings.types)}.\n{'# Size':<10}{'Bandwidth (MB/s)':>18}\n"
+            )
+        name = f"{collective.osu_name} " if collective.osu_name else ""
         where = "in place" if collective.in_place and not self.settings.new_results else "out of place"
         columns = f"{'# Size':<10}{'Avg Latency(us)':>18}"
         if self.settings.per_iteration:
             columns += f"{'Min Latency(us)':>18}{'Max Latency(us)':>18}{'Iterations':>12}"
             columns += "".join(f"{f'P{p} Tail Lat(us)':>20}" for p in (50, 90, 99))
         return (
-            f"# OSU MPI {collective.osu_name} Latency Test layout, ringreduce {machine.versions['ringreduce']}\n"
+            f"# OSU MPI {name}Latency Test layout, ringreduce {machine.versions['ringreduce']}\n"
             f"# {where}; Avg: mean over the iterations of the slowest rank's time\n"
             f"# Datatype: {', '.join(self.settings.types)}.\n" + columns + "\n"
         )
 
     def row(self, row: Row) -> str:
-        time = row.best.time
-        line = f"{row.best.case.nbytes:<10}{time.mean:>18.2f}"
+        time, case = row.best.time, row.best.case
+        if case.collective.name == "bandwidth":
+            return f"{case.nbytes:<10}{case.nbytes / time.mean if time.mean else 0:>18.2f}\n"
+        line = f"{case.nbytes:<10}{time.mean:>18.2f}"
         if self.settings.per_iteration:
             line += f"{time.minimum:>18.2f}{time.maximum:>18.2f}{time.iterations:>12}"
             line += "".join(f"{value:>20.2f}" for value in (time.median, time.p90, time.p99))

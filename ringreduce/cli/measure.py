@@ -68,13 +68,13 @@ class Contender:
     Attributes:
         name: who it is, e.g. ``"ringreduce"``, ``"mpi"``.
         source: where its input has to be put before a call; in-place ones overwrite it.
-        call: does the job once and returns the result; all ranks call it together.
+        call: does the job once and returns the result, None where this rank gets none; all ranks call it together.
         output: where the result goes, if that is neither the source nor new each time.
     """
 
     name: str
     source: Array
-    call: Callable[[], Array]
+    call: Callable[[], Any]
     output: Array | None = None
 
 
@@ -93,9 +93,9 @@ class Summary:
     deviation: float
 
     @classmethod
-    def of_seconds(cls, seconds: Array) -> Summary:
-        """Summarise a vector of at least one time in seconds."""
-        us = np.asarray(seconds, np.float64) * 1e6
+    def of_seconds(cls, seconds: Array, parts: int = 1) -> Summary:
+        """Summarise a vector of at least one time in seconds, each of so many equal parts: what one of these takes."""
+        us = np.asarray(seconds, np.float64) * 1e6 / parts
         low, median, p90, p95, p99, high = np.percentile(us, [0, 50, 90, 95, 99, 100]).tolist()
         return cls(us.size, low, median, float(us.mean()), p90, p95, p99, high, float(us.std()))
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from ringreduce.cli.cases import Case
@@ -54,15 +56,55 @@ class Ours:
         return self._contender(case, algorithm, source, out, None)
 
     def _contender(self, case: Case, algorithm: str | None, source: Array, out: Any, poisoned: Any) -> Contender:
+        if case.collective.point_to_point:
+            return Contender("ringreduce", source, self._messages(case, source, out), poisoned)
         name, options = case.collective.name, {"out": out, "algorithm": algorithm}
         collective = getattr(self._world, name)
-        arguments = (case.root,) if name == "broadcast" else (case.op,) if case.collective.reduces else ()
+        arguments: tuple[Any, ...] = (case.root,) if case.collective.rooted else ()
+        arguments += (case.op,) if case.collective.reduces else ()
 
         def call() -> Array:
             result: Array = collective(source, *arguments, **options)
             return result
 
         return Contender("ringreduce", source, call, poisoned)
+
+    def _messages(self, case: Case, source: Array, out: Array | None) -> Callable[[], Any]:
+        """Return what sends and receives: in a ring, or between ranks 0 and 1."""
+        world, rank, size = self._world, self._world.rank, self._world.size
+        peer, answer = 1 - rank, np.zeros(1, np.uint8)
+
+        def result() -> Array:
+            return np.empty(case.output_count, case.dtype) if out is None else out
+
+        def ring() -> Any:
+            return world.sendrecv(source, (rank + 1) % size, result(), (rank - 1) % size)
+
+        def ping_pong() -> Any:
+            got = result()
+            if rank == 0:
+                world.send(source, peer)
+                world.recv(got, peer)
+            else:
+                world.recv(got, peer)
+                world.send(source, peer)
+            return got
+
+        def one_way() -> Any:
+            if rank == 0:
+                for _ in range(case.collective.messages):
+                    world.send(source, peer)
+                world.recv(answer, peer)
+                return None
+            got = result()
+            for _ in range(case.collective.messages):
+                world.recv(got, peer)
+            world.send(answer, peer)
+            return got
+
+        if case.collective.of_two and rank > 1:
+            return lambda: None
+        return {"sendrecv": ring, "latency": ping_pong, "bandwidth": one_way}[case.collective.name]
 
 
 def _typed(memory: Array, case: Case, count: int) -> Array:

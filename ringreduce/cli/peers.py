@@ -74,6 +74,13 @@ class MpiPeer:
             return self._into_new(case)
         source = np.empty(case.input_count, case.dtype)
         result = source if case.collective.overwrites else np.empty(case.output_count, case.dtype)
+        if case.collective.point_to_point:
+            return Contender("mpi", source, self._messages(case, source, result))
+        at_root = self._comm.rank == case.root
+        if case.collective.name == "gather" and at_root:
+            source = result[self._comm.rank * case.count :][: case.count]
+        if case.collective.name == "scatter" and at_root:
+            result = source[self._comm.rank * case.count :][: case.count]
         if case.collective.name == "allgather":  # the own part stands where it belongs: nothing to copy
             source = result[self._comm.rank * case.count :][: case.count]
         if case.collective.name == "reduce_scatter":
@@ -85,12 +92,56 @@ class MpiPeer:
             "allgather": (comm.Allgather, in_place, result),
             "broadcast": (comm.Bcast, result, case.root),
             "alltoall": (comm.Alltoall, source, result),
+            "reduce": (comm.Reduce, *((in_place, result) if at_root else (source, None)), op, case.root),
+            "gather": (comm.Gather, *((in_place, result) if at_root else (source, None)), case.root),
+            "scatter": (comm.Scatter, *((source, in_place) if at_root else (None, result)), case.root),
         }
-        return Contender("mpi", source, _giving(result, *calls[case.collective.name]))
+        given = result if case.collective.has_result(comm.rank, case.root) else None
+        return Contender("mpi", source, _giving(given, *calls[case.collective.name]))
+
+    def _messages(self, case: Case, source: Array, result: Array | None) -> Callable[[], Any]:
+        """Return what sends and receives: in a ring, or between ranks 0 and 1; one way all messages at once."""
+        comm, rank = self._comm, self._comm.rank
+        peer, answer, wait = 1 - rank, np.zeros(1, np.uint8), self._mpi.Request.Waitall
+
+        def room() -> Array:
+            return np.empty(case.output_count, case.dtype) if result is None else result
+
+        def ring() -> Any:
+            got = room()
+            comm.Sendrecv(source, (rank + 1) % comm.size, 0, got, (rank - 1) % comm.size, 0)
+            return got
+
+        def ping_pong() -> Any:
+            got = room()
+            if rank == 0:
+                comm.Send(source, peer)
+                comm.Recv(got, peer)
+            else:
+                comm.Recv(got, peer)
+                comm.Send(source, peer)
+            return got
+
+        def one_way() -> Any:
+            if rank == 0:
+                wait([comm.Isend(source, peer) for _ in range(case.collective.messages)])
+                comm.Recv(answer, peer)
+                return None
+            got = room()
+            wait([comm.Irecv(got, peer) for _ in range(case.collective.messages)])
+            comm.Send(answer, peer)
+            return got
+
+        if case.collective.of_two and rank > 1:
+            return lambda: None
+        return {"sendrecv": ring, "latency": ping_pong, "bandwidth": one_way}[case.collective.name]
 
     def _into_new(self, case: Case) -> Contender:
         """Prepare what one writes by hand for a new result."""
         comm, op, source = self._comm, self._ops[case.op], np.empty(case.input_count, case.dtype)
+        if case.collective.point_to_point:
+            return Contender("mpi", source, self._messages(case, source, None))
+        gets = case.collective.has_result(comm.rank, case.root)
 
         def broadcast(given: Array, result: Array) -> None:
             if comm.rank == case.root:
@@ -103,13 +154,16 @@ class MpiPeer:
             "allgather": comm.Allgather,
             "broadcast": broadcast,
             "alltoall": comm.Alltoall,
+            "reduce": lambda given, result: comm.Reduce(given, result if gets else None, op, case.root),
+            "gather": lambda given, result: comm.Gather(given, result if gets else None, case.root),
+            "scatter": lambda given, result: comm.Scatter(given if comm.rank == case.root else None, result, case.root),
         }
         carry_out = calls[case.collective.name]
 
-        def call() -> Array:
-            result = np.empty(case.output_count, case.dtype)
+        def call() -> Any:
+            result = np.empty(case.output_count if gets else 0, case.dtype)
             carry_out(source, result)
-            return result
+            return result if gets else None
 
         return Contender("mpi", source, call)
 
@@ -150,6 +204,8 @@ class GlooPeer:
         row = TYPES[case.type_name]
         if row.name not in self._TYPES or (case.op_name and case.op is AVERAGE):
             return None
+        if case.collective.point_to_point:
+            return self._messages(case, row)
         source = self._place.new(case.input_count, case.dtype)
         result = source if case.collective.overwrites else self._place.new(case.output_count, case.dtype)
         given, got = _tensor(source, row), _tensor(result, row)
@@ -159,7 +215,7 @@ class GlooPeer:
             MIN: dist.ReduceOp.MIN,
             MAX: dist.ReduceOp.MAX,
         }
-        op = ops[case.op]  # without meaning where nothing is reduced
+        op, at_root = ops[case.op], dist.get_rank() == case.root  # op: without meaning where nothing is reduced
         # torch renamed these two; the old names warn.
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         gather_all = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -169,8 +225,12 @@ class GlooPeer:
             "allgather": (gather_all, got, given),
             "broadcast": (dist.broadcast, got, case.root),
             "alltoall": (dist.all_to_all_single, got, given),
+            "reduce": (dist.reduce, got, case.root, op),
+            "gather": (dist.gather, given, list(got.chunk(case.nranks)) if at_root else None, case.root),
+            "scatter": (dist.scatter, got, list(given.chunk(case.nranks)) if at_root else None, case.root),
         }
-        call = _giving(result, *calls[case.collective.name])
+        gets = case.collective.has_result(dist.get_rank(), case.root)
+        call = _giving(result if gets else None, *calls[case.collective.name])
         if isinstance(self._place, OnDevice):
             try:
                 call()
@@ -178,6 +238,45 @@ class GlooPeer:
             except (RuntimeError, ValueError, NotImplementedError):  # torch's, on all ranks, before anything is sent
                 return None
         return Contender("gloo", source, call)
+
+    def _messages(self, case: Case, row: DType) -> Contender:
+        """Prepare messages in a ring, or between ranks 0 and 1."""
+        import torch.distributed as dist
+
+        source, result = (self._place.new(case.buffer_count, case.dtype) for _ in range(2))
+        given, got, rank, size = _tensor(source, row), _tensor(result, row), dist.get_rank(), dist.get_world_size()
+        peer, answer = 1 - rank, _tensor(np.zeros(1, np.uint8), TYPES["uint8"])
+
+        def ring() -> Any:
+            if size == 1:
+                got.copy_(given)
+                return result
+            coming = dist.irecv(got, (rank - 1) % size)
+            dist.send(given, (rank + 1) % size)
+            assert coming is not None
+            coming.wait()
+            return result
+
+        def ping_pong() -> Any:
+            if rank == 0:
+                dist.send(given, peer)
+                dist.recv(got, peer)
+            else:
+                dist.recv(got, peer)
+                dist.send(given, peer)
+            return result
+
+        def one_way() -> Any:
+            begin, each, end = (dist.isend, given, dist.recv) if rank == 0 else (dist.irecv, got, dist.send)
+            for work in [begin(each, peer) for _ in range(case.collective.messages)]:
+                assert work is not None
+                work.wait()
+            end(answer, peer)
+            return result if rank else None
+
+        calls = {"sendrecv": ring, "latency": ping_pong, "bandwidth": one_way}
+        takes_part = rank <= 1 or not case.collective.of_two
+        return Contender("gloo", source, calls[case.collective.name] if takes_part else lambda: None)
 
     def close(self) -> None:
         self._open.close()

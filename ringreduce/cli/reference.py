@@ -40,22 +40,30 @@ class Reference:
             piece = array[start : start + table.size]
             piece[:] = table[: piece.size]
 
-    def count_wrong(self, result: Array, rank: int) -> int:
-        """Return how many elements of ``result``, what ``rank`` got, are not as they must be.
+    def count_wrong(self, result: Array | None, rank: int) -> int:
+        """Return how many elements of ``result``, what ``rank`` got, are not as they must be; None: it got nothing.
 
         A result of the wrong length counts as wrong throughout.
         """
         case = self.case
-        if result.shape != (case.output_count,):
+        if result is None and not case.collective.has_result(rank, case.root):
+            return 0
+        if result is None or result.shape != (case.output_count,):
             return case.output_count
         match case.collective.name:
-            case "allreduce":
+            case "allreduce" | "reduce":
                 return self._differing(result, self._reduced(), 0)
             case "reduce_scatter":
                 return self._differing(result, self._reduced(), rank * case.count)
             case "broadcast":
                 return self._differing(result, self._table(case.root), 0)
-            case "allgather":
+            case "scatter":
+                return self._differing(result, self._table(case.root), rank * case.count)
+            case "sendrecv":
+                return self._differing(result, self._table((rank - 1) % case.nranks), 0)
+            case "latency" | "bandwidth":
+                return self._differing(result, self._table(1 - rank), 0)
+            case "allgather" | "gather":
                 offset = 0
             case _:
                 offset = rank * case.count

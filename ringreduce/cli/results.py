@@ -28,7 +28,7 @@ class Settings:
         check: how often results are verified before timing (and once after); 0: never.
         ops: names of the operations.
         types: names of the element types.
-        root: the rank that broadcasts.
+        root: of rooted collectives.
         algorithm: ``"auto"``, ``"all"`` or a name.
         shared_buffers: whether arrays come from ``ringreduce.empty``.
         new_results: whether calls that are not in place return new arrays, instead of the same one each time.
@@ -114,7 +114,7 @@ class Result:
 
     Attributes:
         in_place: whether the result overwrote the input.
-        time: of the iterations.
+        time: of the iterations; where a call is several messages, of one of them.
         nwrong: wrong elements over all ranks; None when nothing was verified.
         bound_share: the bound's time / this median; None where there is no bound.
         peers: peer -> its times on the same job; None where it cannot do that job.
@@ -154,7 +154,7 @@ class Result:
             "count": case.count,
             "type": case.type_name,
             "redop": case.op_name or "none",
-            "root": case.root if case.collective.name == "broadcast" else -1,
+            "root": case.root if case.collective.rooted else -1,
             "algorithm": self.algorithm,
             "transport": self.transport,
             "buffers": self.buffers,

@@ -46,7 +46,12 @@ _TYPES = {
     "grouped allgather": "all_gather_v",
     "broadcast": "broadcast",
     "alltoall": "all_to_all",
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
 }
+#: Of which ranks may give, or get, different sizes.
+_OF_ANY_SIZE = ("allgather", "gather", "scatter")
 _DTYPES = {
     "float32": "Float",
     "float64": "Double",
@@ -133,7 +138,7 @@ def _calls(dumps: Mapping[int, Dump], sets: Mapping[int, Dump]) -> dict[int, _En
         rank: {
             call["number"]: _entry(
                 call["collective"],
-                [([call["nbytes"]], "Byte")] if call["collective"] != "allgather" else [],
+                [([call["nbytes"]], "Byte")] if call["collective"] not in _OF_ANY_SIZE else [],
                 "completed" if call["ended"] else "started",
                 (call["started"], call["started"], call["ended"]),
                 [] if call["ended"] else _frames(dumps[rank]),

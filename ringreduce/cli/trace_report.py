@@ -17,7 +17,7 @@ from rich.table import Table
 
 from ringreduce.errors import ConfigError
 
-__all__ = ["command", "load", "report", "to_html"]
+__all__ = ["PARTS", "command", "load", "report", "to_html"]
 
 Event = dict[str, Any]
 Span = tuple[float, float]  # begin and end, in microseconds

@@ -16,7 +16,12 @@ from ringreduce.paths.operands import AnyOperand, Operands, can_be_watched, is_m
 from ringreduce.paths.path import Again, Reduction, Result
 from ringreduce.paths.standing import Standing, require_alone
 
-__all__ = ["BoundCalls"]
+__all__ = ["NOTHING", "NO_ROOT", "BoundCalls"]
+
+#: What a repeated call returns that has no result on this rank.
+NOTHING = object()
+#: Of a call without a root, or with one whose result all ranks get.
+NO_ROOT = -1
 
 #: New results, by address, for which a repeated allreduce keeps what was looked up: few come in turn.
 _RESULTS_KNOWN = 16
@@ -61,20 +66,24 @@ class BoundCalls:
         self._instruments = instruments
         self._recent = instruments.calls
         self._tallies = tallies
-        self._calls: dict[tuple[int, int, str], _BoundCall] = {}  # by the ids of array and out, and the collective
+        #: By the ids of array and out, the collective, and the root where there is one.
+        self._calls: dict[tuple[int, int, str, int], _BoundCall] = {}
 
     def clear(self) -> None:
         """Look everything up again."""
         self._calls.clear()
 
-    def repeat(self, collective: str, array: Any, out: Any, argument: Any, algorithm: str | None) -> Any:
+    def repeat(
+        self, collective: str, array: Any, out: Any, argument: Any, algorithm: str | None, root: int = NO_ROOT
+    ) -> Any:
         """Make a call again, if it was bound and nobody observes; return its result, None if it was not made.
 
         Args:
             collective: its name.
             array, out, argument, algorithm: what the caller passes, ``argument`` besides the others that have a name.
+            root: of a call in which this rank may get nothing; then it returns `NOTHING`.
         """
-        bound = self._calls.get((id(array), id(out), collective))
+        bound = self._calls.get((id(array), id(out), collective, root))
         if (
             bound is None
             or bound.argument is not argument
@@ -151,6 +160,7 @@ class BoundCalls:
         source: Operand | None,
         target: AnyOperand | None,
         nbytes: int,
+        root: int = NO_ROOT,
     ) -> None:
         """Remember how to repeat a call that is no allreduce.
 
@@ -162,13 +172,14 @@ class BoundCalls:
             source: what was used as input; None: that of this rank has no meaning.
             target: where the result is.
             nbytes: what the call counts for.
+            root: as for `repeat`.
         """
         if again is None or not isinstance(target, Operand) or not can_be_watched(array):
             return
         if source is not None and not is_memory_of(array, source):
             return
         if out is None:
-            row = target.shape[1:] if collective in ("allgather", "alltoall") else None
+            row = target.shape[1:] if collective in ("allgather", "alltoall", "gather") else None
             make = self._operands.maker(array, target.dtype)
             run: Callable[[], Any] = partial(_again_into_new, again, make, row, target.shape)
         elif is_memory_of(out, target):
@@ -176,12 +187,27 @@ class BoundCalls:
             run = partial(again, lambda rows: same_memory)
         else:
             return
-        self._bind(collective, array, out, arguments, run, nbytes)
+        self._bind(collective, array, out, arguments, run, nbytes, root)
+
+    def bind_for_others(
+        self, collective: str, array: Any, arguments: tuple[Any, Any], again: Again, source: Operand, root: int
+    ) -> None:
+        """Remember how to repeat a call in which another rank gets the result; arguments as for `bind`."""
+        if again is not None and is_memory_of(array, source):
+            run = partial(_again_for_others, again, Operand(np.empty(0, source.dtype.storage), source.dtype))
+            self._bind(collective, array, None, arguments, run, source.nbytes, root)
 
     def _bind(
-        self, collective: str, array: Any, out: Any, arguments: tuple[Any, Any], run: Callable[[], Any], nbytes: int
+        self,
+        collective: str,
+        array: Any,
+        out: Any,
+        arguments: tuple[Any, Any],
+        run: Callable[[], Any],
+        nbytes: int,
+        root: int = NO_ROOT,
     ) -> None:
-        key = id(array), id(out), collective
+        key = id(array), id(out), collective, root
 
         def forget(_: object) -> None:
             self._calls.pop(key, None)
@@ -235,6 +261,11 @@ def _reducing_into_new(
         return result
 
     return run
+
+
+def _again_for_others(again: Callable[[Result], object], nothing: Operand) -> object:
+    again(lambda rows: nothing)
+    return NOTHING
 
 
 def _again_into_new(

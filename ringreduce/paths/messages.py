@@ -10,15 +10,16 @@ keep no array alive, and run only while the caller holds the arrays that are the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from ringreduce.algorithms import Collective
-from ringreduce.algorithms.execute import STREAMS, Coding, Memory, Plan
+from ringreduce.algorithms.execute import STREAMS, Coding, Elements, Memory, Plan
 from ringreduce.buffers import Operand, address_of, divide, kernels_for, unowned
-from ringreduce.partition import Partition, Segment, segments_of_blocks, segments_of_buffer
+from ringreduce.partition import Partition, Segment, segments_across_blocks, segments_of_blocks, segments_of_buffer
 from ringreduce.paths.context import Context, Signature
 from ringreduce.paths.path import (
     VENDOR,
@@ -29,6 +30,7 @@ from ringreduce.paths.path import (
     Reduction,
     Result,
     Task,
+    part_agreed,
     rows_received,
 )
 from ringreduce.paths.shared import locate, peer_views, touches_memory
@@ -114,6 +116,13 @@ class Messages(Path):
             divide(target, size)
         return None
 
+    def reduce(self, task: Task, source: Array, target: Array | None, root: int) -> Again:
+        op = ReduceOp.SUM if task.op is ReduceOp.AVERAGE else task.op  # only the root's is complete in the end
+        _Reduction(self, task._replace(op=op), Collective.REDUCE, root).run_to_root(source, target)
+        if target is not None and task.op is ReduceOp.AVERAGE:
+            divide(target, self._context.topology.size)
+        return None
+
     def _scattering(self, task: Task, counts: Sequence[int], work: Array, target: Array | None = None) -> Plan:
         """Bind a reduce-scatter; into ``target``, if nothing is reduced in the array itself."""
         context, partition = self._context, Partition.of_sizes(counts)
@@ -158,6 +167,82 @@ class Messages(Path):
             plan.close()
         return None
 
+    def gather(self, task: Task, source: Array, offer: Offer, row: int, result: Result, root: int) -> Again:
+        rank = self._context.rank
+        rows = rows_received(task.signature.text, self._offers(task, offer), root)
+        partition = Partition.of_sizes([each * row for each in rows])
+        own = partition.segment[rank]
+        memory: Elements = _Part(unowned(source), own.start)
+        where, kept = address_of(source), True
+        if rank == root:
+            target = result(rows).flat()
+            if address_of(target[own]) != address_of(source):
+                np.copyto(target[own], source)
+            memory, where = unowned(target), address_of(target)
+        elif self._hands_on(Collective.GATHER, task, root):
+            work = np.empty(partition.bounds[-1], source.dtype)
+            np.copyto(work[own], source)
+            memory, kept = work, False
+        self._move(Collective.GATHER, task, partition, memory, root, (where, *rows) if kept else None)
+        return None
+
+    def scatter(self, task: Task, source: Array, offer: Offer, result: Result, root: int) -> Again:
+        context, rank = self._context, self._context.rank
+        part = part_agreed(task.signature.text, self._offers(task, offer), root)
+        target = result(part).flat()
+        partition = Partition.of_sizes([target.size] * context.topology.size)
+        own = partition.segment[rank]
+        memory: Elements = _Part(unowned(target), own.start)
+        where, work = address_of(target), None
+        if rank == root:
+            memory, where, work = unowned(source), address_of(source), source
+        elif self._hands_on(Collective.SCATTER, task, root):
+            memory = work = np.empty(partition.bounds[-1], source.dtype)
+        kept = (where, target.size) if rank == root or work is None else None
+        self._move(Collective.SCATTER, task, partition, memory, root, kept)
+        if work is not None and address_of(work[own]) != address_of(target):
+            np.copyto(target, work[own])
+        return None
+
+    def _hands_on(self, collective: Collective, task: Task, root: int) -> bool:
+        """Return whether this rank gets blocks of others, to hand them on."""
+        steps = self._context.schedule(collective, task.algorithm, root).steps
+        return any(step.sends for step in steps) and any(step.recvs for step in steps)
+
+    def _move(
+        self,
+        collective: Collective,
+        task: Task,
+        partition: Partition,
+        memory: Elements,
+        root: int,
+        where: tuple[int, ...] | None,
+    ) -> None:
+        """Carry out a gather or a scatter.
+
+        Args:
+            collective: which of them.
+            task: how.
+            partition: of all ranks' elements.
+            memory: where those are that this rank touches.
+            root: of the collective.
+            where: what a plan depends on that is kept; None: it is for this call alone.
+        """
+        context = self._context
+
+        def bind() -> Plan:
+            segments = segments_across_blocks(partition, _segment_limit(context, memory, partition.bounds[-1]))
+            return context.plan(collective, task.algorithm, segments, Memory(memory), None, task.signature, root=root)
+
+        if where is not None:
+            self._plan(task, bind, *where).run()
+            return
+        plan = bind()
+        try:
+            plan.run()
+        finally:
+            plan.close()
+
     def _offers(self, task: Task, offer: Offer) -> list[Offer]:
         """Meet the others in a call, and return the offers of all, in rank order."""
         context, saying = self._context, (offer.room, *offer.rows)
@@ -191,6 +276,22 @@ class _Exchange:
 
     def close(self) -> None:
         self._plan.close()
+
+
+class _Part:
+    """A part of an array that this rank has, while it knows where in the whole it is: no other part is asked for.
+
+    Args:
+        part: its elements.
+        start: of the first of them in the whole.
+    """
+
+    def __init__(self, part: Array, start: int) -> None:
+        self._part, self._start = part, start
+        self.dtype, self.itemsize = part.dtype, part.itemsize
+
+    def __getitem__(self, part: slice) -> Array:
+        return self._part[part.start - self._start : part.stop - self._start]
 
 
 class _Joined:
@@ -253,12 +354,23 @@ class _LibraryReduction(Reduction):
 
 
 class _Reduction(Reduction):
-    """The allreduce of arrays of one shape, in whatever memory; finds or makes its plan in each call."""
+    """The reduction of arrays of one shape, in whatever memory; finds or makes its plan in each call.
 
-    def __init__(self, path: Messages, task: Task) -> None:
+    Args:
+        path: which carries it out.
+        task: how.
+        collective: an allreduce, or a reduction to a root.
+        root: of that.
+    """
+
+    def __init__(
+        self, path: Messages, task: Task, collective: Collective = Collective.ALLREDUCE, root: int = 0
+    ) -> None:
         self._path = path
         self._context = path._context
         self._task = task
+        self._collective = collective
+        self._root = root
 
     def run(self, source: Operand, target: Operand) -> None:
         location = locate(self._context, target)
@@ -266,6 +378,19 @@ class _Reduction(Reduction):
             self._run(None, target.count, source.view, target.view)
         else:
             self._run(location, target.count, None if source.address == target.address else source.view, None)
+
+    def run_to_root(self, source: Array, target: Array | None) -> None:
+        """Reduce flat arrays into the root's ``target``, which is the same memory or apart from it; None elsewhere."""
+        arena, shares = self._context.arena, self._path.shares_memory
+        if target is not None:
+            location = arena.locate(address_of(target), target.nbytes)
+            in_place = location is not None and address_of(source) == address_of(target)
+            self._run(location, source.size, None if in_place else source, target if location is None else None)
+            return
+        schedule = self._context.schedule(self._collective, self._task.algorithm, self._root)
+        only_sent = not shares and not any(step.recvs for step in schedule.steps)
+        location = arena.locate(address_of(source), source.nbytes) if only_sent else None
+        self._run(location, source.size, source if location is None else None, None)
 
     def _run(self, location: Location | None, count: int, source: Array | None, target: Array | None) -> None:
         """Reduce in the target's own memory, at a location of the arena, or in a buffer of the plan.
@@ -277,9 +402,9 @@ class _Reduction(Reduction):
         kept = location is not None or count * self._task.dtype.itemsize <= _OWN_BUFFER_NBYTES
         if kept:
             key = self._task.signature.code, self._task.algorithm, location
-            plan = self._path._plans.get(key, lambda: _Plan(self._path, self._task, count, location))
+            plan = self._path._plans.get(key, partial(self._plan, count, location))
         else:
-            plan = _Plan(self._path, self._task, count, location)
+            plan = self._plan(count, location)
         try:
             if source is not None:
                 np.copyto(plan.memory.reshape(source.shape), source)
@@ -290,11 +415,16 @@ class _Reduction(Reduction):
             if not kept:
                 plan.close()
 
+    def _plan(self, count: int, location: Location | None) -> _Plan:
+        return _Plan(self._path, self._task, count, location, self._collective, self._root)
+
 
 class _Plan:
-    """An allreduce with messages, on a location of the arena or in a buffer of its own."""
+    """A reduction with messages, on a location of the arena or in a buffer of its own."""
 
-    def __init__(self, path: Messages, task: Task, count: int, location: Location | None) -> None:
+    def __init__(
+        self, path: Messages, task: Task, count: int, location: Location | None, collective: Collective, root: int
+    ) -> None:
         context = self._context = path._context
         self._shares_memory = path.shares_memory
         self._task = task
@@ -302,9 +432,9 @@ class _Plan:
         self._location = self._own.location if self._own is not None else location
         assert self._location is not None
         self.memory = context.arena.view(self._location, task.dtype.storage, count)
-        nblocks = context.schedule(Collective.ALLREDUCE, task.algorithm).nblocks
-        limit = _segment_limit(context, self.memory, count // nblocks)
-        self._bound = BoundPlan(context, task, self.memory, segments_of_buffer(count, nblocks, limit))
+        nblocks = context.schedule(collective, task.algorithm, root).nblocks
+        segments = segments_of_buffer(count, nblocks, _segment_limit(context, self.memory, count // nblocks))
+        self._bound = BoundPlan(context, task, self.memory, segments, collective=collective, root=root)
 
     def run(self) -> None:
         context, others = self._context, []
@@ -322,7 +452,7 @@ class _Plan:
 
 
 class BoundPlan:
-    """The plan of an allreduce; it is bound again when a peer's buffer is elsewhere than in the last call.
+    """The plan of a reduction; it is bound again when a peer's buffer is elsewhere than in the last call.
 
     Args:
         context: the ranks.
@@ -330,6 +460,8 @@ class BoundPlan:
         memory: this rank's buffer, which must not be the caller's: it is kept.
         segments: of the buffer.
         coding: how blocks travel, see `Plan`; it divides averages itself.
+        collective: an allreduce, or a reduction to a root.
+        root: of that.
     """
 
     def __init__(
@@ -339,9 +471,14 @@ class BoundPlan:
         memory: Array,
         segments: Sequence[Segment],
         coding: Coding | None = None,
+        *,
+        collective: Collective = Collective.ALLREDUCE,
+        root: int = 0,
     ) -> None:
         self._context = context
         self._task = task
+        self._collective = collective
+        self._root = root
         self._memory = memory
         self._segments = segments
         self._coding = coding
@@ -364,17 +501,18 @@ class BoundPlan:
     def _bind(self, others: list[int]) -> Plan:
         context, task, memory = self._context, self._task, self._memory
         return context.plan(
-            Collective.ALLREDUCE,
+            self._collective,
             task.algorithm,
             self._segments,
             Memory(memory, peer_views(context, others, memory.dtype, [memory.size] * context.topology.size)),
             kernels_for(task.dtype, task.op if self._coding is None else ReduceOp.SUM, context.topology.size),
             task.signature,
+            root=self._root,
             coding=self._coding,
         )
 
 
-def _segment_limit(context: Context, data: Array, largest: int) -> int:
+def _segment_limit(context: Context, data: Elements, largest: int) -> int:
     """Return how many elements of a block travel at once: at most what the settings say, and at least half of it.
 
     Between these, so many that each stream of a plan has two segments.

@@ -10,16 +10,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.buffers import DType, Operand, address_of, library_of, native, new, operand_of
+from ringreduce.buffers import DTYPES, DType, Operand, address_of, library_of, native, new, operand_of
 from ringreduce.buffers.cuda.arrays import DeviceOperand
 from ringreduce.errors import UnsupportedBufferError
 from ringreduce.paths.gpu import Gpu
+from ringreduce.paths.path import part_told
 from ringreduce.paths.standing import Standing
 from ringreduce.transport.shared import Arena
 
 __all__ = [
     "AnyOperand",
     "Operands",
+    "PartReceived",
     "RowsReceived",
     "apart",
     "can_be_watched",
@@ -192,6 +194,46 @@ class RowsReceived:
             assert self.target is not None
             with self._operands.on_host(self.target, self.target, fetch=False) as (_, taken):
                 np.copyto(taken.view, self._flat.reshape(taken.shape))
+        return self.out
+
+
+class PartReceived:
+    """The result of a scatter, of which a rank may know nothing before the ranks have met.
+
+    Args:
+        operands: checks and makes.
+        model: an array whose library a new result has; a number: NumPy's.
+        target: where the caller wants the result, once it is checked; None: a new array.
+        out: the array of the caller's that this is.
+
+    Attributes:
+        out: the result, once this was called.
+        nbytes: of it.
+    """
+
+    def __init__(self, operands: Operands, model: Any, target: Operand | None, out: Any) -> None:
+        self._operands = operands
+        self._model = model
+        self._target = target
+        self._flat: npt.NDArray[Any] | None = None
+        self.out = out
+        self.nbytes = 0 if target is None else target.nbytes
+
+    def __call__(self, part: list[int]) -> Operand:
+        """Return where the part that `part_agreed` describes goes, as contiguous bytes."""
+        shape, dtype = part_told(part)
+        if self._target is None:
+            self.out, self._target = self._operands.maker(self._model, dtype)(shape)
+            self.nbytes = self._target.nbytes
+        self._flat = self._target.flat()
+        return Operand(self._flat.view(np.uint8), DTYPES["uint8"])
+
+    def store(self) -> Any:
+        """Return the result, now that the part is there."""
+        assert self._target is not None
+        assert self._flat is not None
+        if not self._target.contiguous:
+            np.copyto(self._target.view, self._flat.reshape(self._target.shape))
         return self.out
 
 

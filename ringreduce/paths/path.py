@@ -18,8 +18,9 @@ import numpy.typing as npt
 
 from ringreduce import algorithms
 from ringreduce.algorithms import Collective
+from ringreduce.arguments import shape_text
 from ringreduce.buffers import DTYPES, DType, Operand, wider
-from ringreduce.errors import MismatchError
+from ringreduce.errors import MismatchError, UnsupportedBufferError
 from ringreduce.paths.context import Cache, Context, Signature
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.topology import Topology
@@ -40,6 +41,9 @@ __all__ = [
     "Result",
     "Task",
     "Work",
+    "part_agreed",
+    "part_offer",
+    "part_told",
     "rows_received",
     "work_of_one_byte",
 ]
@@ -59,6 +63,10 @@ VENDOR = "mpi"
 
 #: The name under which NCCL is one more algorithm, for arrays in device memory.
 NCCL = "nccl"
+
+#: A rank tells the others of so many dimensions of its part of a scatter, and names its dtype by its place here.
+_MOST_DIMENSIONS = 32
+_DTYPE_NAMES = tuple(DTYPES)
 
 #: Schedules are examined node by node, up to so many ranks: the busiest ranks are among the first.
 _RANKS_WALKED = 32
@@ -278,8 +286,38 @@ class Path(ABC):
         """
         raise NotImplementedError  # of a path that takes allreduces alone; nobody asks it
 
+    def reduce(self, task: Task, source: Array, target: Array | None, root: int) -> Again:
+        """Reduce all ``source`` into the root's ``target``: the same memory or apart from it; None on the others."""
+        raise NotImplementedError  # of a path that takes allreduces alone; nobody asks it
+
     def reduce_scatter(self, task: Task, source: Array, counts: Sequence[int], target: Array) -> Again:
         """Cut every rank's ``source`` into blocks of ``counts`` elements; reduce this rank's block into ``target``."""
+        raise NotImplementedError  # of a path that takes allreduces alone; nobody asks it
+
+    def gather(self, task: Task, source: Array, offer: Offer, row: int, result: Result, root: int) -> Again:
+        """Put every rank's rows into a result of the root, one after the other; arguments as for `allgather`.
+
+        Args:
+            root: who gets them; on the others nobody asks for a result.
+
+        Raises:
+            MismatchError: on all ranks: the result does not fit.
+        """
+        raise NotImplementedError  # of a path that takes allreduces alone; nobody asks it
+
+    def scatter(self, task: Task, source: Array, offer: Offer, result: Result, root: int) -> Again:
+        """Give every rank its part of the root's ``source``.
+
+        Args:
+            task: how; its dtype has no meaning.
+            source: at the root, the parts one after the other, as bytes; elsewhere nothing.
+            offer: of `part_offer`.
+            result: returns where the part goes, as bytes, once it is known what that is: what `part_agreed` returns.
+            root: whose array it is.
+
+        Raises:
+            MismatchError: on all ranks: some expect another part than the root gives.
+        """
         raise NotImplementedError  # of a path that takes allreduces alone; nobody asks it
 
     def alltoall(self, task: Task, source: Array, offer: Offer, row: int, result: Result) -> Again:
@@ -329,6 +367,18 @@ class Itself(Path):
 
     alltoall = allgather
 
+    def gather(self, task: Task, source: Array, offer: Offer, row: int, result: Result, root: int) -> Again:
+        return self.allgather(task, source, offer, row, result)
+
+    def scatter(self, task: Task, source: Array, offer: Offer, result: Result, root: int) -> Again:
+        np.copyto(result(part_agreed(task.signature.text, [offer], root)).flat(), source)
+        return None
+
+    def reduce(self, task: Task, source: Array, target: Array | None, root: int) -> Again:
+        assert target is not None
+        np.copyto(target, source)
+        return None
+
 
 class _Copy(Reduction):
     def run(self, source: Operand, target: Operand) -> None:
@@ -354,6 +404,49 @@ def rows_received(signature: str, offers: Sequence[Offer], rank: int) -> list[in
         wrong = each.room not in (-1, sum(rows))
         texts[number] = f"{signature}, out has {each.room} rows, and the result {sum(rows)}" if wrong else signature
     raise MismatchError(texts)
+
+
+def part_offer(part: tuple[tuple[int, ...], DType] | None) -> Offer:
+    """Return what a rank tells the others in a scatter: shape and dtype of its part; None: it takes what the root has.
+
+    Raises:
+        UnsupportedBufferError: the part has more dimensions than can be told.
+    """
+    shape, kind = ((), -1) if part is None else (part[0], _DTYPE_NAMES.index(part[1].name))
+    if len(shape) > _MOST_DIMENSIONS:
+        raise UnsupportedBufferError(f"scatter takes arrays of at most {_MOST_DIMENSIONS} dimensions, got {len(shape)}")
+    return Offer(kind, (len(shape), *shape, *[0] * (_MOST_DIMENSIONS - len(shape))))
+
+
+def part_agreed(signature: str, offers: Sequence[Offer], root: int) -> list[int]:
+    """Return what every rank gets in a scatter: the number of the dtype, then the shape; see `part_told`.
+
+    Args:
+        signature: of the call.
+        offers: of all ranks, in rank order.
+        root: which of them gives the parts.
+
+    Raises:
+        MismatchError: on all ranks: some expect other parts than the root gives.
+    """
+    if any(each not in (offers[root], _ANY_PART) for each in offers):
+        texts = {}
+        for rank, each in enumerate(offers):
+            shape, dtype = part_told([each.room, *each.rows[1 : each.rows[0] + 1]])
+            told = "" if each == _ANY_PART else f", parts of shape {shape_text(shape)}, {dtype.name}"
+            texts[rank] = f"{signature[:-1]}{told})"
+        raise MismatchError(texts)
+    given = offers[root]
+    return [given.room, *given.rows[1 : given.rows[0] + 1]]
+
+
+def part_told(part: Sequence[int]) -> tuple[tuple[int, ...], DType]:
+    """Return shape and dtype of what `part_agreed` returned."""
+    return tuple(part[1:]), DTYPES[_DTYPE_NAMES[part[0]]]
+
+
+#: Of a scatter: a rank that takes whatever the root gives.
+_ANY_PART = part_offer(None)
 
 
 @lru_cache(maxsize=1024)

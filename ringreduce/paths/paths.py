@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ringreduce.algorithms import Collective
 from ringreduce.buffers import Operand, divide_toward_zero, narrow, widen
 from ringreduce.paths.cleanup import close_all
 from ringreduce.paths.context import Context, Signature
@@ -51,7 +52,10 @@ class Paths:
         """
         path, reduced, task = self._task(call, choice, signature)
         run = partial(getattr(path, call.collective.value), task)
-        return run if reduced is call else partial(_reduce_scatter_wide, run, call, reduced)
+        if reduced is call:
+            return run
+        wide = _reduce_wide if call.collective is Collective.REDUCE else _reduce_scatter_wide
+        return partial(wide, run, call, reduced)
 
     def reduction(self, call: Call, choice: Choice, shape: tuple[int, ...], signature: Signature) -> Reduction:
         """Return what carries out allreduces of arrays of a shape; arguments as for `bind`."""
@@ -89,6 +93,16 @@ def _reduce_scatter_wide(
     result = np.empty(target.size, reduced.dtype.storage)
     run(widen(source, call.dtype), counts, result)
     _narrow(result, call, target)
+    return None
+
+
+def _reduce_wide(
+    run: Callable[..., object], call: Call, reduced: Call, source: Array, target: Array | None, root: int
+) -> Again:
+    wide = widen(source, call.dtype)
+    run(wide, None if target is None else wide, root)
+    if target is not None:
+        _narrow(wide, call, target)
     return None
 
 

@@ -11,19 +11,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ringreduce import algorithms
-from ringreduce.algorithms import Collective
+from ringreduce.algorithms import Collective, Schedule
 from ringreduce.algorithms.execute import INNER_NBYTES, Memory, Plan
 from ringreduce.algorithms.fused import Staged
 from ringreduce.buffers import Kernels, Operand, address_of, kernels_for, unowned
 from ringreduce.partition import Partition, Segment
 from ringreduce.paths.context import Cache, Context
-from ringreduce.paths.path import Again, Call, Offer, Path, Reduction, Result, Task, rows_received
+from ringreduce.paths.path import (
+    Again,
+    Call,
+    Offer,
+    Path,
+    Reduction,
+    Result,
+    Task,
+    part_agreed,
+    part_told,
+    rows_received,
+)
 from ringreduce.reduce_ops import ReduceOp
 from ringreduce.transport.board import Arrival
 from ringreduce.transport.shared import MAILED, NOWHERE, Block, Location
@@ -36,6 +48,8 @@ Array = npt.NDArray[Any]
 _LINE_NBYTES = 64
 #: Up to this size, to copy an input into the mailbox costs less than the barrier after which it may change again.
 _MAILED_NBYTES = 16 << 10
+#: What a rank that only loads puts in.
+_NOTHING = np.empty(0, np.uint8)
 #: Results, or offers of the others, that a plan is bound to at once.
 _BOUND = 64
 
@@ -61,7 +75,10 @@ class SharedMemory(Path):
     def broadcast(self, task: Task, source: Array, target: Array, root: int) -> Again:
         rank, count = self._context.rank, source.size
         lay_out = partial(_broadcast_layout, rank, root, count)
-        return self._run(Collective.BROADCAST, task, source, None, lay_out, lambda _: Operand(target, task.dtype), root)
+        into = Operand(target, task.dtype)
+        return self._run(
+            Collective.BROADCAST, task, source, None, lay_out, lambda _: into, root=root, read=rank == root
+        )
 
     def allgather(self, task: Task, source: Array, offer: Offer, row: int, result: Result) -> Again:
         lay_out = partial(_allgather_layout, task.signature.text, self._context.rank, row)
@@ -70,6 +87,31 @@ class SharedMemory(Path):
     def reduce_scatter(self, task: Task, source: Array, counts: Sequence[int], target: Array) -> Again:
         lay_out = partial(_reduce_scatter_layout, self._context.rank, counts)
         return self._run(Collective.REDUCE_SCATTER, task, source, None, lay_out, lambda _: Operand(target, task.dtype))
+
+    def reduce(self, task: Task, source: Array, target: Array | None, root: int) -> Again:
+        context, count = self._context, source.size
+        into = Operand(np.empty(0, source.dtype) if target is None else target, task.dtype)
+        if task.algorithm != "load":  # on one node the hierarchical algorithms are the two-shot, too
+            key = task.signature.code, address_of(source)
+            to_root: _ToRoot = self._plans.get(key, lambda: _ToRoot(context, self._scratch, task, source, root))
+            to_root.run(lambda _: into)
+            return to_root.run
+        lay_out = partial(_reduce_layout, context.rank, root, context.topology.size, count)
+        return self._run(
+            *(Collective.REDUCE, task, source, None, lay_out, lambda _: into), root=root, read=context.rank != root
+        )
+
+    def gather(self, task: Task, source: Array, offer: Offer, row: int, result: Result, root: int) -> Again:
+        am_root, nothing = self._context.rank == root, Operand(np.empty(0, source.dtype), task.dtype)
+        lay_out = partial(_gather_layout, task.signature.text, self._context.rank, root, row)
+        into = result if am_root else lambda _: nothing
+        return self._run(Collective.GATHER, task, source, offer, lay_out, into, root=root, read=not am_root)
+
+    def scatter(self, task: Task, source: Array, offer: Offer, result: Result, root: int) -> Again:
+        am_root = self._context.rank == root
+        lay_out = partial(_scatter_layout, task.signature.text, self._context.rank, root)
+        given = source if am_root else _NOTHING
+        return self._run(Collective.SCATTER, task, given, offer, lay_out, result, root=root, read=am_root)
 
     def alltoall(self, task: Task, source: Array, offer: Offer, row: int, result: Result) -> Again:
         lay_out = partial(_alltoall_layout, task.signature.text, self._context.rank, row)
@@ -83,11 +125,14 @@ class SharedMemory(Path):
         offer: Offer | None,
         lay_out: Callable[[list[Offer]], _Layout],
         result: Result,
-        root: int | None = None,
+        *,
+        root: int = 0,
+        read: bool = True,
     ) -> Again:
         key = task.signature.code, address_of(source), source.size, offer
+        schedule = self._context.schedule(collective, task.algorithm, root)
         loads: _Loads = self._plans.get(
-            key, lambda: _Loads(self._context, self._scratch, collective, task, source, offer, lay_out, root)
+            key, lambda: _Loads(self._context, self._scratch, schedule, task, source, offer, lay_out, read=read)
         )
         loads.run(result)
         return loads.run
@@ -104,6 +149,7 @@ class _Scratch:
         self._size = size
         self._kernels: dict[tuple[str, ReduceOp], Kernels] = {}
         self._copies: dict[int, Array] = {}
+        self._block = np.empty(0, np.uint8)
 
     def kernels(self, task: Task) -> Kernels:
         """Return what reduces the elements of a task."""
@@ -118,12 +164,19 @@ class _Scratch:
             self._copies[peer] = np.empty(INNER_NBYTES, np.uint8)
         return self._copies[peer]
 
+    def block(self, dtype: np.dtype[Any], count: int) -> Array:
+        """Return where a block is reduced that is stored in a peer's private memory then."""
+        nbytes = count * dtype.itemsize
+        if self._block.nbytes < nbytes:
+            self._block = np.empty(nbytes, np.uint8)
+        return self._block[:nbytes].view(dtype)
+
 
 class _Layout(NamedTuple):
     """Where blocks are, once the ranks know of each other how much there is.
 
     Attributes:
-        received: the rows that come from each rank.
+        received: the rows that come from each rank; of a scatter, what the part is.
         own: what this rank copies to its result by itself: slices of its input and of its result; None: nothing.
         mine: where blocks are in this rank's input, where some of them are reduced.
         result: where they are in its result.
@@ -161,30 +214,31 @@ class _Loads:
     Args:
         context: the ranks.
         scratch: of the path.
-        collective: which.
+        schedule: this rank's.
         task: how.
         source: this rank's input; it is not kept.
         offer: what this rank tells the others when they meet; None: all ranks know all.
         lay_out: takes the offers of all ranks, in rank order, and returns where blocks are.
-        root: whose input alone is loaded from; None: everybody's.
+        read: whether other ranks load from this rank's input.
     """
 
     def __init__(
         self,
         context: Context,
         scratch: _Scratch,
-        collective: Collective,
+        schedule: Schedule,
         task: Task,
         source: Array,
         offer: Offer | None,
         lay_out: Callable[[list[Offer]], _Layout],
-        root: int | None,
+        *,
+        read: bool,
     ) -> None:
         self._context = context
         self._scratch = scratch
         self._board = context.board
         self._task = task
-        self._schedule = context.schedule(collective, task.algorithm, root or 0)
+        self._schedule = schedule
         self._text = task.signature.text
         self._source = unowned(source)
         self._offer = offer
@@ -193,7 +247,7 @@ class _Loads:
         self._layouts: dict[tuple[int, ...], _Layout] = {}  # by what the others have said
         self._box: tuple[Array, ...] | None = None
         place = MAILED
-        if root in (None, context.rank):
+        if read:
             if source.nbytes <= _MAILED_NBYTES:
                 boxes = (self._board.mailboxes(parity, source.dtype, source.shape) for parity in (0, 1))
                 self._box = tuple(each[self._board.index] for each in boxes)
@@ -336,6 +390,25 @@ def _allgather_layout(signature: str, rank: int, row: int, offers: list[Offer]) 
     return _Layout(rows, (slice(0, counts[rank]), result[rank]), result, result, peers, {})
 
 
+def _gather_layout(signature: str, rank: int, root: int, row: int, offers: list[Offer]) -> _Layout:
+    if rank == root:
+        return _allgather_layout(signature, rank, row, offers)
+    nothing = (slice(0, 0),) * len(offers)
+    return _Layout(rows_received(signature, offers, root), None, nothing, nothing, {}, {})
+
+
+def _scatter_layout(signature: str, rank: int, root: int, offers: list[Offer]) -> _Layout:
+    """Return where parts are, in bytes."""
+    part = part_agreed(signature, offers, root)
+    shape, dtype = part_told(part)
+    nbytes = prod(shape) * dtype.itemsize
+    blocks = Partition.of_sizes([nbytes] * len(offers)).segment
+    result = tuple(slice(0, nbytes if block == rank else 0) for block in range(len(offers)))
+    if rank == root:
+        return _Layout(part, (blocks[rank], slice(0, nbytes)), blocks, result, {}, {})
+    return _Layout(part, None, result, result, {root: (nbytes * len(offers), blocks)}, {})
+
+
 def _alltoall_layout(signature: str, rank: int, row: int, offers: list[Offer]) -> _Layout:
     rows = rows_received(signature, offers, rank)
     ranks = range(len(offers))
@@ -345,6 +418,13 @@ def _alltoall_layout(signature: str, rank: int, row: int, offers: list[Offer]) -
     peers = {peer: (sending[peer].bounds[-1], sending[peer].segment + nothing) for peer in ranks if peer != rank}
     own = sending[rank].segment[rank], receiving[rank]
     return _Layout(rows, own, nothing + receiving, nothing + receiving, peers, {})
+
+
+def _reduce_layout(rank: int, root: int, size: int, count: int, _: list[Offer]) -> _Layout:
+    whole = slice(0, count)
+    if rank != root:
+        return _Layout([], None, (whole,), (slice(0, 0),), {}, {})
+    return _Layout([], None, (whole,), (whole,), {peer: (count, (whole,)) for peer in range(size) if peer != root}, {})
 
 
 class _Reduction(Reduction):
@@ -487,6 +567,126 @@ class _TwoShot:
         """Forget what was bound; a caller who still holds this binds again."""
         self._bound.clear()
         self._others = []
+
+
+class _ToRoot:
+    """A reduction to one rank on one node, for one array of this rank.
+
+    Each rank reduces its block right into the root's result. Where that is private, the rank reduces into scratch and
+    copies from there, piece by piece; what no other rank can copy goes through the arena.
+
+    Args:
+        context: the ranks.
+        scratch: of the path.
+        task: how.
+        source: this rank's input; it is not kept.
+        root: who gets the result.
+    """
+
+    def __init__(self, context: Context, scratch: _Scratch, task: Task, source: Array, root: int) -> None:
+        self._context = context
+        self._scratch = scratch
+        self._board = context.board
+        self._task = task
+        self._text = task.signature.text
+        self._root = root
+        self._source = unowned(source)
+        place = context.arena.place(address_of(source), source.nbytes)
+        self._arrival = Arrival(task.signature.text, task.signature.code, place)
+        #: On the root, by the address of the result: that, not kept, and what is said of it.
+        self._results: dict[int, tuple[Array, Arrival]] = {}
+        #: By the places of this rank and of the others.
+        self._bound: dict[tuple[int, ...], list[Callable[[], object]]] = {}
+
+    def run(self, result: Result) -> None:
+        """Reduce; the root alone is asked for a result."""
+        arena, mine, blocks = self._context.arena, self._arrival, []
+        target: Array | None = None
+        if self._root == self._context.rank:
+            target, mine = self._known(result([]))
+        if mine.source == NOWHERE:
+            blocks.append(arena.allocate(self._source.nbytes))
+            np.copyto(self._view(blocks[0]), self._source)
+            mine = mine._replace(source=blocks[0].location.packed)
+        room = target
+        if room is not None and mine.target == NOWHERE:
+            blocks.append(arena.allocate(room.nbytes))
+            room, mine = self._view(blocks[-1]), mine._replace(target=blocks[-1].location.packed)
+        self._carry_out(mine, room)
+        if target is not None and room is not None and room is not target:
+            np.copyto(target, room)
+        for block in blocks:  # after a failure they stay: a rank that is late may still store there
+            arena.release(block)
+
+    def _known(self, target: Operand) -> tuple[Array, Arrival]:
+        found = self._results.get(target.address)
+        if found is None:
+            if len(self._results) >= _BOUND:
+                self._results.clear()
+            place = self._context.arena.place(target.address, target.nbytes)
+            found = unowned(target.flat()), self._arrival._replace(target=place)
+            self._results[target.address] = found
+        return found
+
+    def close(self) -> None:
+        """Forget what was bound; a caller who still holds this binds again."""
+        self._bound.clear()
+        self._results.clear()
+
+    def _view(self, block: Block) -> Array:
+        return self._context.arena.view(block.location, self._source.dtype, self._source.size)
+
+    def _carry_out(self, mine: Arrival, result: Array | None) -> None:
+        board, instruments = self._board, self._context.instruments
+        others = board.arrive(mine)
+        if instruments.observers:
+            instruments.step("publish and meet")
+        key = (mine.source, mine.target, *others)
+        calls = self._bound.get(key)
+        if calls is None:
+            if len(self._bound) >= _BOUND:
+                self._bound.clear()
+            calls = self._bound[key] = self._bind(dict(zip(board.peers, _pairs(others), strict=True)), result)
+        for call in calls:
+            call()
+        if instruments.observers:
+            instruments.step("load and store")
+        board.barrier(self._text)
+        if instruments.observers:
+            instruments.step("barrier")
+
+    def _bind(self, places: dict[int, tuple[int, ...]], result: Array | None) -> list[Callable[[], object]]:
+        context, source, root, size = self._context, self._source, self._root, self._context.topology.size
+        blocks = Partition.even(source.size, size, _LINE_NBYTES // source.itemsize).segment
+        into, stored = blocks, None
+        if result is None:
+            present = partial(self._board.require_present, self._board.peers.index(root), self._text)
+            there = context.arena.at(root, places[root][1], source.dtype, source.size, present)
+            stored = {root: there}
+            if isinstance(there, np.ndarray):
+                result = there
+            else:
+                own = blocks[context.rank]
+                into = tuple(slice(0, own.stop - own.start if each is own else 0) for each in blocks)
+                result = self._scratch.block(source.dtype, own.stop - own.start)
+        return Plan(
+            rank=context.rank,
+            schedule=context.schedule(Collective.REDUCE, "two_shot", root),
+            segments=[blocks],
+            memory=Memory(
+                source,
+                {peer: context.arena.at(peer, place[0], source.dtype, source.size) for peer, place in places.items()},
+                result=result,
+                result_segments=[into],
+                peer_results=stored,
+                copies=self._scratch.copies,
+            ),
+            kernels=self._scratch.kernels(self._task),
+            messages=None,
+            waiter=context.waiter,
+            signature=self._text,
+            instruments=context.instruments,
+        ).calls
 
 
 def _pairs(places: Sequence[int]) -> list[tuple[int, ...]]:

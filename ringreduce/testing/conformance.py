@@ -121,8 +121,11 @@ def check_collectives(communicator: Communicator, *, algorithms: bool = True) ->
     """
     checks = {
         "allreduce": (_check_allreduce, _counts(communicator.size)),
+        "reduce": (_check_reduce, [0, communicator.size + 1, 4099, 70_001]),
         "reduce_scatter": (_check_reduce_scatter, _counts(communicator.size)),
         "allgather": (_check_allgather, [0, 1, 5, 5000]),
+        "gather": (_check_gather, [0, 5, 5000]),
+        "scatter": (_check_scatter, [0, 3, 4001]),
         "broadcast": (_check_broadcast, _counts(communicator.size)),
         "alltoall": (_check_alltoall, [0, 1, 3, 4001]),
     }
@@ -156,13 +159,17 @@ def check_choices(communicator: Communicator) -> None:
                     if name is None:
                         said = communicator.explain(array.nbytes, dtype, op=op)
                         assert f": {choice.algorithm} over {choice.transport} ({choice.reason})" in said
+                choice = communicator.choose("reduce", array.nbytes, dtype, op=op)
+                communicator.reduce(array, communicator.size - 1, op)
+                watch.check(communicator, Collective.REDUCE, choice, communicator.size - 1)
                 rows = array[: array.size // communicator.size * communicator.size]
                 choice = communicator.choose("reduce_scatter", rows.nbytes, dtype, op=op)
                 communicator.reduce_scatter(rows, op)
                 watch.check(communicator, Collective.REDUCE_SCATTER, choice)
+    others = (Collective.BROADCAST, Collective.ALLGATHER, Collective.ALLTOALL, Collective.GATHER, Collective.SCATTER)
     for nbytes in _SAID_NBYTES:
         array = sample(communicator.rank, nbytes // communicator.size * communicator.size, "float16")
-        for collective in (Collective.BROADCAST, Collective.ALLGATHER, Collective.ALLTOALL):
+        for collective in others:
             choice = communicator.choose(collective, array.nbytes, "float16")
             getattr(communicator, collective.value)(array)
             watch.check(communicator, collective, choice)
@@ -190,11 +197,11 @@ class _Watch(Instrument):
     def step_finished(self, step: str) -> None:
         self.steps.append(step)
 
-    def check(self, communicator: Communicator, collective: Collective, choice: Choice) -> None:
+    def check(self, communicator: Communicator, collective: Collective, choice: Choice, root: int = 0) -> None:
         """Hold it to what was chosen."""
         assert self.name == f"{collective.value} by {choice.algorithm}"
         if choice.path in (Hierarchy, OverMessages):
-            schedule = schedule_for(collective, choice.algorithm, communicator.rank, communicator.topology)
+            schedule = schedule_for(collective, choice.algorithm, communicator.rank, communicator.topology, root)
             found = {int(step.split()[1]) for step in self.steps if step.startswith("step ")}
             assert found == set(range(1, len(schedule.steps) + 1)), (choice, self.steps)
             return
@@ -244,7 +251,29 @@ def _check_dtype(communicator: Communicator, dtype: str, op: ReduceOp) -> None:
     # Small ones go through mailboxes, large ones through pieces; an odd shape meets no alignment.
     for shape in ((3, 7), (33, 1021)):
         mine = _inputs(communicator.size, shape, dtype, 2)[communicator.rank]
-        assert_close(communicator.allreduce(mine, op), _answer(communicator.size, shape, dtype, op, 2))
+        answer = _answer(communicator.size, shape, dtype, op, 2)
+        assert_close(communicator.allreduce(mine, op), answer)
+        if (result := communicator.reduce(mine, communicator.size // 2, op)) is not None:
+            assert_close(result, answer)
+
+
+def _check_reduce(communicator: Communicator, count: int, algorithm: str | None) -> None:
+    rank, inputs = communicator.rank, _inputs(communicator.size, count, "float32")
+    answer = _answer(communicator.size, count, "float32", ReduceOp.SUM)
+    mine, shared = inputs[rank].copy(), communicator.empty(count)
+    cases = ((mine, None), (shared, np.empty_like(mine)), (mine, communicator.empty(count)), (shared, shared))
+    for root in {0, communicator.size // 2, communicator.size - 1}:
+        for array, out in cases:
+            for _ in range(1 if algorithm else 2):  # the second call finds everything bound
+                array[...] = inputs[rank]
+                result = communicator.reduce(array, root, out=out, algorithm=algorithm)
+                if rank != root:
+                    assert result is None
+                else:
+                    assert out is None or result is out
+                    assert_equal(result, answer)
+                if rank != root or out is not array:
+                    assert_equal(array, inputs[rank])
 
 
 def _check_reduce_scatter(communicator: Communicator, rows: int, algorithm: str | None) -> None:
@@ -261,6 +290,41 @@ def _check_allgather(communicator: Communicator, rows: int, algorithm: str | Non
         inputs = [sample(rank, (length, 2), "float64") for rank, length in enumerate(lengths)]
         gathered = communicator.allgather(inputs[communicator.rank], algorithm=algorithm)
         assert_equal(gathered, np.concatenate(inputs))
+
+
+def _check_gather(communicator: Communicator, rows: int, algorithm: str | None) -> None:
+    rank, size = communicator.rank, communicator.size
+    for lengths in ([rows] * size, [(rows * rank) // 2 for rank in range(size)]):
+        inputs = [sample(rank, (length, 2), "float64") for rank, length in enumerate(lengths)]
+        answer, before = np.concatenate(inputs), sum(lengths[:rank])
+        for root in {0, size - 1}:
+            for out in (None, communicator.empty(answer.shape, np.float64)):
+                mine = inputs[rank]
+                if out is not None and rank == root:  # in place
+                    mine = out[before : before + lengths[rank]]
+                    mine[...] = inputs[rank]
+                for _ in range(1 if algorithm else 2):
+                    gathered = communicator.gather(mine, root, out=out, algorithm=algorithm)
+                    if rank == root:
+                        assert out is None or gathered is out
+                        assert_equal(gathered, answer)
+                    else:
+                        assert gathered is None
+
+
+def _check_scatter(communicator: Communicator, rows: int, algorithm: str | None) -> None:
+    rank, size = communicator.rank, communicator.size
+    for root in {0, size - 1}:
+        whole = sample(root, (rows * size, 2), "int32")
+        part = whole[rank * rows : (rank + 1) * rows]
+        shared = communicator.empty(whole.shape, np.int32)
+        for given in (whole, shared):
+            given[...] = sample(root, (rows * size, 2), "int32")
+            for out in (None, given[rank * rows : (rank + 1) * rows]):
+                array = given if rank == root or (out is None and rank % 2) else None
+                result = communicator.scatter(array, root, out=out, algorithm=algorithm)
+                assert out is None or result is out
+                assert_equal(result, part)
 
 
 def _check_broadcast(communicator: Communicator, count: int, algorithm: str | None) -> None:

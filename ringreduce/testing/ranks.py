@@ -48,10 +48,10 @@ def run_ranks(
             latest.
     """
     settings = replace(config or Config(timeout_s=30.0), node_size=node_size or (config.node_size if config else None))
-    world = MemoryWorld(size, settings.timeout_s)
+    world, between_two = MemoryWorld(size, settings.timeout_s), MemoryWorld(size)
 
     def run(rank: int) -> T:
-        communicator = _communicator(world, rank, settings, wrap, called)
+        communicator = _communicator(world, rank, settings, wrap, called, between_two.messages(rank))
         result = function(communicator)
         communicator.close()
         return result
@@ -65,6 +65,7 @@ def _communicator(
     settings: Config,
     wrap: Callable[[Messages], Messages] = lambda messages: messages,
     called: Callable[[str], Called] = Called.here,
+    channel: Messages | None = None,
 ) -> Communicator:
     waiter = Waiter(settings.timeout_s, crowded=True)
     messages = wrap(world.messages(rank))
@@ -72,7 +73,7 @@ def _communicator(
     waiter.crowded = True  # threads of one interpreter run one at a time
     context = Context(messages, waiter, node, settings, called)
     context.agreement.patience_s = 0.0  # a false suspicion costs nothing here, a test that waits does
-    return Communicator(context)
+    return Communicator(context, channel)
 
 
 def run_engines(

@@ -7,12 +7,14 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.errors import CollectiveError, MismatchError, RingReduceError, ShutdownError
+from ringreduce.buffers import operand_of, require_host
+from ringreduce.errors import CollectiveError, ConfigError, MismatchError, RingReduceError, ShutdownError
 from ringreduce.transport.messages import Messages, Request
 from ringreduce.transport.waiting import Waiter
 
@@ -91,6 +93,34 @@ class PointToPoint:
         """Whether anything is under way."""
         return bool(self._moving or self._awaited)
 
+    def send_array(self, array: Any, peer: int, tag: int) -> Transfer:
+        """Begin to send an array; it belongs to the transfer until that is done.
+
+        Args:
+            array: in host memory, of any strides.
+            peer: another rank.
+            tag: at least 0, at most 2^63 - 1.
+
+        Raises:
+            ConfigError: there is no such rank, or it is this one; or no such tag.
+            UnsupportedBufferError: the array cannot be sent.
+        """
+        self._require_peer(peer)
+        source = require_host(operand_of(array), "send")
+        return self.send(source.flat().view(np.uint8), source.describe(), peer, _require_tag(tag))
+
+    def recv_array(self, array: Any, peer: int | None, tag: int) -> Transfer:
+        """Begin to receive into an array; arguments and errors as for `send_array`, and peer None: from any rank."""
+        if peer is not None:
+            self._require_peer(peer)
+        target = require_host(operand_of(array), "recv")
+        target.require_writable()
+        room, store = target.view, None
+        if not target.contiguous:
+            room = np.empty(target.shape, target.dtype.storage)
+            store = partial(np.copyto, target.view, room)
+        return self.recv(room.reshape(-1).view(np.uint8), target.describe(), peer, _require_tag(tag), store)
+
     def send(self, data: Array, what: str, peer: int, tag: int) -> Transfer:
         """Begin to send an array.
 
@@ -157,6 +187,12 @@ class PointToPoint:
         if transfer.error is not None:
             raise transfer.error
 
+    def withdraw(self, transfer: Transfer) -> None:
+        """Receive into an array no more, unless that has begun."""
+        with self._lock:
+            if transfer in self._awaited:
+                self._awaited.remove(transfer)
+
     def advance(self) -> None:
         """Do what can be done without waiting; does nothing while another thread does so."""
         if self.busy and self._lock.acquire(blocking=False):
@@ -190,6 +226,11 @@ class PointToPoint:
         self._lock = threading.RLock()  # the rank may hold it
         self._closed = reason
         self._moving, self._awaited = [], []
+
+    def _require_peer(self, peer: int) -> None:
+        rank, size = self._messages.rank, self._messages.size
+        if not 0 <= peer < size or peer == rank:
+            raise ConfigError(f"messages go to other ranks, 0 to {size - 1}; rank {rank} named {peer}")
 
     def _require_open(self) -> None:
         if self._closed is not None:
@@ -251,3 +292,9 @@ class PointToPoint:
             transfer.requests = [self._messages.recv(each, sender, tag) for each in pieces]
         self._messages.start(transfer.requests)
         self._moving.append(transfer)
+
+
+def _require_tag(tag: int) -> int:
+    if not 0 <= tag < 1 << 63:
+        raise ConfigError(f"tags are at least 0, got {tag}")
+    return tag

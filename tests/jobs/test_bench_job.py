@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from ringreduce.cli.cases import COLLECTIVES
 
 Run = Callable[..., Any]
 
@@ -38,7 +43,10 @@ def test_table_of_two_ranks(mpirun: Run):
     assert "# Out of bounds values : 0 OK" in done.stdout
 
 
-@pytest.mark.parametrize("collective", ["reduce_scatter", "allgather", "broadcast", "alltoall"])
+@pytest.mark.parametrize(
+    "collective",
+    ["reduce_scatter", "allgather", "broadcast", "alltoall", "reduce", "gather", "scatter", "sendrecv", "latency"],
+)
 def test_other_collectives_of_three_ranks(mpirun: Run, collective: str):
     """Every collective runs and verifies on an odd number of ranks, beside MPI's own."""
     done = mpirun(3, "bench", collective, "-b", "8", "-e", "32K", "-f", "64", "-n", "3", "--vs", "mpi", "-d", "int32")
@@ -115,3 +123,42 @@ def test_asynchronous_operations(mpirun: Run):
         (1, 4, 0),
         (160, 65536, 0),
     ]
+
+
+def test_all_collectives_on_a_page_with_pictures(mpirun: Run, tmp_path: Path) -> None:
+    """Everything is measured and right, and the page shows each."""
+    pytest.importorskip("matplotlib")
+    page = tmp_path / "report.html"
+    done = mpirun(
+        2,
+        "bench",
+        "all",
+        *["-b", "8", "-e", "4K", "-f", "512", "-n", "5", "-w", "1", "--vs", "mpi", "--report"],
+        str(page),
+    )
+    assert done.returncode == 0, done.stderr
+    text = page.read_text()
+    assert done.stdout.count("Out of bounds values : 0 OK") == text.count("<svg") == len(COLLECTIVES)
+    assert all(f"<h2>{name}</h2>" in text for name in COLLECTIVES)
+    picture = tmp_path / "allreduce.svg"
+    done = mpirun(2, "bench", "allreduce", *["-b", "8", "-e", "4K", "-n", "5", "-w", "1", "--plot"], str(picture))
+    assert done.returncode == 0, done.stderr
+    assert "<svg" in picture.read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("all", "--plot", "x.png"), "with all there is --report"),
+        (("allreduce", "--plot", "x.jpg"), "ends in .png, .svg, .pdf"),
+        (("allreduce", "--plot", "nowhere/x.png"), "the folder of nowhere/x.png does not exist"),
+    ],
+)
+def test_mistakes_with_pictures(options: tuple[str, ...], message: str) -> None:
+    """They are told before anything is measured."""
+    pytest.importorskip("matplotlib")
+    done = subprocess.run(
+        [sys.executable, "-m", "ringreduce", "bench", *options], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert message in done.stderr

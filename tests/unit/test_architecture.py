@@ -32,6 +32,7 @@ HOMES = {
             "cupy",
             "lightning",
             "lightning_fabric",
+            "matplotlib",
             "ml_dtypes",
             "mpi4py",
             "pytorch_lightning",

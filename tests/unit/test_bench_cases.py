@@ -41,6 +41,12 @@ def test_one_is_not_many():
         ("reduce_scatter", 256, 1024, 256),
         ("allgather", 256, 256, 1024),
         ("alltoall", 256, 1024, 1024),
+        ("reduce", 1024, 1024, 1024),
+        ("gather", 256, 256, 1024),
+        ("scatter", 256, 1024, 256),
+        ("sendrecv", 1024, 1024, 1024),
+        ("latency", 1024, 1024, 1024),
+        ("bandwidth", 1024, 1024, 1024),
     ],
 )
 def test_size_is_that_of_the_larger_side(collective: str, count: int, given: int, got: int):
@@ -67,7 +73,11 @@ def test_collectives_that_do_not_reduce_have_no_operation():
 
 @pytest.mark.parametrize(
     ("collective", "factor"),
-    [("allreduce", 1.5), ("reduce_scatter", 0.75), ("allgather", 0.75), ("alltoall", 0.75), ("broadcast", 1.0)],
+    [
+        *(("allreduce", 1.5), ("reduce_scatter", 0.75), ("allgather", 0.75), ("alltoall", 0.75), ("broadcast", 1.0)),
+        *(("reduce", 1.0), ("gather", 0.75), ("scatter", 0.75)),
+        *(("sendrecv", 1.0), ("latency", 1.0), ("bandwidth", 1.0)),
+    ],
 )
 def test_bus_factor(collective: str, factor: float):
     """Bus bandwidth has the correction factors of nccl-tests; here for 4 ranks."""

@@ -97,7 +97,7 @@ def test_wrong_elements_make_the_exit_status_1(monkeypatch):
         (["bench", "allreduce", "--algorithm", "rnig", *FAST], "choose auto, all or one of"),
         (["bench", "broadcast", "-r", "7", *FAST], "there is no rank 7 to be the root; the last is rank 0"),
         (["bench", "allreduce", "-J", "/no/such/folder/x.json"], "does not exist"),
-        (["bench", "gather"], "'gather' is not one of"),
+        (["bench", "scan"], "'scan' is not one of"),
         (["bnech"], "No such command 'bnech'"),
     ],
 )

@@ -99,6 +99,33 @@ def test_results_of_the_other_collectives():
         assert reference.count_wrong(np.concatenate([each[rank * 40 :][:40] for each in given]), rank) == 0
 
 
+def test_results_of_one_rank_and_of_messages():
+    """A root has all of it, other ranks nothing; of messages each has what its peer has sent."""
+    given = inputs(reference := example("reduce"))
+    assert [reference.count_wrong(None, rank) for rank in range(RANKS)] == [0, 40, 0]
+    assert reference.count_wrong(reduced(given, "sum"), 1) == 0
+
+    given = inputs(reference := example("gather"))
+    assert [reference.count_wrong(None, rank) for rank in range(RANKS)] == [0, 120, 0]
+    assert reference.count_wrong(np.concatenate(given), 1) == 0
+
+    given = inputs(reference := example("scatter"))
+    for rank in range(RANKS):
+        assert reference.count_wrong(given[1][rank * 40 :][:40], rank) == 0
+
+    given = inputs(reference := example("sendrecv"))
+    for rank in range(RANKS):
+        assert reference.count_wrong(given[(rank - 1) % RANKS], rank) == 0
+
+    given = inputs(reference := example("latency"))
+    assert [reference.count_wrong(array, rank) for rank, array in enumerate([given[1], given[0], None])] == [0, 0, 0]
+    assert reference.count_wrong(None, 1) == 40
+
+    given = inputs(reference := example("bandwidth"))
+    assert [reference.count_wrong(array, rank) for rank, array in enumerate([None, given[0], None])] == [0, 0, 0]
+    assert reference.count_wrong(given[1], 1) > 0
+
+
 def test_swapped_blocks_are_wrong():
     """Blocks of a power of two elements that took each other's place are noticed, also beyond the table's period."""
     reference = example("allreduce", "int64", count=1 << 18)

@@ -10,6 +10,7 @@ import pytest
 
 from ringreduce.cli import bench
 from ringreduce.cli.cases import COLLECTIVES, OPS, TYPES
+from ringreduce.cli.measure import Summary
 from ringreduce.cli.results import Report, Settings
 from ringreduce.errors import ConfigError
 from ringreduce.testing import run_ranks
@@ -70,10 +71,10 @@ def test_new_results_are_measured_alone(collective: str):
     assert "results in new arrays" in printed
 
 
-@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("collective", [name for name, each in COLLECTIVES.items() if not each.of_two])
 def test_wrong_results_fail(collective: str):
     """One wrong element on the last rank is counted on every rank, shown, and makes the exit status 1."""
-    settings = Settings(collective, **{**FAST, "max_nbytes": 8, "check": 2})
+    settings = Settings(collective, root=1, **{**FAST, "max_nbytes": 8, "check": 2})
     reports, printed = run(settings, fault=collective)
     results = 2 if COLLECTIVES[collective].in_place else 1
     expected = results * 3  # verified twice before and once after the timing
@@ -164,3 +165,26 @@ def test_json_output_is_one_document():
     document = json.loads(printed)
     assert document["config"]["nranks"] == 2
     assert [result["in_place"] for result in document["results"]] == [False, True] * 3
+
+
+def test_messages_between_two_ranks_take_two():
+    """Latency and bandwidth of one rank are refused."""
+    for name in ("latency", "bandwidth"):
+        with pytest.raises(ConfigError, match=f"{name} takes two ranks"):
+            run(Settings(name, **FAST), ranks=1)
+
+
+def test_times_are_those_of_one_message():
+    """Where a call is several messages, figures are of one: half of there and back, a sixteenth of a window."""
+    assert Summary.of_seconds(np.array([8e-6, 16e-6]), COLLECTIVES["latency"].messages).maximum == pytest.approx(8.0)
+    assert Summary.of_seconds(np.array([16e-6]), COLLECTIVES["bandwidth"].messages).median == pytest.approx(1.0)
+
+
+def test_bandwidth_in_the_layout_of_osu():
+    """Size and megabytes per second."""
+    reports, printed = run(Settings("bandwidth", format="osu", **FAST))
+    lines = [line.split() for line in printed.splitlines() if not line.startswith("#")]
+    assert "Bandwidth (MB/s)" in printed
+    for line, row in zip(lines, reports[0].rows, strict=True):
+        case, time = row.best.case, row.best.time
+        assert float(line[1]) == pytest.approx(case.nbytes / time.mean, abs=0.01)

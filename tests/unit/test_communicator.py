@@ -570,7 +570,7 @@ def test_unknown_names_are_refused() -> None:
             (lambda: communicator.allgather(array, algorithm="x"), "allgather algorithm 'x'"),
             (lambda: communicator.reduce_scatter(array, algorithm="x"), "reduce_scatter algorithm 'x'"),
             (lambda: communicator.allreduce(array, "mean"), "unknown reduce operation 'mean'"),
-            (lambda: communicator.explain(8, collective="reduce"), "unknown collective 'reduce'; choose one of"),
+            (lambda: communicator.explain(8, collective="scan"), "unknown collective 'scan'; choose one of"),
             (lambda: communicator.algorithms("gossip"), "unknown collective"),
         ):
             with pytest.raises(rr.ConfigError, match=words):

@@ -309,6 +309,23 @@ def test_results_have_the_kind_of_the_input(cupy: ModuleType, size: int, shared:
     on_gpus(size, check, shared=shared, ngpus=ngpus)
 
 
+def test_reduce_gather_and_scatter_take_arrays_in_host_memory(cupy: ModuleType) -> None:
+    """Others are refused in words, as input and as output, and the ranks go on."""
+
+    def check(communicator: rr.Communicator, driver: HostDriver) -> None:
+        for name in ("reduce", "gather", "scatter"):
+            with pytest.raises(UnsupportedBufferError, match=f"{name} takes arrays in host memory"):
+                getattr(communicator, name)(to_gpu(np.ones(4)))
+            error = caught(getattr(communicator, name), np.ones(4), out=to_gpu(np.ones(4)))
+            if communicator.rank == 0 or name == "scatter":
+                assert isinstance(error, UnsupportedBufferError)
+            else:
+                assert isinstance(error, MismatchError)
+        assert communicator.allreduce(np.ones(2)).tolist() == [2.0, 2.0]
+
+    on_gpus(2, check)
+
+
 @pytest.mark.parametrize("shared", [False, True], ids=["staged", "kernels"])
 def test_rows_may_differ(cupy: ModuleType, shared: bool) -> None:
     """Allgather takes other numbers of rows from each rank, and alltoall sends them, none among them."""

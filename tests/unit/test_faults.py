@@ -19,10 +19,13 @@ T = TypeVar("T")
 COUNT = 30_000
 CALLS = {
     "allreduce": lambda communicator: communicator.allreduce(np.ones(COUNT, np.float32)),
+    "reduce": lambda communicator: communicator.reduce(np.ones(COUNT, np.float32)),
     "reduce_scatter": lambda communicator: communicator.reduce_scatter(np.ones(COUNT, np.float32)),
     "allgather": lambda communicator: communicator.allgather(np.ones(COUNT, np.float32)),
     "broadcast": lambda communicator: communicator.broadcast(np.ones(COUNT, np.float32)),
     "alltoall": lambda communicator: communicator.alltoall(np.ones(COUNT, np.float32)),
+    "gather": lambda communicator: communicator.gather(np.ones(COUNT, np.float32)),
+    "scatter": lambda communicator: communicator.scatter(np.ones(COUNT, np.float32)),
 }
 
 

@@ -116,12 +116,23 @@ def test_what_the_user_calls_is_what_observers_see() -> None:
         communicator.alltoall(array)
         communicator.broadcast(array)
         communicator.reduce_scatter(array)
+        communicator.reduce(array)
+        communicator.gather(array)
+        communicator.scatter(array)
         communicator.instruments.remove(recorder)
         communicator.allreduce(array, out=array)
-        names = ["allreduce", "allgather", "alltoall", "broadcast", "reduce_scatter"]
+        names = ["allreduce", "allgather", "alltoall", "broadcast", "reduce_scatter", "reduce", "gather", "scatter"]
         assert [each[2] for each in log[::2]] == names
-        assert [each[1] for each in log] == ["started", "finished"] * 5
-        assert [each[4] for each in log[::2]] == [48, 96, 48, 48, 48]
+        assert [each[1] for each in log] == ["started", "finished"] * 8
+        assert [each[4] for each in log[::2]] == [
+            48,
+            96,
+            48,
+            48,
+            48,
+            48,
+            *((96, 48) if communicator.rank == 0 else (48, 24)),
+        ]
         assert all(start[2:] == end[2:] for start, end in zip(log[::2], log[1::2], strict=True))
 
     run_ranks(2, check)

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringreduce.partition import Partition, pieces, segments_of_blocks, segments_of_buffer
+from ringreduce.partition import Partition, pieces, segments_across_blocks, segments_of_blocks, segments_of_buffer
 
 COUNTS = st.integers(0, 5000)
 BLOCKS = st.integers(1, 40)
@@ -97,3 +97,17 @@ def test_ranks_with_different_blocks_make_equally_many_segments(ranks: list[list
     """Given the largest block of any rank, all ranks cut as many segments, though their own blocks differ."""
     largest = max(max(sizes) for sizes in ranks)
     assert len({len(segments_of_blocks(Partition.of_sizes(sizes), limit, largest)) for sizes in ranks}) == 1
+
+
+@given(st.lists(st.integers(0, 900), min_size=1, max_size=12), LIMITS)
+def test_segments_across_blocks_are_consecutive_ranges(sizes: list[int], limit: int) -> None:
+    """Each is one range of at most the limit, they follow one another, and cover every block once."""
+    partition = Partition.of_sizes(sizes)
+    segments = segments_across_blocks(partition, limit)
+    assert segments
+    assert_covers([slice(segment[0].start, segment[-1].stop) for segment in segments], 0, sum(sizes))
+    for segment in segments:
+        assert sum(lengths(segment)) <= limit
+        assert all(left.stop == right.start for left, right in pairwise(segment))
+    for index, block in enumerate(partition.segment):
+        assert sum(segment[index].stop - segment[index].start for segment in segments) == block.stop - block.start

@@ -57,6 +57,21 @@ OTHERS: dict[str, tuple[Arguments, Callable[[np.ndarray, int], np.ndarray], Argu
         lambda value, rank: value,
         lambda array: ([array, 1], {"out": read_only(array)}),
     ),
+    "reduce": (
+        lambda array: ([array, 2], {}),
+        lambda value, rank: SIZE * value if rank == 2 else None,
+        lambda array: ([array, SIZE], {}),
+    ),
+    "gather": (
+        lambda array: ([array, 1], {}),
+        lambda value, rank: np.concatenate([value] * SIZE) if rank == 1 else None,
+        lambda array: ([array.sum(), 1], {}),
+    ),
+    "scatter": (
+        lambda array: ([np.concatenate([array] * SIZE), 1], {}),
+        lambda value, rank: value,
+        lambda array: ([array.tolist(), 1], {}),
+    ),
     "alltoall": (
         lambda array: ([array, [len(array), 0, 0]], {}),
         lambda value, rank: np.concatenate([value] * SIZE) if rank == 0 else value[:0],

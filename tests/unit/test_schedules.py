@@ -29,6 +29,8 @@ each_algorithm = pytest.mark.parametrize(
     "algorithm", ALGORITHMS, ids=[f"{each.collective.value}-{each.name}" for each in ALGORITHMS]
 )
 
+ROOTED = [each for each in ALGORITHMS if each.collective.rooted]
+
 
 def allreduce(name: str) -> Algorithm:
     return find(Collective.ALLREDUCE, name)
@@ -43,11 +45,10 @@ def test_every_algorithm_is_proved(algorithm: Algorithm, kind: str) -> None:
             verify(algorithm, topology)
 
 
-@pytest.mark.parametrize("name", names(Collective.BROADCAST))
+@pytest.mark.parametrize("algorithm", ROOTED, ids=[f"{each.collective.value}-{each.name}" for each in ROOTED])
 @pytest.mark.parametrize("topology", [*ONE_NODE[:9], ONE_NODE[12], *UNEVEN_NODES[:5], *INTERLEAVED_NODES], ids=str)
-def test_a_broadcast_may_begin_at_any_rank(name: str, topology: Topology) -> None:
+def test_every_rank_can_be_the_root(algorithm: Algorithm, topology: Topology) -> None:
     """Every rank can be the root, at the same cost."""
-    algorithm = find(Collective.BROADCAST, name)
     if algorithm.refuses(topology) is None:
         for root in range(topology.size):
             verify(algorithm, topology, root)
@@ -138,6 +139,18 @@ def test_two_shot_of_two_ranks() -> None:
         (Collective.BROADCAST, "load", Topology.uniform(1, 9), 1, 0, 1),
         (Collective.ALLTOALL, "pairwise", Topology.uniform(1, 5), 4, 0.8, 0),
         (Collective.ALLTOALL, "direct", Topology.uniform(1, 5), 1, 0.8, 0),
+        (Collective.REDUCE, "load", Topology.uniform(1, 5), 1, 0, 4),
+        (Collective.REDUCE, "two_shot", Topology.uniform(1, 5), 1, 0, 1),
+        (Collective.REDUCE, "binomial", Topology.uniform(1, 9), 4, 1, 0),
+        (Collective.REDUCE, "chain", Topology.uniform(1, 9), 8, 1, 0),
+        (Collective.REDUCE, "direct", Topology.uniform(1, 9), 2, 1, 0),
+        (Collective.REDUCE, "hierarchical_chain", Topology.uniform(8, 4), 9, 0.25, 1),
+        (Collective.GATHER, "load", Topology.uniform(1, 5), 1, 0, 0.8),
+        (Collective.GATHER, "direct", Topology.uniform(1, 5), 1, 0.2, 0),
+        (Collective.GATHER, "binomial", Topology.uniform(1, 7), 3, 3 / 7, 0),
+        (Collective.SCATTER, "load", Topology.uniform(1, 5), 1, 0, 0.2),
+        (Collective.SCATTER, "direct", Topology.uniform(1, 5), 1, 0.8, 0),
+        (Collective.SCATTER, "binomial", Topology.uniform(1, 7), 3, 6 / 7, 0),
     ],
 )
 def test_costs(collective: Collective, name: str, topology: Topology, steps: int, sent: float, touched: float) -> None:

@@ -62,7 +62,7 @@ def analysis(folder: Path, *options: str) -> str:
 
 def test_what_went_well_has_no_culprit(tmp_path: Path) -> None:
     """Of every collective, with sizes that the ranks may have of their own, as processes of a set of some ranks."""
-    kinds = ("allreduce", "reduce_scatter", "allgather", "broadcast", "alltoall")
+    kinds = ("allreduce", "reduce_scatter", "allgather", "broadcast", "alltoall", "reduce", "gather", "scatter")
     texts = (
         "allreduce(average, 3 float32, 2x2 int64)",
         "reducescatter(sum, 5 float32, scaled by 1.0 and 1.0)",
@@ -72,7 +72,10 @@ def test_what_went_well_has_no_culprit(tmp_path: Path) -> None:
         "broadcast_object",
     )
     calls = [
-        [call(number, kind, 8 + rank * (kind == "allgather")) for number, kind in enumerate(kinds, 7)]
+        [
+            call(number, kind, 8 + rank * (kind in ("allgather", "gather", "scatter")))
+            for number, kind in enumerate(kinds, 7)
+        ]
         for rank in range(3)
     ]
     named = [operation(f"a {n}:{n}", n, text) for n, text in enumerate(texts)]

@@ -1,0 +1,78 @@
+"""Reduce, gather, scatter, and arrays from one rank to another, between processes: what `ringreduce` exports."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import ringreduce as rr
+from ringreduce.testing import expected, sample
+
+
+@pytest.mark.parametrize("count", [1, 513, 300_007])
+def test_a_ring_of_messages(world: rr.Communicator, count: int) -> None:
+    """Each rank gets what the one before it has sent, small or large, on any number of ranks."""
+    rank, size = world.rank, world.size
+    ahead, behind = (rank + 1) % size, (rank - 1) % size
+    for turn in range(3):
+        out = np.zeros(count, np.float32)
+        rr.sendrecv(sample(rank, count, "float32", turn), ahead, out, behind, tag=turn)
+        np.testing.assert_array_equal(out, sample(behind, count, "float32", turn))
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_arrays_from_any_rank(world: rr.Communicator) -> None:
+    """A receive that names nobody takes what comes, and says from whom."""
+    rank, size = world.rank, world.size
+    if rank:
+        rr.send(np.full(5000, rank), 0, tag=9)
+        return
+    seen, out = set(), np.zeros(5000, int)
+    for _ in range(size - 1):
+        source = rr.recv(out, tag=9)
+        assert (out == source).all()
+        seen.add(source)
+    assert seen == set(range(1, size))
+
+
+def test_members_of_a_process_set_send_by_its_numbers(world: rr.Communicator) -> None:
+    """In a set, ranks, roots and peers are numbered as its members are."""
+    rank, size = world.rank, world.size
+    members = list(range(size))[-2:]
+    some = rr.add_process_set(members) if size > 2 else rr.global_process_set
+    if rank in members:
+        ours = some.communicator
+        mine, out = sample(rank, 1001, "int64"), np.zeros(1001, np.int64)
+        last, other = ours.size - 1, (ours.rank + 1) % ours.size
+        ours.sendrecv(mine, other, out, other)
+        np.testing.assert_array_equal(out, sample(members[other], 1001, "int64"))
+        total = ours.reduce(mine, last)
+        parts = ours.gather(mine, last)
+        again = ours.scatter(parts, last)
+        np.testing.assert_array_equal(again, mine)
+        if ours.rank == last:
+            inputs = [sample(each, 1001, "int64") for each in members]
+            np.testing.assert_array_equal(total, expected(inputs, rr.SUM))
+            np.testing.assert_array_equal(parts, np.concatenate(inputs))
+    if size > 2:
+        rr.remove_process_set(some)
+
+
+def test_functions_of_the_package(world: rr.Communicator) -> None:
+    """`reduce`, `gather` and `scatter` of the package are those of the world, and its metrics count them."""
+    rank, size = world.rank, world.size
+    before = rr.metrics().collectives
+    root = size - 1
+    total, rows = rr.reduce(np.full(5, rank + 1), root), rr.gather(np.full((1, 2), rank), root)
+    part = rr.scatter(np.arange(3 * size) if rank == root else None, root)
+    assert part.tolist() == [3 * rank, 3 * rank + 1, 3 * rank + 2]
+    if rank == root:
+        assert total.tolist() == [size * (size + 1) // 2] * 5
+        assert rows.tolist() == [[each, each] for each in range(size)]
+    else:
+        assert total is None
+        assert rows is None
+    after = rr.metrics().collectives
+    for name in ("reduce", "gather", "scatter"):
+        assert after[name].calls - (before[name].calls if name in before else 0) == 1
+        assert name in rr.explain(1 << 20, collective=name)

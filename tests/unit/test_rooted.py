@@ -1,0 +1,262 @@
+"""Reduce, gather and scatter as users call them: who gets what, ``out=``, and what is refused on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+import ringreduce as rr
+from ringreduce.config import Config
+from ringreduce.testing import assert_equal, caught, expected, run_ranks, sample
+
+WORLDS = pytest.mark.parametrize(("size", "node_size"), [(1, None), (2, None), (3, None), (3, 1), (3, 2), (4, 2)])
+NODES = pytest.mark.parametrize("node_size", [None, 1])
+SHAPES = ((6, 3), (180, 130))  # through mailboxes and through pieces; 12 rows divide by 1, 2, 3 and 4
+
+
+def in_world(size: int, node_size: int | None, function: Callable[[rr.Communicator], object], **settings) -> list:
+    config = Config(timeout_s=20.0, segment_nbytes=32 << 10, **settings)
+    return run_ranks(size, function, node_size=node_size, config=config)
+
+
+def inputs(communicator: rr.Communicator, shape: int | tuple[int, ...], dtype: str = "float32") -> list[np.ndarray]:
+    return [sample(rank, shape, dtype) for rank in range(communicator.size)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bool", "complex64"])
+@WORLDS
+def test_the_root_gets_the_kind_of_its_input(size: int, node_size: int | None, dtype: str) -> None:
+    """NumPy in, NumPy out; torch in, torch out; the others get None, and all inputs stay as they were."""
+
+    def check(communicator: rr.Communicator) -> None:
+        rank, root = communicator.rank, size - 1
+        parts = inputs(communicator, (5, 2), dtype)
+        whole = sample(root, (5 * size, 2), dtype)
+        for convert in (np.copy, torch.from_numpy):
+            array = convert(parts[rank].copy())
+            for result, answer in (
+                (communicator.reduce(array, root), expected(parts, rr.SUM)),
+                (communicator.reduce(array, root, "max") if dtype != "complex64" else None, expected(parts, rr.MAX)),
+                (communicator.gather(array, root), np.concatenate(parts)),
+            ):
+                if rank != root or (result is None and dtype == "complex64"):
+                    assert result is None
+                else:
+                    assert type(result) is type(array)
+                    assert_equal(np.asarray(result), answer)
+            assert_equal(np.asarray(array), parts[rank])
+            given = convert(whole.copy())
+            mine = communicator.scatter(given, root)
+            assert type(mine) is type(given)
+            assert_equal(np.asarray(mine), whole[5 * rank : 5 * rank + 5])
+            mine = communicator.scatter(given if rank == root else None, root)
+            assert type(mine) is (type(given) if rank == root else np.ndarray)
+            assert_equal(np.asarray(mine), whole[5 * rank : 5 * rank + 5])
+
+    in_world(size, node_size, check)
+
+
+def test_numbers_are_reduced_to_numbers() -> None:
+    """A number on each rank becomes one at the root, of the same type."""
+
+    def check(communicator: rr.Communicator) -> object:
+        assert communicator.reduce(np.float32(0.5), 1, "average") == (0.5 if communicator.rank == 1 else None)
+        return communicator.reduce(communicator.rank + 1, 1)
+
+    results = in_world(3, None, check)
+    assert results == [None, 6, None]
+    assert type(results[1]) is int
+
+
+def views(shape: tuple[int, ...]) -> dict[str, Callable[[], np.ndarray]]:
+    rows, columns = shape
+    return {
+        "contiguous": lambda: np.zeros(shape, np.float32),
+        "transposed": lambda: np.zeros((columns, rows), np.float32).T,
+        "strided": lambda: np.zeros((2 * rows, 3 * columns), np.float32)[::2, 1::3],
+        "reversed": lambda: np.zeros(shape, np.float32)[::-1, ::-1],
+    }
+
+
+@pytest.mark.parametrize("kind", views((1, 1)))
+@WORLDS
+def test_arrays_may_have_any_strides(size: int, node_size: int | None, kind: str) -> None:
+    """Inputs and outputs that are not contiguous give the results of contiguous ones."""
+
+    def check(communicator: rr.Communicator) -> None:
+        rank = communicator.rank
+        for shape in SHAPES:
+            parts = inputs(communicator, shape)
+            array = views(shape)[kind]()
+            array[...] = parts[rank]
+            large = (shape[0] * size, shape[1])
+            whole = views(large)[kind]()
+            whole[...] = sample(0, large, "float32")
+            for root in range(size):
+                out = views(shape)[kind]()
+                communicator.reduce(array, root, out=out)
+                gathered = views(large)[kind]()
+                communicator.gather(array, root, out=gathered)
+                if rank == root:
+                    assert_equal(out, expected(parts, rr.SUM))
+                    assert_equal(gathered, np.concatenate(parts))
+                else:
+                    assert not out.any()
+                    assert not gathered.any()
+                part = views(shape)[kind]()
+                assert communicator.scatter(whole, root, out=part) is part
+                assert_equal(part, whole[rank * shape[0] : (rank + 1) * shape[0]])
+
+    in_world(size, node_size, check)
+
+
+@WORLDS
+def test_results_may_overlap_inputs(size: int, node_size: int | None) -> None:
+    """A result that covers a part of the input, shifted, is that of the input as it was before the call."""
+
+    def check(communicator: rr.Communicator) -> None:
+        rank = communicator.rank
+        for count in (5, 40_000):
+            parts = inputs(communicator, count)
+            memory = communicator.empty(count + 3)
+            for source, target in ((memory[3:], memory[:-3]), (memory[:-3], memory[3:])):
+                source[:] = parts[rank]
+                communicator.reduce(source, size - 1, out=target)
+                assert_equal(
+                    target if rank == size - 1 else source, expected(parts, rr.SUM) if rank == size - 1 else parts[rank]
+                )
+            whole, memory = sample(1, count * size, "float32"), communicator.empty(count * size + 2)
+            for source, target in ((memory[2:], memory[1 : count + 1]), (memory[:-2], memory[2 : count + 2])):
+                source[:] = whole
+                communicator.scatter(source if rank == 0 else None, out=target)
+                assert_equal(target, whole[rank * count : (rank + 1) * count])
+
+    in_world(size, node_size, check)
+
+
+@pytest.mark.parametrize("op", ["sum", "average"])
+@pytest.mark.parametrize(("size", "node_size"), [(4, 2), (3, 1), (3, None)])
+def test_deterministic_reductions_have_the_bits_of_the_allreduce(size: int, node_size: int | None, op: str) -> None:
+    """Where bits must not depend on placement, those at a root are those of the allreduce, on any nodes."""
+
+    def check(communicator: rr.Communicator) -> list[bytes]:
+        found = []
+        for count in (7, 20_011):
+            mine = np.random.default_rng((count, communicator.rank)).standard_normal(count).astype(np.float32)
+            same = communicator.allreduce(mine, op)
+            for root in range(size):
+                result = communicator.reduce(mine, root, op)
+                if result is not None:
+                    assert result.tobytes() == same.tobytes()
+            found.append(same.tobytes())
+        error = caught(communicator.reduce, np.ones(3), algorithm="load" if node_size is None else "chain")
+        assert isinstance(error, rr.ConfigError)
+        return found
+
+    in_world(size, node_size, check, deterministic=True)
+
+
+@NODES
+def test_a_wrong_root_op_or_shape_is_a_mismatch_on_all_ranks(node_size: int | None) -> None:
+    """Whatever differs between the ranks, all of them get the same error, and go on."""
+
+    def check(communicator: rr.Communicator) -> list[str]:
+        odd, array = communicator.rank == 1, np.ones((3, 2), np.float32)
+        wrong: list[Callable[[], object]] = [
+            lambda: communicator.reduce(array, int(odd)),
+            lambda: communicator.reduce(array, 0, "max" if odd else "sum"),
+            lambda: communicator.reduce(array[: 3 - odd]),
+            lambda: communicator.reduce(array.astype(np.float64 if odd else np.float32)),
+            lambda: communicator.gather(array, int(odd)),
+            lambda: communicator.gather(array[:, : 2 - odd]),
+            lambda: communicator.gather(array, out=np.ones((9 + (communicator.rank == 0), 2), np.float32)),
+            lambda: communicator.scatter(array, int(odd)),
+            lambda: communicator.scatter(array[:, : 2 - odd]),
+            lambda: communicator.scatter(array, out=np.ones((1, 2 - odd), np.float32)),
+            lambda: communicator.scatter(None if odd else array, out=np.ones((1, 2), "f8" if odd else "f4")),
+            lambda: getattr(communicator, "gather" if odd else "scatter")(array),
+        ]
+        texts = []
+        for call in wrong:
+            error = caught(call)
+            if not (odd and isinstance(error, rr.UnsupportedBufferError)):  # its own mistake, seen at once
+                assert isinstance(error, rr.MismatchError), error
+            texts.append(str(error))
+            assert communicator.allreduce(array)[0, 0] == 3.0
+        return texts
+
+    first, second, third = in_world(3, node_size, check)
+    assert first == third
+    assert sum(mine == other for mine, other in zip(first, second, strict=True)) == len(first) - 1
+    assert "rank 1: scatter(root 0, parts of shape 1x2, float64)" in first[10]
+    assert "out has 10 rows, and the result 9" in first[6]
+
+
+@NODES
+def test_what_a_rank_refuses_ends_for_all(node_size: int | None) -> None:
+    """A mistake that one rank sees by itself is its own error, and the others hear the reason."""
+
+    def check(communicator: rr.Communicator) -> None:
+        array, root = np.ones((4, 2), np.float32), communicator.rank == 0
+        for call, words in (
+            (lambda: communicator.scatter(array if root else None), "4 rows do not divide into 3 equal parts"),
+            (lambda: communicator.scatter(None), "the root has to pass an array"),
+            (lambda: communicator.scatter(np.ones(()) if root else None), "at least one dimension"),
+            (
+                lambda: communicator.scatter(
+                    np.ones((3, *[1] * 31)) if root else None, algorithm="ring" if root else None
+                ),
+                "'ring'",
+            ),
+            (lambda: communicator.reduce(array, 3 if root else 0), "root must be a rank, 0 to 2, got 3"),
+            (lambda: communicator.reduce(array, out=array[:2]), r"out has shape \(2, 2\)"),
+            (lambda: communicator.gather(np.float32(1) if root else array[0]), "at least one dimension"),
+            (lambda: communicator.gather(array, out=np.ones((12, 2))), "out has shape"),
+        ):
+            error = caught(call)
+            assert isinstance(error, (rr.ConfigError, rr.UnsupportedBufferError) if root else rr.MismatchError)
+            with pytest.raises(type(error), match=words):
+                raise error
+            assert communicator.allreduce(array)[0, 0] == 3.0
+
+    in_world(3, node_size, check)
+
+
+def test_scatter_tells_shapes_of_many_dimensions() -> None:
+    """Ranks that pass nothing get arrays of up to 32 dimensions; more are refused."""
+
+    def check(communicator: rr.Communicator) -> None:
+        for extra in (0, 1, 31):
+            whole = np.arange(4.0).reshape(4, *[1] * extra)
+            part = communicator.scatter(whole if communicator.rank == 1 else None, 1)
+            assert_equal(part, whole[2 * communicator.rank :][:2])
+        if np.lib.NumpyVersion(np.__version__) >= "2.0.0":
+            error = caught(communicator.scatter, np.ones((2, *[1] * 32)) if communicator.rank == 0 else None)
+            assert isinstance(error, rr.UnsupportedBufferError if communicator.rank == 0 else rr.MismatchError)
+
+    in_world(2, None, check)
+
+
+def test_one_call_after_the_other_reads_its_own_data() -> None:
+    """A rank that is ahead, as it has nothing to wait for, does not overwrite what the others still read."""
+
+    def check(communicator: rr.Communicator) -> None:
+        rank, size = communicator.rank, communicator.size
+        for turn in range(60):
+            root = turn % size
+            for count in (3, 5000):
+                mine = np.full(count, 10.0 * turn + rank)
+                total, rows = communicator.reduce(mine, root), communicator.gather(mine[None], root)
+                whole = np.repeat(mine, size) + np.arange(size * count)
+                part = communicator.scatter(whole if rank == root else None, root)
+                mine[:] = whole[:] = -1
+                if rank == root:
+                    assert (total == 10.0 * turn * size + size * (size - 1) / 2).all()
+                    assert (rows == 10.0 * turn + np.arange(size)[:, None]).all()
+                assert (part == 10.0 * turn + root + np.arange(rank * count, (rank + 1) * count)).all()
+
+    for node_size in (None, 1):
+        in_world(3, node_size, check)

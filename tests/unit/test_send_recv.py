@@ -1,0 +1,151 @@
+"""Arrays from one rank to another, as users send them: between ranks that are threads of this process."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import ringreduce as rr
+from ringreduce.config import Config
+from ringreduce.testing import assert_equal, caught, run_ranks, sample
+
+
+def in_world(size: int, function, timeout_s: float = 20.0, node_size: int | None = None) -> list:
+    return run_ranks(size, function, config=Config(timeout_s=timeout_s), node_size=node_size)
+
+
+@pytest.mark.parametrize("node_size", [None, 1])
+@pytest.mark.parametrize("dtype", ["float32", "bool", "complex128"])
+@pytest.mark.parametrize("shape", [(0,), (), (7,), (33, 101)])
+def test_what_is_sent_is_received(shape: tuple[int, ...], dtype: str, node_size: int | None) -> None:
+    """Along a ring: the right values, from the rank that was named or from any, with arrays of either library."""
+
+    def check(communicator: rr.Communicator) -> None:
+        rank, size = communicator.rank, communicator.size
+        ahead, behind = (rank + 1) % size, (rank - 1) % size
+        for turn, source in enumerate((behind, None)):
+            mine, answer = sample(rank, shape, dtype, turn), sample(behind, shape, dtype, turn)
+            for make in (np.empty_like, lambda like: torch.from_numpy(np.empty_like(like))):
+                out = make(mine)
+                if rank == 0:
+                    communicator.send(mine, ahead, 5)
+                    assert communicator.recv(out, source, 5) == behind
+                else:
+                    assert communicator.recv(out, source, 5) == behind
+                    communicator.send(mine, ahead, 5)
+                assert_equal(np.asarray(out), answer)
+                out = make(mine)
+                assert communicator.sendrecv(mine, ahead, out, source, tag=6) is out
+                assert_equal(np.asarray(out), answer)
+
+    in_world(3, check, node_size=node_size)
+
+
+def test_arrays_may_have_any_strides() -> None:
+    """What is not contiguous is sent and received as what is, and nothing beside it is touched."""
+
+    def check(communicator: rr.Communicator) -> None:
+        whole = np.arange(60.0).reshape(10, 6) * (1 + communicator.rank)
+        out = np.zeros((6, 10))
+        communicator.sendrecv(whole[::2, 1::3], 1 - communicator.rank, out.T[::2, 1::3], 1 - communicator.rank)
+        assert_equal(out.T[::2, 1::3], (np.arange(60.0).reshape(10, 6) * (2 - communicator.rank))[::2, 1::3])
+        assert np.count_nonzero(out) == 10
+
+    in_world(2, check)
+
+
+def test_a_rank_exchanges_with_itself() -> None:
+    """A ring of one rank is a copy; a send to itself alone would wait for ever, and is refused."""
+
+    def check(communicator: rr.Communicator) -> None:
+        out = np.zeros(3)
+        communicator.sendrecv(np.arange(3.0), 0, out, 0)
+        assert out.tolist() == [0, 1, 2]
+        with pytest.raises(rr.MismatchError, match="to itself"):
+            communicator.sendrecv(np.arange(4.0), 0, out, 0)
+        with pytest.raises(rr.ConfigError, match="messages go to other ranks"):
+            communicator.send(out, 0)
+
+    in_world(1, check)
+
+
+def test_wrong_arguments_concern_one_rank_alone() -> None:
+    """They are typed errors, nobody else hears of them, and collectives and messages go on."""
+
+    def check(communicator: rr.Communicator) -> None:
+        array, peer = np.ones(3), 1 - communicator.rank
+        frozen = np.ones(3)
+        frozen.flags.writeable = False
+        if communicator.rank == 0:
+            for call, kind in (
+                (lambda: communicator.send(array, 2), rr.ConfigError),
+                (lambda: communicator.send(array, "1"), rr.ConfigError),
+                (lambda: communicator.send(array, 1, -1), rr.ConfigError),
+                (lambda: communicator.send([1.0], 1), rr.UnsupportedBufferError),
+                (lambda: communicator.recv(frozen, 1), rr.UnsupportedBufferError),
+                (lambda: communicator.sendrecv([1.0], 1, np.ones(3), 1), rr.UnsupportedBufferError),
+            ):
+                assert isinstance(caught(call), kind)
+        out = np.zeros(3)
+        communicator.sendrecv(array, peer, out, peer)
+        assert out.tolist() == [1, 1, 1]
+        assert communicator.allreduce(array).tolist() == [2, 2, 2]
+
+    in_world(2, check)
+
+
+@pytest.mark.parametrize("count", [3, 3000])
+def test_what_does_not_fit_is_an_error_at_the_receiver(count: int) -> None:
+    """It names both sides; what comes next is received."""
+
+    def check(communicator: rr.Communicator) -> None:
+        if communicator.rank == 0:
+            communicator.send(np.ones(count), 1)
+            communicator.send(np.full(count, 2.0), 1)
+        else:
+            error = caught(communicator.recv, np.ones(count, np.float32), 0)
+            assert isinstance(error, rr.MismatchError)
+            assert f"rank 0: send to rank 1 (float64, shape {count}, tag 0)" in str(error)
+            out = np.zeros(count)
+            communicator.recv(out)
+            assert (out == 2).all()
+
+    in_world(2, check)
+
+
+def test_what_nobody_sends_is_a_time_out_and_can_be_received_later() -> None:
+    """The error says who is waited for; the array that comes afterwards goes to the next receive."""
+    over = threading.Event()
+
+    def check(communicator: rr.Communicator) -> None:
+        first, second = np.zeros(3), np.zeros(3)
+        if communicator.rank == 1:
+            error = caught(communicator.recv, first, 0, 4)
+            assert isinstance(error, rr.CollectiveTimeoutError)
+            assert "receive from rank 0 (float64, shape 3, tag 4)" in str(error)
+            over.set()
+            communicator.recv(second, 0, 4)
+            assert (first.tolist(), second.tolist()) == ([0, 0, 0], [1, 1, 1])
+        else:
+            assert over.wait(30.0)
+            communicator.send(np.ones(3), 1, 4)
+
+    in_world(2, check, timeout_s=0.3)
+
+
+def test_messages_are_counted() -> None:
+    """Calls and bytes are among the totals of the rank."""
+
+    def check(communicator: rr.Communicator) -> None:
+        peer, out = 1 - communicator.rank, np.zeros(4)
+        communicator.sendrecv(np.ones(4), peer, out, peer)
+        communicator.send(np.ones(2), peer)
+        communicator.recv(out[:2], peer)
+        found = {name: (each.calls, each.nbytes) for name, each in communicator.message_tallies.items()}
+        assert found == {"sendrecv": (1, 32), "send": (1, 16), "recv": (1, 16)}
+        assert not communicator.instruments.calls  # which have the same numbers on all ranks
+
+    in_world(2, check)
