@@ -1,4 +1,4 @@
-"""Measure the figures that README and docs state, and say which hold; claims.toml lists them.
+"""Measure the figures that docs state, and say which hold; claims.toml lists them.
 
 Run it as scripts/claims, which has the environment it needs:
 

@@ -31,7 +31,7 @@ def example(**changes):
         "run": "r",
         "measure": "speedup",
         "figure": "≥ 2x",
-        "stated_in": "README.md",
+        "stated_in": "docs/speed.md",
         "row": "1 MiB",
         "column": "over MPI",
         "at_least": 2.0,

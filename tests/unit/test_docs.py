@@ -1,14 +1,140 @@
-"""Documentation that is made from the code is what the code makes."""
+"""The documentation is true: what is made from the code is up to date, and every example runs."""
 
 from __future__ import annotations
 
+import ast
+import logging
+import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
+from urllib.parse import urlsplit
 
+import click
+import pytest
+from documents import BLOCK, EXAMPLES, PAGES, ROOT, blocks, name_of, run_examples
+
+import ringreduce as rr
+from ringreduce import errors
 from ringreduce.algorithms import ALGORITHMS
+from ringreduce.cli import main as command_line
 
-ROOT = Path(__file__).resolve().parents[2]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """Yield the words of every command line that calls ringreduce, from fenced blocks and indented ones."""
+    lines = [line for _, text in blocks(page, "sh", "") for line in text.splitlines()]
+    lines += [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("    ")]
+    for line in lines:
+        called = re.search(r"(?:^|\s)(?:python -m ringreduce|ringreduce)\s+([a-z-].*)", line)
+        if called:
+            yield shlex.split(called[1], comments=True)
+
+
+@pytest.fixture
+def _world_of_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Run a program in an empty folder, alone; afterwards there is no world, and no hook is left."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RINGREDUCE_STANDALONE", "1")
+    for name in ("excepthook", "exit"):
+        monkeypatch.setattr(sys, name, getattr(sys, name))
+    yield
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_initialized():
+        dist.destroy_process_group()
+    rr.shutdown()
+
+
+@pytest.mark.parametrize("page", EXAMPLES, ids=name_of)
+@pytest.mark.usefixtures("_world_of_one")
+def test_examples_run(page: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The Python of a page runs from top to bottom, as one program in a world of one rank, and warns of nothing."""
+    pytest.importorskip("torch", "2.7")
+    run_examples(page)
+    assert [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_exist(page: Path) -> None:
+    """Every `ringreduce ...` in the documents names a command and options that there are."""
+    for words in commands(page):
+        name, *arguments = words
+        assert name in command_line.commands, words
+        command = command_line.commands[name]
+        if isinstance(command, click.Group):
+            assert arguments[0] in command.commands, words
+            command = command.commands[arguments[0]]
+        options = {text for each in command.params if isinstance(each, click.Option) for text in each.opts}
+        own = arguments[: next((n for n, each in enumerate(arguments) if each in ("python", "...")), len(arguments))]
+        given = {each.partition("=")[0] for each in own if each.startswith("-")}
+        assert given <= options, words
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "sh")], ids=name_of)
+def test_shell_is_well_formed(page: Path) -> None:
+    """Blocks of shell parse, and the scripts of the repository that they call are there."""
+    for _, text in blocks(page, "sh"):
+        parsed = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, timeout=10, check=False)
+        assert parsed.returncode == 0, parsed.stderr
+        for script in re.findall(r"\bscripts/\w+", text):
+            assert (ROOT / script).exists(), script
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    """Links to files lead to files, and those to the net are well formed; scripts/docs checks anchors, too."""
+    for target in LINK.findall(BLOCK.sub("", page.read_text(encoding="utf-8"))):
+        parts = urlsplit(target)
+        if parts.scheme:
+            assert parts.scheme == "https", target
+            assert re.fullmatch(r"[\w-]+(\.[\w-]+)+", parts.netloc), target
+        elif parts.path:
+            assert (page.parent / parts.path).exists(), target
+
+
+def messages() -> list[str]:
+    """Return the texts of the package's code, with an ellipsis for what is filled in."""
+    texts = []
+    for path in (ROOT / "ringreduce").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(re.sub(r"%\.?\d*[a-z]", "…", node.value))
+            elif isinstance(node, ast.JoinedStr):
+                texts.append(
+                    "".join(str(each.value) if isinstance(each, ast.Constant) else "…" for each in node.values)
+                )
+    return texts
+
+
+def test_the_messages_of_errors_are_those_of_the_code() -> None:
+    """Each kind of error has a section, and each message quoted there is one that the code can write."""
+    page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    for name in errors.__all__:
+        kind = getattr(errors, name)
+        if isinstance(kind, type) and not kind.__subclasses__():
+            assert f"\n## {name} (" in page or f"\n## {name}\n" in page, name
+    known = "\n".join(messages())
+    quoted = [cell for row in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE) for cell in re.findall(r"`(.+?)`", row)]
+    assert len(quoted) > 40
+    assert [each for each in quoted if each not in known] == []
+
+
+def test_the_picture_shows_the_figures_of_the_page() -> None:
+    """docs/speed.svg was drawn from the tables of docs/benchmarks.md; run docs/site/speed.py after a change there."""
+    command = [sys.executable, str(ROOT / "docs" / "site" / "speed.py"), "--check"]
+    assert subprocess.run(command, timeout=30, check=False).returncode == 0
+
+
+def test_the_settings_are_all_documented() -> None:
+    """Every variable that `Config` reads has a row in docs/settings.md, and every row is of one that is read."""
+    page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    documented = set(re.findall(r"^\| `(RINGREDUCE_\w+)`", page, re.MULTILINE))
+    read = {each.metadata["variable"] for each in fields(rr.Config) if each.metadata}
+    assert read - {"RINGREDUCE_TIMELINE_MARK_BATCHES"} == documented  # which stands in the row of the timeline
 
 
 def test_the_index_of_algorithms_is_up_to_date() -> None:
@@ -20,7 +146,7 @@ def test_the_index_of_algorithms_is_up_to_date() -> None:
 
 def test_advice_is_for_packages_that_an_index_has() -> None:
     """This package is installed from a checkout, so nobody is told to install it, or its extras, by name."""
-    paths = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "ringreduce").rglob("*.py")]
+    paths = [*PAGES, *(ROOT / "ringreduce").rglob("*.py")]
     assert [str(path) for path in paths if "ringreduce[" in path.read_text(encoding="utf-8")] == []
 
 
