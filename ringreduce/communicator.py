@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from math import prod
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -14,22 +13,22 @@ from ringreduce.algorithms import Collective
 from ringreduce.arguments import row_counts, whole_number
 from ringreduce.buffers import DTYPES, Operand, as_given, operand_of, require_host
 from ringreduce.buffers.cuda.arrays import DeviceOperand
-from ringreduce.errors import ConfigError, MismatchError
-from ringreduce.member import Member
+from ringreduce.errors import ConfigError
+from ringreduce.member import Running
+from ringreduce.messaging import Messaging
 from ringreduce.partition import Partition
 from ringreduce.paths import DETERMINISTIC, Choice, Chosen, Feedback, Signature, codec_for
 from ringreduce.paths.bound import NOTHING
 from ringreduce.paths.operands import AnyOperand, PartReceived, RowsReceived, apart, flat_target, same, with_rows
 from ringreduce.paths.path import Offer, part_offer
 from ringreduce.reduce_ops import SUM, ReduceOp
-from ringreduce.transport.point_to_point import PointToPoint
 
 __all__ = ["Communicator"]
 
 _BARRIER = Signature.of("barrier", waits=False)
 
 
-class Communicator(Member):
+class Communicator(Messaging):
     """The collectives of one process set.
 
     The methods named after collectives, `meet`, `refuse` and `close` are collective: all ranks call them, in the same
@@ -287,101 +286,6 @@ class Communicator(Member):
         """Return when every rank has called it."""
         self._standing.call(_BARRIER.text, self._meet, _BARRIER)
 
-    # ---- from one rank to another ----
-
-    def send(self, array: Any, dest: int, tag: int = 0) -> None:
-        """Send an array to a rank that receives it; not collective.
-
-        More than 4 KiB have left when this returns, which may take until that rank receives them; less may still be on
-        its way. Any thread may call this.
-
-        Args:
-            array: in host memory, of any strides.
-            dest: another rank.
-            tag: at least 0. What one rank sends another with one tag is received in that order.
-
-        Raises:
-            ConfigError: there is no such rank or tag, or it is this rank.
-            UnsupportedBufferError: the array is in device memory.
-            CollectiveTimeoutError: that rank did not receive it in time; the array is still to be sent, and must stay
-                as it is.
-            PeerLostError: a rank of this machine is gone.
-        """
-        point_to_point = self._to_one()
-        with _Running(self, "send", "messages", _nbytes(array)):
-            point_to_point.wait(point_to_point.send_array(array, whole_number("dest", dest), whole_number("tag", tag)))
-
-    def recv(self, out: Any, source: int | None = None, tag: int = 0) -> int:
-        """Receive an array that a rank sends; not collective. Any thread may call this.
-
-        Args:
-            out: where it goes, in host memory, of any strides; of the same shape and dtype.
-            source: who sends it; None: any rank, the first whose array comes.
-            tag: the one that it is sent with.
-
-        Returns:
-            The rank that has sent it.
-
-        Raises:
-            ConfigError, UnsupportedBufferError, PeerLostError: as for `send`.
-            CollectiveTimeoutError: nothing came in time; what comes later can be received again. If it had begun to
-                come, it goes on to, and ``out`` is overwritten later.
-            MismatchError: what came has another shape or dtype, and is lost; raised here, not where it was sent.
-        """
-        point_to_point, sender = self._to_one(), None if source is None else whole_number("source", source)
-        with _Running(self, "recv", "messages", _nbytes(out)):
-            transfer = point_to_point.recv_array(out, sender, whole_number("tag", tag))
-            try:
-                point_to_point.wait(transfer)
-            except BaseException:
-                point_to_point.withdraw(transfer)
-                raise
-        assert transfer.peer is not None
-        return transfer.peer
-
-    def sendrecv(self, array: Any, dest: int, out: Any, source: int | None = None, tag: int = 0) -> Any:
-        """Send an array to one rank, and receive another that a rank sends, at the same time; not collective.
-
-        Args:
-            array, dest, tag: as for `send`.
-            out, source, tag: as for `recv`; apart from ``array``. Where ``dest`` and ``source`` are this rank, the
-                array is copied.
-
-        Returns:
-            ``out``.
-
-        Raises:
-            RingReduceError: as for `send` and `recv`.
-        """
-        point_to_point, to = self._to_one(), whole_number("dest", dest)
-        sender, tag = None if source is None else whole_number("source", source), whole_number("tag", tag)
-        with _Running(self, "sendrecv", "messages", _nbytes(array)):
-            if to == sender == self.rank:
-                self._copy_to_self(array, out)
-                return out
-            coming = point_to_point.recv_array(out, sender, tag)
-            try:
-                point_to_point.wait(point_to_point.send_array(array, to, tag))
-                point_to_point.wait(coming)
-            except BaseException:
-                point_to_point.withdraw(coming)
-                raise
-        return out
-
-    def _to_one(self) -> PointToPoint:
-        self._standing.require_open()
-        if self._point_to_point is None:
-            raise ConfigError("this communicator has no messages from one rank to another")
-        return self._point_to_point
-
-    def _copy_to_self(self, array: Any, out: Any) -> None:
-        source, target = (require_host(operand_of(each), "sendrecv") for each in (array, out))
-        target.require_writable()
-        if source.describe() != target.describe():
-            text = f"sendrecv from rank {self.rank} to itself ({source.describe()}, into {target.describe()})"
-            raise MismatchError({self.rank: text})
-        np.copyto(target.view, source.view)
-
     # ---- of calls that are made of several collectives ----
 
     def meet(self, text: str) -> None:
@@ -428,7 +332,7 @@ class Communicator(Member):
                 out, target = self._operands.result(array, source, source.shape, out)
                 chosen = self._selection.in_format(source, kind, codec, feedback=feedback is not None)
                 lent = self._operands.on_host(source, target)
-                with _Running(self, "allreduce", chosen.choice.algorithm, source.nbytes), lent as (given, taken):
+                with Running(self, "allreduce", chosen.choice.algorithm, source.nbytes), lent as (given, taken):
                     chosen.run(given, taken, feedback)
                 return as_given(array, out) if is_new else out
             if feedback is not None:
@@ -466,7 +370,7 @@ class Communicator(Member):
     def _reduce(self, source: Operand, target: Operand, op: ReduceOp, algorithm: str | None) -> Chosen:
         self._standing.require_open()
         chosen = self._selection.reduction(source, op, algorithm)
-        with _Running(self, "allreduce", chosen.choice.algorithm, source.view.nbytes):
+        with Running(self, "allreduce", chosen.choice.algorithm, source.view.nbytes):
             chosen.run(source, target)
         return chosen
 
@@ -475,7 +379,7 @@ class Communicator(Member):
     ) -> Chosen:
         self._standing.require_open()
         chosen = self._selection.segments(source, self.gpu.segments(source), op, algorithm)
-        running = partial(_Running, self, "allreduce", nbytes=source.nbytes)
+        running = partial(Running, self, "allreduce", nbytes=source.nbytes)
         choice = self.gpu.allreduce(source, target, op, algorithm, chosen, running)
         return next(iter(chosen.values()))._replace(choice=choice)
 
@@ -489,7 +393,7 @@ class Communicator(Member):
         chosen = self._selection.other(
             Collective.REDUCE_SCATTER, source.dtype, source.shape, algorithm, kind.value, kind, source.nbytes
         )
-        running = _Running(self, "reduce_scatter", chosen.choice.algorithm, source.nbytes)
+        running = Running(self, "reduce_scatter", chosen.choice.algorithm, source.nbytes)
         with running, self._operands.on_host(source, target) as (given, taken), flat_target(taken) as flat:
             flat_source = apart(given.flat(), flat, -sum(counts[: self.rank]))
             again = chosen.run(flat_source, counts, flat)
@@ -507,7 +411,7 @@ class Communicator(Member):
         chosen = self._selection.other(
             Collective.REDUCE, source.dtype, source.shape, algorithm, f"{kind.value}, root {root}", kind, nbytes
         )
-        with _Running(self, "reduce", chosen.choice.algorithm, nbytes):
+        with Running(self, "reduce", chosen.choice.algorithm, nbytes):
             flat = source.flat()
             if target is None:
                 again = chosen.run(flat, None, root)
@@ -529,7 +433,7 @@ class Communicator(Member):
         shape, row = ("*", *source.shape[1:]), prod(source.shape[1:])
         received = RowsReceived(self._operands, array, source, out if am_root else None)
         chosen = self._selection.other(Collective.GATHER, source.dtype, shape, algorithm, f"root {root}")
-        running = _Running(self, "gather", chosen.choice.algorithm, source.nbytes * (self.size if am_root else 1))
+        running = Running(self, "gather", chosen.choice.algorithm, source.nbytes * (self.size if am_root else 1))
         with running:
             flat = source.flat()
             again = chosen.run(flat, Offer(received.room, (source.shape[0],)), row, received, root)
@@ -569,7 +473,7 @@ class Communicator(Member):
         offer = part_offer(part)
         chosen = self._selection.other(Collective.SCATTER, DTYPES["uint8"], None, algorithm, f"root {root}")
         known = flat.nbytes or (0 if part is None else prod(part[0]) * part[1].itemsize)
-        running = _Running(self, "scatter", chosen.choice.algorithm, known)
+        running = Running(self, "scatter", chosen.choice.algorithm, known)
         with running:
             chosen.run(flat, offer, received, root)
             running.nbytes = flat.nbytes or received.nbytes
@@ -592,7 +496,7 @@ class Communicator(Member):
         shape, row = ("*", *source.shape[1:]), prod(source.shape[1:])
         received = RowsReceived(self._operands, array, source, out)
         chosen = self._selection.other(Collective.ALLGATHER, source.dtype, shape, algorithm)
-        running = _Running(self, "allgather", chosen.choice.algorithm, source.nbytes * self.size)
+        running = Running(self, "allgather", chosen.choice.algorithm, source.nbytes * self.size)
         with running, self._operands.on_host(source, source, store=False) as (given, _):
             flat = given.flat()
             again = chosen.run(flat, Offer(received.room, (source.shape[0],)), row, received)
@@ -613,7 +517,7 @@ class Communicator(Member):
             Collective.BROADCAST, source.dtype, source.shape, algorithm, f"root {root}", nbytes=nbytes
         )
         lent = self._operands.on_host(source, target, fetch=am_root, store=not am_root or source is not target)
-        running = _Running(self, "broadcast", chosen.choice.algorithm, nbytes)
+        running = Running(self, "broadcast", chosen.choice.algorithm, nbytes)
         with running, lent as (given, taken), flat_target(taken) as flat:
             flat_source = apart(given.flat(), flat, 0) if am_root and not same(given, taken) else flat
             again = chosen.run(flat_source, flat, root)
@@ -628,7 +532,7 @@ class Communicator(Member):
         received = RowsReceived(self._operands, array, source, out)
         offer = Offer(received.room, tuple(row_counts(splits, source.shape[0], self.size)))
         chosen = self._selection.other(Collective.ALLTOALL, source.dtype, shape, algorithm)
-        running = _Running(self, "alltoall", chosen.choice.algorithm, source.nbytes)
+        running = Running(self, "alltoall", chosen.choice.algorithm, source.nbytes)
         with running, self._operands.on_host(source, source, store=False) as (given, _):
             flat = given.flat()
             if isinstance(received.target, Operand):
@@ -648,50 +552,6 @@ class Communicator(Member):
         except BaseException as error:
             self._standing.fail(error)
             raise
-
-
-class _Running:
-    """The context of a collective that runs: tells the observers, counts it, and reports errors.
-
-    A class, as a generator for a context manager would take a microsecond of the three that a small call has.
-    Errors of messages from one rank to another concern these alone, and they are not among the calls that all make.
-    """
-
-    __slots__ = ("_algorithm", "_call", "_collective", "_fail", "_instruments", "_tally", "nbytes")
-
-    def __init__(self, communicator: Communicator, collective: str, algorithm: str, nbytes: int) -> None:
-        self._fail = communicator._standing.fail if collective in communicator.tallies else None
-        self._instruments = communicator.instruments
-        self._tally = (communicator.tallies if self._fail else communicator.message_tallies)[collective]
-        self._collective = collective
-        self._algorithm = algorithm
-        self.nbytes = nbytes
-
-    def __enter__(self) -> None:
-        if self._instruments.observers:
-            self._instruments.tell("collective_started", self._collective, self._algorithm, self.nbytes)
-        self._call: list[Any] = [perf_counter(), 0.0, self._collective, self.nbytes]
-        if self._fail is not None:  # the calls that are kept have the same numbers on all ranks
-            self._instruments.calls.append(self._call)
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is not None:
-            if self._fail is not None:
-                self._fail(error)
-            return
-        self._call[1] = ended = perf_counter()
-        seconds = ended - self._call[0]
-        tally = self._tally
-        tally.calls += 1
-        tally.nbytes += self.nbytes
-        tally.seconds += seconds
-        instruments = self._instruments
-        if instruments.observers:
-            instruments.tell("collective_finished", self._collective, self._algorithm, self.nbytes, seconds)
-
-
-def _nbytes(array: Any) -> int:
-    return operand_of(array).nbytes
 
 
 def _length(part: slice) -> int:
