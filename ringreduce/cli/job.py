@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from ringreduce import processes
+from ringreduce.cli.failures import KEPT_NBYTES
 
 __all__ = ["SUPERVISOR", "Job", "Mark", "MarkReader"]
 
@@ -80,19 +81,18 @@ class Job:
     Args:
         line: its command line.
         environment: of its ranks.
-        hear: is told of marks; None: there are none, and standard error is this process's own.
+        hear: is told of marks.
 
     Attributes:
         stopped: whether it ends because this process was told to, by SIGTERM or an interrupt.
+        written: the end of what it has written to standard error.
     """
 
-    def __init__(
-        self, line: Sequence[str], environment: Mapping[str, str], hear: Callable[[Mark], None] | None = None
-    ) -> None:
+    def __init__(self, line: Sequence[str], environment: Mapping[str, str], hear: Callable[[Mark], None]) -> None:
         self.stopped = False
+        self.written = b""
         self._hear = hear
-        stderr = None if hear is None else subprocess.PIPE
-        self._process = subprocess.Popen(line, env=environment, stderr=stderr, bufsize=0)
+        self._process = subprocess.Popen(line, env=environment, stderr=subprocess.PIPE, bufsize=0)
         self._handled_before = signal.signal(signal.SIGTERM, lambda number, frame: self._stop())
 
     def wait(self, look: Callable[[], object] = lambda: None, every_s: float | None = None) -> int:
@@ -103,8 +103,7 @@ class Job:
             every_s: so many seconds apart; None: never.
         """
         try:
-            if self._hear is not None:
-                self._forward_errors(self._hear, look, every_s)
+            self._forward_errors(look, every_s)
             status = self._process.wait()
         except KeyboardInterrupt:  # which mpirun has got as well
             self.stopped = True
@@ -126,7 +125,7 @@ class Job:
         self.stopped = True
         self.end()
 
-    def _forward_errors(self, hear: Callable[[Mark], None], look: Callable[[], object], every_s: float | None) -> None:
+    def _forward_errors(self, look: Callable[[], object], every_s: float | None) -> None:
         assert self._process.stderr is not None
         reader, waiting, looked = MarkReader(), select.poll(), time.monotonic()
         waiting.register(self._process.stderr, select.POLLIN)
@@ -137,21 +136,21 @@ class Job:
                 if not chunk:
                     break
                 text, marks = reader.feed(chunk)
-                _write(text)
+                self._write(text)
                 for mark in marks:
-                    hear(mark)
+                    self._hear(mark)
             if every_s is not None and time.monotonic() >= looked + every_s:
                 looked = time.monotonic()
                 look()
-        _write(reader.rest())
+        self._write(reader.rest())
+
+    def _write(self, text: bytes) -> None:
+        self.written = (self.written + text)[-KEPT_NBYTES:]
+        sys.stderr.buffer.write(text)
+        sys.stderr.flush()
 
 
 def _named(found: re.Match[bytes]) -> Mark:
     if found["what"] is not None:
         return Mark(found["what"].decode(), int(found["rank"]), found["host"].decode(errors="replace"))
     return Mark("begin again" if found[0] == processes.BEGIN_AGAIN else "went on")
-
-
-def _write(text: bytes) -> None:
-    sys.stderr.buffer.write(text)
-    sys.stderr.flush()
