@@ -5,180 +5,24 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import click
 
 import ringreduce
 from ringreduce.cli import main as ringreduce_main
 from ringreduce.cli.doctor import command as doctor
+from ringreduce.cli.horovod_options import NO_GLOO, OPTIONS, Option
 from ringreduce.errors import ConfigError
 
 __all__ = ["Plan", "main", "read"]
 
 #: Holds a package ``horovod`` that is ringreduce's; see `ringreduce.horovod.alias`.
 _HOROVOD = Path(ringreduce.__file__).parent / "horovod" / "_path"
-_MIB = 1 << 20
-
-
-class _Option(NamedTuple):
-    """An option of Horovod's.
-
-    Attributes:
-        names: of the option.
-        value: what its value is called; empty: it takes none.
-        help: what it does here, in words.
-        run: the option of ``ringreduce run`` that it is; empty: none.
-        variable: the setting that it is; empty: none.
-        convert: makes the text of the setting from that of the option.
-        unneeded: why it means nothing here; empty: it means something.
-        section, key: where a file of ``--config-file`` has it.
-    """
-
-    names: tuple[str, ...]
-    value: str = ""
-    help: str = ""
-    run: str = ""
-    variable: str = ""
-    convert: Callable[[str], str] = str
-    unneeded: str = ""
-    section: str = ""
-    key: str = ""
-
-
-def _mebibytes(text: str) -> str:
-    """Return bytes; 0, which is no fusion in Horovod, closes a group after its first byte."""
-    return str(max(round(float(text) * _MIB), 1))
-
-
-def _seconds(text: str) -> str:
-    float(text)
-    return text
-
-
-_CYCLES = "nothing waits for a cycle here: what all ranks have submitted runs at once"
-_CACHE = "there is no cache of responses to size: ranks remember what they agreed on"
-_TUNE = "`mpirun ... ringreduce tune` measures once, beforehand, and later runs choose by its table"
-_SCHEDULE = "the algorithm is chosen for each size; see `ringreduce explain`, and RINGREDUCE_ALGORITHM"
-_GLOO = "there is only MPI here, and no Gloo"
-_NCCL = "see docs/gpu.md for what GPUs use"
-
-_OPTIONS = (
-    _Option(("-np", "--num-proc"), "N", "how many ranks", run="-np"),
-    _Option(("-H", "--hosts"), "h1:2,h2:2", "hosts and their slots", run="-H"),
-    _Option(("-hostfile", "--hostfile"), "FILE", "a file with lines: h1 slots=2", run="--hostfile"),
-    _Option(("-p", "--ssh-port"), "PORT", "where ssh reaches the other hosts", run="--ssh-port"),
-    _Option(("--network-interface", "--network-interfaces"), "NAMES", "for messages", run="--network-interface"),
-    _Option(("--mpi-args",), "OPTIONS", "more options for mpirun", run="--mpi-args"),
-    _Option(("--output-filename",), "FOLDER", "a file for each rank: rank-0.log", run="--log-dir"),
-    _Option(("--start-timeout",), "SECONDS", "of elastic jobs: wait so long for --min-np slots", run="--start-timeout"),
-    _Option(("--elastic-timeout",), "SECONDS", "the same", run="--start-timeout"),
-    _Option(("--verbose",), "", "show the command line of mpirun", run="--verbose"),
-    _Option(("--min-np", "--min-num-proc"), "N", "an elastic job ends with fewer ranks", run="--min-np"),
-    _Option(("--max-np", "--max-num-proc"), "N", "an elastic job grows to so many", run="--max-np"),
-    _Option(("--slots", "--slots-per-host"), "N", "of hosts listed without a number", run="--slots"),
-    _Option(("--host-discovery-script",), "FILE", "prints host:slots lines", run="--host-discovery-script"),
-    _Option(("--reset-limit",), "N", "how often the ranks may change", run="--reset-limit"),
-    _Option(
-        ("--blacklist-cooldown-range",), "MIN MAX", "seconds for which failing hosts are not used", run="--cooldown"
-    ),
-    _Option(
-        ("--fusion-threshold-mb",),
-        "MIB",
-        "closes a group of fused tensors",
-        variable="RINGREDUCE_FUSION",
-        convert=_mebibytes,
-        section="params",
-        key="fusion_threshold_mb",
-    ),
-    _Option(
-        ("--timeline-filename",),
-        "FILE",
-        "a trace of the job",
-        variable="RINGREDUCE_TIMELINE",
-        section="timeline",
-        key="filename",
-    ),
-    _Option(
-        ("--timeline-mark-cycles",),
-        "",
-        "marks where operations start",
-        variable="RINGREDUCE_TIMELINE_MARK_BATCHES",
-        section="timeline",
-        key="mark_cycles",
-    ),
-    _Option(
-        ("--no-stall-check",),
-        "",
-        "no warning of ranks that do not come",
-        variable="RINGREDUCE_STALL_WARNING",
-        convert=lambda text: "0",
-    ),
-    _Option(
-        ("--stall-check-warning-time-seconds",),
-        "SECONDS",
-        "when to warn of them",
-        variable="RINGREDUCE_STALL_WARNING",
-        convert=_seconds,
-        section="stall_check",
-        key="warning_time_seconds",
-    ),
-    _Option(
-        ("--stall-check-shutdown-time-seconds",),
-        "SECONDS",
-        "when that is an error",
-        variable="RINGREDUCE_TIMEOUT",
-        convert=lambda text: "" if float(text) == 0 else text,  # 0: wait for ever, which nothing does here
-        section="stall_check",
-        key="shutdown_time_seconds",
-    ),
-    _Option(
-        ("--log-level",),
-        "LEVEL",
-        "of ringreduce's logger",
-        variable="HOROVOD_LOG_LEVEL",  # whose names are Horovod's
-        section="logging",
-        key="level",
-    ),
-    _Option(("--mpi", "--use-mpi"), "", "", unneeded="MPI is what there is"),
-    _Option(("--tcp", "--tcp-flag"), "", "", unneeded="messages of one machine take shared memory; see --mpi-args"),
-    _Option(("--binding-args",), "OPTIONS", "", unneeded="say it with --mpi-args"),
-    _Option(("--mpi-threads-disable",), "", "", unneeded="ringreduce asks MPI for the threads that it needs"),
-    _Option(("--no-mpi-threads-disable",), "", "", unneeded="ringreduce asks MPI for the threads that it needs"),
-    _Option(("--disable-cache",), "", "", unneeded="mpirun checks no hosts beforehand, so nothing is kept of that"),
-    _Option(("-i", "--ssh-identity-file"), "FILE", "", unneeded="name it in ~/.ssh/config"),
-    _Option(("-prefix-timestamp", "--prefix-output-with-timestamp"), "", "", unneeded="see --mpi-args"),
-    _Option(("--log-with-timestamp",), "", "", unneeded="log lines carry the time if the program's logging does"),
-    _Option(("--no-log-with-timestamp", "--log-hide-timestamp"), "", "", unneeded="the program's logging decides"),
-    _Option(("--no-timeline-mark-cycles",), "", "", unneeded="that is so already"),
-    _Option(("--stall-check",), "", "", unneeded="that is so already"),
-    _Option(("--cycle-time-ms",), "MS", "", unneeded=_CYCLES, section="params", key="cycle_time_ms"),
-    _Option(("--cache-capacity",), "N", "", unneeded=_CACHE, section="params", key="cache_capacity"),
-    *(
-        _Option((f"--{no}{name}",), "", "", unneeded=_SCHEDULE)
-        for name in ("hierarchical-allreduce", "hierarchical-allgather", "torus-allreduce")
-        for no in ("", "no-")
-    ),
-    _Option(("--autotune",), "", "", unneeded=_TUNE, section="autotune", key="enabled"),
-    _Option(("--no-autotune",), "", "", unneeded=_TUNE),
-    *(
-        _Option((f"--autotune-{name}",), "VALUE", "", unneeded=_TUNE)
-        for name in (
-            "log-file",
-            "warmup-samples",
-            "steps-per-sample",
-            "bayes-opt-max-samples",
-            "gaussian-process-noise",
-        )
-    ),
-    _Option(("--num-nccl-streams",), "N", "", unneeded=_NCCL),
-    _Option(("--thread-affinity",), "CORES", "", unneeded="no thread of ours is bound to a core"),
-    _Option(("--gloo-timeout-seconds",), "SECONDS", "", unneeded=_GLOO),
-)
-_NAMED = {name: option for option in _OPTIONS for name in option.names}
+_NAMED = {name: option for option in OPTIONS for name in option.names}
 #: What is handled on its own: whether it takes a value, and what it does.
 _OTHERS = {
     "--config-file": "FILE",
@@ -213,7 +57,7 @@ class Plan:
     warnings: list[str] = field(default_factory=list)
     instead: str = ""
 
-    def take(self, name: str, option: _Option, text: str) -> None:
+    def take(self, name: str, option: Option, text: str) -> None:
         """Note an option that was given; of several for one thing, the last counts."""
         if option.unneeded:
             self.warnings.append(f"{name} is not needed: {option.unneeded}")
@@ -274,7 +118,7 @@ def read(arguments: Sequence[str]) -> Plan:
         elif name == "--config-file":
             _read_file(text, plan)
         elif name in ("--gloo", "--use-gloo"):
-            raise ConfigError(f"{name}: {_GLOO}; leave it out")
+            raise ConfigError(f"{name}: {NO_GLOO}; leave it out")
         elif name == "--jsrun":
             raise ConfigError("--jsrun: jobs start under mpirun here, which runs on the hosts of an LSF allocation")
         else:
@@ -306,8 +150,8 @@ def _unknown(name: str) -> str:
 
 def _read_file(path: str, plan: Plan) -> None:
     """Read a file of ``--config-file``: sections, and indented ``key: value`` lines in them, as Horovod's YAML has."""
-    by_key = {(option.section, option.key): option for option in _OPTIONS if option.key}
-    by_key |= {("", option.names[-1].strip("-").replace("-", "_")): option for option in _OPTIONS}
+    by_key = {(option.section, option.key): option for option in OPTIONS if option.key}
+    by_key |= {("", option.names[-1].strip("-").replace("-", "_")): option for option in OPTIONS}
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -348,14 +192,14 @@ def _help() -> str:
         "`import horovod.torch` gives ringreduce.torch. Options:",
         "",
     ]
-    for option in _OPTIONS:
+    for option in OPTIONS:
         if not option.unneeded:
             lines.append(f"  {', '.join(option.names)} {option.value}".rstrip())
             lines.append(f"      {option.help}")
     lines += ["  --config-file FILE", "      these in a file, as Horovod's YAML has them"]
     lines += ["  -cb, --check-build", "      what there is on this machine: `ringreduce doctor`"]
     lines += ["  -v, --version", "  -h, --help", ""]
-    names = ", ".join(option.names[0] for option in _OPTIONS if option.unneeded)
+    names = ", ".join(option.names[0] for option in OPTIONS if option.unneeded)
     lines += [f"Taken with a warning, as nothing here needs them: {names}.", "Refused: --gloo, --jsrun."]
     return "\n".join(lines)
 

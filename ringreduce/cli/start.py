@@ -106,7 +106,7 @@ class Start:
         names = sorted(
             name
             for name in {**os.environ, **settings, **more}
-            if name in sent or name.startswith(("RINGREDUCE_", "OMP_"))
+            if name in sent or name.startswith(("RINGREDUCE_", "HOROVOD_", "OMP_"))
         )
         line = self.launcher.command(
             count,
