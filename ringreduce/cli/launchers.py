@@ -213,12 +213,17 @@ def find() -> Launcher:
     folders = [*([Path(file).parent.parent / "bin"] if file else []), Path(sys.executable).parent]
     paths = [str(folder / name) for folder in folders for name in _NAMES if os.access(folder / name, os.X_OK)]
     paths += filter(None, map(shutil.which, _NAMES))
-    refused = []
+    refused, unknown = [], []
     for path in dict.fromkeys(paths):
         launcher = Launcher.ask(path)
-        if not clash(family(launcher.kind), library):
+        if clash(family(launcher.kind), library):
+            refused.append(f"{path} ({launcher.kind})")
+        elif launcher.kind:
             return launcher
-        refused.append(f"{path} ({launcher.kind})")
+        else:  # somebody's own, or a script that does not find its parts, as Intel MPI's mpirun from a wheel
+            unknown.append(launcher)
+    if unknown:
+        return unknown[0]
     if refused:
         raise ConfigError(
             f"mpi4py loads {library}, and there is no mpirun of that beside it, beside Python or on the path, only "

@@ -19,14 +19,18 @@ __all__ = ["UNNAMED", "Start"]
 UNNAMED = ""
 
 #: The shell that gives a rank a file for all that it writes, and becomes it. Nothing is in between: what a rank wrote
-#: before it was killed is in the file. Rank 0's is shown by a process of its own, which belongs to nobody, so that the
-#: program does not wait for it, and ends after the rank.
+#: before it was killed is in the file. Rank 0's is shown by processes of their own, which are nobody's children, so that
+#: the program does not wait for them. They end after the rank, and do not wait until the launcher has taken note of its
+#: end: Intel MPI's does so only when they have.
 _INTO_FILE = (
     *("sh", "-c"),
     'rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-0}}; folder=$1; shift; mkdir -p "$folder" || exit; '
     'file=$folder/rank-$rank.log; [ -n "$RINGREDUCE_RESTART" ] || : >"$file" || exit; : >>"$file" || exit; '
+    'rank_lives() { while read -r key state rest; do [ "$key" != State: ] || { [ "$state" != Z ]; return; }; '
+    'done 2>/dev/null <"/proc/$$/status"; return 1; }; '
     'if [ "$rank" -eq 0 ]; then first=$(($(wc -c <"$file") + 1)); '
-    '(exec tail -c "+$first" -s 0.1 --pid=$$ -f "$file" 2>/dev/null &); fi; '
+    '((tail -c "+$first" -s 0.1 -f "$file" 2>/dev/null & '
+    "while rank_lives; do sleep 0.5; done; sleep 0.2; kill $!) 2>/dev/null &); fi; "
     'exec "$@" >>"$file" 2>&1',
     "ringreduce-log",
 )

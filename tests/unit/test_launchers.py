@@ -147,6 +147,9 @@ def test_the_launcher_is_that_of_the_library(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(launchers, "_library", lambda: ("MPICH Version: 5.0.2", ""))
     with pytest.raises(ConfigError, match=r"mpi4py loads MPICH Version: 5.0.2, and .*Open MPI"):
         launchers.find()
+    script = fake(tmp_path / "path" / "mpiexec", "it does not find its parts")
+    assert launchers.find().path == script  # nobody knows whose it is
+    os.remove(script)
     os.remove(stranger)
     with pytest.raises(ConfigError, match="there is no mpirun beside Python or on the path"):
         launchers.find()
