@@ -19,9 +19,9 @@ __all__ = ["UNNAMED", "Start"]
 UNNAMED = ""
 
 #: The shell that gives a rank a file for all that it writes, and becomes it. Nothing is in between: what a rank wrote
-#: before it was killed is in the file. Rank 0's is shown by processes of their own, which are nobody's children, so that
-#: the program does not wait for them. They end after the rank, and do not wait until the launcher has taken note of its
-#: end: Intel MPI's does so only when they have.
+#: before it was killed is in the file. Rank 0's is shown by processes that are nobody's children, so that the program
+#: does not wait for them. They end after the rank, and do not wait until the launcher has taken note of its end:
+#: that of Intel MPI does so only when they have.
 _INTO_FILE = (
     *("sh", "-c"),
     'rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-0}}; folder=$1; shift; mkdir -p "$folder" || exit; '
