@@ -12,10 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from ringreduce import processes
+from ringreduce.cli.failures import KEPT_NBYTES
 
 __all__ = ["SUPERVISOR", "Job", "Mark", "MarkReader"]
 
 _INTERRUPTED = 130
+#: How often to look whether mpirun has ended (seconds).
+_LOOK_EVERY_S = 1.0
 
 #: The shell that starts a rank where others live on without it. Open MPI tells them of deaths by a signal alone, so any
 #: end but a good one becomes one. And it says what mpirun does not, whose status is 0 even if no rank has ended well.
@@ -80,19 +83,18 @@ class Job:
     Args:
         line: its command line.
         environment: of its ranks.
-        hear: is told of marks; None: there are none, and standard error is this process's own.
+        hear: is told of marks.
 
     Attributes:
         stopped: whether it ends because this process was told to, by SIGTERM or an interrupt.
+        written: the end of what it has written to standard error.
     """
 
-    def __init__(
-        self, line: Sequence[str], environment: Mapping[str, str], hear: Callable[[Mark], None] | None = None
-    ) -> None:
+    def __init__(self, line: Sequence[str], environment: Mapping[str, str], hear: Callable[[Mark], None]) -> None:
         self.stopped = False
-        self._hear = hear
-        stderr = None if hear is None else subprocess.PIPE
-        self._process = subprocess.Popen(line, env=environment, stderr=stderr, bufsize=0)
+        self.written = b""
+        self._hear, self._reader = hear, MarkReader()
+        self._process = subprocess.Popen(line, env=environment, stderr=subprocess.PIPE, bufsize=0)
         self._handled_before = signal.signal(signal.SIGTERM, lambda number, frame: self._stop())
 
     def wait(self, look: Callable[[], object] = lambda: None, every_s: float | None = None) -> int:
@@ -103,11 +105,11 @@ class Job:
             every_s: so many seconds apart; None: never.
         """
         try:
-            if self._hear is not None:
-                self._forward_errors(self._hear, look, every_s)
+            self._forward_errors(look, every_s)
             status = self._process.wait()
         except KeyboardInterrupt:  # which mpirun has got as well
             self.stopped = True
+            self._forward_errors(lambda: None, None)  # or mpirun would wait for someone to read it
             self._process.wait()
             return _INTERRUPTED
         finally:
@@ -126,32 +128,36 @@ class Job:
         self.stopped = True
         self.end()
 
-    def _forward_errors(self, hear: Callable[[Mark], None], look: Callable[[], object], every_s: float | None) -> None:
+    def _forward_errors(self, look: Callable[[], object], every_s: float | None) -> None:
+        """Until mpirun closes it, or has ended: others, such as an ssh that stays for later, may hold it open."""
         assert self._process.stderr is not None
-        reader, waiting, looked = MarkReader(), select.poll(), time.monotonic()
+        waiting, looked = select.poll(), time.monotonic()
         waiting.register(self._process.stderr, select.POLLIN)
         while True:
-            left_s = None if every_s is None else max(looked + every_s - time.monotonic(), 0.0)
-            if waiting.poll(None if left_s is None else left_s * 1000):
+            left_s = _LOOK_EVERY_S if every_s is None else max(looked + every_s - time.monotonic(), 0.0)
+            has_ended = self._process.poll() is not None
+            if waiting.poll(min(left_s, _LOOK_EVERY_S) * 1000):
                 chunk = self._process.stderr.read(_READ_NBYTES)
                 if not chunk:
                     break
-                text, marks = reader.feed(chunk)
-                _write(text)
+                text, marks = self._reader.feed(chunk)
+                self._write(text)
                 for mark in marks:
-                    hear(mark)
+                    self._hear(mark)
+            elif has_ended:
+                break
             if every_s is not None and time.monotonic() >= looked + every_s:
                 looked = time.monotonic()
                 look()
-        _write(reader.rest())
+        self._write(self._reader.rest())
+
+    def _write(self, text: bytes) -> None:
+        self.written = (self.written + text)[-KEPT_NBYTES:]
+        sys.stderr.buffer.write(text)
+        sys.stderr.flush()
 
 
 def _named(found: re.Match[bytes]) -> Mark:
     if found["what"] is not None:
         return Mark(found["what"].decode(), int(found["rank"]), found["host"].decode(errors="replace"))
     return Mark("begin again" if found[0] == processes.BEGIN_AGAIN else "went on")
-
-
-def _write(text: bytes) -> None:
-    sys.stderr.buffer.write(text)
-    sys.stderr.flush()

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 
 import click
 
+from ringreduce.cli import failures
+from ringreduce.cli.failures import Failure
 from ringreduce.cli.hosts import Hosts, Rules
 from ringreduce.cli.job import Job, Mark
 from ringreduce.errors import ConfigError
@@ -54,6 +56,7 @@ class Restarts:
         command: returns the command line and the environment of a job, given its ranks by host and its own variables.
         here: the names of this machine.
         clock: returns seconds.
+        words: returns what the rank that failed has said, given what the job has written to standard error.
     """
 
     def __init__(
@@ -63,9 +66,10 @@ class Restarts:
         command: Callable[[Mapping[str, int], Mapping[str, str]], tuple[list[str], dict[str, str]]],
         here: frozenset[str],
         clock: Callable[[], float] = time.monotonic,
+        words: Callable[[str], Failure | None] = failures.find,
     ) -> None:
         self._wishes, self._listed, self._command, self._here = wishes, listed, command, here
-        self._clock = clock
+        self._words, self._clock = words, clock
         self._hosts = Hosts()
         self._changes = 0  # of ranks
         self._silent: set[int] = set()  # ranks of the job that runs which have not said that they have begun
@@ -123,9 +127,17 @@ class Restarts:
         self._leaving = None
         self._said = ""
         self._asked = None
-        job = Job(line, environment, self._hear if self._wishes.elastic else None)
+        job = Job(line, environment, self._hear)
         status = job.wait(lambda: self._look(job), _LOOK_EVERY_S if self._wishes.watches else None)
-        return status or int(self._wishes.elastic and not self._any_ended_well), job.stopped
+        status = status or int(self._wishes.elastic and not self._any_ended_well)
+        if status and not job.stopped and not self._begins_again:
+            failure = self._words(job.written.decode(errors="replace"))
+            if failure is not None:
+                who = "a rank" if failure.rank is None else f"rank {failure.rank}"
+                if job.written and not job.written.endswith(b"\n"):
+                    click.echo(err=True)
+                _say(f"{who} failed, and the job has ended with status {status}:\n{failure.words}")
+        return status, job.stopped
 
     def _wait_for_slots(self) -> Mapping[str, int]:
         rules, wishes = self._wishes.rules, self._wishes

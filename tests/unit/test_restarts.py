@@ -39,6 +39,7 @@ class Jobs:
 
         class FakeJob:
             stopped = False
+            written = b""
 
             def __init__(self, line: list[str], environment: Mapping[str, str], hear: Hear) -> None:
                 self._hear, self._tell = hear, left.pop(0)

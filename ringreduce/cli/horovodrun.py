@@ -1,0 +1,223 @@
+"""``horovodrun``: Horovod's options of starting a job, as those of ``ringreduce run`` and as settings."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+import ringreduce
+from ringreduce.cli import main as ringreduce_main
+from ringreduce.cli.doctor import command as doctor
+from ringreduce.cli.horovod_options import NO_GLOO, OPTIONS, Option
+from ringreduce.errors import ConfigError
+
+__all__ = ["Plan", "main", "read"]
+
+#: Holds a package ``horovod`` that is ringreduce's; see `ringreduce.horovod.alias`.
+_HOROVOD = Path(ringreduce.__file__).parent / "horovod" / "_path"
+_NAMED = {name: option for option in OPTIONS for name in option.names}
+#: What is handled on its own: whether it takes a value, and what it does.
+_OTHERS = {
+    "--config-file": "FILE",
+    "--gloo": "",
+    "--use-gloo": "",
+    "--jsrun": "",
+    "-cb": "",
+    "--check-build": "",
+    "-v": "",
+    "--version": "",
+    "-h": "",
+    "--help": "",
+}
+_RUN_ELASTIC = {"--min-np", "--max-np", "--host-discovery-script", "--slots", "--reset-limit", "--cooldown"}
+
+
+@dataclass
+class Plan:
+    """What a command line asks for.
+
+    Attributes:
+        options: for ``ringreduce run``: name -> value, empty where it takes none.
+        settings: variables of the ranks.
+        program: with its arguments.
+        warnings: of options that mean nothing here.
+        instead: ``"check"``, ``"version"`` or ``"help"``: what is to be shown, and no job started.
+    """
+
+    options: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)
+    program: tuple[str, ...] = ()
+    warnings: list[str] = field(default_factory=list)
+    instead: str = ""
+
+    def take(self, name: str, option: Option, text: str) -> None:
+        """Note an option that was given; of several for one thing, the last counts."""
+        if option.unneeded:
+            self.warnings.append(f"{name} is not needed: {option.unneeded}")
+        elif option.run:
+            self.options[option.run] = text
+        elif option.variable:
+            try:
+                self.settings[option.variable] = option.convert(text or "1")
+            except (ValueError, OverflowError):
+                raise ConfigError(f"{name} {text}: expected a number") from None
+
+    def arguments(self) -> list[str]:
+        """Return the arguments of ``ringreduce`` that this is.
+
+        Ranks find Horovod's modules by PYTHONPATH, whatever the program is that starts Python.
+        """
+        found = ["run"]
+        options = dict(self.options)
+        if options.keys() & _RUN_ELASTIC:
+            found.append("--elastic")
+        for name, value in options.items():
+            found += [name, value] if value else [name]
+        paths = [str(_HOROVOD), *filter(None, [os.environ.get("PYTHONPATH", "")])]
+        variables = {**{name: text for name, text in self.settings.items() if text}, "PYTHONPATH": ":".join(paths)}
+        found += [word for name, text in variables.items() for word in ("-x", f"{name}={text}")]
+        return [*found, *self.program]
+
+
+def read(arguments: Sequence[str]) -> Plan:
+    """Return what a command line asks for: options up to the first word that is none, and then the program.
+
+    Args:
+        arguments: without the name of this program.
+
+    Raises:
+        ConfigError: an option is not known, has no value, or asks for what there is not.
+    """
+    plan, given, left = Plan(), Plan(), list(arguments)
+    while left and left[0].startswith("-"):
+        word = left.pop(0)
+        if word == "--":
+            break
+        name, has_value, text = word.partition("=")
+        option = _NAMED.get(name)
+        if option is None and name not in _OTHERS:
+            raise ConfigError(_unknown(name))
+        value = _OTHERS[name] if option is None else option.value
+        if has_value and not value:
+            raise ConfigError(f"{name} takes no value")
+        if value and not has_value:
+            if not left:
+                raise ConfigError(f"{name} takes a value: {value}")
+            text = left.pop(0)
+            if value == "MIN MAX" and left and _is_number(left[0]):
+                text = f"{text} {left.pop(0)}"
+        if option is not None:
+            given.take(name, option, text)
+        elif name == "--config-file":
+            _read_file(text, plan)
+        elif name in ("--gloo", "--use-gloo"):
+            raise ConfigError(f"{name}: {NO_GLOO}; leave it out")
+        elif name == "--jsrun":
+            raise ConfigError("--jsrun: jobs start under mpirun here, which runs on the hosts of an LSF allocation")
+        else:
+            plan.instead = {"c": "check", "v": "version", "h": "help"}[name.strip("-")[0]]
+    plan.options |= given.options
+    plan.settings |= given.settings  # what is said on the command line counts
+    plan.warnings += given.warnings
+    plan.program = tuple(left)
+    if "--start-timeout" in plan.options and not plan.options.keys() & _RUN_ELASTIC:
+        del plan.options["--start-timeout"]
+        plan.warnings.append("--start-timeout is not needed: jobs that are not elastic wait for no hosts")
+    if not left and not plan.instead:
+        raise ConfigError("there is no program to start; horovodrun -np 2 python train.py")
+    return plan
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _unknown(name: str) -> str:
+    close = difflib.get_close_matches(name, [*_NAMED, *_OTHERS], 1, 0.6)
+    return f"there is no option {name}" + (f"; did you mean {close[0]}?" if close else "; see horovodrun --help")
+
+
+def _read_file(path: str, plan: Plan) -> None:
+    """Read a file of ``--config-file``: sections, and indented ``key: value`` lines in them, as Horovod's YAML has."""
+    by_key = {(option.section, option.key): option for option in OPTIONS if option.key}
+    by_key |= {("", option.names[-1].strip("-").replace("-", "_")): option for option in OPTIONS}
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config-file {path}: {error}") from None
+    section = ""
+    for number, line in enumerate(lines, 1):
+        text = line.partition(" #")[0].rstrip()
+        if not text.strip() or text.lstrip().startswith("#") or text == "---":
+            continue
+        key, colon, value = (part.strip() for part in text.strip().partition(":"))
+        if not colon:
+            raise ConfigError(f"--config-file {path}, line {number}: expected key: value, got {line.strip()[:60]!r}")
+        value = value.strip("\"'")
+        if not text[0].isspace():
+            section = "" if value else key.replace("-", "_")
+        key, place = key.replace("-", "_"), f"{path}: {key}"
+        if not value or value.lower() in ("null", "~", "none"):
+            continue
+        if (section, key) == ("stall_check", "enabled"):
+            option, value = _NAMED["--no-stall-check"], {"true": "false", "false": "true"}.get(value.lower(), value)
+        else:
+            found = by_key.get((section, key))
+            if found is None:
+                plan.warnings.append(f"{place} is not known, and not used")
+                continue
+            option = found
+        if option.value:
+            plan.take(place, option, value)
+        elif value.lower() in ("true", "yes", "on", "1"):
+            plan.take(place, option, "")
+
+
+def _help() -> str:
+    lines = [
+        "usage: horovodrun -np N [options] python train.py [arguments ...]",
+        "",
+        "Horovod's command, for ringreduce: starts a job as `ringreduce run` does (see its --help), in which",
+        "`import horovod.torch` gives ringreduce.torch. Options:",
+        "",
+    ]
+    for option in OPTIONS:
+        if not option.unneeded:
+            lines.append(f"  {', '.join(option.names)} {option.value}".rstrip())
+            lines.append(f"      {option.help}")
+    lines += ["  --config-file FILE", "      these in a file, as Horovod's YAML has them"]
+    lines += ["  -cb, --check-build", "      what there is on this machine: `ringreduce doctor`"]
+    lines += ["  -v, --version", "  -h, --help", ""]
+    names = ", ".join(option.names[0] for option in OPTIONS if option.unneeded)
+    lines += [f"Taken with a warning, as nothing here needs them: {names}.", "Refused: --gloo, --jsrun."]
+    return "\n".join(lines)
+
+
+def main() -> NoReturn:
+    """Start a job; the program ``horovodrun``."""
+    try:
+        plan = read(sys.argv[1:])
+    except ConfigError as error:
+        click.echo(f"Error: {error}", err=True)
+        sys.exit(2)
+    if plan.instead == "help":
+        click.echo(_help())
+        sys.exit(0)
+    if plan.instead == "version":
+        click.echo(f"horovodrun of ringreduce {ringreduce.__version__}")
+        sys.exit(0)
+    for warning in plan.warnings:
+        click.echo(f"horovodrun: {warning}", err=True)
+    ringreduce_main([str(doctor.name)] if plan.instead == "check" else plan.arguments(), prog_name="ringreduce")
+    sys.exit(0)

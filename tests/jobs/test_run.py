@@ -1,0 +1,162 @@
+"""Jobs that `ringreduce run` and `horovodrun` start: output, failures, exit statuses."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not on the path")
+
+FAILS = """
+import sys
+import ringreduce
+ringreduce.init()
+print("begun", ringreduce.rank())
+if ringreduce.rank() == 1:
+    raise KeyError("the reason")
+ringreduce.barrier()
+"""
+#: Without ringreduce, so that a job is quick.
+SPEAKS = """
+import os, sys
+rank = os.environ["OMPI_COMM_WORLD_RANK"]
+print("out", rank)
+print("error", rank, file=sys.stderr)
+print("more", rank, os.environ.get("SAID"))
+"""
+
+
+def run(*arguments: object, command: str = "ringreduce", cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command beside this Python, for at most 50 s, and outside of any allocation."""
+    schedulers = ("SLURM_", "PBS_", "LSB_")
+    return subprocess.run(
+        ["timeout", "--kill-after=5", "50", str(Path(sys.executable).with_name(command)), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=cwd,
+        env={name: value for name, value in os.environ.items() if not name.startswith(schedulers)},
+    )
+
+
+@pytest.mark.parametrize("option", ["", "--prefix", "--log-dir=logs"])
+def test_the_traceback_of_the_rank_that_failed_comes_last(tmp_path: Path, option: str) -> None:
+    """After what mpirun says, with the rank, and its exit status is the command's."""
+    done = run("run", "-np", 2, *filter(None, [option]), sys.executable, "-c", FAILS, cwd=tmp_path)
+    assert done.returncode == 1
+    noise, last = done.stderr.rsplit("ringreduce: rank 1 failed, and the job has ended with status 1:\n", 1)
+    assert last.startswith("ringreduce: rank 1 of 2 failed; ending the job\nTraceback (most recent call last):\n")
+    assert last.endswith("KeyError: 'the reason'\n")
+    assert noise.endswith("\n")
+
+
+def test_an_exit_code_is_returned() -> None:
+    """That of the rank, without a traceback to show."""
+    code = "import os, sys; sys.exit(7 if os.environ['OMPI_COMM_WORLD_RANK'] == '1' else 0)"
+    done = run("run", "-np", 2, sys.executable, "-c", code)
+    assert done.returncode == 7
+
+
+def test_each_rank_has_a_file(tmp_path: Path) -> None:
+    """With both streams in the order of the program; rank 0 alone is shown. A variable reaches all of them."""
+    done = run("run", "-np", 2, "--log-dir", "a/logs", "-x", "SAID=a b", sys.executable, "-c", SPEAKS, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        text = (tmp_path / "a" / "logs" / f"rank-{rank}.log").read_text()
+        assert text == f"out {rank}\nerror {rank}\nmore {rank} a b\n"
+    assert done.stdout == "out 0\nerror 0\nmore 0 a b\n"
+    again = run("run", "-np", 1, "--log-dir", "a/logs", sys.executable, "-c", "print('new')", cwd=tmp_path)
+    assert again.stdout == (tmp_path / "a" / "logs" / "rank-0.log").read_text() == "new\n"
+
+
+def test_lines_carry_the_rank() -> None:
+    """All lines of all ranks, where that is asked for."""
+    done = run("run", "-np", 2, "--prefix", sys.executable, "-c", SPEAKS)
+    assert done.returncode == 0, done.stderr
+    assert sorted(line[:3] for line in done.stdout.splitlines()) == ["[0]", "[0]", "[1]", "[1]"]
+    assert {line[:3] for line in done.stderr.splitlines() if "error" in line} == {"[0]", "[1]"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--prefix", "--log-dir", "d"], "--prefix does not go with --log-dir"),
+        (["--elastic", "--prefix"], "--prefix does not go with --elastic"),
+        (["--elastic", "--cooldown", "1", "--log-dir", "d"], "--log-dir does not go with --cooldown"),
+        (["-x", "=1"], "names no variable"),
+        (["-x", "NOT_SET_ANYWHERE"], "it is not set here"),
+        (["-H", "a", "--hostfile", "/dev/null"], "give one of them"),
+        (["--mpi-args", "'"], "No closing quotation"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(arguments: list[str], said: str) -> None:
+    """In one line, and nothing is started."""
+    done = run("run", "-np", 2, *arguments, "true")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert said in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "3(x2)"}, "-np 6 "),
+        ({"LSB_MCPU_HOSTS": "a 2 b 1"}, "-np 3 --host a:2,b:1 "),
+    ],
+)
+def test_an_allocation_says_how_many_ranks(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], expected: str
+) -> None:
+    """Its slots; hosts are named to mpirun where it was not built for the scheduler. Nothing stays on lo then."""
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    done = subprocess.run(
+        [sys.executable, "-m", "ringreduce", "run", "--dry-run", "true"], capture_output=True, text=True, check=True
+    )
+    assert expected in done.stdout
+    assert "tcp_if_include" not in done.stdout
+
+
+SCRIPT = """
+import torch
+import horovod.torch as hvd
+hvd.init()
+config = __import__("ringreduce").config()
+total = hvd.allreduce(torch.ones(3) * hvd.rank(), op=hvd.Sum)
+if hvd.rank() == 0:
+    print(hvd.size(), total.tolist(), config.fusion_nbytes, config.stall_warning_s)
+    print(config.conventions.value, config.log_level)
+"""
+
+
+def test_a_script_of_horovod_runs_as_it_stands(tmp_path: Path) -> None:
+    """With Horovod's command, module names, options and numbers."""
+    pytest.importorskip("torch")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    options = ["-np", 2, "--fusion-threshold-mb", 2, "--no-stall-check", "--log-level", "FATAL", "--cycle-time-ms", 1]
+    done = run(*options, sys.executable, "train.py", command="horovodrun", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"2 [1.0, 1.0, 1.0] {2 << 20} None\nhorovod CRITICAL\n"
+    assert done.stderr.count("--cycle-time-ms is not needed: ") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["--version"], 0, "horovodrun of ringreduce"),
+        (["--help"], 0, "usage: horovodrun"),
+        (["--gloo", "true"], 2, "only MPI"),
+        (["-np", "0", "true"], 2, "0 is not in the range"),
+        (["--check-buid"], 2, "did you mean --check-build"),
+    ],
+)
+def test_the_command_of_horovod_speaks_for_itself(arguments: list[str], status: int, said: str) -> None:
+    """Wrong use is one line and status 2."""
+    done = run(*arguments, command="horovodrun")
+    assert done.returncode == status
+    assert said in done.stdout + done.stderr
+    assert status == 0 or len(done.stderr.splitlines()) == 1

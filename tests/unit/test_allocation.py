@@ -1,0 +1,81 @@
+"""Which hosts a scheduler has granted, by the variables that it sets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ringreduce.cli.allocation import Allocation, expand
+from ringreduce.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _no_scontrol(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("n1", ["n1"]),
+        ("a,b", ["a", "b"]),
+        ("gpu[1-3]", ["gpu1", "gpu2", "gpu3"]),
+        ("gpu[08-10,2],login", ["gpu08", "gpu09", "gpu10", "gpu2", "login"]),
+        ("r[1-2]n[7,9].x", ["r1n7.x", "r1n9.x", "r2n7.x", "r2n9.x"]),
+        ("[1-2]x", ["1x", "2x"]),
+    ],
+)
+def test_brackets_are_expanded(text: str, hosts: list[str]) -> None:
+    """In Slurm's order, with the zeros of the first number."""
+    assert expand(text) == hosts
+
+
+@pytest.mark.parametrize("text", ["a[1", "a]", "a[3-1]", "a[x]", "a[1-999999999999]", "a[]", "a,,b", "a[1-]"])
+def test_a_list_that_cannot_be_read_is_refused(text: str) -> None:
+    """And takes no memory for hosts that there cannot be."""
+    with pytest.raises(ConfigError, match="SLURM_JOB_NODELIST"):
+        expand(text)
+
+
+@pytest.mark.parametrize(
+    ("environ", "slots"),
+    [
+        ({}, {"n1": 1, "n2": 1, "n3": 1}),
+        ({"SLURM_TASKS_PER_NODE": "2(x2),1"}, {"n1": 2, "n2": 2, "n3": 1}),
+        ({"SLURM_TASKS_PER_NODE": "4"}, {"n1": 4, "n2": 4, "n3": 4}),
+        ({"SLURM_JOB_CPUS_PER_NODE": "8(x3)"}, {"n1": 8, "n2": 8, "n3": 8}),
+    ],
+)
+def test_slurm_says_how_many_slots_each_host_has(environ: dict[str, str], slots: dict[str, int]) -> None:
+    """By its tasks, or else by its processors."""
+    assert Allocation.find({"SLURM_JOB_NODELIST": "n[1-3]", **environ}) == Allocation("slurm", slots)
+
+
+@pytest.mark.parametrize("text", ["2(x2)", "two", "2(x9999999999)"])
+def test_counts_that_do_not_fit_the_hosts_are_refused(text: str) -> None:
+    """With both in the message."""
+    with pytest.raises(ConfigError, match="SLURM_TASKS_PER_NODE"):
+        Allocation.find({"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": text})
+
+
+def test_slurms_own_tool_is_asked_where_it_is(tmp_path: Path) -> None:
+    """It knows whatever form its list has."""
+    (tmp_path / "scontrol").write_text('#!/bin/sh\n[ "$*" = "show hostnames odd" ] && echo "x1 x2"\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    found = Allocation.find({"SLURM_JOB_NODELIST": "odd", "SLURM_TASKS_PER_NODE": "3,1"})
+    assert found == Allocation("slurm", {"x1": 3, "x2": 1})
+
+
+def test_pbs_and_lsf_name_a_host_for_each_slot(tmp_path: Path) -> None:
+    """In files, or LSF in a variable of hosts and counts; without any there is no allocation."""
+    file = tmp_path / "hosts"
+    file.write_text("a\nb\na\na\n")
+    assert Allocation.find({"PBS_NODEFILE": str(file)}) == Allocation("pbs", {"a": 3, "b": 1})
+    assert Allocation.find({"LSB_DJOB_HOSTFILE": str(file)}) == Allocation("lsf", {"a": 3, "b": 1})
+    assert Allocation.find({"LSB_MCPU_HOSTS": "a 2 b 4"}) == Allocation("lsf", {"a": 2, "b": 4})
+    assert Allocation.find({"PATH": "/bin"}) is None
+    with pytest.raises(ConfigError, match="LSB_MCPU_HOSTS"):
+        Allocation.find({"LSB_MCPU_HOSTS": "a two"})
+    with pytest.raises(ConfigError, match="PBS_NODEFILE"):
+        Allocation.find({"PBS_NODEFILE": str(tmp_path / "none")})

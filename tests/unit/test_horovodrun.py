@@ -1,0 +1,137 @@
+"""`horovodrun`: what each of Horovod's options becomes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ringreduce.cli.horovodrun import read
+from ringreduce.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("given", "options"),
+    [
+        (["-np", "4"], {"-np": "4"}),
+        (["--num-proc=4", "-H", "a:2,b:2"], {"-np": "4", "-H": "a:2,b:2"}),
+        (["-hostfile", "f"], {"--hostfile": "f"}),
+        (["--hostfile", "f", "-p", "2222"], {"--hostfile": "f", "--ssh-port": "2222"}),
+        (["--network-interface", "e0,e1"], {"--network-interface": "e0,e1"}),
+        (["--mpi-args", "--map-by core"], {"--mpi-args": "--map-by core"}),
+        (["--output-filename", "d", "--verbose"], {"--log-dir": "d", "--verbose": ""}),
+        (["--min-np", "2", "--max-np", "8"], {"--min-np": "2", "--max-np": "8"}),
+        (["--slots", "3", "--host-discovery-script", "s"], {"--slots": "3", "--host-discovery-script": "s"}),
+        (["--reset-limit", "3"], {"--reset-limit": "3"}),
+        (["--blacklist-cooldown-range", "1", "10"], {"--cooldown": "1 10"}),
+    ],
+)
+def test_options_are_those_of_ringreduce_run(given: list[str], options: dict[str, str]) -> None:
+    """In Horovod's spellings; the program keeps its own."""
+    plan = read([*given, "python", "train.py", "-np", "9"])
+    assert plan.options == options
+    assert plan.program == ("python", "train.py", "-np", "9")
+    assert not plan.warnings
+
+
+@pytest.mark.parametrize(
+    ("given", "settings"),
+    [
+        (["--fusion-threshold-mb", "32"], {"RINGREDUCE_FUSION": str(32 << 20)}),
+        (["--fusion-threshold-mb", "0"], {"RINGREDUCE_FUSION": "1"}),
+        (["--timeline-filename", "t.json"], {"RINGREDUCE_TIMELINE": "t.json"}),
+        (["--timeline-mark-cycles"], {"RINGREDUCE_TIMELINE_MARK_BATCHES": "1"}),
+        (["--no-stall-check"], {"RINGREDUCE_STALL_WARNING": "0"}),
+        (["--stall-check-warning-time-seconds", "7"], {"RINGREDUCE_STALL_WARNING": "7"}),
+        (["--stall-check-shutdown-time-seconds=40"], {"RINGREDUCE_TIMEOUT": "40"}),
+        (["--log-level", "TRACE"], {"HOROVOD_LOG_LEVEL": "TRACE"}),
+    ],
+)
+def test_settings_reach_the_ranks(given: list[str], settings: dict[str, str]) -> None:
+    """As variables, of ours but for the log level, whose names are Horovod's; -x sends them to all hosts."""
+    plan = read([*given, "true"])
+    assert plan.settings == settings
+    arguments = plan.arguments()
+    assert all(f"{name}={value}" in arguments for name, value in settings.items())
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--cycle-time-ms", "1"],
+        ["--cache-capacity", "9"],
+        ["--autotune"],
+        ["--autotune-log-file", "f"],
+        ["--hierarchical-allreduce"],
+        ["--no-torus-allreduce"],
+        ["--mpi"],
+        ["--num-nccl-streams", "2"],
+        ["--start-timeout", "30"],
+        ["--disable-cache"],
+    ],
+)
+def test_what_means_nothing_here_is_said(given: list[str]) -> None:
+    """One warning with the reason, and the job starts."""
+    plan = read([*given, "true"])
+    (warning,) = plan.warnings
+    assert warning.startswith(f"{given[0]} is not needed: ")
+    assert plan.options == plan.settings == {}
+    assert plan.program == ("true",)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--gloo", "true"], "there is only MPI here"),
+        (["--jsrun", "true"], "under mpirun"),
+        (["--fusion-treshold-mb", "1", "true"], "did you mean --fusion-threshold-mb"),
+        (["--fusion-threshold-mb", "x", "true"], "expected a number"),
+        (["--zzz", "true"], "there is no option --zzz"),
+        (["-np"], "takes a value"),
+        (["--verbose=1", "true"], "takes no value"),
+        (["-np", "2"], "there is no program"),
+        (["--config-file", "/there/is/none", "true"], "No such file"),
+    ],
+)
+def test_wrong_options_are_refused(given: list[str], said: str) -> None:
+    """With the nearest known name, or what to do."""
+    with pytest.raises(ConfigError, match=said):
+        read(given)
+
+
+def test_elastic_options_make_an_elastic_job() -> None:
+    """Horovod has no switch for that; and there its start timeout means something."""
+    arguments = read(["-np", "2", "--min-np", "1", "--start-timeout", "9", "true"]).arguments()
+    assert arguments[:2] == ["run", "--elastic"]
+    assert arguments[arguments.index("--start-timeout") + 1] == "9"
+    assert "--elastic" not in read(["-np", "2", "true"]).arguments()
+
+
+def test_a_file_says_what_the_command_line_does_not(tmp_path: Path) -> None:
+    """In Horovod's sections; unknown keys are named, and what the command line says counts."""
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "# ours\nverbose: true\nparams:\n  fusion_threshold_mb: 16  # MiB\n  cycle_time_ms: 5\n"
+        "timeline:\n  filename: 't.json'\n  mark_cycles: no\n"
+        "stall_check:\n  enabled: false\n  shutdown_time_seconds: 0\nother:\n  key: 1\nlogging:\n  level: null\n"
+    )
+    plan = read(["--fusion-threshold-mb", "2", "--config-file", str(file), "true"])
+    assert plan.options == {"--verbose": ""}
+    assert plan.settings == {
+        "RINGREDUCE_FUSION": str(2 << 20),
+        "RINGREDUCE_TIMELINE": "t.json",
+        "RINGREDUCE_STALL_WARNING": "0",
+        "RINGREDUCE_TIMEOUT": "",
+    }
+    cycle, other = plan.warnings
+    assert "cycle_time_ms is not needed" in cycle
+    assert "key is not known" in other
+    file.write_text("params\n")
+    with pytest.raises(ConfigError, match="line 1: expected key: value"):
+        read(["--config-file", str(file), "true"])
+
+
+@pytest.mark.parametrize(("given", "instead"), [("-cb", "check"), ("--check-build", "check"), ("-v", "version")])
+def test_some_options_start_no_job(given: str, instead: str) -> None:
+    """They need no program."""
+    assert read([given]).instead == instead
