@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from ringreduce.paths.path import Offer, part_offer
 from ringreduce.reduce_ops import SUM, ReduceOp
 
 __all__ = ["Communicator"]
+
+#: An array of any library; a number, where these are taken.
+A = TypeVar("A")
 
 _BARRIER = Signature.of("barrier", waits=False)
 
@@ -83,7 +86,7 @@ class Communicator(Messaging):
 
     def allreduce(
         self,
-        array: Any,
+        array: A,
         op: ReduceOp | str = SUM,
         *,
         out: Any = None,
@@ -91,7 +94,7 @@ class Communicator(Messaging):
         deterministic: bool = False,
         wire: str | None = None,
         feedback: Feedback | None = None,
-    ) -> Any:
+    ) -> A:
         """Reduce arrays over all ranks, element by element; every rank gets the result, with the same bits.
 
         Args:
@@ -120,16 +123,15 @@ class Communicator(Messaging):
         if deterministic and algorithm is None and wire is None:
             algorithm, deterministic = DETERMINISTIC, False
         if not (deterministic or wire):
-            repeated = self._bound.repeat("allreduce", array, out, op, algorithm)
+            repeated: A | None = self._bound.repeat("allreduce", array, out, op, algorithm)
             if repeated is not None:
                 return repeated
-        return self._standing.call(
+        result: A = self._standing.call(
             "allreduce", self._allreduce, array, op, out, algorithm, deterministic, wire, feedback
         )
+        return result
 
-    def reduce_scatter(
-        self, array: Any, op: ReduceOp | str = SUM, *, out: Any = None, algorithm: str | None = None
-    ) -> Any:
+    def reduce_scatter(self, array: A, op: ReduceOp | str = SUM, *, out: Any = None, algorithm: str | None = None) -> A:
         """Reduce arrays over all ranks and give every rank its part of the result.
 
         Parts are cut along the first dimension as `numpy.array_split` does: the first ranks get one row more where it
@@ -141,20 +143,21 @@ class Communicator(Messaging):
             algorithm: as for `allreduce`.
             out: where this rank's part goes; None: a new array.
         """
-        repeated = self._bound.repeat("reduce_scatter", array, out, op, algorithm)
+        repeated: A | None = self._bound.repeat("reduce_scatter", array, out, op, algorithm)
         if repeated is not None:
             return repeated
-        return self._standing.call("reduce_scatter", self._reduce_scatter, array, op, out, algorithm)
+        result: A = self._standing.call("reduce_scatter", self._reduce_scatter, array, op, out, algorithm)
+        return result
 
     def reduce(
         self,
-        array: Any,
+        array: A,
         root: int = 0,
         op: ReduceOp | str = SUM,
         *,
         out: Any = None,
         algorithm: str | None = None,
-    ) -> Any:
+    ) -> A | None:
         """Reduce arrays over all ranks, element by element; the root alone gets the result.
 
         Args:
@@ -172,12 +175,15 @@ class Communicator(Messaging):
             UnsupportedBufferError: the array is in device memory.
         """
         if type(root) is int:
-            repeated = self._bound.repeat("reduce", array, out if root == self.rank else None, op, algorithm, root)
+            repeated: A | None = self._bound.repeat(
+                "reduce", array, out if root == self.rank else None, op, algorithm, root
+            )
             if repeated is not None:
                 return None if repeated is NOTHING else repeated
-        return self._standing.call("reduce", self._reduce_to_root, array, root, op, out, algorithm)
+        result: A | None = self._standing.call("reduce", self._reduce_to_root, array, root, op, out, algorithm)
+        return result
 
-    def gather(self, array: Any, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> Any:
+    def gather(self, array: A, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> A | None:
         """Concatenate the ranks' arrays along the first dimension, in rank order; the root alone gets the result.
 
         Args:
@@ -197,10 +203,13 @@ class Communicator(Messaging):
             MismatchError: at the root, ``out`` has not as many rows as all arrays together.
         """
         if type(root) is int:
-            repeated = self._bound.repeat("gather", array, out if root == self.rank else None, None, algorithm, root)
+            repeated: A | None = self._bound.repeat(
+                "gather", array, out if root == self.rank else None, None, algorithm, root
+            )
             if repeated is not None:
                 return None if repeated is NOTHING else repeated
-        return self._standing.call("gather", self._gather, array, root, out, algorithm)
+        result: A | None = self._standing.call("gather", self._gather, array, root, out, algorithm)
+        return result
 
     def scatter(self, array: Any, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> Any:
         """Cut the root's array into equal parts along the first dimension, and give each rank one, in rank order.
@@ -223,7 +232,7 @@ class Communicator(Messaging):
         """
         return self._standing.call("scatter", self._scatter, array, root, out, algorithm)
 
-    def allgather(self, array: Any, *, out: Any = None, algorithm: str | None = None) -> Any:
+    def allgather(self, array: A, *, out: Any = None, algorithm: str | None = None) -> A:
         """Concatenate the ranks' arrays along the first dimension, in rank order; every rank gets all of it.
 
         Args:
@@ -235,12 +244,13 @@ class Communicator(Messaging):
         Raises:
             MismatchError: on some rank, ``out`` has not as many rows as all arrays together.
         """
-        repeated = self._bound.repeat("allgather", array, out, None, algorithm)
+        repeated: A | None = self._bound.repeat("allgather", array, out, None, algorithm)
         if repeated is not None:
             return repeated
-        return self._standing.call("allgather", self._allgather, array, out, algorithm)
+        result: A = self._standing.call("allgather", self._allgather, array, out, algorithm)
+        return result
 
-    def broadcast(self, array: Any, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> Any:
+    def broadcast(self, array: A, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> A:
         """Give every rank the root's array.
 
         Args:
@@ -252,10 +262,19 @@ class Communicator(Messaging):
         Raises:
             ConfigError: there is no such rank.
         """
-        repeated = self._bound.repeat("broadcast", array, out, root, algorithm)
+        repeated: A | None = self._bound.repeat("broadcast", array, out, root, algorithm)
         if repeated is not None:
             return repeated
-        return self._standing.call("broadcast", self._broadcast, array, root, out, algorithm)
+        result: A = self._standing.call("broadcast", self._broadcast, array, root, out, algorithm)
+        return result
+
+    @overload
+    def alltoall(self, array: A, splits: None = None, *, out: Any = None, algorithm: str | None = None) -> A: ...
+
+    @overload
+    def alltoall(
+        self, array: A, splits: Sequence[int], *, out: Any = None, algorithm: str | None = None
+    ) -> tuple[A, list[int]]: ...
 
     def alltoall(
         self, array: Any, splits: Sequence[int] | None = None, *, out: Any = None, algorithm: str | None = None

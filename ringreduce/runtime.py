@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -74,6 +74,8 @@ __all__ = [
     "stop_timeline",
     "world",
 ]
+
+A = TypeVar("A")  # an array of any library; a number, where these are taken
 
 
 #: This process.
@@ -405,7 +407,7 @@ def empty(shape: int | Sequence[int], dtype: Any = np.float32, *, device: str | 
 
 
 def allreduce(
-    array: Any,
+    array: A,
     op: ReduceOp | str = SUM,
     *,
     out: Any = None,
@@ -413,7 +415,7 @@ def allreduce(
     deterministic: bool = False,
     wire: str | None = None,
     feedback: Feedback | None = None,
-) -> Any:
+) -> A:
     """Reduce arrays over all ranks; see `Communicator.allreduce`."""
     return (_process.world or _process.here()).communicator.allreduce(
         array, op, out=out, algorithm=algorithm, deterministic=deterministic, wire=wire, feedback=feedback
@@ -421,23 +423,23 @@ def allreduce(
 
 
 def reduce(
-    array: Any, root: int = 0, op: ReduceOp | str = SUM, *, out: Any = None, algorithm: str | None = None
-) -> Any:
+    array: A, root: int = 0, op: ReduceOp | str = SUM, *, out: Any = None, algorithm: str | None = None
+) -> A | None:
     """Reduce arrays over all ranks; the root alone gets the result; see `Communicator.reduce`."""
     return world().reduce(array, root, op, out=out, algorithm=algorithm)
 
 
-def reduce_scatter(array: Any, op: ReduceOp | str = SUM, *, out: Any = None, algorithm: str | None = None) -> Any:
+def reduce_scatter(array: A, op: ReduceOp | str = SUM, *, out: Any = None, algorithm: str | None = None) -> A:
     """Reduce arrays over all ranks and cut the result between them; see `Communicator.reduce_scatter`."""
     return world().reduce_scatter(array, op, out=out, algorithm=algorithm)
 
 
-def allgather(array: Any, *, out: Any = None, algorithm: str | None = None) -> Any:
+def allgather(array: A, *, out: Any = None, algorithm: str | None = None) -> A:
     """Concatenate the ranks' arrays along the first dimension; see `Communicator.allgather`."""
     return world().allgather(array, out=out, algorithm=algorithm)
 
 
-def gather(array: Any, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> Any:
+def gather(array: A, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> A | None:
     """Concatenate the ranks' arrays along the first dimension, at the root alone; see `Communicator.gather`."""
     return world().gather(array, root, out=out, algorithm=algorithm)
 
@@ -447,9 +449,19 @@ def scatter(array: Any, root: int = 0, *, out: Any = None, algorithm: str | None
     return world().scatter(array, root, out=out, algorithm=algorithm)
 
 
-def broadcast(array: Any, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> Any:
+def broadcast(array: A, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> A:
     """Give every rank the root's array; see `Communicator.broadcast`."""
     return world().broadcast(array, root, out=out, algorithm=algorithm)
+
+
+@overload
+def alltoall(array: A, splits: None = None, *, out: Any = None, algorithm: str | None = None) -> A: ...
+
+
+@overload
+def alltoall(
+    array: A, splits: Sequence[int], *, out: Any = None, algorithm: str | None = None
+) -> tuple[A, list[int]]: ...
 
 
 def alltoall(array: Any, splits: Sequence[int] | None = None, *, out: Any = None, algorithm: str | None = None) -> Any:

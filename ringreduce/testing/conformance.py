@@ -270,6 +270,7 @@ def _check_reduce(communicator: Communicator, count: int, algorithm: str | None)
                 if rank != root:
                     assert result is None
                 else:
+                    assert result is not None
                     assert out is None or result is out
                     assert_equal(result, answer)
                 if rank != root or out is not array:
@@ -306,6 +307,7 @@ def _check_gather(communicator: Communicator, rows: int, algorithm: str | None) 
                 for _ in range(1 if algorithm else 2):
                     gathered = communicator.gather(mine, root, out=out, algorithm=algorithm)
                     if rank == root:
+                        assert gathered is not None
                         assert out is None or gathered is out
                         assert_equal(gathered, answer)
                     else:
