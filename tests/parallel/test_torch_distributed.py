@@ -541,25 +541,6 @@ def test_callbacks_of_futures_may_communicate(rank: int, size: int):
     assert found == (size * (size - 1) / 2, size - 1.0, 0.0)
 
 
-def test_many_works_leave_nothing(rank: int, size: int):
-    """After a thousand works, with futures, there are as many threads and objects as before."""
-    tensor = torch.ones(8)
-
-    def some(count: int) -> None:
-        for _ in range(count):
-            works = [dist.all_reduce(tensor, dist.ReduceOp.MAX, async_op=True) for _ in range(4)]
-            assert works[0].get_future().wait()[0] is tensor
-            works[-1].wait()
-            dist.all_reduce(tensor, dist.ReduceOp.MAX)
-        gc.collect()
-
-    some(20)
-    threads, objects = threading.active_count(), len(gc.get_objects())
-    some(200)
-    assert threading.active_count() == threads
-    assert len(gc.get_objects()) < objects + 200
-
-
 def test_threads_end_with_their_group():
     """A group has a thread once it has an asynchronous work, and none after it was destroyed."""
     before = threading.active_count()
