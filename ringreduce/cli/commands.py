@@ -131,7 +131,7 @@ Examples:
     help="Where the arrays are; on GPUs, which the ranks of a node take in turn, private ones are CuPy's own.",
 )
 @click.option("--vs", "peers", type=_Names(tuple(PEERS)), default=(), help="Measure mpi and/or gloo in turn with ours.")
-@click.option("--format", type=click.Choice(list(WRITERS)), default="nccl", help="Layout of results.")
+@click.option("--format", type=click.Choice(list(WRITERS)), default="nccl", help="Layout; short fits a terminal.")
 @click.option("-J", "--output_file", type=click.Path(dir_okay=False), help="Write the JSON report there as well.")
 @click.option("--plot", type=click.Path(dir_okay=False), metavar="FILE", help="Draw the curves: .png, .svg or .pdf.")
 @click.option(

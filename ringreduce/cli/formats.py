@@ -1,4 +1,4 @@
-"""Results as text: the layouts of nccl-tests and of the OSU micro-benchmarks, JSON and CSV. Pure functions.
+"""Results as text: the layouts of nccl-tests and of the OSU micro-benchmarks, a short one, JSON, CSV. Pure functions.
 
 A writer gives the lines before the first result, those of one row as soon as it is measured, and those at the end.
 Our own columns stand to the right of the standard ones, where programs that read the standard ones do not look.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ringreduce.cli.cases import COLLECTIVES, format_nbytes, plural
 from ringreduce.cli.results import Machine, Report, Result, Row, Settings
 
-__all__ = ["WRITERS", "CsvWriter", "JsonWriter", "NcclWriter", "OsuWriter", "Writer", "to_json"]
+__all__ = ["WRITERS", "CsvWriter", "JsonWriter", "NcclWriter", "OsuWriter", "ShortWriter", "Writer", "to_json"]
 
 _CSV_COLUMNS = [
     *("collective", "size", "count", "type", "redop", "root", "algorithm", "transport", "buffers", "in_place"),
@@ -120,6 +120,30 @@ class NcclWriter(Writer):
         return zip(self._extra_heads(), texts, strict=True)
 
 
+class ShortWriter(Writer):
+    """A table for people, of at most 80 columns with one peer: the form in place, where there is one."""
+
+    def head(self, machine: Machine) -> str:
+        settings, collective = self.settings, COLLECTIVES[self.settings.collective]
+        in_place = "in place" if collective.in_place and not settings.new_results else "out of place"
+        head = f"{collective.name}, {machine.placement}, {settings.buffers} buffers, {in_place}\n"
+        columns = f"{'size':>10}{'time (us)':>11}{'busbw (GB/s)':>14}{'#wrong':>8}  {'algorithm':<18}"
+        columns += f"{'bound':>6}" if collective.name == "allreduce" else ""
+        return head + columns + "".join(f"{'vs ' + peer:>9}" for peer in settings.peers) + "\n"
+
+    def row(self, row: Row) -> str:
+        best, case = row.best, row.best.case
+        several = len(self.settings.types) > 1 or len(self.settings.ops) > 1
+        what = f" {case.type_name} {case.op_name or ''}".rstrip() if several else ""
+        line = f"{format_nbytes(case.nbytes):>10}{_time(best.time.median):>11}{best.bus_bw:>14.2f}"
+        line += f"{'N/A' if best.nwrong is None else best.nwrong:>8}  {best.algorithm + what:<18}"
+        line += f"{_or_na(best.bound_share, '{:.0%}'):>6}" if case.collective.name == "allreduce" else ""
+        return line + "".join(f"{_or_na(best.speedup(peer), '{:.2f}x'):>9}" for peer in self.settings.peers) + "\n"
+
+    def foot(self, report: Report) -> str:
+        return f"wrong elements: {report.nwrong}\n" if report.nwrong else ""
+
+
 class OsuWriter(Writer):
     """Size and latency as the OSU micro-benchmarks print them; in place where the collective can."""
 
@@ -189,7 +213,13 @@ class JsonWriter(Writer):
 
 
 #: Name for ``--format`` -> layout.
-WRITERS: dict[str, type[Writer]] = {"nccl": NcclWriter, "osu": OsuWriter, "json": JsonWriter, "csv": CsvWriter}
+WRITERS: dict[str, type[Writer]] = {
+    "nccl": NcclWriter,
+    "short": ShortWriter,
+    "osu": OsuWriter,
+    "json": JsonWriter,
+    "csv": CsvWriter,
+}
 
 
 def to_json(report: Report) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ringreduce.cli.cases import COLLECTIVES, Case
-from ringreduce.cli.formats import CsvWriter, JsonWriter, NcclWriter, OsuWriter, to_json
+from ringreduce.cli.formats import CsvWriter, JsonWriter, NcclWriter, OsuWriter, ShortWriter, to_json
 from ringreduce.cli.measure import Summary
 from ringreduce.cli.results import Bound, Machine, Report, Result, Row, Settings
 
@@ -215,3 +215,20 @@ def test_json():
         "vs": {"mpi": {"median_us": pytest.approx(12.94), "speedup": pytest.approx(2)}, "gloo": None},
     }
     assert (outer["in_place"], outer["vs"], outer["bound_share"]) == (False, {}, None)
+
+
+def test_the_short_table():
+    """It fits 80 columns with a peer, and says what the wide one says of the form in place."""
+    settings = dataclasses.replace(SETTINGS, peers=("mpi",))
+    text = ShortWriter(settings).head(MACHINE) + ShortWriter(settings).row(row(nbytes=1 << 20))
+    assert text.splitlines() == [
+        "allreduce, 4 ranks on 1 node, private buffers, in place",
+        "      size  time (us)  busbw (GB/s)  #wrong  algorithm          bound   vs mpi",
+        "     1 MiB       6.47        243.10       0  two_shot             42%    2.00x",
+    ]
+    assert ShortWriter(settings).foot(report(row(nwrong=3))) == "wrong elements: 6\n"
+    assert ShortWriter(settings).foot(report(row())) == ""
+    gathered = dataclasses.replace(settings, collective="alltoall", peers=())
+    lines = (ShortWriter(gathered).head(MACHINE) + ShortWriter(gathered).row(row("alltoall"))).splitlines()
+    assert "bound" not in lines[1]
+    assert lines[2].split()[-1] == "two_shot"
