@@ -88,6 +88,9 @@ class Messaging(Member):
             if to == sender == self.rank:
                 self._copy_to_self(array, out)
                 return out
+            given, taken = (require_host(operand_of(each), "sendrecv") for each in (array, out))
+            if np.may_share_memory(given.view, taken.view):
+                raise ConfigError("sendrecv takes two arrays that have no memory in common; send a copy")
             coming = point_to_point.recv_array(out, sender, tag)
             try:
                 point_to_point.wait(point_to_point.send_array(array, to, tag))

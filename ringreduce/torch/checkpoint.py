@@ -83,10 +83,20 @@ def load_checkpoint(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any
             raise ConfigError(f"it holds {', '.join(sorted(content['parts']))}, and not {', '.join(missing)}")
         return content
 
-    content = _on_rank_0(read, f"the checkpoint {os.fspath(path)} cannot be read")
-    values = dict(content["parts"])
-    for name, each in parts.items():
-        each.load_state_dict(values.pop(name))
+    complaint = f"the checkpoint {os.fspath(path)} cannot be read"
+    names = _everyone(sorted(parts))
+    if any(each != names[0] for each in names):
+        raise ConfigError(f"{complaint}: the ranks ask for different parts, {names}")
+    content = _on_rank_0(read, complaint)
+    values, error = dict(content["parts"]), None
+    try:
+        for name, each in parts.items():
+            each.load_state_dict(values.pop(name))
+    except Exception as caught:  # of somebody's class; the others must not go on as if it had gone well
+        error = caught
+    failures = [said for said in _everyone(None if error is None else f"{type(error).__name__}: {error}") if said]
+    if failures:
+        raise ConfigError(f"{complaint}: {failures[0]}") from error
     generators = content["generators"]
     if len(generators) == _size():
         Generators().load_state_dict(generators[_rank()])

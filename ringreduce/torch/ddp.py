@@ -89,7 +89,8 @@ class AllreduceState:
         """
         communicator = self.group.communicator
         if has_reducers(self.compression) and reduces(self.compression, buffer.dtype):
-            reducer = self._reducer(index, parameters)
+            with self.group.preparing("allreduce_hook"):
+                reducer = self._reducer(index, parameters)
             if isinstance(reducer, WireState):
                 wire, feedback = reducer.wire, reducer.feedback
                 communicator.allreduce(buffer, AVERAGE, out=buffer, wire=wire, feedback=feedback)
@@ -97,7 +98,8 @@ class AllreduceState:
             reducer.reduce(communicator, buffer.numpy(), average=True)
             return
         compressor = self.compression if isinstance(self.compression, type) else Compression.none
-        sent, context = compressor.compress(buffer)
+        with self.group.preparing("allreduce_hook"):
+            sent, context = compressor.compress(buffer)
         communicator.allreduce(sent, AVERAGE, out=sent)
         if sent is not buffer:
             buffer.copy_(compressor.decompress(sent, context))

@@ -189,6 +189,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._op, self._adasum = options.op, options.adasum
         self._synchronized = False
         self._clipped = False  # so that they are reduced
+        self._heard: dict[int, weakref.ref[torch.Tensor]] = {}  # parameters, by their ids
         # The GradScaler for which this step's gradients were reduced, and the state that it keeps for the step.
         self._scaler: tuple[weakref.ref[Any], dict[str, Any]] | None = None
         self._skipping = False
@@ -268,8 +269,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise ConfigError("with Adasum gradients are not reduced, so that every rank would clip them differently")
         if not (self._clipped or self._skipping or self._reduced_for_scaler()):
             self.synchronize()
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters(), max_norm, norm_type, error_if_nonfinite, foreach)
+        self._hear_of_passes()
         self._clipped = True
-        return torch.nn.utils.clip_grad_norm_(self._parameters(), max_norm, norm_type, error_if_nonfinite, foreach)
+        return norm
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -497,6 +500,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 parameter.copy_(start + change)
         self._synchronized = False
         return result
+
+    def _hear_of_passes(self) -> None:
+        """Let what later backward passes make not be taken for gradients that were clipped."""
+        this = weakref.ref(self)
+
+        def added_to(parameter: torch.Tensor) -> None:
+            optimizer = this()
+            if optimizer is not None and optimizer._clipped:
+                optimizer._forget_reductions()
+
+        for parameter in self._parameters():
+            known = self._heard.get(id(parameter))
+            if parameter.requires_grad and (known is None or known() is not parameter):
+                self._heard[id(parameter)] = weakref.ref(parameter)
+                parameter.register_post_accumulate_grad_hook(added_to)  # type: ignore[no-untyped-call]
 
     def _forget_reductions(self) -> None:
         """Take the gradients for this rank's own from now on."""

@@ -43,8 +43,8 @@ def weighted_average(values: Any, weight: float) -> Any:
         MismatchError: the ranks have different names.
     """
     communicator = runtime.world()
-    named = values if isinstance(values, Mapping) else {"value": values}
-    said = f"weighted_average({', '.join(map(str, named))})"
+    named = dict(sorted(values.items())) if isinstance(values, Mapping) else {"value": values}
+    said = f"weighted_average({', '.join(named)})"
     with CheckingArguments(partial(communicator.refuse, "weighted_average"), partial(communicator.meet, said)):
         mine = real_number("weight", weight)
         if not 0.0 <= mine < math.inf:

@@ -76,3 +76,12 @@ def test_functions_of_the_package(world: rr.Communicator) -> None:
     for name in ("reduce", "gather", "scatter"):
         assert after[name].calls - (before[name].calls if name in before else 0) == 1
         assert name in rr.explain(1 << 20, collective=name)
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_arrays_that_overlap_are_refused(world: rr.Communicator) -> None:
+    """What comes would overwrite what is still to be sent."""
+    array = np.arange(7.0)
+    for out in (array, array[2:]):
+        with pytest.raises(rr.ConfigError, match="no memory in common"):
+            rr.sendrecv(array[: len(out)], (world.rank + 1) % world.size, out, (world.rank - 1) % world.size)

@@ -98,6 +98,8 @@ def test_averages_count_samples(world: rr.Communicator) -> None:
     found = hvd.weighted_average({"mean": mine.mean(), "square": torch.tensor((mine**2).mean())}, weight=len(mine))
     every = np.concatenate(samples)
     assert found == pytest.approx({"mean": every.mean(), "square": (every**2).mean()}, rel=1e-12)
+    both = {"a": 1.0, "b": 2.0} if world.rank else {"b": 2.0, "a": 1.0}
+    assert hvd.weighted_average(both, 1.0) == {"a": 1.0, "b": 2.0}
     last = world.rank == world.size - 1
     assert hvd.weighted_average(2.5 if last else math.nan, weight=float(last)) == 2.5
     assert math.isnan(rr.weighted_average(1.0, weight=0))
@@ -151,6 +153,30 @@ def test_clipping_is_that_of_one_process(world: rr.Communicator, reduce_in: str,
         torch.testing.assert_close(norm.double(), expected, rtol=1e-5, atol=0, msg=f"step {step}")
     for one, other in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("reduce_in", ["step", "backward"])
+def test_what_comes_after_clipping_is_reduced(world: rr.Communicator, reduce_in: str, in_place: bool) -> None:
+    """Gradients that were clipped and given up, in whatever way, do not let later ones stay each rank's own."""
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), reduce_in=reduce_in)
+    mean = (world.size + 1) / 2
+    for clips_again in (True, False):
+        (parameter.sum() * (world.rank + 1)).backward()
+        optimizer.clip_grad_norm_(1e9)
+        if in_place:
+            parameter.grad.zero_()
+        else:
+            parameter.grad = None
+        with torch.no_grad():
+            parameter.zero_()
+        (parameter.sum() * (world.rank + 1)).backward()
+        if clips_again:
+            assert optimizer.clip_grad_norm_(1e9).item() == pytest.approx(mean * math.sqrt(3))
+        optimizer.step()
+        assert parameter.tolist() == [-mean] * 3
+        optimizer.zero_grad()
 
 
 def test_clipping_with_adasum_is_refused(world: rr.Communicator) -> None:
@@ -223,6 +249,13 @@ def test_what_is_no_checkpoint_is_refused_on_all_ranks(world: rr.Communicator, p
     hvd.save_checkpoint(path, epoch=1)
     with pytest.raises(ConfigError, match="it holds epoch, and not model"):
         hvd.load_checkpoint(path, model=torch.nn.Linear(2, 2))
+    if world.size > 1:
+        with pytest.raises(ConfigError, match="different parts"):
+            hvd.load_checkpoint(path, **({"model": torch.nn.Linear(2, 2)} if world.rank else {}))
+    hvd.save_checkpoint(path, model=torch.nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="cannot be read"):  # rank 0 can, the last one cannot
+        hvd.load_checkpoint(path, model=torch.nn.Linear(2, 2 + (world.rank == world.size - 1)))
+    rr.barrier()
     if world.rank == 0:
         torch.save({"state": 1}, path)
     rr.barrier()

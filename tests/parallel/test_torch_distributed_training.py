@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from ringreduce.errors import ConfigError, MismatchError  # noqa: E402
 from ringreduce.torch import Compression  # noqa: E402  # registers the backend, where torch has not done so
+from ringreduce.torch.compression import Compressor  # noqa: E402
 from ringreduce.torch.ddp import AllreduceState, allreduce_hook  # noqa: E402
 from ringreduce.torch.sync_batch_norm import convert_sync_batchnorm  # noqa: E402
 
@@ -229,6 +230,30 @@ def test_ddp_with_our_compressions(name: str):
         results.append(sum(train(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=40)[-10:]))
         assert_like(([], weights(model)), ([], weights(model)))
     assert results[0] < 1.2 * results[1]
+
+
+@pytest.mark.sizes(2, 3)
+def test_a_compressor_that_fails_is_told_to_all():
+    """The other ranks hear why, and the group goes on."""
+
+    class Failing(Compressor):
+        @staticmethod
+        def compress(tensor: Any) -> Any:
+            if dist.get_rank() == 1:
+                raise ValueError("out of bits")
+            return tensor, None
+
+        @staticmethod
+        def decompress(tensor: Any, ctx: Any) -> Any:
+            return tensor
+
+    model = DistributedDataParallel(nn.Linear(3, 2))
+    model.register_comm_hook(AllreduceState(compression=Failing), allreduce_hook)
+    with pytest.raises(RuntimeError, match="out of bits"):
+        model(torch.ones(1, 3)).sum().backward()
+    total = torch.ones(2)
+    dist.all_reduce(total)
+    assert total.tolist() == [dist.get_world_size()] * 2
 
 
 def test_our_hook_takes_our_groups_alone(gloo: Any):
