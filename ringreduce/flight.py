@@ -30,7 +30,7 @@ from typing import Any
 from ringreduce.calls import place_of
 from ringreduce.communicator import Communicator
 
-__all__ = ["Watched", "last_call", "write"]
+__all__ = ["Watched", "last_call", "oldest_pending", "write"]
 
 _numbers = itertools.count()
 
@@ -110,6 +110,20 @@ def last_call(watched: Watched) -> list[Any] | None:
     started, ended, what, _ = communicator.instruments.calls[-1]
     number = sum(each.calls for each in communicator.tallies.values()) + (not ended)
     return [watched.name, list(watched.ranks), number, what, None if ended else _clock(started)]
+
+
+def oldest_pending(watched: Watched) -> list[Any] | None:
+    """Return which operation this rank has submitted first of those that have not started on all: as `last_call`.
+
+    That is name and ranks of where, the name of the operation, and since when, in seconds since 1970; None: none waits.
+    """
+    communicator = watched.communicators.get("asynchronous")
+    for submitted, started, ended, name, *_ in (
+        [] if communicator is None else list(communicator.instruments.operations)
+    ):
+        if not (started or ended):
+            return [watched.name, list(watched.ranks), name, _clock(submitted)]
+    return None
 
 
 def _calls(communicator: Communicator) -> list[dict[str, Any]]:

@@ -39,6 +39,7 @@ class Metrics:
         batches: in how many pieces they ran; what is fused runs in one.
         operations_s: how long those took (seconds).
         overlapped_s: how much of that while the program did something else than wait.
+        waited_s: how long the program has waited for them, in a wait that goes on, too.
         late_rank: the rank of the world that others last had to wait for, for more than a millisecond, with an
             asynchronous operation or an optimizer step; None: there was none.
         late_s: how long (seconds).
@@ -49,6 +50,7 @@ class Metrics:
     batches: int
     operations_s: float
     overlapped_s: float
+    waited_s: float
     late_rank: int | None
     late_s: float
 
@@ -59,7 +61,16 @@ class Metrics:
             for name, total in self.collectives.items()
             for field in fields(Total)
         }
-        for name in ("operations", "batches", "operations_s", "overlapped_s", "overlap", "late_rank", "late_s"):
+        for name in (
+            "operations",
+            "batches",
+            "operations_s",
+            "overlapped_s",
+            "waited_s",
+            "overlap",
+            "late_rank",
+            "late_s",
+        ):
             value = getattr(self, name)
             found[name] = math.nan if value is None else float(value)
         return found
@@ -141,6 +152,7 @@ class Metrics:
             batches=sum(engine.tally.batches for engine in engines),
             operations_s=sum(engine.tally.seconds for engine in engines),
             overlapped_s=sum(engine.tally.overlapped_s for engine in engines),
+            waited_s=sum(engine.waited_s for engine in engines),
             late_rank=late_rank,
             late_s=late_s,
         )

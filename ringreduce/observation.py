@@ -137,15 +137,20 @@ class Observation:
 
         def describe() -> tuple[dict[str, Any], list[float]]:
             now, total = time.time(), metrics()
-            waiting_s = sum(each.seconds for each in total.collectives.values()) - total.overlapped_s
+            open_ones = [each for each in self._watched if each.is_open()]
+            calls = [last for each in open_ones if (last := flight.last_call(each))]
+            tallies = [tally for each in open_ones for tally in each.communicators["blocking"].tallies.values()]
+            spent_s = total.waited_s + sum(tally.seconds for tally in tallies)
+            spent_s += sum(now - since for *_, since in calls if since is not None)
             more = {
                 "now": now,
                 "nbytes": resident_nbytes(),
                 "late": None if total.late_rank is None else [total.late_rank, total.late_s],
-                "sets": [last for each in self._watched if each.is_open() and (last := flight.last_call(each))],
+                "sets": calls,
+                "operations": [oldest for each in open_ones if (oldest := flight.oldest_pending(each))],
                 "error": None if self.failure is None else f"{type(self.failure).__name__}: {self.failure}",
             }
-            return {**common, **more}, [now, self.steps, self.samples, max(waiting_s, 0.0)]
+            return {**common, **more}, [now, self.steps, self.samples, spent_s]
 
         try:
             self._status = StatusFile(folder() / f"{job}.{self._rank}.json", describe)

@@ -9,6 +9,7 @@ with the world. JSON:
     nbytes                                  resident memory
     late                                    [rank, seconds]: who was waited for last, and how long; null
     sets[]                                  [name, ranks, number of the last blocking call, which, since when, or null]
+    operations[]                            [name, ranks, name of the operation that waits longest to start, since when]
     error                                   after which no call was possible; null
 """
 

@@ -108,8 +108,15 @@ def rows(statuses: Sequence[Status]) -> list[dict[str, Any]]:
 
 
 def _waiting(ranks: Sequence[Status]) -> dict[tuple[str, int], str]:
-    """Return whom the ranks of a job wait for in blocking calls, in words, by job and rank."""
+    """Return whom the ranks of a job wait for, in words, by job and rank."""
     found = {}
+    for each in ranks:
+        for name, members, operation, since in each["operations"]:
+            if each["now"] - since >= _WAITING_S:
+                same = [name, members, operation]
+                come = {other["rank"] for other in ranks if any(entry[:3] == same for entry in other["operations"])}
+                absent = [rank for rank in members if rank not in come]
+                found[each["job"], each["rank"]] = _said(each["now"] - since, repr(operation), absent)
     names = {name for each in ranks for name, *_ in each["sets"]}
     for name in names:
         last = {each["rank"]: entry for each in ranks for entry in each["sets"] if entry[0] == name}
@@ -120,9 +127,12 @@ def _waiting(ranks: Sequence[Status]) -> dict[tuple[str, int], str]:
                 continue
             absent = [rank for rank in members if rank in last and last[rank][2] < number]
             unseen = [rank for rank in members if rank not in last]
-            for_whom = name_ranks(absent or unseen) if absent or unseen else "all, who have come"
-            found[each["job"], each["rank"]] = f"{each['now'] - since:.0f} s in {what} for {for_whom}"
+            found[each["job"], each["rank"]] = _said(each["now"] - since, what, absent or unseen)
     return found
+
+
+def _said(seconds: float, what: str, absent: list[int]) -> str:
+    return f"{seconds:.0f} s in {what} for {name_ranks(absent) if absent else 'all, who have come'}"
 
 
 def _shown(ranks: Sequence[dict[str, Any]]) -> Any:

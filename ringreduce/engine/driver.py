@@ -53,6 +53,8 @@ class Driver:
         self.threads = threads
         self._prompt = 0  # how often in a row the program has waited at once
         self._submitted_s: float | None = None  # when it submitted something after it last waited
+        self._waited_s = 0.0  # in waits that have ended
+        self._waits_since: float | None = None  # any thread, without a gap
         self._progress = progress
         self._under_way = under_way
         self._inside = inside
@@ -67,6 +69,12 @@ class Driver:
             self._start()  # others may wait for this rank before it has submitted anything
 
     # ---- threads of the program ----
+
+    @property
+    def waited_s(self) -> float:
+        """How long the program has waited for operations, on any thread, in a wait that goes on, too."""
+        since = self._waits_since
+        return self._waited_s + (0.0 if since is None else self._clock() - since)
 
     def submitted(self) -> None:
         """Let the progress thread know that something was submitted; the lock is held."""
@@ -101,6 +109,8 @@ class Driver:
     def wait(self, operation: Operation) -> None:
         """Return when an operation is done; this thread, which is counted as a waiter, drives unless another does."""
         under_way = self._under_way
+        if self._waits_since is None:
+            self._waits_since = self._clock()
         try:
             while self._may_drive_for(operation):
                 try:
@@ -112,8 +122,10 @@ class Driver:
                 under_way.waiters -= 1
                 if under_way.waiters:
                     under_way.changed.notify_all()
-                elif under_way.count:
-                    self.wake()
+                else:
+                    self._waited_s, self._waits_since = self.waited_s, None
+                    if under_way.count:
+                        self.wake()
 
     def try_step(self) -> None:
         """Make a step of progress unless another thread drives."""

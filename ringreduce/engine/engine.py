@@ -68,6 +68,11 @@ class Engine:
         """Whether operations go on while nobody waits for them."""
         return self._driver.threads
 
+    @property
+    def waited_s(self) -> float:
+        """How long the program has waited for operations, in a wait that goes on, too."""
+        return self._driver.waited_s
+
     def submit(self, operation: Operation, *, unique: bool = True) -> None:
         """Start an operation; returns at once.
 

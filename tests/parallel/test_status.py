@@ -11,6 +11,7 @@ from mpi4py import MPI
 import ringreduce as rr
 from ringreduce import runtime, status
 from ringreduce.cli.top import rows
+from ringreduce.engine import Reduction
 
 PRIVATE = MPI.COMM_WORLD.Dup()
 
@@ -49,3 +50,22 @@ def test_ranks_say_what_they_have_done(world: rr.Communicator) -> None:
     assert [each for each in status.read_all() if each["pid"] in pids] == []
     PRIVATE.Barrier()
     rr.init()
+
+
+def test_what_a_rank_waits_for_is_said(world: rr.Communicator) -> None:
+    """An operation that not all have submitted, by name, and how long the program has waited for others."""
+    engine = rr.global_process_set.engine
+    first, target = np.ones(3), np.empty(3)
+    operation = Reduction("grad", "sum of grad", rr.SUM, [first], [target])
+    before = rr.metrics().waited_s
+    if world.rank == 0:
+        engine.submit(operation)
+    PRIVATE.Barrier()
+    found = said_by_all()
+    waiting = [[entry[:3] for entry in each["operations"]] for each in found]
+    assert waiting == [[["world", list(range(world.size)), "grad"]] if world.size > 1 else []] + [[]] * (world.size - 1)
+    if world.rank:
+        engine.submit(operation)
+    engine.wait(operation)
+    assert target.tolist() == [float(world.size)] * 3
+    assert rr.metrics().waited_s >= before

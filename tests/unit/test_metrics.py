@@ -12,7 +12,7 @@ from ringreduce.metrics import Metrics, Total
 
 
 def found() -> Metrics:
-    return Metrics({"allreduce": Total(3, 84, 0.5), "barrier": Total(1, 0, 0.25)}, 7, 2, 1.5, 0.5, None, 0.0)
+    return Metrics({"allreduce": Total(3, 84, 0.5), "barrier": Total(1, 0, 0.25)}, 7, 2, 1.5, 0.5, 0.75, None, 0.0)
 
 
 def test_scalars_hold_everything():
@@ -21,7 +21,7 @@ def test_scalars_hold_everything():
     assert scalars["allreduce/calls"] == 3
     assert scalars["allreduce/nbytes"] == 84
     assert scalars["barrier/seconds"] == 0.25
-    assert (scalars["operations"], scalars["overlap"]) == (7, 1 / 3)
+    assert (scalars["operations"], scalars["overlap"], scalars["waited_s"]) == (7, 1 / 3, 0.75)
     assert math.isnan(scalars["late_rank"])
     assert json.loads(found().to_json()) == {**scalars, "late_rank": None}
 

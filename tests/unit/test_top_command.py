@@ -32,6 +32,7 @@ def said(rank: int, **more: Any) -> dict[str, Any]:
         "nbytes": 3 << 20,
         "late": None,
         "sets": [],
+        "operations": [],
         "error": None,
         **more,
     }
@@ -61,6 +62,16 @@ def test_who_is_waited_for_is_named():
         [said(0, sets=[["world", [0, 1, 2], 41, "allreduce", 1059.9]]), said(1, sets=[before], late=[0, 0.02])]
     )
     assert [each["waiting"] for each in brief] == [None, "last for rank 0, 20 ms"]
+
+
+def test_who_has_not_submitted_an_operation_is_named():
+    """Of the operations of optimizers and their like, too, from the moment when a rank has submitted one."""
+    waits = [["world", [0, 1, 2], "SGD, buckets", 1052.0]]
+    found = rows([said(0, operations=waits), said(1), said(2, operations=[[*waits[0][:3], 1050.0]])])
+    words = "s in 'SGD, buckets' for rank 1"
+    assert [each["waiting"] for each in found] == [f"8 {words}", None, f"10 {words}"]
+    just = [[*waits[0][:3], 1059.5]]
+    assert rows([said(0, operations=just), said(1)])[0]["waiting"] is None
 
 
 def test_prometheus_gets_every_rank():
