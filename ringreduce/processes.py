@@ -147,11 +147,11 @@ class KeptSignal:
         self._number = number
         self._came = False
         self._lock = threading.Lock()
-        self._reader, writer = os.pipe()  # of the numbers of all signals that Python handles
+        self._reader, self._writer = os.pipe()  # of the numbers of all signals that Python handles
         os.set_blocking(self._reader, False)
-        os.set_blocking(writer, False)
+        os.set_blocking(self._writer, False)
         atexit.register(signal.signal, number, signal.SIG_IGN)
-        before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         if before != -1:  # an event loop's, which keeps it: then the main thread must not wait
             signal.set_wakeup_fd(before)
         signal.signal(number, self._keep)  # as threads from before this do not block it
@@ -161,7 +161,7 @@ class KeptSignal:
         """Return whether it came since this was called last."""
         with self._lock:
             waits = signal.sigtimedwait({self._number}, 0) is not None
-            written = self._number in self._written()  # before the next: that is said by Python, of the same signal
+            written = self._number in self._written()
             came, self._came = self._came, False
         return came or waits or written
 
@@ -173,7 +173,11 @@ class KeptSignal:
         return found
 
     def _keep(self, number: int, frame: FrameType | None) -> None:
-        self._came = True
+        """Take note of it, unless it is in the pipe: it would count twice, as Python may call this late."""
+        current = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        if current != self._writer:  # an event loop's
+            signal.set_wakeup_fd(current)
+            self._came = True
 
 
 class Forked:
