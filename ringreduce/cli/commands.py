@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 import ringreduce
 from ringreduce.cli import asynchronous, plots, recovery
@@ -58,6 +61,8 @@ class _Names(click.ParamType[tuple[str, ...]]):
 
 
 _NBYTES = _Nbytes()
+#: What `bench` measures besides collectives and messages, and the options that have a meaning there.
+_OTHERS = {"async": ("iterations", "format"), "recovery": ("format",)}
 _WITH_ALGORITHMS = [name for name, each in COLLECTIVES.items() if not each.point_to_point]
 _EXAMPLES = """\b
 Examples:
@@ -72,7 +77,7 @@ Examples:
 
 
 @click.command(epilog=_EXAMPLES, short_help="Measure a collective.")
-@click.argument("collective", metavar="COLLECTIVE", type=click.Choice([*COLLECTIVES, "all", "async", "recovery"]))
+@click.argument("collective", metavar="COLLECTIVE", type=click.Choice([*COLLECTIVES, "all", *_OTHERS]))
 @click.option("-b", "--minbytes", "min_nbytes", type=_NBYTES, default="32M", help="First size; takes K, M, G.")
 @click.option(
     "-e",
@@ -162,7 +167,7 @@ def bench(**options: Any) -> int:
     bandwidth (2 P n bytes for P ranks on it), and the peers are MPI by hand through pinned memory and Gloo on tensors.
 
     In sendrecv each rank sends to the next one while it receives. The other two are between ranks 0 and 1: latency is
-    half the time there and back, and bandwidth is of 16 messages one after the other, which are answered then.
+    half the time there and back; for bandwidth, 16 messages are sent in a row, and then answered once.
 
     With async, measure named asynchronous allreduces instead: the latency of one of 4 B, and 160 of 64 KiB that are
     submitted together. Of the options, -n and --format json have a meaning there.
@@ -170,6 +175,8 @@ def bench(**options: Any) -> int:
     With recovery, let the last rank be killed until one is left, and measure how long it takes until the others go on;
     under `ringreduce run --elastic` on one machine. Of the options, --format json has a meaning there.
     """
+    if options["collective"] in _OTHERS:
+        _refuse_options(options["collective"], _OTHERS[options["collective"]])
     if options["collective"] == "async":
         ringreduce.init()
         measured = asynchronous.run(options["iterations"], options["format"], lambda text: click.echo(text, nl=False))
@@ -184,10 +191,9 @@ def bench(**options: Any) -> int:
         raise click.UsageError("--plot and -J are for one collective; with all there is --report")
     if plot or page:
         plots.require_matplotlib(plot)
-    for path in filter(None, (plot, page)):
-        _require_folder(path)
     settings = _settings(options)
     ringreduce.init()
+    _require_writable([path for path in (settings.output_file, plot, page) if path])
     world = ringreduce.world()
     wanted = [name for name, each in COLLECTIVES.items() if world.size > 1 or not each.of_two]
     reports = [
@@ -247,16 +253,36 @@ def _settings(options: dict[str, Any]) -> Settings:
     """Turn options into settings, and check what needs no other rank."""
     for name in options["types"]:
         native_dtype(TYPES[name])
-    if options["output_file"]:
-        _require_folder(options["output_file"])
     options["max_nbytes"] = _last_size(options["min_nbytes"], options["max_nbytes"], 32 << 20)
     shared, new = options.pop("buffers") == "shared", options.pop("results") == "new"
     return Settings(shared_buffers=shared, new_results=new, **options)
 
 
-def _require_folder(path: str) -> None:
-    if not Path(path).absolute().parent.is_dir():
-        raise click.UsageError(f"the folder of {path} does not exist")
+def _refuse_options(collective: str, meant: tuple[str, ...]) -> None:
+    """Refuse all options on the command line but those that have a meaning for what is no collective."""
+    context = click.get_current_context()
+    for each in context.command.params:
+        given = context.get_parameter_source(each.name or "") is ParameterSource.COMMANDLINE
+        if given and each.name not in ("collective", *meant):
+            raise click.UsageError(f"{each.opts[-1]} has no meaning for {collective}")
+
+
+def _require_writable(paths: Sequence[str]) -> None:
+    """Check that rank 0 can write files, before anything is measured for them. Collective."""
+    complaint = None
+    if ringreduce.rank() == 0:
+        for path in paths:
+            there = os.path.lexists(path)
+            try:
+                with open(path, "ab"):
+                    pass
+                if not there:
+                    os.unlink(path)
+            except OSError as error:
+                complaint = complaint or f"{path} cannot be written: {error.strerror}"
+    complaint = ringreduce.broadcast_object(complaint) if paths else None
+    if complaint is not None:
+        raise click.UsageError(complaint)
 
 
 def _last_size(first: int, last: int | None, usual: int) -> int:

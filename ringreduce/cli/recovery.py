@@ -9,7 +9,6 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from ringreduce import runtime
 from ringreduce.config import survives_deaths
 from ringreduce.errors import ConfigError, PeerLostError
 from ringreduce.reduce_ops import MAX, SUM
+from ringreduce.status import resident_nbytes
 
 __all__ = ["RecoveryResult", "run"]
 
@@ -94,9 +94,8 @@ def _kill_last() -> RecoveryResult:
     times = [detected - when, steps.connected_s, steps.begun_s, ended - begun, ended - when]
     first, second, third, fourth, total = (1e3 * runtime.allreduce(np.array(times), MAX)).tolist()
     gc.collect()  # the error's traceback holds the old world
-    resident = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
     descriptors = len(os.listdir("/proc/self/fd"))
-    return RecoveryResult(runtime.size(), first, second, third, fourth, total, descriptors, resident)
+    return RecoveryResult(runtime.size(), first, second, third, fourth, total, descriptors, resident_nbytes())
 
 
 def _table(results: list[RecoveryResult]) -> str:

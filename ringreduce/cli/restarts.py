@@ -156,9 +156,8 @@ class Restarts:
             if not said and self._clock() - begin > _LOOK_EVERY_S:
                 _say(f"waiting for {rules.least} slots; {there} can be used{self._failing_said}")
                 said = True
-            time.sleep(
-                _LOOK_EVERY_S / 10
-            )  # no job runs, and hosts do not say when they come: all there is to do is ask
+            # No job runs, and hosts do not say when they come: all there is to do is ask.
+            time.sleep(_LOOK_EVERY_S / 10)
 
     @property
     def _failing_said(self) -> str:

@@ -21,6 +21,12 @@ from ringreduce.errors import ConfigError
 __all__ = ["command"]
 
 _START_TIMEOUT_S = 600.0
+_EXAMPLES = """\b
+Examples:
+  ringreduce run -np 4 python train.py --lr 0.1
+  ringreduce run -H h1:2,h2:2 --log-dir logs python train.py
+  ringreduce run --elastic -np 4 --min-np 2 --max-restarts 3 python train.py
+"""
 
 
 def _cooldown(context: click.Context, parameter: click.Parameter, text: str | None) -> Cooldown | None:
@@ -41,6 +47,7 @@ def _words(context: click.Context, parameter: click.Parameter, text: str | None)
 
 @click.command(
     "run",
+    epilog=_EXAMPLES,
     short_help="Start a job.",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
@@ -63,7 +70,7 @@ def _words(context: click.Context, parameter: click.Parameter, text: str | None)
     type=click.Path(file_okay=False),
     help="Write rank-0.log and so on; show rank 0 alone.",
 )
-@click.option("--prefix/--no-prefix", help="Begin each line of output with its rank, as mpirun writes that.")
+@click.option("--prefix/--no-prefix", help="Begin each line of output with its rank, in mpirun's own format.")
 @click.option("--elastic", is_flag=True, help="Go on when ranks die; for programs that use ringreduce.elastic.")
 @click.option("--min-np", "least", type=click.IntRange(1), show_default="1", help="End once fewer ranks are left.")
 @click.option("--max-np", "most", type=click.IntRange(1), show_default="-np", help="Start or grow to so many.")
@@ -132,12 +139,7 @@ def command(
     dry_run: bool,
     program: tuple[str, ...],
 ) -> int:
-    r"""Start PROGRAM (python train.py ...) as several ranks, under the mpirun of the MPI library that mpi4py loads.
-
-    \b
-      ringreduce run -np 4 python train.py --lr 0.1
-      ringreduce run -H h1:2,h2:2 --log-dir logs python train.py
-      ringreduce run --elastic -np 4 --min-np 2 --max-restarts 3 python train.py
+    """Start PROGRAM (python train.py ...) as several ranks, under the mpirun of the MPI library that mpi4py loads.
 
     Open MPI, MPICH or Intel MPI: whatever that wants on this machine is set, and one line says so. Inside an allocation
     of Slurm, PBS or LSF, ranks run on its hosts. If a rank fails, the job ends, the traceback of that rank is shown

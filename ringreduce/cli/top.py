@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ringreduce.cli.cases import format_nbytes
-from ringreduce.errors import name_ranks
+from ringreduce.errors import ConfigError, name_ranks
 from ringreduce.status import read_all
 
 __all__ = ["command", "prometheus_text", "rows"]
@@ -59,13 +59,13 @@ def command(job: str | None, once: bool, as_json: bool, every_s: float, port: in
         return 0
     console = Console(highlight=False)
     if once or not console.is_terminal:
-        console.print(_shown(found()))
+        console.print(_shown(found(), job))
         return 0
-    with Live(_shown(found()), console=console, auto_refresh=False, screen=True) as live:
+    with Live(_shown(found(), job), console=console, auto_refresh=False, screen=True) as live:
         try:
             while True:
                 time.sleep(every_s)  # nobody says when there is something new
-                live.update(_shown(found()), refresh=True)
+                live.update(_shown(found(), job), refresh=True)
         except KeyboardInterrupt:
             return 0
 
@@ -135,9 +135,10 @@ def _said(seconds: float, what: str, absent: list[int]) -> str:
     return f"{seconds:.0f} s in {what} for {name_ranks(absent) if absent else 'all, who have come'}"
 
 
-def _shown(ranks: Sequence[dict[str, Any]]) -> Any:
+def _shown(ranks: Sequence[dict[str, Any]], job: str | None) -> Any:
     if not ranks:
-        return Text("no job of this user runs on this machine (or RINGREDUCE_STATUS=0 hides it)")
+        which = f"no job of this user whose name begins with {job}" if job else "no job of this user"
+        return Text(f"{which} runs on this machine (or RINGREDUCE_STATUS=0 hides it)")
     parts: list[Any] = []
     for job in dict.fromkeys(each["job"] for each in ranks):
         mine = [each for each in ranks if each["job"] == job]
@@ -209,7 +210,11 @@ def _serve(port: int, text: Callable[[], str]) -> int:
         def log_message(self, format: str, *arguments: Any) -> None:
             """Say nothing of each request."""
 
-    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
+    try:
+        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    except OSError as error:
+        raise ConfigError(f"port {port} cannot be served: {error.strerror}; name another one, or 0 for any") from None
+    with server:
         click.echo(f"http://127.0.0.1:{server.server_port}/metrics", err=True)
         with suppress(KeyboardInterrupt):
             server.serve_forever()

@@ -19,9 +19,13 @@ from ringreduce.errors import ConfigError
 
 __all__ = ["PARTS", "command", "load", "report", "to_html"]
 
+_WIDE = 1000  # columns, which no table takes
+
 Event = dict[str, Any]
 Span = tuple[float, float]  # begin and end, in microseconds
 
+#: Of the table.
+_HEADINGS = "rank", "steps", "step ms", "forward", "backward", "optimizer", "comm", "rest", "hidden", "last", "late ms"
 #: What a step's time is divided into, and the colours of these parts.
 PARTS = {
     "forward": "#4c78a8",
@@ -45,9 +49,10 @@ def command() -> None:
 def _report(trace: str, page: str | None, as_json: bool, skip: int) -> int:
     """Say where the time of the training steps in TRACE went, on each rank.
 
-    Medians over the steps, in milliseconds. "communication" is what is not hidden behind forward, backward and
-    optimizer; "hidden" is what is. "rest" is all else: loading data, Python. A rank was "last" in a step if it was the
-    last to end its backward pass; "late" is by how much it came after the first one, on average over all steps.
+    Medians over the steps, in milliseconds. "comm" is the time in which only communication went on; "hidden" is
+    communication that ran during forward, backward or optimizer. "rest" is all else: loading data, Python. A rank was
+    "last" in a step if it was the last to end its backward pass; "late" is by how much it came after the first one, on
+    average over all steps.
     """
     found = report(load(trace), skip)
     if page is not None:
@@ -59,7 +64,7 @@ def _report(trace: str, page: str | None, as_json: bool, skip: int) -> int:
         click.echo(json.dumps(found, indent=1))
         return 0
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("rank", "steps", "step ms", *PARTS, "hidden", "last", "late ms"):
+    for heading in _HEADINGS:
         table.add_column(heading, justify="right", no_wrap=True)
     for each in found["ranks"]:
         times = [each["step"], *(each[part] for part in PARTS), each["hidden"]]
@@ -67,7 +72,9 @@ def _report(trace: str, page: str | None, as_json: bool, skip: int) -> int:
             str(each["rank"]), str(each["steps"]), *(f"{ms:.2f}" for ms in times), f"{each['last']:.0%}",
             f"{each['late']:.2f}",
         )  # fmt: skip
-    Console(highlight=False).print(table)
+    # At least as wide as the table: a number is whole, or it is misread.
+    width = Console(width=_WIDE).measure(table).maximum
+    Console(highlight=False, width=max(Console().width, width)).print(table)
     return 0
 
 
@@ -78,12 +85,19 @@ def load(path: str | Path) -> list[Event]:
         ConfigError: it is none of ringreduce's.
     """
     try:
-        events = json.loads(Path(path).read_text(encoding="utf-8"))
-        if not (isinstance(events, list) and events and "job" in events[0]["args"]):
-            raise ValueError("no trace of ringreduce")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
-    return events
+    try:
+        events: list[Event] = json.loads(text)
+        if "job" in events[0]["args"]:
+            return events
+    except ValueError:
+        if text.startswith('[\n{"name": "trace"'):
+            raise ConfigError(f"{path} ends in the middle of a trace: was it copied while the job wrote it?") from None
+    except (KeyError, IndexError, TypeError):
+        pass  # JSON of something else
+    raise ConfigError(f"{path} is no trace of ringreduce")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +129,11 @@ def report(events: Sequence[Event], skip: int = 0) -> dict[str, Any]:
     steps = {rank: _steps(rank, events, skip) for rank in sorted({event["pid"] for event in events[1:]})}
     steps = {rank: found for rank, found in steps.items() if found}
     if not steps:
+        if any("step" in event.get("args", {}) for event in events):
+            raise ConfigError(f"all training steps of this trace are among the first {skip}, which are left out")
         raise ConfigError(
-            f"there are no training steps in this trace after the first {skip}: they are there where ringreduce.torch "
-            "is imported, and optimizers of torch step"
+            "there are no training steps in this trace: they are there where ringreduce.torch is imported, and "
+            "optimizers of torch step"
         )
     common = set.intersection(*({each.number for each in found} for found in steps.values()))
     ready = {rank: {each.number: each.ready for each in found} for rank, found in steps.items()}
@@ -218,7 +234,6 @@ def to_html(found: dict[str, Any], title: str) -> str:
             x += width
         y += 26
     legend = "".join(f'<span><i style="background:{colour}"></i>{part}</span>' for part, colour in PARTS.items())
-    headings = ("rank", "steps", "step ms", *PARTS, "hidden", "last", "late ms")
     rows = "".join(
         "<tr>"
         + "".join(
@@ -245,8 +260,9 @@ i {{ display: inline-block; width: 1em; height: 1em; margin: 0 .4em 0 1em; verti
 <p>Where the time of a training step went on each rank: medians in milliseconds.</p>
 <svg width="780" height="{y}" role="img" aria-label="time of a step by part">{"".join(bars)}</svg>
 <p>{legend}</p>
-<table><tr>{"".join(f"<th>{each}</th>" for each in headings)}</tr>{rows}</table>
-<p>communication: what is not hidden behind forward, backward and optimizer; hidden: what is. last: in how many steps
-the rank was the last to end its backward pass; late: by how much it came after the first one, on average.</p>
+<table><tr>{"".join(f"<th>{each}</th>" for each in _HEADINGS)}</tr>{rows}</table>
+<p>comm: the time in which only communication went on; hidden: communication that ran during forward, backward or
+optimizer. last: in how many steps the rank was the last to end its backward pass; late: by how much it came after the
+first one, on average.</p>
 </body></html>
 """

@@ -145,7 +145,10 @@ def test_all_collectives_on_a_page_with_pictures(mpirun: Run, tmp_path: Path) ->
     [
         (("all", "--plot", "x.png"), "with all there is --report"),
         (("allreduce", "--plot", "x.jpg"), "ends in .png, .svg, .pdf"),
-        (("allreduce", "--plot", "nowhere/x.png"), "the folder of nowhere/x.png does not exist"),
+        (("allreduce", "--plot", "nowhere/x.png"), "nowhere/x.png cannot be written: No such file or directory"),
+        (("allreduce", "-J", "nowhere/x.json"), "nowhere/x.json cannot be written"),
+        (("async", "--plot", "x.png"), "--plot has no meaning for async"),
+        (("recovery", "-n", "3"), "--iters has no meaning for recovery"),
     ],
 )
 def test_mistakes_with_pictures(options: tuple[str, ...], message: str) -> None:

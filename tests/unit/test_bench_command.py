@@ -96,7 +96,7 @@ def test_wrong_elements_make_the_exit_status_1(monkeypatch):
         (["bench", "allreduce", "--vs", "nccl"], "'nccl' is not one of mpi, gloo"),
         (["bench", "allreduce", "--algorithm", "rnig", *FAST], "choose auto, all or one of"),
         (["bench", "broadcast", "-r", "7", *FAST], "there is no rank 7 to be the root; the last is rank 0"),
-        (["bench", "allreduce", "-J", "/no/such/folder/x.json"], "does not exist"),
+        (["bench", "allreduce", "-J", "/no/such/folder/x.json"], "cannot be written: No such file"),
         (["bench", "scan"], "'scan' is not one of"),
         (["bnech"], "No such command 'bnech'"),
     ],

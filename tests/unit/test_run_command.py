@@ -9,9 +9,10 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from click.testing import CliRunner
 
 from ringreduce import processes
-from ringreduce.cli import discovery
+from ringreduce.cli import discovery, main
 from ringreduce.cli.job import SUPERVISOR, Mark, MarkReader
 
 DIED = b"\x1eringreduce: rank 3 on n1.cluster has died\n"
@@ -171,3 +172,10 @@ def test_no_answer_of_a_script_ends_the_asking(
     answer.write_bytes(b"b\n")
     asked.ask()
     assert asked.hosts() == {"b": 1}
+
+
+def test_the_examples_of_the_help_are_lines() -> None:
+    """Each stands on a line of its own, and no escape is left of what keeps it there."""
+    shown = CliRunner().invoke(main, ["run", "--help"], standalone_mode=False).output
+    assert "\\" not in shown
+    assert "  ringreduce run -np 4 python train.py --lr 0.1\n" in shown

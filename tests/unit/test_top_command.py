@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from ringreduce import status
-from ringreduce.cli import main
+from ringreduce.cli import main, top
 from ringreduce.cli.top import prometheus_text, rows
 from ringreduce.errors import ConfigError
 
@@ -102,7 +103,7 @@ def test_the_command_shows_living_ranks_and_forgets_the_dead(place: Path):
     found = json.loads(CliRunner().invoke(main, ["top", "--json"], standalone_mode=False).output)
     assert [each["rank"] for each in found] == [0, 1]
     other = CliRunner().invoke(main, ["top", "--once", "--job", "ffff"], standalone_mode=False)
-    assert "no job of this user runs" in other.output
+    assert "no job of this user whose name begins with ffff" in other.output
 
 
 def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -138,3 +139,13 @@ def test_a_rank_writes_until_it_ends(place: Path, monkeypatch: pytest.MonkeyPatc
     assert (place / "j.0.json").stat().st_mode & 0o777 == 0o600
     file.close()
     assert list(place.iterdir()) == []
+
+
+def test_a_port_that_is_taken_is_an_error(place: Path):
+    """In one line, with what to do."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        with pytest.raises(ConfigError, match=rf"port {port} cannot be served: Address already in use"):
+            top.command.main(["--prometheus", port], standalone_mode=False)

@@ -73,8 +73,10 @@ def test_who_comes_last_is_named():
 def test_first_steps_can_be_left_out():
     """They warm up."""
     assert report(training(), skip=3)["ranks"][0]["steps"] == 1
-    with pytest.raises(ConfigError, match="no training steps"):
+    with pytest.raises(ConfigError, match="among the first 4, which are left out"):
         report(training(), skip=4)
+    with pytest.raises(ConfigError, match="no training steps in this trace"):
+        report(training(steps=0))
 
 
 def test_the_page_is_whole_and_needs_nothing_else():
@@ -91,11 +93,11 @@ def test_the_command(tmp_path: Path):
     """As a table, as JSON, and as a page."""
     trace, page = tmp_path / "trace.json", tmp_path / "page.html"
     trace.write_text(json.dumps(training()))
-    shown = CliRunner().invoke(
-        main, ["timeline", "report", str(trace), "--html", str(page)], standalone_mode=False, env={"COLUMNS": "120"}
-    )
-    assert shown.output.splitlines()[0].split()[:3] == ["rank", "steps", "step"]
-    assert shown.output.splitlines()[1].split()[:4] == ["0", "3", "20.00", "4.00"]
+    command = ["timeline", "report", str(trace), "--html", str(page)]
+    for columns in ("20", "80", "200"):  # numbers stay whole, however narrow a terminal is
+        shown = CliRunner().invoke(main, command, standalone_mode=False, env={"COLUMNS": columns}).output.splitlines()
+        assert shown[0].split()[:3] == ["rank", "steps", "step"]
+        assert shown[1].split() == ["0", "3", "20.00", "4.00", "8.00", "1.00", "3.00", "4.00", "2.00", "0%", "0.00"]
     assert page.read_text().startswith("<!DOCTYPE html>")
     said = CliRunner().invoke(main, ["timeline", "report", str(trace), "--json"], standalone_mode=False).output
     assert json.loads(said) == report(training(), skip=1)
@@ -104,7 +106,12 @@ def test_the_command(tmp_path: Path):
 def test_what_is_no_trace_is_refused(tmp_path: Path):
     """With the reason."""
     path = tmp_path / "trace.json"
-    for text in ("{", "[]", '{"a": 1}', "[1]", '[{"name": "x", "args": {}}]'):
+    for text in ("{", "[]", '{"a": 1}', "[1]", '[{"name": "x", "args": {}}]', "some text"):
         path.write_text(text)
-        with pytest.raises(ConfigError, match="cannot be read"):
+        with pytest.raises(ConfigError, match="is no trace of ringreduce"):
             load(path)
+    path.write_text('[\n{"name": "trace", "ph": "M", "pi')
+    with pytest.raises(ConfigError, match="ends in the middle of a trace"):
+        load(path)
+    with pytest.raises(ConfigError, match=r"cannot be read: .*No such file"):
+        load(tmp_path / "nowhere.json")
