@@ -27,7 +27,7 @@ from ringreduce.processes import Forked
 from ringreduce.reduce_ops import SUM, ReduceOp
 from ringreduce.tasks import InOrder, Task
 from ringreduce.transport.checked import CheckedMessages
-from ringreduce.transport.point_to_point import PointToPoint, Transfer
+from ringreduce.transport.point_to_point import Deliveries, PointToPoint, Transfer
 from ringreduce.transport.waiting import Waiter
 
 __all__ = ["BITWISE", "Group"]
@@ -95,7 +95,7 @@ class Group:
         self._waiter.watchers += [self._messages.watch, advance]
         self._context.waiter.watchers.append(advance)
         self._in_order = InOrder(f"ringreduce group {self.ranks}", threads=messages.concurrent)
-        self._deliveries = InOrder(f"ringreduce messages {self.ranks}", threads=messages.concurrent)
+        self._deliveries = Deliveries(f"ringreduce messages {self.ranks}", self._messages, threads=messages.concurrent)
         self._closed = False
 
     # ---- the order of calls ----
@@ -120,9 +120,7 @@ class Group:
 
     def delivered(self, transfer: Transfer) -> Task:
         """Return what is done when a message is, without anybody waiting for it."""
-        task = Task(lambda: self._messages.wait(transfer), str(transfer))
-        self._deliveries.submit(task, here=False)
-        return task
+        return self._deliveries.add(transfer)
 
     # ---- reductions ----
 
@@ -424,7 +422,7 @@ class Group:
     def disown(self, reason: str) -> None:
         """Communicate no more, as this process was forked by the rank; ``reason`` is what the errors say."""
         self._in_order = InOrder("", threads=False)
-        self._deliveries = InOrder("", threads=False)
+        self._deliveries = Deliveries("", self._messages, threads=False)
         self._messages.disown(ConfigError(reason))
         self.communicator.disown(reason)
         self._closed = True

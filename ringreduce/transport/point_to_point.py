@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -15,10 +15,11 @@ import numpy.typing as npt
 
 from ringreduce.buffers import operand_of, require_host
 from ringreduce.errors import CollectiveError, ConfigError, MismatchError, RingReduceError, ShutdownError
+from ringreduce.tasks import Task
 from ringreduce.transport.messages import Messages, Request
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["PointToPoint", "Transfer"]
+__all__ = ["Deliveries", "PointToPoint", "Transfer"]
 
 Array = npt.NDArray[Any]
 
@@ -187,6 +188,16 @@ class PointToPoint:
         if transfer.error is not None:
             raise transfer.error
 
+    def wait_for_some(self, transfers: Sequence[Transfer], changed: Callable[[], bool]) -> None:
+        """Return once one of several transfers is done, or what is waited for has ``changed``; raises as `wait`."""
+
+        def over() -> bool:
+            if not any(each.done for each in transfers):
+                self.advance()
+            return any(each.done for each in transfers) or changed()
+
+        self._waiter.until(over, lambda: f"the other side of a {transfers[0]}")
+
     def withdraw(self, transfer: Transfer) -> None:
         """Receive into an array no more, unless that has begun."""
         with self._lock:
@@ -243,8 +254,7 @@ class PointToPoint:
                 tag = _HEAD.unpack_from(said)[0]
                 self._announced[sender, tag].append(said)
                 self._order.append((sender, tag))
-            waiting, self._awaited = self._awaited, []
-            self._awaited += [each for each in waiting if not self._matched(each)]
+            self._awaited = [each for each in self._awaited if not self._matched(each)]
             for each in self._moving:
                 if not each.done and self._messages.test_all(each.requests):
                     self._messages.free(each.requests)
@@ -292,6 +302,71 @@ class PointToPoint:
             transfer.requests = [self._messages.recv(each, sender, tag) for each in pieces]
         self._messages.start(transfer.requests)
         self._moving.append(transfer)
+
+
+class Deliveries:
+    """Ends a task for each transfer when that is done, in whatever order this happens. Thread-safe.
+
+    One thread waits for all of them, which begins with the first and sleeps while there are none.
+
+    Args:
+        name: of that thread.
+        messages: of the transfers.
+        threads: whether there may be one; without it, to add a transfer is to wait for it.
+    """
+
+    def __init__(self, name: str, messages: PointToPoint, *, threads: bool) -> None:
+        self._name = name
+        self._messages = messages
+        self._threads = threads
+        self._changed = threading.Condition()
+        self._added: list[tuple[Transfer, Task]] = []  # which the thread has not seen
+        self._thread: threading.Thread | None = None
+        self._ends = False
+
+    def add(self, transfer: Transfer) -> Task:
+        """Return what ends when a transfer does, with its error; or with why it cannot be waited for any longer."""
+        task = Task(lambda: self._messages.wait(transfer), str(transfer))
+        if not self._threads:
+            task.run()
+            return task
+        with self._changed:
+            if self._ends:
+                raise ShutdownError("this group was destroyed; make a new one")
+            self._added.append((transfer, task))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+                self._thread.start()
+            self._changed.notify()
+        return task
+
+    def close(self) -> None:
+        """Return when all have ended; the messages are closed by then, which ends all transfers."""
+        with self._changed:
+            self._ends = True
+            self._changed.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _work(self) -> None:
+        waiting: list[tuple[Transfer, Task]] = []
+        while True:
+            with self._changed:
+                if not waiting:
+                    self._changed.wait_for(lambda: self._added or self._ends)
+                waiting, self._added = waiting + self._added, []
+            if not waiting:
+                return
+            try:
+                self._messages.wait_for_some([each for each, _ in waiting], lambda: bool(self._added))
+            except Exception as error:  # nothing has come for so long, or never will
+                for _, task in waiting:
+                    task.end(error)
+                waiting = []
+            for transfer, task in waiting:
+                if transfer.done:
+                    task.end(transfer.error)
+            waiting = [each for each in waiting if not each[0].done]
 
 
 def _require_tag(tag: int) -> int:

@@ -554,6 +554,24 @@ def test_threads_end_with_their_group():
     assert threading.active_count() == before
 
 
+@pytest.mark.sizes(2, 3, 4)
+def test_futures_of_messages_wait_for_their_own_alone(rank: int):
+    """What came is there, though an earlier receive has got nothing yet, and gets it only because of that."""
+    first, second, third = torch.zeros(3), torch.zeros(4), torch.ones(1)
+    if rank == 0:
+        early = dist.irecv(first, 1, tag=1).get_future()
+        late = dist.irecv(second, 1, tag=2).get_future()
+        assert late.wait()[0] is second
+        assert second.tolist() == [2.0] * 4
+        dist.send(third, 1, tag=3)
+        early.wait()
+        assert first.tolist() == [1.0] * 3
+    elif rank == 1:
+        dist.send(torch.full((4,), 2.0), 0, tag=2)
+        dist.recv(third, 0, tag=3)
+        dist.send(torch.ones(3), 0, tag=1)
+
+
 def test_groups_are_seen_from_outside(rank: int, size: int, tmp_path: Path):
     """Metrics, the trace and what a rank writes down last tell of the calls of groups."""
     before = rr.metrics().collectives
