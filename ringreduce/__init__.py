@@ -50,6 +50,6 @@ __all__ += errors.__all__
 __all__.remove("name_ranks")  # which words errors, and is for nobody outside
 __all__ += reduce_ops.__all__
 __all__ += runtime.__all__
-for _for_bindings in ("failure", "follow_timelines", "group"):
+for _for_bindings in ("failure", "follow_timelines", "group", "rank_and_size"):
     __all__.remove(_for_bindings)
 __all__.sort(key=lambda name: (not name.isupper(), name))

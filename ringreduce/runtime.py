@@ -58,6 +58,7 @@ __all__ = [
     "local_size",
     "metrics",
     "rank",
+    "rank_and_size",
     "record",
     "recoveries",
     "recv",
@@ -362,6 +363,11 @@ def rank() -> int:
 def size() -> int:
     """Return the number of ranks."""
     return _process.here().size
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Return this rank and how many there are; 0 and 1 while there is no world, as for a program that is alone."""
+    return (rank(), size()) if is_initialized() else (0, 1)
 
 
 def local_rank() -> int:

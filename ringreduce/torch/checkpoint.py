@@ -13,7 +13,7 @@ import torch
 
 from ringreduce.elastic.store import replace_file
 from ringreduce.errors import ConfigError
-from ringreduce.runtime import is_initialized, rank, size
+from ringreduce.runtime import rank_and_size
 from ringreduce.torch.elastic.generators import Generators
 from ringreduce.torch.functions import allgather_object, broadcast_object
 
@@ -97,28 +97,28 @@ def load_checkpoint(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any
     failures = [said for said in _everyone(None if error is None else f"{type(error).__name__}: {error}") if said]
     if failures:
         raise ConfigError(f"{complaint}: {failures[0]}") from error
-    generators = content["generators"]
-    if len(generators) == _size():
-        Generators().load_state_dict(generators[_rank()])
-    elif _rank() == 0:
+    generators, (me, ranks) = content["generators"], rank_and_size()
+    if len(generators) == ranks:
+        Generators().load_state_dict(generators[me])
+    elif me == 0:
         _log.warning(
             "the checkpoint was saved by %d ranks, and there are %d: random numbers go on as they are",
             len(generators),
-            _size(),
+            ranks,
         )
     return values
 
 
 def _on_rank_0(do: Callable[[], T], complaint: str) -> T:
     """Return on all ranks what a function returns on rank 0; raise on all what it raises. Collective."""
-    result, error = None, None
-    if _rank() == 0:
+    result, error, (me, ranks) = None, None, rank_and_size()
+    if me == 0:
         try:
             result = do()
         except Exception as caught:  # whatever a foreign file, a full disk or a strange object leads to
             error = caught
     said = None if error is None else f"{complaint}: {str(error) or type(error).__name__}"
-    if _size() > 1:
+    if ranks > 1:
         said, result = broadcast_object((said, result))
     if said is not None:
         raise ConfigError(said) from error
@@ -126,12 +126,4 @@ def _on_rank_0(do: Callable[[], T], complaint: str) -> T:
 
 
 def _everyone(mine: Any) -> list[Any]:
-    return allgather_object(mine) if _size() > 1 else [mine]
-
-
-def _rank() -> int:
-    return rank() if is_initialized() else 0
-
-
-def _size() -> int:
-    return size() if is_initialized() else 1
+    return allgather_object(mine) if rank_and_size()[1] > 1 else [mine]

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset, Sampler, get_worker_info
 from ringreduce.arguments import whole_number
 from ringreduce.errors import ConfigError
 from ringreduce.runtime import count as count_progress
-from ringreduce.runtime import is_initialized, rank, size
+from ringreduce.runtime import rank_and_size
 
 __all__ = ["DistributedSampler", "Shard"]
 
@@ -59,7 +59,7 @@ class DistributedSampler(Sampler[int]):
         self.epoch = whole_number("epoch", epoch, 0)
 
     def __iter__(self) -> Iterator[int]:
-        count, (me, ranks) = len(self.dataset), _place()
+        count, (me, ranks) = len(self.dataset), rank_and_size()
         order = list(range(count))
         if self.shuffle:
             order = torch.randperm(count, generator=torch.Generator().manual_seed(self.seed + self.epoch)).tolist()
@@ -72,7 +72,7 @@ class DistributedSampler(Sampler[int]):
             count_progress(samples=1)
 
     def __len__(self) -> int:
-        count, (me, ranks) = len(self.dataset), _place()
+        count, (me, ranks) = len(self.dataset), rank_and_size()
         if self._ends == "uneven":
             return len(range(me, count, ranks))
         return -(-count // ranks) if self._ends == "repeat" else count // ranks
@@ -95,7 +95,7 @@ class Shard(IterableDataset[Any]):
         self._ends = _checked(ends)
 
     def __iter__(self) -> Iterator[Any]:
-        (me, ranks), worker = _place(), get_worker_info()
+        (me, ranks), worker = rank_and_size(), get_worker_info()
         mine, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         samples = iter(self._source)
         last: list[Any] = []
@@ -110,11 +110,6 @@ class Shard(IterableDataset[Any]):
             if number % workers == mine and me < len(group):
                 yield group[me]
             last, number = group, number + 1
-
-
-def _place() -> tuple[int, int]:
-    """Return this rank, and how many there are."""
-    return (rank(), size()) if is_initialized() else (0, 1)
 
 
 def _checked(ends: Ends) -> Ends:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ringreduce.arguments import whole_number
 from ringreduce.errors import ConfigError
-from ringreduce.runtime import is_initialized, rank, size
+from ringreduce.runtime import rank_and_size
 
 __all__ = ["EpochDivision"]
 
@@ -85,7 +85,7 @@ class EpochDivision:
     def reset(self) -> None:
         """Divide what is left among the ranks there are now."""
         self._news = set()
-        self.num_replicas, self.rank = (size(), rank()) if is_initialized() else (1, 0)
+        self.rank, self.num_replicas = rank_and_size()
         self._known = len(self.processed_indices)
         left = [place for place in self._order(self.epoch) if place not in self.processed_indices]
         self.remaining_indices = left

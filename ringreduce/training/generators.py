@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ringreduce.arguments import whole_number
-from ringreduce.runtime import is_initialized, rank
+from ringreduce.runtime import rank_and_size
 
 __all__ = ["Generators", "seed_of_rank"]
 
@@ -25,7 +25,7 @@ def seed_of_rank(seed: int) -> int:
         ConfigError: it is no whole number, at least 0.
     """
     seed = whole_number("seed", seed, 0)
-    mine = int(np.random.SeedSequence([seed, rank() if is_initialized() else 0]).generate_state(1, np.uint64)[0])
+    mine = int(np.random.SeedSequence([seed, rank_and_size()[0]]).generate_state(1, np.uint64)[0])
     random.seed(mine)
     np.random.seed(mine % 2**32)
     return mine
