@@ -206,13 +206,13 @@ class Context:
 
     def abandon(self) -> None:
         """Give back, after a failure, what no message under way may still be written to."""
-        self.waiter.watchers.clear()
+        self.waiter.forget()
         self.arena.close()
 
     def close(self) -> None:
         """Give everything back; arrays that users still hold stay valid."""
         self.board.close()
-        self.waiter.watchers.clear()
+        self.waiter.forget()
         self.messages.close()
         self.arena.close()
 

@@ -152,7 +152,16 @@ class Gradients:
         self._found: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self.watch()
         # The parameters keep their hooks, and the finalizer keeps what it retires; neither keeps this object.
-        weakref.finalize(self, _retire, self._buckets, self._overlap, self._hooks).atexit = False
+        self._finalizer = weakref.finalize(self, _retire, self._buckets, self._overlap, self._hooks)
+        self._finalizer.atexit = False
+
+    def retire(self) -> None:
+        """Watch no parameter any more, and let go of buckets. Local.
+
+        To drop the last reference is not enough after a failure: the finalizer keeps the engine, and with it the error
+        whose traceback may hold this object.
+        """
+        self._finalizer()
 
     # ---- what frameworks' hooks call ----
 

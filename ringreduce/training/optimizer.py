@@ -217,7 +217,9 @@ class Training:
         self._take_place()
         with self.checking(self._kind):
             self._bind(self._engine.communicator).require_usable([parameter for _, parameter in self._named()])
+        replaced = self.gradients
         self.begin(self._optimizer, self._named, self.options, self._settings)
+        replaced.retire()
         return True
 
     def declare_passes(self, passes: int) -> None:

@@ -20,6 +20,10 @@ _PATIENT_YIELD_S, _PATIENT_NAP_S = 50e-6, 250e-6  # where the program needs the 
 _LONG_NAP_S = 1e-3  # after a second
 
 
+def _never() -> bool:
+    return False
+
+
 class Waiter:
     """Waits until something holds; one for each communicator.
 
@@ -36,9 +40,14 @@ class Waiter:
     def __init__(self, timeout_s: float, crowded: bool = False) -> None:
         self.timeout_s = timeout_s
         self.crowded = crowded
-        self.patient: Callable[[], bool] = lambda: False
+        self.patient: Callable[[], bool] = _never
         self.watchers: list[Callable[[], None]] = []
         self._usual_s = 0.0  # how long waits for some of several transfers take
+
+    def forget(self) -> None:
+        """Ask nobody any more: transports that end with messages under way keep their waiter, but not its users."""
+        self.patient = _never
+        self.watchers.clear()
 
     def until(self, ready: Callable[[], object], waiting_for: Callable[[], str]) -> None:
         """Return once ``ready()`` is true.

@@ -11,6 +11,7 @@ from mpi4py import MPI
 
 import ringreduce as rr
 from ringreduce.testing import caught
+from ringreduce.testing.toy import Toy
 from ringreduce.transport import mpi
 from ringreduce.transport.waiting import Waiter
 
@@ -120,6 +121,31 @@ def test_a_tensor_on_a_communication_buffer(world: rr.Communicator) -> None:
             tensor.fill_(1)
             rr.allreduce(tensor, "sum", out=tensor)
             assert (tensor == world.size).all()
+
+
+def test_gradients_of_a_world_that_failed_are_let_go(no_world: None) -> None:
+    """An optimizer that goes on in a new world keeps nothing of the old one, not even by the error that ended it."""
+    rr.init()
+    toy = Toy({"matrix": np.zeros((3, 2)), "bias": np.zeros(2), "more": np.zeros(2)})
+
+    def step() -> None:
+        toy.backward(np.ones((4, 3)), np.ones((4, 2)))
+        toy.step()
+
+    def fail() -> Exception:
+        gradients = toy.training.gradients
+        with pytest.raises(rr.TransportError) as caught:
+            raise rr.TransportError(f"as if {gradients} had met it")
+        return caught.value
+
+    step()
+    rr.global_process_set.engine.fail(fail())
+    replaced = weakref.ref(toy.training.gradients)
+    rr.shutdown()
+    rr.init()
+    step()
+    gc.collect()
+    assert replaced() is None
 
 
 def test_a_closed_transport_is_let_go() -> None:
