@@ -17,6 +17,10 @@ _PREFIX = re.compile(r"\[([0-9]+)\](?:<std(?:err|out)>:)? ?")
 _ENDING = re.compile(r"ringreduce: rank ([0-9]+) of [0-9]+ .*; ending the job")
 _OTHER = re.compile(r"ringreduce: |-{20,}|Abort\([0-9]+\) on node|Fatal error in |=+$|\x1e")
 _TRACEBACK = "Traceback (most recent call last):"
+#: Of a Python that cannot begin: the place of a syntax error, in a file that is the program, and one line on others.
+_PLACE = re.compile(r'  File ".*", line [0-9]+$')
+_SYNTAX = re.compile(r"(?:SyntaxError|IndentationError|TabError): ")
+_NO_PROGRAM = re.compile(r"\S*python\S*: (?:can't (?:open file|find)|No module named|Error while finding) ")
 _GOES_ON = re.compile(r"\s|Traceback|During handling of the above|The above exception was|$")
 #: Of mpirun: the rank that it names as the first to fail.
 _BLAMED = re.compile(
@@ -47,10 +51,10 @@ def find(text: str) -> Failure | None:
         ending = _ENDING.match(line)
         if ending is not None:
             return Failure(int(ending[1]), _block(lines, index, traceback_at=index + 1))
+    rank = None if blamed is None else int(blamed[1])
     starts = [index for index, (_, line) in enumerate(lines) if line == _TRACEBACK]
     if not starts:
-        return None
-    rank = None if blamed is None else int(blamed[1])
+        return _of_python(lines, rank)
     # A handled exception may have been logged before; the last block of the rank that is blamed counts.
     own = [index for index in starts if lines[index][0] == rank] or starts
     first = own[-1]
@@ -105,6 +109,20 @@ def _block(lines: Sequence[tuple[int | None, str]], first: int, traceback_at: in
     while taken and not taken[-1].strip():
         taken.pop()
     return "\n".join(taken)
+
+
+def _of_python(lines: Sequence[tuple[int | None, str]], blamed: int | None) -> Failure | None:
+    """Return why Python could not begin with a program; None: that was not it."""
+    for index, (rank, line) in enumerate(lines):
+        who = blamed if rank is None else rank
+        if _NO_PROGRAM.match(line):
+            return Failure(who, line)
+        if _PLACE.match(line):  # several ranks may write at once; the lines of each are in order
+            own = [text for other, text in lines[index:] if other == rank]
+            last = next((number for number, text in enumerate(own[:6]) if _SYNTAX.match(text)), None)
+            if last is not None:
+                return Failure(who, "\n".join(own[: last + 1]))
+    return None
 
 
 def _reaches(lines: Sequence[tuple[int | None, str]], first: int, last: int) -> bool:

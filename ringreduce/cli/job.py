@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import click
+
 from ringreduce import processes
 from ringreduce.cli.failures import KEPT_NBYTES
 
@@ -107,8 +109,9 @@ class Job:
         try:
             self._forward_errors(look, every_s)
             status = self._process.wait()
-        except KeyboardInterrupt:  # which mpirun has got as well
-            self.stopped = True
+        except KeyboardInterrupt:  # which mpirun has got as well from a terminal, but not from who sends a signal
+            click.echo("ringreduce: interrupted; ending all ranks", err=True)
+            self._stop()
             self._forward_errors(lambda: None, None)  # or mpirun would wait for someone to read it
             self._process.wait()
             return _INTERRUPTED

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 import shlex
+import shutil
+import sys
+import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -53,6 +58,7 @@ def _words(context: click.Context, parameter: click.Parameter, text: str | None)
 )
 @click.option(
     "-np",
+    "-n",
     "--num-proc",
     "ranks",
     type=click.IntRange(1),
@@ -141,6 +147,8 @@ def command(
 ) -> int:
     """Start PROGRAM (python train.py ...) as several ranks, under the mpirun of the MPI library that mpi4py loads.
 
+    A PROGRAM that ends in .py and is no command runs under this Python.
+
     Open MPI, MPICH or Intel MPI: whatever that wants on this machine is set, and one line says so. Inside an allocation
     of Slurm, PBS or LSF, ranks run on its hosts. If a rank fails, the job ends, the traceback of that rank is shown
     last, and the exit status is the rank's; with --elastic it is 0 as long as some ranks have reached the end. Ctrl-C
@@ -193,6 +201,14 @@ def command(
     starts = "-np" if most is None else "--max-np"
     if least is not None and least > (most or ranks):
         raise ConfigError(f"--min-np {least} is more than the {most or ranks} ranks that {starts} starts")
+    name = os.uname().nodename
+    here = frozenset({name, name.partition(".")[0], *(() if named else (UNNAMED,))})
+    remote = bool(named) or not all(is_here(host, here) for host in granted)
+    program = _startable(program, remote)
+    if folder is not None and not dry_run:
+        _make(Path(folder))
+    if not remote:
+        _require_room(max(ranks, most or 0))
     launcher = find()
     if elastic:
         _require_ob1(os.environ)
@@ -201,8 +217,6 @@ def command(
     by_host: Mapping[str, int] = granted if watches and granted else {UNNAMED: ranks}
     if sum(by_host.values()) < rules.least:
         raise ConfigError(f"the hosts have {sum(by_host.values())} slots, and --min-np is {rules.least}; see --slots")
-    name = os.uname().nodename
-    here = frozenset({name, name.partition(".")[0], *(() if named else (UNNAMED,))})
     finds_itself = allocation is not None and launcher.reads(allocation.scheduler)
     start = Start(
         launcher,
@@ -210,7 +224,7 @@ def command(
         here,
         slots={} if finds_itself else granted,
         hostfile=hostfile if launcher.kind not in ("MPICH", "Intel MPI") else None,
-        remote=bool(named) or not all(is_here(host, here) for host in granted),
+        remote=remote,
         least=least,
         elastic=elastic,
         watches=watches,
@@ -252,6 +266,47 @@ def _variables(exported: tuple[str, ...]) -> dict[str, str | None]:
             raise ConfigError(f"-x {name}: it is not set here; give a value, as in -x {name}=1")
         found[name] = value if has_value else None
     return found
+
+
+def _startable(program: tuple[str, ...], remote: bool) -> tuple[str, ...]:
+    """Return what mpirun is to start; a script of Python that is no command by itself runs under this Python.
+
+    Raises:
+        ConfigError: there is no such program on this machine, which runs all ranks.
+    """
+    name = program[0]
+    if shutil.which(name) is not None:
+        return program
+    if name.endswith(".py") and (remote or os.path.isfile(name)):
+        return sys.executable, *program
+    if remote:
+        return program
+    raise ConfigError(
+        f"{name} can be read, but not run; chmod +x {name}, or put what runs it in front"
+        if os.path.isfile(name)
+        else f"there is no program {name}"
+    )
+
+
+def _make(folder: Path) -> None:
+    """Make the folder of the ranks' files, so that what is wrong with it is said once."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(f"--log-dir {folder}: cannot write there: {error.strerror}") from None
+
+
+def _require_room(ranks: int) -> None:
+    """Raise a `ConfigError` if this machine cannot run so many processes."""
+    mine, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    limits = {"ulimit -u": mine} if mine != resource.RLIM_INFINITY else {}
+    for name in ("pid_max", "threads-max"):
+        with suppress(OSError, ValueError):
+            limits[f"/proc/sys/kernel/{name}"] = int(Path("/proc/sys/kernel", name).read_text())
+    name, most = min(limits.items(), key=lambda each: each[1], default=("", ranks))
+    if ranks > most:
+        raise ConfigError(f"{ranks} ranks are more than the {most} processes that this machine allows ({name})")
 
 
 def _named(hosts: str | None, hostfile: str | None, slots: int) -> dict[str, int]:

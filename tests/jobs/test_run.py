@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,54 @@ def test_an_exit_code_is_returned() -> None:
     assert done.returncode == 7
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-c", "x = ("], "SyntaxError: '(' was never closed\n"),
+        (["not_there.py"], "not_there.py': [Errno 2]"),
+        (["-m", "not.there"], "No module named 'not'"),
+    ],
+)
+def test_why_python_does_not_begin_comes_last(tmp_path: Path, arguments: list[str], words: str) -> None:
+    """There is no traceback then."""
+    done = run("run", "-n", 2, sys.executable, *arguments, cwd=tmp_path)
+    assert done.returncode == 1 + (arguments == ["not_there.py"])
+    last = done.stderr.rpartition(f"the job has ended with status {done.returncode}:\n")[2]
+    assert words in last
+    assert "-----" not in last
+
+
+def test_a_script_runs_under_this_python(tmp_path: Path) -> None:
+    """What ends in .py and is no command needs no `python` in front, here and with a file for each rank."""
+    (tmp_path / "speaks.py").write_text(SPEAKS)
+    done = run("run", "-n", 2, "--log-dir", "logs", "speaks.py", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "out 0\nerror 0\nmore 0 None\n"), done.stderr
+
+
+@pytest.mark.parametrize("to_all", [False, True], ids=["the launcher", "all, as from a terminal"])
+def test_an_interrupt_ends_all_ranks(tmp_path: Path, to_all: bool) -> None:
+    """And says so, also where mpirun does not get it."""
+    ready = tmp_path / "ready"
+    os.mkfifo(ready)
+    program = f"import time; open({str(ready)!r}, 'w').write('x'); time.sleep(100)"
+    job = subprocess.Popen(
+        [Path(sys.executable).with_name("ringreduce"), "run", "-n", "2", sys.executable, "-c", program],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    try:
+        assert ready.read_text() in ("x", "xx")
+        (os.killpg if to_all else os.kill)(job.pid, signal.SIGINT)
+        _, said = job.communicate(timeout=50)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+    assert job.returncode == 130
+    assert "ringreduce: interrupted; ending all ranks\n" in said
+
+
 def test_each_rank_has_a_file(tmp_path: Path) -> None:
     """With both streams in the order of the program; rank 0 alone is shown. A variable reaches all of them."""
     done = run("run", "-np", 2, "--log-dir", "a/logs", "-x", "SAID=a b", sys.executable, "-c", SPEAKS, cwd=tmp_path)
@@ -92,6 +142,10 @@ def test_lines_carry_the_rank() -> None:
         (["-x", "NOT_SET_ANYWHERE"], "it is not set here"),
         (["-H", "a", "--hostfile", "/dev/null"], "give one of them"),
         (["--mpi-args", "'"], "No closing quotation"),
+        (["--log-dir", "/proc/logs"], "--log-dir /proc/logs: cannot write there"),
+        (["-n", "1000000000"], "processes that this machine allows"),
+        (["not-a-program"], "there is no program not-a-program"),
+        (["/etc/passwd"], "/etc/passwd can be read, but not run"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(arguments: list[str], said: str) -> None:

@@ -39,6 +39,18 @@ def test_before_init_there_is_a_traceback_alone() -> None:
     assert find(f"{handled}\ngoing on\n{TRACEBACK}\n") == Failure(None, TRACEBACK)
 
 
+def test_why_python_does_not_begin_is_quoted() -> None:
+    """Where there is no traceback: the lines of one rank, though others write at once."""
+    place, rest = '  File "/t.py", line 3', ["    x = (", "        ^", "SyntaxError: '(' was never closed"]
+    own = "\n".join([place, *rest])
+    assert find(f"{own}\n{NOISE}") == Failure(1, own)
+    mixed = "\n".join(f"[0] {line}\n[1] {line}" for line in [place, *rest])
+    assert find(mixed) == Failure(0, own)
+    missing = "python: can't open file '/t.py': [Errno 2] No such file or directory"
+    assert find(f"{missing}\n{missing}\n") == Failure(None, missing)
+    assert find(f"{place}\nwas read\n") is None
+
+
 def test_an_end_without_words_is_none() -> None:
     """There is nothing to repeat."""
     assert find("") is None
