@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib.metadata
+import itertools
 import os
 import platform
 import sys
@@ -34,7 +35,13 @@ _PROBES = 3  # timed calls of each candidate for the bound
 _BOUND = "bound"
 
 
-def run(world: Communicator, settings: Settings, write: Callable[[str], None], place: Place | None = None) -> Report:
+def run(
+    world: Communicator,
+    settings: Settings,
+    write: Callable[[str], None],
+    place: Place | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Report:
     """Measure everything that ``settings`` ask for; collective.
 
     Args:
@@ -42,6 +49,7 @@ def run(world: Communicator, settings: Settings, write: Callable[[str], None], p
         settings: equal on all ranks.
         write: gets the text, row by row, on rank 0.
         place: where the arrays are; None: as the settings have it.
+        progress: is told after each case how many have been measured, and of how many; 0: there is no end.
 
     Returns:
         The report; ranks can differ in the count of wrong elements only where they fail to tell each other.
@@ -60,9 +68,13 @@ def run(world: Communicator, settings: Settings, write: Callable[[str], None], p
         bench, rows = Bench(world, settings, peers, place), []
         machine = describe_machine(world, place)
         show(writer.head(machine))
-        for case, algorithm in bench.plan():
-            rows.append(bench.measure(case, algorithm))
-            show(writer.row(rows[-1]))
+        plan = list(bench.plan())
+        for cycle in range(settings.cycles) if settings.cycles else itertools.count():
+            for number, (case, algorithm) in enumerate(plan, 1 + cycle * len(plan)):
+                rows.append(bench.measure(case, algorithm))
+                show(writer.row(rows[-1]))
+                if progress is not None:
+                    progress(number, settings.cycles * len(plan))
         report = Report(settings, machine, tuple(rows), tuple(bench.bounds[size] for size in sorted(bench.bounds)))
         show(writer.foot(report))
     return report
@@ -142,12 +154,12 @@ class Bench:
         group = [ours, *rivals]
         for contender in group:
             self._place.store(contender.source, lambda array: array.fill(rest_value(case.op)))
-        iterations = settings.iterations or iterations_for(case.nbytes * case.collective.messages)
+        iterations = settings.iterations or iterations_for(case.nbytes * case.collective.messages * settings.aggregated)
         warmup = warmup_for(iterations) if settings.warmup is None else settings.warmup
-        times = time_in_turn(self._world, group, iterations, warmup, watch=self._place.watch)
-        found = {
-            each.name: Summary.of_seconds(row, case.collective.messages) for each, row in zip(group, times, strict=True)
-        }
+        timed = [each.repeated(settings.aggregated) for each in group]
+        times = time_in_turn(self._world, timed, iterations, warmup, watch=self._place.watch)
+        parts = case.collective.messages * settings.aggregated
+        found = {each.name: Summary.of_seconds(row, parts) for each, row in zip(group, times, strict=True)}
         if settings.check:
             wrong.append(self._count_wrong(case, ours))
         algorithm, transport = self._place.path(case, name, asked)

@@ -13,11 +13,12 @@ import click
 from click.core import ParameterSource
 
 import ringreduce
-from ringreduce.cli import asynchronous, plots, recovery
+from ringreduce.cli import asynchronous, overlap, plots, recovery
 from ringreduce.cli import bench as benchmark
 from ringreduce.cli.cases import COLLECTIVES, NCCL_TYPES, OPS, TYPES, format_nbytes, native_dtype, sizes
 from ringreduce.cli.formats import WRITERS, to_json
 from ringreduce.cli.peers import PEERS
+from ringreduce.cli.progress import Progress
 from ringreduce.cli.results import Settings
 from ringreduce.config import parse_nbytes
 
@@ -62,7 +63,11 @@ class _Names(click.ParamType[tuple[str, ...]]):
 
 _NBYTES = _Nbytes()
 #: What `bench` measures besides collectives and messages, and the options that have a meaning there.
-_OTHERS = {"async": ("iterations", "format"), "recovery": ("format",)}
+_OTHERS = {
+    "async": ("iterations", "format"),
+    "overlap": ("min_nbytes", "max_nbytes", "step_nbytes", "step_factor", "iterations", "peers", "format"),
+    "recovery": ("format",),
+}
 _WITH_ALGORITHMS = [name for name, each in COLLECTIVES.items() if not each.point_to_point]
 _EXAMPLES = """\b
 Examples:
@@ -72,6 +77,7 @@ Examples:
   mpirun -np 2 python -m ringreduce bench allreduce -b 1K -e 64M -f 4 --vs mpi,gloo --plot allreduce.png
   mpirun -np 2 python -m ringreduce bench all -b 1K -e 16M -f 8 --vs mpi --report report.html
   mpirun -np 2 python -m ringreduce bench async
+  mpirun -np 2 python -m ringreduce bench overlap -b 64K -e 16M -f 4 --vs mpi
   ringreduce run --elastic -np 4 python -m ringreduce bench recovery
 """
 
@@ -104,6 +110,22 @@ Examples:
     type=click.IntRange(0),
     show_default="10 or 3, by size",
     help="Calls before the timed ones.",
+)
+@click.option(
+    "-m",
+    "--agg_iters",
+    "aggregated",
+    type=click.IntRange(1),
+    default=1,
+    help="Calls in a row that are timed as one iteration; the figure is that of one of them.",
+)
+@click.option(
+    "-N",
+    "--run_cycles",
+    "cycles",
+    type=click.IntRange(0),
+    default=1,
+    help="Measure everything so often; 0: until it is interrupted.",
 )
 @click.option("-c", "--check", type=click.IntRange(0), default=1, help="Verify so often, and after; 0: never.")
 @click.option("-o", "--op", "ops", type=_Names(tuple(OPS), tuple(OPS)), default="sum", help="Operations, or all.")
@@ -149,7 +171,7 @@ Examples:
 @click.option("-I", "--per_iter_timing", "per_iteration", is_flag=True, help="Show how the iterations' times spread.")
 def bench(**options: Any) -> int:
     """Measure a COLLECTIVE: allreduce, reduce_scatter, allgather, broadcast, alltoall, reduce, gather or scatter; or
-    messages: sendrecv, latency or bandwidth; or async, or recovery.
+    messages: sendrecv, latency or bandwidth; or async, overlap or recovery.
 
     With all, measure each of these in turn, messages where there are two ranks.
 
@@ -172,6 +194,10 @@ def bench(**options: Any) -> int:
     With async, measure named asynchronous allreduces instead: the latency of one of 4 B, and 160 of 64 KiB that are
     submitted together. Of the options, -n and --format json have a meaning there.
 
+    With overlap, measure how much of an asynchronous allreduce a computation hides: each is begun, then the program
+    multiplies matrices on one core for as long as the allreduce takes alone, and then waits. Of the options, -b, -e,
+    -i, -f, -n, --vs and --format json have a meaning there.
+
     With recovery, let the last rank be killed until one is left, and measure how long it takes until the others go on;
     under `ringreduce run --elastic` on one machine. Of the options, --format json has a meaning there.
     """
@@ -181,6 +207,19 @@ def bench(**options: Any) -> int:
         ringreduce.init()
         measured = asynchronous.run(options["iterations"], options["format"], lambda text: click.echo(text, nl=False))
         return int(any(each.nwrong for each in measured))
+    if options["collective"] == "overlap":
+        last = _last_size(options["min_nbytes"], options["max_nbytes"], 32 << 20)
+        steps = list(sizes(options["min_nbytes"], last, options["step_nbytes"], options["step_factor"]))
+        ringreduce.init()
+        speaks = ringreduce.rank() == 0
+        overlaps = overlap.run(
+            steps,
+            options["iterations"],
+            options["peers"],
+            options["format"],
+            lambda text: click.echo(text, nl=False) if speaks else None,
+        )
+        return int(any(each.nwrong for each in overlaps))
     if options["collective"] == "recovery":
         ringreduce.init()
         speaks = ringreduce.rank() == 0
@@ -189,6 +228,8 @@ def bench(**options: Any) -> int:
     plot, page, several = options.pop("plot"), options.pop("page"), options["collective"] == "all"
     if several and (plot or options["output_file"]):
         raise click.UsageError("--plot and -J are for one collective; with all there is --report")
+    if not options["cycles"] and (several or plot or page or options["output_file"] or options["format"] == "json"):
+        raise click.UsageError("-N 0 comes to no end, so it takes a table of one collective alone")
     if plot or page:
         plots.require_matplotlib(plot)
     settings = _settings(options)
@@ -196,9 +237,16 @@ def bench(**options: Any) -> int:
     _require_writable([path for path in (settings.output_file, plot, page) if path])
     world = ringreduce.world()
     wanted = [name for name, each in COLLECTIVES.items() if world.size > 1 or not each.of_two]
+    names = wanted if several else [settings.collective]
+    is_seen = settings.format != "json" and not several  # row by row
     reports = [
-        benchmark.run(world, replace(settings, collective=name), lambda text: click.echo(text, nl=False))
-        for name in (wanted if several else [settings.collective])
+        benchmark.run(
+            world,
+            replace(settings, collective=name),
+            lambda text: click.echo(text, nl=False),
+            progress=None if world.rank or is_seen else Progress(f"bench {name}, {number} of {len(names)}"),
+        )
+        for number, name in enumerate(names, 1)
     ]
     if world.rank == 0:
         if settings.output_file:

@@ -20,6 +20,7 @@ __all__ = ["WRITERS", "CsvWriter", "JsonWriter", "NcclWriter", "OsuWriter", "Sho
 _CSV_COLUMNS = [
     *("collective", "size", "count", "type", "redop", "root", "algorithm", "transport", "buffers", "in_place"),
     *("iterations", "time_us_min", "time_us_median", "time_us_p95", "alg_bw", "bus_bw", "nwrong", "bound_share"),
+    *("time_us_mean", "time_us_p90", "time_us_p99", "time_us_max", "time_us_deviation"),
 ]
 
 
@@ -51,7 +52,7 @@ class NcclWriter(Writer):
             f"Collective test starting: {collective.nccl_name}",
             f"nRanks {machine.nranks} minBytes {settings.min_nbytes} maxBytes {settings.max_nbytes} "
             f"step: {step} warmup iters: {_or_auto(settings.warmup)} iters: {_or_auto(settings.iterations)} "
-            f"agg iters: 1 validation: {settings.check}",
+            f"agg iters: {settings.aggregated} validation: {settings.check}",
             f"{machine.placement}, {plural(machine.cores, 'core')}, {machine.cpu}; {machine.mpi_library or 'no MPI'}",
             f"{settings.buffers} buffers{new}; time: median over the iterations of the slowest rank's time",
         ]

@@ -6,7 +6,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -77,6 +77,19 @@ class Contender:
     call: Callable[[], Any]
     output: Array | None = None
 
+    def repeated(self, times: int) -> Contender:
+        """Return one that does the job so often in a row."""
+        if times == 1:
+            return self
+        call = self.call
+
+        def several() -> Any:
+            for _ in range(times - 1):
+                call()
+            return call()
+
+        return replace(self, call=several)
+
 
 @dataclass(frozen=True, slots=True)
 class Summary:
@@ -98,6 +111,11 @@ class Summary:
         us = np.asarray(seconds, np.float64) * 1e6 / parts
         low, median, p90, p95, p99, high = np.percentile(us, [0, 50, 90, 95, 99, 100]).tolist()
         return cls(us.size, low, median, float(us.mean()), p90, p95, p99, high, float(us.std()))
+
+    def as_dict(self) -> dict[str, float]:
+        """Return all times by name, in microseconds."""
+        names = {"minimum": "min", "maximum": "max"}
+        return {names.get(name, name): us for name, us in asdict(self).items() if name != "iterations"}
 
     @property
     def variation(self) -> float:

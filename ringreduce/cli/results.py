@@ -25,6 +25,8 @@ class Settings:
         step_factor: the quotient of two sizes.
         iterations: timed calls per size; None: adapted to the size.
         warmup: calls before them; None: adapted to the size.
+        aggregated: calls in a row that are timed as one iteration; times are of one of them.
+        cycles: how often everything is measured; 0: again and again.
         check: how often results are verified before timing (and once after); 0: never.
         ops: names of the operations.
         types: names of the element types.
@@ -46,6 +48,8 @@ class Settings:
     step_factor: int = 2
     iterations: int | None = None
     warmup: int | None = None
+    aggregated: int = 1
+    cycles: int = 1
     check: int = 1
     ops: tuple[str, ...] = ("sum",)
     types: tuple[str, ...] = ("float",)
@@ -160,7 +164,7 @@ class Result:
             "buffers": self.buffers,
             "in_place": self.in_place,
             "iterations": self.time.iterations,
-            "time_us": {"min": self.time.minimum, "median": self.time.median, "p95": self.time.p95},
+            "time_us": self.time.as_dict(),
             "alg_bw": self.alg_bw,
             "bus_bw": self.bus_bw,
             "nwrong": self.nwrong,

@@ -125,6 +125,22 @@ def test_asynchronous_operations(mpirun: Run):
     ]
 
 
+@pytest.mark.parametrize("peers", [[], ["--vs", "mpi,gloo"]], ids=["alone", "with peers"])
+def test_overlap(mpirun: Run, peers: list[str]) -> None:
+    """``bench overlap`` measures each library alone and beside a computation, and verifies its sums."""
+    done = mpirun(2, "bench", "overlap", "-b", "8", "-e", "64K", "-f", "64", "-n", "3", *peers, "--format", "json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["results"]
+    names = ["ringreduce", *(["mpi", "gloo"] if peers else [])]
+    assert [(each["name"], each["nbytes"]) for each in found] == [
+        (name, n) for n in (8, 512, 32768, 65536) for name in names
+    ]
+    assert all(each["nwrong"] == 0 and 0 <= each["hidden"] <= 1 for each in found)
+    for each in found:
+        hidden = 1 - (each["both_us"] - each["compute_us"]) / each["allreduce_us"]
+        assert each["hidden"] == pytest.approx(min(max(hidden, 0), 1))
+
+
 def test_all_collectives_on_a_page_with_pictures(mpirun: Run, tmp_path: Path) -> None:
     """Everything is measured and right, and the page shows each."""
     pytest.importorskip("matplotlib")
@@ -148,6 +164,8 @@ def test_all_collectives_on_a_page_with_pictures(mpirun: Run, tmp_path: Path) ->
         (("allreduce", "--plot", "nowhere/x.png"), "nowhere/x.png cannot be written: No such file or directory"),
         (("allreduce", "-J", "nowhere/x.json"), "nowhere/x.json cannot be written"),
         (("async", "--plot", "x.png"), "--plot has no meaning for async"),
+        (("overlap", "-c", "1"), "--check has no meaning for overlap"),
+        (("allreduce", "-N", "0", "--plot", "x.png"), "-N 0 comes to no end"),
         (("recovery", "-n", "3"), "--iters has no meaning for recovery"),
     ],
 )

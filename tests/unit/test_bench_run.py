@@ -10,7 +10,8 @@ import pytest
 
 from ringreduce.cli import bench
 from ringreduce.cli.cases import COLLECTIVES, OPS, TYPES
-from ringreduce.cli.measure import Summary
+from ringreduce.cli.measure import Contender, Summary
+from ringreduce.cli.progress import Progress
 from ringreduce.cli.results import Report, Settings
 from ringreduce.errors import ConfigError
 from ringreduce.testing import run_ranks
@@ -40,13 +41,13 @@ class Faulty:
         return call
 
 
-def run(settings: Settings, ranks: int = 2, fault: str | None = None) -> tuple[list[Report], str]:
+def run(settings: Settings, ranks: int = 2, fault: str | None = None, progress=None) -> tuple[list[Report], str]:
     """Run the benchmark on ``ranks`` threads; return each rank's report and what was printed."""
     printed: list[str] = []
 
     def body(communicator):
         world = communicator if fault is None else Faulty(communicator, fault, ranks - 1)
-        return bench.run(world, settings, printed.append)
+        return bench.run(world, settings, printed.append, progress=progress)
 
     return run_ranks(ranks, body), "".join(printed)
 
@@ -98,6 +99,38 @@ def test_all_types_and_operations():
     assert {(row.best.case.type_name, row.best.case.op_name, row.best.nwrong) for row in reports[0].rows} == {
         (type_name, op_name, 0) for type_name in TYPES for op_name in OPS
     }
+
+
+def test_calls_in_a_row_and_cycles():
+    """``-m`` times several calls as one and divides; ``-N`` does all again; what is done is told."""
+    told = []
+    settings = Settings("allreduce", aggregated=3, cycles=2, **FAST)
+    reports, printed = run(settings, progress=lambda *done: told.append(done))
+    assert reports[0].nwrong == 0
+    assert [row.best.case.nbytes for row in reports[0].rows] == [8, 64, 512] * 2
+    assert "agg iters: 3" in printed
+    assert sorted(told) == sorted([(done, 6) for done in range(1, 7)] * 2)
+
+
+def test_repeated_calls():
+    """The result of the last is returned; once is the contender itself."""
+    calls = iter(range(10))
+    once = Contender("ours", np.empty(0), lambda: next(calls))
+    assert once.repeated(1) is once
+    assert [once.repeated(3).call(), next(calls)] == [2, 3]
+
+
+def test_progress_is_told_now_and_then(capsys: pytest.CaptureFixture[str]):
+    """Not with each part, not at the end, and with what is left of the time at the same pace."""
+    now = [0.0]
+    progress = Progress("bench allreduce", lambda: now[0])
+    for done in range(1, 6):
+        now[0] += 3.0
+        progress(done, 5)
+    assert capsys.readouterr().err == (
+        "ringreduce: bench allreduce: 2 of 5 measured, about 9 s to go\n"
+        "ringreduce: bench allreduce: 4 of 5 measured, about 3 s to go\n"
+    )
 
 
 def test_all_algorithms():

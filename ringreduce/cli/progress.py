@@ -1,0 +1,34 @@
+"""How far a long command is, for whoever sees nothing of it yet."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import click
+
+__all__ = ["Progress"]
+
+_EVERY_S = 5.0
+
+
+class Progress:
+    """Says on standard error how much is done, a few seconds apart.
+
+    Args:
+        of: what the lines begin with.
+        clock: returns seconds since some time or other.
+    """
+
+    def __init__(self, of: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._of, self._clock = of, clock
+        self._began = self._said = clock()
+
+    def __call__(self, done: int, total: int) -> None:
+        """Take note that so many parts of all are done."""
+        now = self._clock()
+        if now - self._said < _EVERY_S or done == total:
+            return
+        self._said = now
+        left_s = (now - self._began) / done * (total - done)
+        click.echo(f"ringreduce: {self._of}: {done} of {total} measured, about {left_s:.0f} s to go", err=True)
