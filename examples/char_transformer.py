@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from curves import Curves, add_option
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -74,7 +75,8 @@ def main() -> int:
             print(line, flush=True)
 
     say(f"{args.parallel}, {ranks}, {args.steps} steps of {args.batch_size} x {CONTEXT} characters")
-    losses = []
+    losses: list[Tensor] = []
+    curves = Curves("characters")
     begin = time.perf_counter()
     for index in range(1, args.steps + 1):
         optimizer.zero_grad()
@@ -83,6 +85,7 @@ def main() -> int:
         if index % args.every == 0 or index == args.steps:
             mean = torch.stack(losses).mean()
             dist.all_reduce(mean, dist.ReduceOp.AVG)
+            curves.add(index, float(mean), index * args.batch_size * CONTEXT)
             say(f"step {index}: training loss {mean:.5f}")
             losses.clear()
     busy_s = time.perf_counter() - begin
@@ -97,6 +100,8 @@ def main() -> int:
             say(f"what it writes:\n{text.sample(whole, args.sample, args.seed)}")
     identical = same_weights(whole)
     say(f"weights: {'bitwise identical' if identical else 'DIFFERENT'} on {ranks}")
+    if args.plot and rank == 0:
+        curves.save(args.plot, f"char_transformer.py, {args.parallel}, {ranks}")
     dist.destroy_process_group()
     return 0 if identical else 1
 
@@ -110,6 +115,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="of the weights and the batches (default: %(default)s)")
     parser.add_argument("--every", type=int, default=50, help="steps between two lines (default: %(default)s)")
     parser.add_argument("--sample", type=int, default=300, help="characters to write in the end (default: %(default)s)")
+    add_option(parser)
     return parser.parse_args()
 
 

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+from curves import Curves, add_option
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor, nn
@@ -50,7 +51,7 @@ def main() -> int:
 
     steps = len(train[0]) // (args.batch_size * hvd.size())
     console.print(f"{ranks}, {steps} steps of {args.batch_size} digits per rank and epoch")
-    busy_s = 0.0
+    busy_s, curves = 0.0, Curves("digits")
     with progress_bar(console, args.epochs * steps) as advance:
         for epoch in range(args.epochs):
             begin = time.perf_counter()
@@ -65,6 +66,8 @@ def main() -> int:
                 advance()
             busy_s += time.perf_counter() - begin
             loss, accuracy = hvd.allreduce(loss, name="loss"), evaluate(model, *test)
+            done = (epoch + 1) * steps
+            curves.add(done, float(loss), done * args.batch_size * hvd.size())
             console.print(f"epoch {epoch + 1}: training loss {loss:.4f}, test accuracy {accuracy:.2%}")
 
     mean_s, communication_s = hvd.allreduce(torch.tensor([busy_s, optimizer.communication_s]), name="time").tolist()
@@ -74,6 +77,8 @@ def main() -> int:
     console.print(f"communication: {communication_s / mean_s:.1%} of the step time")
     identical = same_weights(model)
     console.print(f"weights: {'bitwise identical' if identical else 'DIFFERENT'} on {ranks}")
+    if args.plot and hvd.rank() == 0:
+        curves.save(args.plot, f"mnist.py, {ranks}")
     hvd.shutdown()
     return 0 if identical else 1
 
@@ -89,6 +94,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--device", choices=["cpu", "cuda"], default="cpu", help="where to train (default: %(default)s)"
     )
+    add_option(parser)
     return parser.parse_args()
 
 

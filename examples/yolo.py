@@ -29,6 +29,7 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
+from curves import Curves, add_option
 from skimage import color, data
 from torch import Tensor, nn
 from torch.nn import functional
@@ -73,7 +74,7 @@ def main() -> int:
     ranks = f"{size} rank{'s' * (size != 1)}"
     say(f"{args.model}, {sum(each.numel() for each in model.parameters()):,} parameters, {ranks}")
     say(f"loss on pictures never trained on, before: {test_loss(model, held_out):.3f}")
-    begin, losses = time.perf_counter(), []
+    begin, losses, curves = time.perf_counter(), [], Curves("pictures")
     for step in range(1, args.steps + 1):
         first = (step * size + rank) * args.batch_size
         optimizer.zero_grad()
@@ -84,7 +85,9 @@ def main() -> int:
         schedule.step()
         losses.append(loss.detach())
         if step % args.every == 0 or step == args.steps:
-            say(f"step {step}: training loss {mean_over_ranks(torch.stack(losses).mean()):.3f}")
+            mean = mean_over_ranks(torch.stack(losses).mean())
+            curves.add(step, mean, step * args.batch_size * size)
+            say(f"step {step}: training loss {mean:.3f}")
             losses.clear()
     busy_s = time.perf_counter() - begin
 
@@ -95,6 +98,8 @@ def main() -> int:
     say(f"throughput: {args.steps * args.batch_size * size / busy_s:.1f} pictures/s over all ranks")
     identical = same_weights(model)
     say(f"weights: {'bitwise identical' if identical else 'DIFFERENT'} on {ranks}")
+    if args.plot and rank == 0:
+        curves.save(args.plot, f"yolo.py, {ranks}")
     dist.destroy_process_group()
     return 0 if identical else 1
 
@@ -107,6 +112,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the weights and the pictures (default: %(default)s)")
     parser.add_argument("--every", type=int, default=50, help="steps between two lines (default: %(default)s)")
+    add_option(parser)
     return parser.parse_args()
 
 

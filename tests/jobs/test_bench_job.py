@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import look
 
 from ringreduce.cli.cases import COLLECTIVES
 
@@ -150,10 +151,11 @@ def test_all_collectives_on_a_page_with_pictures(mpirun: Run, tmp_path: Path) ->
     text = page.read_text()
     assert done.stdout.count("Out of bounds values : 0 OK") == text.count("<svg") == len(COLLECTIVES)
     assert all(f"<h2>{name}</h2>" in text for name in COLLECTIVES)
-    picture = tmp_path / "allreduce.svg"
-    done = mpirun(2, "bench", "allreduce", *few, "--plot", str(picture))
-    assert done.returncode == 0, done.stderr
-    assert "<svg" in picture.read_text()
+    for picture in (tmp_path / "allreduce.svg", tmp_path / "allreduce.png"):
+        done = mpirun(2, "bench", "allreduce", *few, "--plot", str(picture))
+        assert done.returncode == 0, done.stderr
+    assert "<svg" in (tmp_path / "allreduce.svg").read_text()
+    assert look(page, tmp_path / "allreduce.svg", tmp_path / "allreduce.png") == {}
 
 
 @pytest.mark.parametrize(

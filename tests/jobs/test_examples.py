@@ -8,21 +8,24 @@ import sys
 from pathlib import Path
 
 import pytest
+from browser import look
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TRANSFORMER = [str(EXAMPLES / "char_transformer.py"), "--batch-size=12", "--every=1", "--sample=20"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_mnist_learns(run_job, ranks: int):
-    """The CNN reaches 96 % on digits it has not seen, and all ranks end with the same weights."""
+def test_mnist_learns(run_job, tmp_path: Path, ranks: int):
+    """The CNN reaches 96 % on digits it has not seen, all ranks end with the same weights, and rank 0 draws it."""
     pytest.importorskip("torch")
-    job = run_job(ranks, str(EXAMPLES / "mnist.py"), limit_s=55)
+    picture = tmp_path / "curves.svg"
+    job = run_job(ranks, str(EXAMPLES / "mnist.py"), "--plot", str(picture), limit_s=55)
     assert job.returncode == 0, job.stderr
     accuracy = re.search(r"test accuracy: ([\d.]+)% of 1000", job.stdout)
     assert accuracy is not None, job.stdout
     assert float(accuracy[1]) >= 96
     assert f"weights: bitwise identical on {ranks} rank{'s' * (ranks != 1)}\n" in job.stdout
+    assert look(picture) == {}
 
 
 def losses_of(output: str) -> list[float]:

@@ -8,6 +8,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from browser import look
 from click.testing import CliRunner
 
 from ringreduce.cli import main
@@ -99,6 +100,7 @@ def test_the_command(tmp_path: Path):
         assert shown[0].split()[:3] == ["rank", "steps", "step"]
         assert shown[1].split() == ["0", "3", "20.00", "4.00", "8.00", "1.00", "3.00", "4.00", "2.00", "0%", "0.00"]
     assert page.read_text().startswith("<!DOCTYPE html>")
+    assert look(page) == {}
     said = CliRunner().invoke(main, ["timeline", "report", str(trace), "--json"], standalone_mode=False).output
     assert json.loads(said) == report(training(), skip=1)
 
