@@ -69,14 +69,11 @@ def look(*paths: Path | str, limit_s: float = 50.0) -> dict[str, list[str]]:
 
 def main(arguments: Sequence[str]) -> int:
     """Look at files; returns the exit status."""
-    if not {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys() or "QT_QPA_PLATFORM" not in os.environ:
-        os.environ["QT_QPA_PLATFORM"] = "offscreen"
+    os.environ["QT_QPA_PLATFORM"] = "offscreen"
     os.environ.setdefault("QT_LOGGING_RULES", "*=false")  # of graphics that there are none of here
-    flags = [
-        "--disable-gpu",
-        "--log-level=3",
-        *(["--no-sandbox"] if os.geteuid() == 0 else []),
-    ]  # Chromium has no sandbox for root
+    flags = ["--disable-gpu", "--log-level=3"]
+    if os.geteuid() == 0:
+        flags.append("--no-sandbox")  # for root, Chromium has none
     os.environ.setdefault("QTWEBENGINE_CHROMIUM_FLAGS", " ".join(flags))
     as_json, paths = "--json" in arguments, [each for each in arguments if each != "--json"]
     try:
