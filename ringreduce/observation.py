@@ -153,7 +153,8 @@ class Observation:
             return {**common, **more}, [now, self.steps, self.samples, spent_s]
 
         try:
-            self._status = StatusFile(folder() / f"{job}.{self._rank}.json", describe)
+            path = folder() / f"{job}.{self._rank}.json"
+            self._status = StatusFile(path, describe, tidies=self._rank == 0)
         except (ConfigError, OSError) as error:
             _log.info("`ringreduce top` does not see this rank: %s", error)
 

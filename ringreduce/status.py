@@ -63,10 +63,12 @@ class StatusFile:
     Args:
         path: the file.
         describe: returns all but ``samples``, and the newest of these.
+        tidies: whether it removes what ranks that were killed have left, first.
     """
 
-    def __init__(self, path: Path, describe: Callable[[], tuple[Status, list[float]]]) -> None:
+    def __init__(self, path: Path, describe: Callable[[], tuple[Status, list[float]]], *, tidies: bool = False) -> None:
         self._path = path
+        self._tidies = tidies
         self._describe = describe
         self._samples: deque[list[float]] = deque(maxlen=_REMEMBERED)
         self._ends = threading.Event()
@@ -83,6 +85,9 @@ class StatusFile:
         self._path.unlink(missing_ok=True)
 
     def _run(self) -> None:
+        if self._tidies:
+            with suppress(ConfigError, OSError):
+                read_all()
         while not self._ends.wait(_EVERY_S):
             # The program goes on meanwhile, and may change what is looked at; then the next time will do.
             with suppress(RuntimeError, OSError):

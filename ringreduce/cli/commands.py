@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 from click.core import ParameterSource
@@ -61,12 +61,50 @@ class _Names(click.ParamType[tuple[str, ...]]):
         return names
 
 
+class _Other(NamedTuple):
+    """What `bench` measures besides collectives and messages.
+
+    Attributes:
+        options: those that have a meaning there.
+        measure: does it, given all options, and returns the exit status. Collective.
+    """
+
+    options: tuple[str, ...]
+    measure: Callable[[dict[str, Any]], int]
+
+
+def _async(options: dict[str, Any]) -> int:
+    ringreduce.init()
+    found = asynchronous.run(options["iterations"], options["format"], _write)
+    return int(any(each.nwrong for each in found))
+
+
+def _overlap(options: dict[str, Any]) -> int:
+    last = _last_size(options["min_nbytes"], options["max_nbytes"], 32 << 20)
+    wanted = sizes(options["min_nbytes"], last, options["step_nbytes"], options["step_factor"])
+    ringreduce.init()
+    found = overlap.run(list(wanted), options["iterations"], options["peers"], options["format"], _write)
+    return int(any(each.nwrong for each in found))
+
+
+def _recovery(options: dict[str, Any]) -> int:
+    ringreduce.init()
+    speaks = ringreduce.rank() == 0  # which is never killed
+    recovery.run(options["format"], lambda text: _write(text) if speaks else None)
+    return 0
+
+
+def _write(text: str) -> None:
+    click.echo(text, nl=False)
+
+
 _NBYTES = _Nbytes()
-#: What `bench` measures besides collectives and messages, and the options that have a meaning there.
 _OTHERS = {
-    "async": ("iterations", "format"),
-    "overlap": ("min_nbytes", "max_nbytes", "step_nbytes", "step_factor", "iterations", "peers", "format"),
-    "recovery": ("format",),
+    "async": _Other(("iterations", "format"), _async),
+    "overlap": _Other(
+        ("min_nbytes", "max_nbytes", "step_nbytes", "step_factor", "iterations", "peers", "format"), _overlap
+    ),
+    "recovery": _Other(("format",), _recovery),
 }
 _WITH_ALGORITHMS = [name for name, each in COLLECTIVES.items() if not each.point_to_point]
 _EXAMPLES = """\b
@@ -202,29 +240,9 @@ def bench(**options: Any) -> int:
     under `ringreduce run --elastic` on one machine. Of the options, --format json has a meaning there.
     """
     if options["collective"] in _OTHERS:
-        _refuse_options(options["collective"], _OTHERS[options["collective"]])
-    if options["collective"] == "async":
-        ringreduce.init()
-        measured = asynchronous.run(options["iterations"], options["format"], lambda text: click.echo(text, nl=False))
-        return int(any(each.nwrong for each in measured))
-    if options["collective"] == "overlap":
-        last = _last_size(options["min_nbytes"], options["max_nbytes"], 32 << 20)
-        steps = list(sizes(options["min_nbytes"], last, options["step_nbytes"], options["step_factor"]))
-        ringreduce.init()
-        speaks = ringreduce.rank() == 0
-        overlaps = overlap.run(
-            steps,
-            options["iterations"],
-            options["peers"],
-            options["format"],
-            lambda text: click.echo(text, nl=False) if speaks else None,
-        )
-        return int(any(each.nwrong for each in overlaps))
-    if options["collective"] == "recovery":
-        ringreduce.init()
-        speaks = ringreduce.rank() == 0
-        recovery.run(options["format"], lambda text: click.echo(text, nl=False) if speaks else None)
-        return 0
+        other = _OTHERS[options["collective"]]
+        _refuse_options(options["collective"], other.options)
+        return other.measure(options)
     plot, page, several = options.pop("plot"), options.pop("page"), options["collective"] == "all"
     if several and (plot or options["output_file"]):
         raise click.UsageError("--plot and -J are for one collective; with all there is --report")
@@ -243,7 +261,7 @@ def bench(**options: Any) -> int:
         benchmark.run(
             world,
             replace(settings, collective=name),
-            lambda text: click.echo(text, nl=False),
+            _write,
             progress=None if world.rank or is_seen else Progress(f"bench {name}, {number} of {len(names)}"),
         )
         for number, name in enumerate(names, 1)

@@ -119,7 +119,7 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_rank_writes_until_it_ends(place: Path, monkeypatch: pytest.MonkeyPatch):
-    """Its file is there for this user alone, holds the last samples, and goes with the rank."""
+    """Its file is there for this user alone, holds the last samples, and goes with the rank; so do those of the dead."""
     written = status.threading.Event()
     count = iter(range(1000))
 
@@ -130,7 +130,8 @@ def test_a_rank_writes_until_it_ends(place: Path, monkeypatch: pytest.MonkeyPatc
         return {"pid": os.getpid(), "began": 0.0, "job": "j", "rank": 0}, [time.time(), number, 0, 0.0]
 
     monkeypatch.setattr(status, "_EVERY_S", 0.001)
-    file = status.StatusFile(place / "j.0.json", describe)
+    (place / "killed.1.json").write_text(json.dumps(said(1, pid=2**30)))
+    file = status.StatusFile(place / "j.0.json", describe, tidies=True)
     assert written.wait(30)
     (found,) = status.read_all()
     steps = [sample[1] for sample in found["samples"]]
