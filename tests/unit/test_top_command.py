@@ -119,7 +119,7 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_rank_writes_until_it_ends(place: Path, monkeypatch: pytest.MonkeyPatch):
-    """Its file is for this user alone, holds the last samples, and goes with the rank; those of killed ranks go, too."""
+    """Its file is for this user alone, holds the last samples, and goes with the rank; those of killed ranks go too."""
     written = status.threading.Event()
     count = iter(range(1000))
 
