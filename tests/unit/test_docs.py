@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import logging
 import re
 import shlex
@@ -72,6 +73,16 @@ def test_commands_exist(page: Path) -> None:
         own = arguments[: next((n for n, each in enumerate(arguments) if each in ("python", "...")), len(arguments))]
         given = {each.partition("=")[0] for each in own if each.startswith("-")}
         assert given <= options, words
+
+
+def test_the_converted_script_is_shown_as_it_is() -> None:
+    """All lines that differ between the script for one process and that for several, and no others."""
+    scripts = [(ROOT / "examples" / f"digits_{name}.py").read_text().splitlines() for name in ("alone", "parallel")]
+    differ = [
+        line for line in difflib.unified_diff(*scripts, n=0, lineterm="") if not line.startswith(("---", "+++", "@@"))
+    ]
+    ((_, shown),) = blocks(ROOT / "docs" / "start.md", "diff")
+    assert sorted(shown.splitlines()) == sorted(line[0] + line[2:] for line in differ)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "sh")], ids=name_of)
