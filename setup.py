@@ -1,4 +1,4 @@
-"""The build entry: all stands in pyproject.toml but the README, whose links lead to the repository on a package index."""
+"""The build entry: all stands in pyproject.toml but the README, whose links are to work on a package index, too."""
 
 import re
 from pathlib import Path

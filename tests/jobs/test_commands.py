@@ -1,0 +1,114 @@
+"""Every command line that the documents tell a reader to type is run, here or by what is named here."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from documents import BLOCK, PAGES, ROOT, blocks, name_of
+
+pytestmark = pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not on the path")
+
+#: A line, indented or in a block of shell, that is a command.
+COMMAND = re.compile(r"(?:\./|scripts/|mpirun|python|pip|ringreduce|sudo|horovodrun|srun|module|export|cd|\. )[^\n]*")
+#: Pages and commands that nothing here runs as they stand -> what runs them, or why nothing does.
+ELSEWHERE = {
+    "docs/clusters.md": "for clusters, whose schedulers and modules are not here",
+    "README.md: ./scripts/demo": "scripts/demo, whose example tests/jobs/test_examples.py runs",
+    "README.md: ./scripts/test": "scripts/test, which this is a part of",
+    "README.md: pip install '.[mpi,torch]'": "scripts/first_hour",
+    "docs/start.md: python3 -m venv .venv": "scripts/first_hour",
+    "docs/start.md: . .venv/bin/activate": "scripts/first_hour",
+    "docs/start.md: pip install '.[mpi,torch]'": "scripts/first_hour",
+    "CONTRIBUTING.md: ./scripts/install": "scripts/test",
+    "CONTRIBUTING.md: ./scripts/lint": "scripts/test",
+    "CONTRIBUTING.md: ./scripts/test": "scripts/test",
+    "CONTRIBUTING.md: ./scripts/docs": "scripts/test",
+    "CONTRIBUTING.md: ./scripts/first_hour": "scripts/test",
+    "CONTRIBUTING.md: ./scripts/release --rehearse": "scripts/test",
+    "CONTRIBUTING.md: ./scripts/demo": "tests/jobs/test_examples.py",
+    "CONTRIBUTING.md: ./scripts/claims": "takes half an hour of a quiet machine; tests/unit/test_claims.py",
+    "CONTRIBUTING.md: ./scripts/faults": "takes an hour; tests/jobs/test_faults.py runs a part",
+    "CONTRIBUTING.md: ./scripts/gpu_check": "takes a GPU; tests/unit/test_gpu_check.py",
+    "CONTRIBUTING.md: . .venv/bin/activate && . scripts/_env": "scripts/test",
+    "CONTRIBUTING.md: python -m pytest tests/unit -k ring": "scripts/test",
+    "docs/observe.md: ringreduce top": "ends when it is told to; tests/unit/test_top_command.py",
+    "docs/observe.md: ringreduce top --prometheus 9400": "ends when it is told to; tests/unit/test_top_command.py",
+    "docs/observe.md: python -m ringreduce doctor --dump FOLDER": "tests/jobs/test_flight.py",
+    "docs/recipes/checkpoints.md: ringreduce export commits model.pt --commit 300": "tests/unit/test_export_command.py",
+    "docs/tuning.md: mpirun -np 8 python -m ringreduce tune": "takes a minute; tests/jobs/test_tuning_job.py",
+    "docs/tuning.md: sudo scripts/virtual_cluster": "takes root; tests/jobs/test_virtual_cluster.py",
+    "docs/tuning.md: sudo -E env": "takes root; tests/jobs/test_virtual_cluster.py",
+    "examples/README.md: pip install": "scripts/test, and scripts/first_hour",
+    "examples/README.md: mpirun": "tests/jobs/ test_examples.py, test_training_loops.py, test_horovod.py",
+    "examples/README.md: python examples/": "tests/jobs/test_examples.py",
+    "examples/README.md: python -m venv .venv-yolo": "by hand: ultralytics is under another licence, and only there",
+    "examples/README.md: .venv-yolo/": "by hand, as above",
+}
+
+
+def commands() -> Iterator[str]:
+    """Yield ``PAGE: COMMAND`` for each command, without what follows a comment sign."""
+    for page in PAGES:
+        lines = [line for _, text in blocks(page, "sh") for line in text.splitlines()]
+        prose = BLOCK.sub("", page.read_text(encoding="utf-8"))
+        lines += [line.strip() for line in prose.splitlines() if line.startswith("    ")]
+        for line in lines:
+            text = line.partition("#")[0].strip()
+            if COMMAND.fullmatch(text) or text.startswith(".venv"):
+                yield f"{name_of(page)}: {text}"
+
+
+ALL = list(dict.fromkeys(commands()))
+HERE = [each for each in ALL if not each.startswith(tuple(ELSEWHERE))]
+
+
+def test_what_runs_the_others_is_there() -> None:
+    """No reason is left over, and the files that reasons name exist."""
+    assert [start for start in ELSEWHERE if not any(each.startswith(start) for each in ALL)] == []
+    named = {path for why in ELSEWHERE.values() for path in re.findall(r"(?:tests|scripts)/[\w/.]+\w", why)}
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as a reader has it by then: with the script of the first page, a trace of it, and a list of hosts."""
+    place = tmp_path_factory.mktemp("reader")
+    _, script = next(each for each in blocks(ROOT / "docs" / "start.md", "python"))
+    (place / "train.py").write_text(script)
+    (place / "hosts.sh").write_text("#!/bin/sh\necho localhost:8\n")
+    (place / "hosts.sh").chmod(0o755)
+    run(place, "python train.py", RINGREDUCE_TIMELINE="trace.json")
+    return place
+
+
+def run(place: Path, command: str, **variables: str) -> None:
+    """Run a command line, for at most 50 s."""
+    done = subprocess.run(
+        ["timeout", "--kill-after=5", "50", "bash", "-c", command],
+        cwd=place,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("command", HERE)
+def test_a_command_runs(command: str, folder: Path) -> None:
+    """As it stands, but that benchmarks take few iterations, and explain and bench end at 1 MiB."""
+    line = command.partition(": ")[2]
+    if " bench " in line:
+        line = (
+            re.sub(r"-e (?:16|64)M", "-e 1M", line)
+            + " -n 2"
+            + " -w 0" * (" async" not in line and " overlap" not in line)
+        )
+        line += " -b 1K -e 1M" * (" all " in line)
+    run(folder, line)
