@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple
@@ -55,7 +56,9 @@ class Called(NamedTuple):
     @classmethod
     def at(cls, text: str, stack: Stack) -> Called:
         """Return a call that was made from this stack."""
-        lines = [f"{os.path.basename(code.co_filename)}:{_line(code, at)}:{at}" for code, at in stack]
+        lines = [
+            f"{os.path.basename(code.co_filename)}:{_line(code, at)}:{_expression(code, at)}" for code, at in stack
+        ]
         place = lines[0].rpartition(":")[0] if lines else ""
         return cls(text, place, blake2b(" ".join(lines).encode(), digest_size=16).hexdigest())
 
@@ -170,6 +173,19 @@ def _plain(text: str, length: int) -> str:
 def _line(code: CodeType, instruction: int) -> int:
     lines = (line for start, end, line in code.co_lines() if start <= instruction < end and line is not None)
     return next(lines, code.co_firstlineno)
+
+
+def _expression(code: CodeType, instruction: int) -> str:
+    """Return which expression of the line an instruction is of, as far as Python knows.
+
+    The instruction itself would not do: from Python 3.13 on, both branches of ``f(1.0 if wrong else 1)`` have a call of
+    their own.
+    """
+    if sys.version_info >= (3, 11):
+        _, end_line, column, end_column = next(islice(code.co_positions(), instruction // 2, None), (None,) * 4)
+        if column is not None:
+            return f"{column}-{end_line}-{end_column}"
+    return str(instruction)
 
 
 @lru_cache(maxsize=4096)
