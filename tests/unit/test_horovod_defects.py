@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import re
 import threading
@@ -110,7 +111,10 @@ def test_there_is_nothing_to_compile() -> None:
     """
     files = [path for path in (ROOT / "ringreduce").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     assert {path.suffix for path in files if path.name != "py.typed"} == {".py", ".cu", ".cuh"}
-    assert "setup()" in (ROOT / "setup.py").read_text(encoding="utf-8").splitlines()
+    build = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8")).body[-1]
+    assert isinstance(build, ast.Expr)
+    assert isinstance(build.value, ast.Call)
+    assert {each.arg for each in build.value.keywords} == {"long_description", "long_description_content_type"}
     settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert re.findall(r"^requires = (.*)$", settings, re.MULTILINE) == ['["setuptools>=77"]']
     assert re.findall(r"^torch = (.*)$", settings, re.MULTILINE) == ['["torch>=2.3"]']
