@@ -85,7 +85,7 @@ def main() -> int:
         if index % args.every == 0 or index == args.steps:
             mean = torch.stack(losses).mean()
             dist.all_reduce(mean, dist.ReduceOp.AVG)
-            curves.add(index, float(mean), index * args.batch_size * CONTEXT)
+            curves.add(index, float(mean), index * args.batch_size * CONTEXT, time.perf_counter() - begin)
             say(f"step {index}: training loss {mean:.5f}")
             losses.clear()
     busy_s = time.perf_counter() - begin

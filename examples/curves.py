@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import time
 from pathlib import Path
 
 
@@ -20,15 +19,14 @@ class Curves:
         self.steps: list[int] = []
         self.losses: list[float] = []
         self.throughputs: list[float] = []
-        self._began, self._counted = time.perf_counter(), 0
+        self._busy_s, self._counted = 0.0, 0
 
-    def add(self, step: int, loss: float, counted: int) -> None:
-        """Note the loss after some steps, and how much all ranks have been trained on so far."""
-        now = time.perf_counter()
+    def add(self, step: int, loss: float, counted: int, busy_s: float) -> None:
+        """Note the loss after some steps, how much all ranks have been trained on so far, and for how long."""
         self.steps.append(step)
         self.losses.append(loss)
-        self.throughputs.append((counted - self._counted) / (now - self._began))
-        self._began, self._counted = now, counted
+        self.throughputs.append((counted - self._counted) / (busy_s - self._busy_s))
+        self._busy_s, self._counted = busy_s, counted
 
     def save(self, path: str, title: str) -> None:
         """Draw both over the steps."""
@@ -43,7 +41,7 @@ class Curves:
             axes.set_ylabel(label)
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.grid(visible=True, alpha=0.3)
-            axes.set_ylim(0, 1.08 * max(values))
+            axes.set_ylim(0, 1.08 * max(values, default=1.0))
         figure.suptitle(title)
         figure.savefig(path, dpi=150)
 
@@ -56,8 +54,8 @@ def add_option(parser: argparse.ArgumentParser) -> None:
             raise argparse.ArgumentTypeError("pictures need matplotlib: pip install matplotlib")
         if Path(path).suffix not in (".png", ".svg", ".pdf"):
             raise argparse.ArgumentTypeError(f"{path} does not end in .png, .svg or .pdf")
-        if not Path(path).resolve().parent.is_dir():
-            raise argparse.ArgumentTypeError(f"there is no folder {Path(path).parent}")
+        if Path(path).is_dir() or not Path(path).resolve().parent.is_dir():
+            raise argparse.ArgumentTypeError(f"{path} cannot be written: it is a folder, or there is none for it")
         return path
 
     parser.add_argument("--plot", type=picture, metavar="FILE", help="draw loss and throughput: .png, .svg or .pdf")

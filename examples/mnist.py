@@ -51,7 +51,7 @@ def main() -> int:
 
     steps = len(train[0]) // (args.batch_size * hvd.size())
     console.print(f"{ranks}, {steps} steps of {args.batch_size} digits per rank and epoch")
-    busy_s, curves = 0.0, Curves("digits")
+    busy_s, curves = 0.0, Curves("samples")
     with progress_bar(console, args.epochs * steps) as advance:
         for epoch in range(args.epochs):
             begin = time.perf_counter()
@@ -67,7 +67,7 @@ def main() -> int:
             busy_s += time.perf_counter() - begin
             loss, accuracy = hvd.allreduce(loss, name="loss"), evaluate(model, *test)
             done = (epoch + 1) * steps
-            curves.add(done, float(loss), done * args.batch_size * hvd.size())
+            curves.add(done, float(loss), done * args.batch_size * hvd.size(), busy_s)
             console.print(f"epoch {epoch + 1}: training loss {loss:.4f}, test accuracy {accuracy:.2%}")
 
     mean_s, communication_s = hvd.allreduce(torch.tensor([busy_s, optimizer.communication_s]), name="time").tolist()

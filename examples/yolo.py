@@ -86,7 +86,7 @@ def main() -> int:
         losses.append(loss.detach())
         if step % args.every == 0 or step == args.steps:
             mean = mean_over_ranks(torch.stack(losses).mean())
-            curves.add(step, mean, step * args.batch_size * size)
+            curves.add(step, mean, step * args.batch_size * size, time.perf_counter() - begin)
             say(f"step {step}: training loss {mean:.3f}")
             losses.clear()
     busy_s = time.perf_counter() - begin

@@ -1,8 +1,8 @@
 """A browser without a screen that looks at pages and pictures: Qt's, which is Chromium.
 
-    python tests/browser.py out/site/index.html ...     # says what is wrong with them; exit status 1 if anything is
+    .venv-browser/bin/python tests/browser.py out/site/index.html ...  # says what is wrong; then the exit status is 1
 
-In a process of its own, as it takes over the main thread. Pages may ask for nothing but files.
+In an environment of its own, which `scripts/install browser` makes. Pages may ask for nothing but files.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 
@@ -57,7 +58,10 @@ def look(*paths: Path | str, limit_s: float = 50.0) -> dict[str, list[str]]:
     """
     import pytest
 
-    command = [sys.executable, __file__, "--json", *map(str, paths)]
+    python = Path(__file__).parents[1] / ".venv-browser" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("there is no browser: scripts/install browser")
+    command = [python, __file__, "--json", *map(str, paths)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s)
     if done.returncode == _NO_BROWSER:
         pytest.skip(done.stderr.strip().rpartition("\n")[2])
@@ -74,12 +78,12 @@ def main(arguments: Sequence[str]) -> int:
     flags = ["--disable-gpu", "--log-level=3"]
     if os.geteuid() == 0:
         flags.append("--no-sandbox")  # for root, Chromium has none
-    os.environ.setdefault("QTWEBENGINE_CHROMIUM_FLAGS", " ".join(flags))
+    os.environ["QTWEBENGINE_CHROMIUM_FLAGS"] = " ".join(flags)
     as_json, paths = "--json" in arguments, [each for each in arguments if each != "--json"]
     try:
         seen = _look(paths)
     except ImportError as error:
-        print(f"there is no browser here: {error}; pip install 'PySide6-Addons<6.12'", file=sys.stderr)
+        print(f"the browser lacks what it needs: {error}", file=sys.stderr)
         return _NO_BROWSER
     if as_json:
         print(json.dumps([asdict(each) for each in seen]))
@@ -88,6 +92,16 @@ def main(arguments: Sequence[str]) -> int:
         for wrong in each.wrong:
             print(f"{each.path}: {wrong}")
     return int(any(each.wrong for each in seen))
+
+
+def _errors_of_picture(path: str) -> list[str]:
+    """Return what is wrong with the text of an SVG, of which a browser shows as much as it can."""
+    if path.endswith(".svg"):
+        try:
+            ElementTree.parse(path)
+        except (OSError, ElementTree.ParseError) as error:
+            return [f"is no SVG: {error}"]
+    return []
 
 
 def _look(paths: Sequence[str]) -> list[Seen]:
@@ -105,12 +119,14 @@ def _look(paths: Sequence[str]) -> list[Seen]:
     seen: list[Seen] = []
 
     class Offline(QWebEngineUrlRequestInterceptor):
-        """Lets through what is on this machine."""
+        """Lets through what is on this machine, and notes what is not there."""
 
         def interceptRequest(self, info: Any) -> None:  # Qt's name
             if info.requestUrl().scheme() not in ("file", "data", "blob"):
                 seen[-1].errors.append(f"asks for {info.requestUrl().toString()}")
                 info.block(True)
+            elif info.requestUrl().isLocalFile() and not os.path.exists(info.requestUrl().toLocalFile()):
+                seen[-1].errors.append(f"asks for {info.requestUrl().fileName()}, which is not there")
 
     class Page(QWebEnginePage):
         """Notes what scripts complain of."""
@@ -142,7 +158,7 @@ def _look(paths: Sequence[str]) -> list[Seen]:
             ended.exit(0)
 
         for path in paths:
-            seen.append(Seen(path))
+            seen.append(Seen(path, errors=_errors_of_picture(path)))
             limit.start(_LOADING_MS)
             page.load(QUrl.fromLocalFile(os.path.abspath(path)))
             status = ended.exec()

@@ -98,6 +98,22 @@ def _write(text: str) -> None:
     click.echo(text, nl=False)
 
 
+def _ignore(text: str) -> None:
+    pass
+
+
+class _LaterCsv:
+    """Writes all but what comes first: the names of columns, which stand there already."""
+
+    def __init__(self) -> None:
+        self._is_head = True
+
+    def __call__(self, text: str) -> None:
+        if not self._is_head:
+            _write(text)
+        self._is_head = False
+
+
 _NBYTES = _Nbytes()
 _OTHERS = {
     "async": _Other(("iterations", "format"), _async),
@@ -256,17 +272,17 @@ def bench(**options: Any) -> int:
     world = ringreduce.world()
     wanted = [name for name, each in COLLECTIVES.items() if world.size > 1 or not each.of_two]
     names = wanted if several else [settings.collective]
-    is_seen = settings.format != "json" and not several  # row by row
-    reports = [
-        benchmark.run(
-            world,
-            replace(settings, collective=name),
-            _write,
-            progress=None if world.rank or is_seen else Progress(f"bench {name}, {number} of {len(names)}"),
+    as_json = settings.format == "json"  # of which nothing is seen until the end
+    reports = []
+    for number, name in enumerate(names, 1):
+        progress = (
+            Progress(f"bench {name}, collective {number} of {len(names)}") if as_json and not world.rank else None
         )
-        for number, name in enumerate(names, 1)
-    ]
+        write = _ignore if several and as_json else _LaterCsv() if settings.format == "csv" and number > 1 else _write
+        reports.append(benchmark.run(world, replace(settings, collective=name), write, progress=progress))
     if world.rank == 0:
+        if several and as_json:
+            _write(json.dumps([report.as_dict() for report in reports], indent=1) + "\n")
         if settings.output_file:
             Path(settings.output_file).write_text(to_json(reports[0]), encoding="utf-8")
         if plot:

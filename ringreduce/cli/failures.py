@@ -20,7 +20,7 @@ _TRACEBACK = "Traceback (most recent call last):"
 #: Of a Python that cannot begin: the place of a syntax error, in a file that is the program, and one line on others.
 _PLACE = re.compile(r'  File ".*", line [0-9]+$')
 _SYNTAX = re.compile(r"(?:SyntaxError|IndentationError|TabError): ")
-_NO_PROGRAM = re.compile(r"\S*python\S*: (?:can't (?:open file|find)|No module named|Error while finding) ")
+_NO_PROGRAM = re.compile(r"[^:]*python[^:]*: (?:can't (?:open file|find)|No module named|Error while finding) ")
 _GOES_ON = re.compile(r"\s|Traceback|During handling of the above|The above exception was|$")
 #: Of mpirun: the rank that it names as the first to fail.
 _BLAMED = re.compile(
@@ -112,16 +112,16 @@ def _block(lines: Sequence[tuple[int | None, str]], first: int, traceback_at: in
 
 
 def _of_python(lines: Sequence[tuple[int | None, str]], blamed: int | None) -> Failure | None:
-    """Return why Python could not begin with a program; None: that was not it."""
-    for index, (rank, line) in enumerate(lines):
-        who = blamed if rank is None else rank
-        if _NO_PROGRAM.match(line):
-            return Failure(who, line)
-        if _PLACE.match(line):  # several ranks may write at once; the lines of each are in order
-            own = [text for other, text in lines[index:] if other == rank]
+    """Return why Python could not begin with a program; None: that was not it, as a rank said something else first."""
+    for rank in dict.fromkeys(rank for rank, _ in lines):
+        own = [text for other, text in lines if other == rank and text.strip()]
+        last = None
+        if _NO_PROGRAM.match(own[0]):
+            last = 0
+        elif _PLACE.match(own[0]):
             last = next((number for number, text in enumerate(own[:6]) if _SYNTAX.match(text)), None)
-            if last is not None:
-                return Failure(who, "\n".join(own[: last + 1]))
+        if last is not None:
+            return Failure(blamed if rank is None else rank, "\n".join(own[: last + 1]))
     return None
 
 

@@ -57,7 +57,7 @@ class NcclWriter(Writer):
             f"{settings.buffers} buffers{new}; time: median over the iterations of the slowest rank's time",
         ]
         if settings.iterations is None:
-            lines.append("auto: 300 iterations for small sizes, 1 GiB / size from 3.4 MiB, never fewer than 16")
+            lines.append("auto: 300 iterations for small sizes, later as many as make 1 GiB, never fewer than 16")
         if machine.gpu is not None:
             lines.append(f"arrays on the GPU, times by events on the stream; {machine.gpu}")
         if settings.peers and machine.gpu is not None:

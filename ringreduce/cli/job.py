@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import click
@@ -18,7 +19,7 @@ from ringreduce.cli.failures import KEPT_NBYTES
 
 __all__ = ["SUPERVISOR", "Job", "Mark", "MarkReader"]
 
-_INTERRUPTED = 130
+_INTERRUPTED, _TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 #: How often to look whether mpirun has ended (seconds).
 _LOOK_EVERY_S = 1.0
 
@@ -112,11 +113,17 @@ class Job:
         except KeyboardInterrupt:  # which mpirun has got as well from a terminal, but not from who sends a signal
             click.echo("ringreduce: interrupted; ending all ranks", err=True)
             self._stop()
-            self._forward_errors(lambda: None, None)  # or mpirun would wait for someone to read it
+            with suppress(KeyboardInterrupt):  # of somebody who does not wait
+                self._forward_errors(lambda: None, None)  # or mpirun would wait for someone to read it
+                self._process.wait()
+            self._process.kill()
             self._process.wait()
             return _INTERRUPTED
         finally:
             signal.signal(signal.SIGTERM, self._handled_before)
+        if self.stopped and status:
+            click.echo("ringreduce: told to end by SIGTERM; all ranks have ended", err=True)
+            return _TERMINATED
         return status if status >= 0 else 128 - status
 
     def tell_ranks(self, number: signal.Signals) -> None:

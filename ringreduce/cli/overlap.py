@@ -55,9 +55,14 @@ class OverlapResult:
     nwrong: int
 
     @property
-    def hidden(self) -> float:
-        """The part of the allreduce that the computation hides, 0 to 1."""
-        return min(max(1 - (self.both_us - self.compute_us) / self.allreduce_us, 0.0), 1.0)
+    def hidden(self) -> float | None:
+        """The part of the allreduce that the computation hides, at most 1; below 0 if the two get in each other's way.
+
+        None where the computation, whose length was chosen before, took less than half as long or more than twice.
+        """
+        if not 0.5 <= self.compute_us / self.allreduce_us <= 2:
+            return None
+        return min(1 - (self.both_us - self.compute_us) / self.allreduce_us, 1.0)
 
 
 def run(
@@ -184,14 +189,15 @@ def _measure(
 def _head(world: Communicator) -> str:
     return (
         f"# {world.topology.describe()}; float32, in place; medians of the slowest rank\n"
-        "# hidden: of the allreduce, by a computation of one core that takes as long\n"
+        "# hidden: of the allreduce, by a computation of one core that takes about as long\n"
         f"#{'size':>9}  {'library':<10}  {'allreduce us':>12}  {'compute us':>10}  {'both us':>9}  {'hidden':>6}"
         "  #wrong\n"
     )
 
 
 def _row(result: OverlapResult) -> str:
+    hidden = "N/A" if result.hidden is None else f"{result.hidden:.0%}"
     return (
         f"{format_nbytes(result.nbytes):>10}  {result.name:<10}  {result.allreduce_us:>12.1f}  "
-        f"{result.compute_us:>10.1f}  {result.both_us:>9.1f}  {result.hidden:>6.0%}  {result.nwrong:>6}\n"
+        f"{result.compute_us:>10.1f}  {result.both_us:>9.1f}  {hidden:>6}  {result.nwrong:>6}\n"
     )

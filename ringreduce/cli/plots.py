@@ -6,6 +6,7 @@ import html
 import io
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ringreduce.cli.cases import format_nbytes
@@ -48,14 +49,17 @@ def curves(report: Report) -> dict[str, Curve]:
     names = [(each.case.type_name, each.case.op_name or "", each.algorithm) for each in best]
     apart = [len(set(parts)) > 1 for parts in zip(*names, strict=True)]
     several = apart[0] or apart[1] or report.settings.algorithm == "all"
-    found: dict[str, Curve] = {}
+    times: dict[str, dict[int, list[float]]] = {}  # several, where everything is measured several times
     for each, parts in zip(best, names, strict=True):
         told_apart = (part for part, is_apart in zip(parts, apart, strict=True) if is_apart)
         name = " ".join(told_apart) if several else "ringreduce"
-        found.setdefault(name, {})[each.case.nbytes] = each.time.median
+        times.setdefault(name, {}).setdefault(each.case.nbytes, []).append(each.time.median)
         for peer, time in each.peers.items():
             if time is not None and not several:
-                found.setdefault(peer, {})[each.case.nbytes] = time.median
+                times.setdefault(peer, {}).setdefault(each.case.nbytes, []).append(time.median)
+    found: dict[str, Curve] = {
+        name: {nbytes: median(cycles) for nbytes, cycles in curve.items()} for name, curve in times.items()
+    }
     if report.bounds and not several:
         found["bound"] = {bound.nbytes: bound.time_us for bound in report.bounds}
     return found

@@ -203,11 +203,11 @@ def command(
         raise ConfigError(f"--min-np {least} is more than the {most or ranks} ranks that {starts} starts")
     name = os.uname().nodename
     here = frozenset({name, name.partition(".")[0], *(() if named else (UNNAMED,))})
-    remote = bool(named) or not all(is_here(host, here) for host in granted)
-    program = _startable(program, remote)
+    elsewhere = not all(is_here(host, here) for host in granted)
+    program = _startable(program, checks=not (elsewhere or more or "PATH" in variables))
     if folder is not None and not dry_run:
         _make(Path(folder))
-    if not remote:
+    if not elsewhere:
         _require_room(max(ranks, most or 0))
     launcher = find()
     if elastic:
@@ -224,7 +224,7 @@ def command(
         here,
         slots={} if finds_itself else granted,
         hostfile=hostfile if launcher.kind not in ("MPICH", "Intel MPI") else None,
-        remote=remote,
+        remote=bool(named) or elsewhere,
         least=least,
         elastic=elastic,
         watches=watches,
@@ -268,24 +268,25 @@ def _variables(exported: tuple[str, ...]) -> dict[str, str | None]:
     return found
 
 
-def _startable(program: tuple[str, ...], remote: bool) -> tuple[str, ...]:
-    """Return what mpirun is to start; a script of Python that is no command by itself runs under this Python.
+def _startable(program: tuple[str, ...], *, checks: bool) -> tuple[str, ...]:
+    """Return what mpirun is to start; a script of Python that is here and no command runs under this Python.
+
+    Args:
+        program: with its arguments.
+        checks: whether mpirun looks for it here, as this does.
 
     Raises:
-        ConfigError: there is no such program on this machine, which runs all ranks.
+        ConfigError: there is no such program.
     """
     name = program[0]
-    if shutil.which(name) is not None:
-        return program
-    if name.endswith(".py") and (remote or os.path.isfile(name)):
+    is_path, is_here = os.sep in name, os.path.isfile(name)
+    if name.endswith(".py") and is_here and not (is_path and os.access(name, os.X_OK)):
         return sys.executable, *program
-    if remote:
+    if not checks or shutil.which(name) is not None:
         return program
-    raise ConfigError(
-        f"{name} can be read, but not run; chmod +x {name}, or put what runs it in front"
-        if os.path.isfile(name)
-        else f"there is no program {name}"
-    )
+    if is_here:
+        raise ConfigError(f"{name} can be read, but not run; chmod +x {name}, or put what runs it in front")
+    raise ConfigError(f"{name} is a folder, and no program" if os.path.isdir(name) else f"there is no program {name}")
 
 
 def _make(folder: Path) -> None:

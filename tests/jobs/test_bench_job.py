@@ -136,10 +136,7 @@ def test_overlap(mpirun: Run, peers: list[str]) -> None:
     assert [(each["name"], each["nbytes"]) for each in found] == [
         (name, n) for n in (8, 512, 32768, 65536) for name in names
     ]
-    assert all(each["nwrong"] == 0 and 0 <= each["hidden"] <= 1 for each in found)
-    for each in found:
-        hidden = 1 - (each["both_us"] - each["compute_us"]) / each["allreduce_us"]
-        assert each["hidden"] == pytest.approx(min(max(hidden, 0), 1))
+    assert all(each["nwrong"] == 0 and each["both_us"] > 0 for each in found)
 
 
 def test_all_collectives_on_a_page_with_pictures(mpirun: Run, tmp_path: Path) -> None:
@@ -155,6 +152,10 @@ def test_all_collectives_on_a_page_with_pictures(mpirun: Run, tmp_path: Path) ->
         done = mpirun(2, "bench", "allreduce", *few, "--plot", str(picture))
         assert done.returncode == 0, done.stderr
     assert "<svg" in (tmp_path / "allreduce.svg").read_text()
+    done = mpirun(2, "bench", "all", *few, "--format", "json")
+    assert [each["config"]["collective"] for each in json.loads(done.stdout)] == list(COLLECTIVES)
+    done = mpirun(2, "bench", "all", *few, "--format", "csv")
+    assert [line.partition(",")[0] for line in done.stdout.splitlines()].count("collective") == 1
     assert look(page, tmp_path / "allreduce.svg", tmp_path / "allreduce.png") == {}
 
 

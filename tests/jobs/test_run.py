@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -81,18 +82,45 @@ def test_why_python_does_not_begin_comes_last(tmp_path: Path, arguments: list[st
     assert "-----" not in last
 
 
-def test_a_script_runs_under_this_python(tmp_path: Path) -> None:
-    """What ends in .py and is no command needs no `python` in front, here and with a file for each rank."""
+def test_a_script_runs_under_this_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ends in .py and is here needs no `python` in front, whatever of that name is on the path."""
     (tmp_path / "speaks.py").write_text(SPEAKS)
+    (tmp_path / "bin").mkdir()
+    other = tmp_path / "bin" / "speaks.py"
+    other.write_text("#!/bin/sh\necho another\n")
+    other.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{other.parent}:{os.environ['PATH']}")
     done = run("run", "-n", 2, "--log-dir", "logs", "speaks.py", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "out 0\nerror 0\nmore 0 None\n"), done.stderr
 
 
-@pytest.mark.parametrize("to_all", [False, True], ids=["the launcher", "all, as from a terminal"])
-def test_an_interrupt_ends_all_ranks(tmp_path: Path, to_all: bool) -> None:
-    """And says so, also where mpirun does not get it."""
+def test_mpirun_may_look_for_the_program_elsewhere(tmp_path: Path) -> None:
+    """Where options of mpirun, or PATH, say where it is, only mpirun knows."""
+    program = tmp_path / "bin" / "program"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho here\n")
+    program.chmod(0o755)
+    for options in (
+        ["--mpi-args", f"--wdir {program.parent}", "./program"],
+        ["-x", f"PATH={program.parent}:/bin", "program"],
+    ):
+        done = run("run", "-n", 2, *options, cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (0, "here\nhere\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("number", "to_all", "status", "words"),
+    [
+        (signal.SIGINT, False, 130, "ringreduce: interrupted; ending all ranks\n"),
+        (signal.SIGINT, True, 130, "ringreduce: interrupted; ending all ranks\n"),  # as from a terminal
+        (signal.SIGTERM, False, 143, "ringreduce: told to end by SIGTERM; all ranks have ended\n"),
+    ],
+)
+def test_a_signal_ends_all_ranks(tmp_path: Path, number: signal.Signals, to_all: bool, status: int, words: str) -> None:
+    """And the launcher says so, also where mpirun does not get it."""
     ready = tmp_path / "ready"
     os.mkfifo(ready)
+    reader = os.open(ready, os.O_RDONLY | os.O_NONBLOCK)  # or this would wait for a job that does not come
     program = f"import time; open({str(ready)!r}, 'w').write('x'); time.sleep(100)"
     job = subprocess.Popen(
         [Path(sys.executable).with_name("ringreduce"), "run", "-n", "2", sys.executable, "-c", program],
@@ -102,14 +130,15 @@ def test_an_interrupt_ends_all_ranks(tmp_path: Path, to_all: bool) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     try:
-        assert ready.read_text() in ("x", "xx")
-        (os.killpg if to_all else os.kill)(job.pid, signal.SIGINT)
+        assert select.select([reader], [], [], 50.0)[0]
+        (os.killpg if to_all else os.kill)(job.pid, number)
         _, said = job.communicate(timeout=50)
     finally:
+        os.close(reader)
         with suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)
-    assert job.returncode == 130
-    assert "ringreduce: interrupted; ending all ranks\n" in said
+    assert job.returncode == status
+    assert words in said
 
 
 def test_each_rank_has_a_file(tmp_path: Path) -> None:
@@ -146,6 +175,8 @@ def test_lines_carry_the_rank() -> None:
         (["-n", "1000000000"], "processes that this machine allows"),
         (["not-a-program"], "there is no program not-a-program"),
         (["/etc/passwd"], "/etc/passwd can be read, but not run"),
+        (["-H", "localhost:2", "not-a-program"], "there is no program not-a-program"),
+        (["/"], "/ is a folder, and no program"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(arguments: list[str], said: str) -> None:

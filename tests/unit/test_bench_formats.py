@@ -64,7 +64,7 @@ def test_nccl_head():
         "validation: 1",
         "# 4 ranks on 1 node, 2 cores, A Processor; Open MPI v5.0.11",
         "# private buffers; time: median over the iterations of the slowest rank's time",
-        "# auto: 300 iterations for small sizes, 1 GiB / size from 3.4 MiB, never fewer than 16",
+        "# auto: 300 iterations for small sizes, later as many as make 1 GiB, never fewer than 16",
         "# mpi, gloo: blocking calls on private buffers; they and ours take short turns",
         "#",
         "#                                                              out-of-place                       in-place",

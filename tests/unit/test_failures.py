@@ -49,6 +49,9 @@ def test_why_python_does_not_begin_is_quoted() -> None:
     missing = "python: can't open file '/t.py': [Errno 2] No such file or directory"
     assert find(f"{missing}\n{missing}\n") == Failure(None, missing)
     assert find(f"{place}\nwas read\n") is None
+    assert find(f"loading\n{missing}\n{NOISE}") is None  # of something else that the program has started
+    spaced = missing.replace("python", "/my env/bin/python3.11")
+    assert find(spaced) == Failure(None, spaced)
 
 
 def test_an_end_without_words_is_none() -> None:
