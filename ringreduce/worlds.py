@@ -433,8 +433,9 @@ def _check_versions(messages: Messages) -> None:
 
 def _check_settings(messages: Messages, settings: Config) -> None:
     """Settings steer algorithms, so ranks with different ones would wait for each other in vain."""
-    common = [each.name for each in fields(Config) if each.name not in _OWN_SETTINGS]
-    everyone = exchange_json(messages, [f"{name}={getattr(settings, name)!r}" for name in common])
+    common = [each for each in fields(Config) if each.name not in _OWN_SETTINGS]
+    said = [f"{each.metadata.get('variable', each.name)}={getattr(settings, each.name)!r}" for each in common]
+    everyone = exchange_json(messages, said)
     if different := [each for each in zip(*everyone, strict=True) if len(set(each)) > 1]:
         raise MismatchError({rank: ", ".join(each) for rank, each in enumerate(zip(*different, strict=True))})
     if settings.algorithm is not None and settings.algorithm not in (*names(Collective.ALLREDUCE), VENDOR, NCCL):

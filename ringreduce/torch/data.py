@@ -33,7 +33,7 @@ class DistributedSampler(Sampler[int]):
         ends: what becomes of samples that do not divide evenly; must agree. ``"repeat"``: some ranks get one of the
             first samples once more, so that all have equally many. ``"drop"``: they are left out. ``"uneven"``: some
             ranks get one more, for programs that `join` at their ends, or that weight what they average
-            (`average_metrics`).
+            (`weighted_average`).
 
     Raises:
         ConfigError: the dataset has no length, or an argument makes no sense.

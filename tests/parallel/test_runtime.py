@@ -86,6 +86,7 @@ def test_different_settings_are_a_mismatch(
     assert isinstance(error, rr.MismatchError)
     assert PRIVATE.allgather(str(error)) == [str(error)] * PRIVATE.size
     assert sorted(error.values) == list(range(PRIVATE.size))
+    assert all(said.startswith(f"{name}=") for said in error.values.values())  # as the user has set it
     assert not rr.is_initialized()
 
 
