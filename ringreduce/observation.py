@@ -251,4 +251,5 @@ class Observation:
                 with suppress(OSError):
                     if processes.handles(pid, signal.SIGUSR1):
                         os.kill(pid, signal.SIGUSR1)
-            time.sleep(_DUMPING_S)  # this error may end the job
+            # This error may end the job, and nothing says when those that were asked have written.
+            time.sleep(_DUMPING_S)
