@@ -161,13 +161,10 @@ def _heard() -> Iterator[list[str]]:
 
 
 def _complaint(error: RingReduceError) -> str:
-    """Write an error in one line; where settings differ, only what differs of them."""
-    if not isinstance(error, MismatchError):
-        return " ".join(str(error).split())
-    settings = {rank: text.removeprefix("Config(").rstrip(")").split(", ") for rank, text in error.values.items()}
-    common = set.intersection(*map(set, settings.values()))
-    own = {rank: ", ".join(each for each in mine if each not in common) for rank, mine in settings.items()}
-    return f"the ranks have different settings: {by_rank(own, len(own))}"
+    """Write an error in one line."""
+    if isinstance(error, MismatchError):
+        return f"the ranks disagree: {by_rank(error.values, len(error.values))}"
+    return " ".join(str(error).split())
 
 
 def to_text(found: Mapping[str, Sequence[Finding]]) -> str:

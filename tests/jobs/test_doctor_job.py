@@ -35,4 +35,4 @@ def test_ranks_that_cannot_start_a_world_are_examined(run_job: Callable[..., Any
     assert done.returncode == 1
     start = topics(done.stdout)["start"]
     assert start["level"] == "problem"
-    assert start["value"] == "the ranks have different settings: rank 0: timeout_s=30.0; rank 1: timeout_s=31.0"
+    assert start["value"] == "the ranks disagree: rank 0: RINGREDUCE_TIMEOUT=30.0; rank 1: RINGREDUCE_TIMEOUT=31.0"

@@ -526,7 +526,7 @@ def test_only_settings_that_differ_are_named(run_job):
         from ringreduce.testing import caught
         os.environ["RINGREDUCE_TIMEOUT"] = str(20 + MPI.COMM_WORLD.rank)
         error = caught(rr.init)
-        assert error.values == {0: "timeout_s=20.0", 1: "timeout_s=21.0"}, error
+        assert error.values == {0: "RINGREDUCE_TIMEOUT=20.0", 1: "RINGREDUCE_TIMEOUT=21.0"}, error
         """,
     )
     assert job.returncode == 0, job.stderr

@@ -22,7 +22,7 @@ from ringreduce.cli import doctor
 from ringreduce.cli.facts import Facts, Mpi, World, collect, stranger
 from ringreduce.cli.findings import Finding, by_rank, examine
 from ringreduce.config import Config
-from ringreduce.errors import MismatchError, UnsupportedBufferError
+from ringreduce.errors import UnsupportedBufferError
 from ringreduce.testing import run_threads
 from ringreduce.transport.cuda_awareness import conclude
 from ringreduce.transport.memory import MemoryWorld
@@ -354,13 +354,6 @@ def test_a_launcher_of_the_same_family_is_no_stranger(monkeypatch: pytest.Monkey
         monkeypatch.setattr("ringreduce.cli.facts._installed", lambda: {"mpi4py": "4.1.2"})
         monkeypatch.setattr("ringreduce.cli.facts._from_a_child", lambda source, library=library: library)
         assert (stranger(environ) is not None) == strange, (library, environ)
-
-
-def test_settings_that_differ_are_named():
-    """Of the settings of ranks that do not agree, those that are equal are left out."""
-    error = MismatchError({0: repr(Config(timeout_s=1.0)), 1: repr(Config(timeout_s=2.0))})
-    text = "the ranks have different settings: rank 0: timeout_s=1.0; rank 1: timeout_s=2.0"
-    assert doctor._complaint(error) == text
 
 
 def probe(size: int, gpu_of: list[int], fail: str = "") -> list[Finding]:
