@@ -64,6 +64,7 @@ class Termination:
         self._leave = leave
         self._process = os.getpid()
         self._exit_code: int | None = None  # with which `sys.exit` ends the program, once it does
+        self._exit_words = ""  # which it was given in place of a code
         self._except_hook = sys.excepthook
         self._exit = sys.exit
         self._last_error: object = getattr(sys, "last_value", None)  # the last uncaught one from before this
@@ -92,7 +93,8 @@ class Termination:
         # The interpreter keeps the exception that ends the program there, before it calls any hook.
         error = getattr(sys, "last_value", None)
         if self._exit_code:
-            code, why = self._exit_code, f"exits with code {self._exit_code}"
+            said = f": {self._exit_words}" if self._exit_words else ""
+            code, why = self._exit_code, f"exits with code {self._exit_code}{said}"
         elif error is not self._last_error and _ends_program(getattr(sys, "last_traceback", None)):
             code = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
             why = f"failed: {type(error).__name__}"
@@ -152,6 +154,7 @@ class Termination:
         # An exit may have others as its context; it is freed before these.
         if self._exit_code is None and self._acts():
             self._exit_code = _exit_code(status)
+            self._exit_words = " ".join(status.split()) if isinstance(status, str) else ""
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         try:

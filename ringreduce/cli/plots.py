@@ -95,9 +95,8 @@ def figure(report: Report) -> Figure:
         axes.set_ylabel(label)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: format_nbytes(round(size)).replace(" ", "\u2009")))
         axes.tick_params(axis="x", labelrotation=30)
+        axes.set_yscale("log")
         axes.grid(visible=True, alpha=0.3)
-    times.set_yscale("log")
-    speeds.set_ylim(bottom=0)
     times.legend(frameon=False)
     drawn.suptitle(f"{collective.name}, {machine.placement}", fontsize=11)
     return drawn

@@ -280,13 +280,18 @@ def _startable(program: tuple[str, ...], *, checks: bool) -> tuple[str, ...]:
     """
     name = program[0]
     is_path, is_here = os.sep in name, os.path.isfile(name)
-    if name.endswith(".py") and is_here and not (is_path and os.access(name, os.X_OK)):
+    if name.endswith(".py") and is_here and not (is_path and os.access(name, os.X_OK) and _names_interpreter(name)):
         return sys.executable, *program
     if not checks or shutil.which(name) is not None:
         return program
     if is_here:
         raise ConfigError(f"{name} can be read, but not run; chmod +x {name}, or put what runs it in front")
     raise ConfigError(f"{name} is a folder, and no program" if os.path.isdir(name) else f"there is no program {name}")
+
+
+def _names_interpreter(name: str) -> bool:
+    with open(name, "rb") as file:
+        return file.read(2) == b"#!"
 
 
 def _make(folder: Path) -> None:

@@ -132,6 +132,9 @@ class Standing:
                 if not isinstance(lost, RingReduceError):
                     raise
                 return
+        shares = len(self._context.topology.nodes) < self._context.topology.size
+        if isinstance(error, CollectiveTimeoutError) and shares:
+            error.args = (f"{error}; a rank of this machine that is late may still write to the arrays of the call",)
         if not (isinstance(error, MismatchError) and error.in_step):
             self.give_up(error)
 
@@ -140,11 +143,6 @@ class Standing:
         for forget in self._forget:
             forget()
         if self._failure is None:
-            shares = len(self._context.topology.nodes) < self._context.topology.size
-            if isinstance(error, CollectiveTimeoutError) and shares:
-                error.args = (
-                    f"{error}; a rank of this machine that is late may still write to the arrays of the call",
-                )
             # Its traceback keeps the arrays of the call alive, to which a rank that is late may still store.
             self._failure = error
             with suppress(RingReduceError):

@@ -22,6 +22,8 @@ __all__ = ["load_checkpoint", "save_checkpoint"]
 _log = logging.getLogger(__name__)
 
 _FORMAT = "ringreduce checkpoint 1"
+#: What names the calls that one call is made of, where a rank waits for the others in vain.
+_SAVING, _LOADING = "of save_checkpoint", "of load_checkpoint"
 
 T = TypeVar("T")
 
@@ -41,7 +43,7 @@ def save_checkpoint(path: str | os.PathLike[str], **parts: Any) -> None:
     Raises:
         ConfigError: on all ranks: the file cannot be written, or holds what could not be read again.
     """
-    generators = _everyone(Generators().state_dict())
+    generators = _everyone(Generators().state_dict(), _SAVING)
 
     def write() -> None:
         states = {name: each.state_dict() if hasattr(each, "state_dict") else each for name, each in parts.items()}
@@ -54,7 +56,7 @@ def save_checkpoint(path: str | os.PathLike[str], **parts: Any) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         replace_file(target, lambda file: file.write(buffer.getbuffer()))
 
-    _on_rank_0(write, f"the checkpoint {os.fspath(path)} cannot be written")
+    _on_rank_0(write, f"the checkpoint {os.fspath(path)} cannot be written", _SAVING)
 
 
 def load_checkpoint(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any]:
@@ -84,18 +86,18 @@ def load_checkpoint(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any
         return content
 
     complaint = f"the checkpoint {os.fspath(path)} cannot be read"
-    names = _everyone(sorted(parts))
+    names = _everyone(sorted(parts), _LOADING)
     if any(each != names[0] for each in names):
         raise ConfigError(f"{complaint}: the ranks ask for different parts, {names}")
-    content = _on_rank_0(read, complaint)
+    content = _on_rank_0(read, complaint, _LOADING)
     values, error = dict(content["parts"]), None
     try:
         for name, each in parts.items():
             each.load_state_dict(values.pop(name))
     except Exception as caught:  # of somebody's class; the others must not go on as if it had gone well
         error = caught
-    failures = [said for said in _everyone(None if error is None else f"{type(error).__name__}: {error}") if said]
-    if failures:
+    failed = None if error is None else f"{type(error).__name__}: {error}"
+    if failures := [said for said in _everyone(failed, _LOADING) if said]:
         raise ConfigError(f"{complaint}: {failures[0]}") from error
     generators, (me, ranks) = content["generators"], rank_and_size()
     if len(generators) == ranks:
@@ -109,7 +111,7 @@ def load_checkpoint(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any
     return values
 
 
-def _on_rank_0(do: Callable[[], T], complaint: str) -> T:
+def _on_rank_0(do: Callable[[], T], complaint: str, call: str) -> T:
     """Return on all ranks what a function returns on rank 0; raise on all what it raises. Collective."""
     result, error, (me, ranks) = None, None, rank_and_size()
     if me == 0:
@@ -119,11 +121,12 @@ def _on_rank_0(do: Callable[[], T], complaint: str) -> T:
             error = caught
     said = None if error is None else f"{complaint}: {str(error) or type(error).__name__}"
     if ranks > 1:
-        said, result = broadcast_object((said, result))
+        said, result = broadcast_object((said, result), name=call)
     if said is not None:
         raise ConfigError(said) from error
     return result  # type: ignore[return-value]
 
 
-def _everyone(mine: Any) -> list[Any]:
-    return allgather_object(mine) if rank_and_size()[1] > 1 else [mine]
+def _everyone(mine: Any, call: str) -> list[Any]:
+    """Return what all ranks pass. Collective."""
+    return allgather_object(mine, name=call) if rank_and_size()[1] > 1 else [mine]

@@ -70,9 +70,9 @@ class Checks:
         if differing.size:
             name, sums = named[differing[0]][0], everyone[:, differing[0]].tolist()
             usual, times = Counter(sums).most_common(1)[0]
-            text = f"{name} of {self._described} before step {step}"
+            text = f"before step {step} of {self._described}, the values of {name} have the checksum"
             said = {
-                rank: f"{text}, CRC-32 {each:08x}" + " (unlike most)" * (each != usual and times > len(sums) / 2)
+                rank: f"{text} {each:08x}" + " (unlike most)" * (each != usual and times > len(sums) / 2)
                 for rank, each in enumerate(sums)
             }
             raise MismatchError(said)

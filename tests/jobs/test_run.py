@@ -82,15 +82,17 @@ def test_why_python_does_not_begin_comes_last(tmp_path: Path, arguments: list[st
     assert "-----" not in last
 
 
-def test_a_script_runs_under_this_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ends in .py and is here needs no `python` in front, whatever of that name is on the path."""
+@pytest.mark.parametrize("name", ["speaks.py", "./speaks.py"])
+def test_a_script_runs_under_this_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """What ends in .py, is here and names no interpreter needs none in front, whatever of that name is on the path."""
     (tmp_path / "speaks.py").write_text(SPEAKS)
+    (tmp_path / "speaks.py").chmod(0o755)
     (tmp_path / "bin").mkdir()
     other = tmp_path / "bin" / "speaks.py"
     other.write_text("#!/bin/sh\necho another\n")
     other.chmod(0o755)
     monkeypatch.setenv("PATH", f"{other.parent}:{os.environ['PATH']}")
-    done = run("run", "-n", 2, "--log-dir", "logs", "speaks.py", cwd=tmp_path)
+    done = run("run", "-n", 2, "--log-dir", "logs", name, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "out 0\nerror 0\nmore 0 None\n"), done.stderr
 
 

@@ -287,7 +287,7 @@ def test_a_terminated_process_is_not_mistaken_for_success(run_job):
     ("ending", "code", "said"),
     [
         ("sys.exit(3)", 3, "rank 1 of 3 exits with code 3; ending the job"),
-        ("sys.exit('no data')", 1, "no data"),
+        ("sys.exit('no\\ndata')", 1, "rank 1 of 3 exits with code 1: no data; ending the job"),
         ("raise KeyboardInterrupt", 130, "rank 1 of 3 was interrupted; ending the job"),
         ("os.kill(os.getpid(), signal.SIGINT)", 130, "rank 1 of 3 was interrupted; ending the job"),
         ("raise ValueError('the reason')", 1, "ValueError: the reason"),

@@ -139,11 +139,14 @@ def test_the_picture_shows_the_figures_of_the_page() -> None:
 
 
 def test_the_settings_are_all_documented() -> None:
-    """Every variable that `Config` reads has a row in docs/settings.md, and every row is of one that is read."""
+    """Every variable that `Config` reads has a row in docs/settings.md with its default, and no other has."""
     page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
-    documented = set(re.findall(r"^\| `(RINGREDUCE_\w+)`", page, re.MULTILINE))
-    read = {each.metadata["variable"] for each in fields(rr.Config) if each.metadata}
-    assert read - {"RINGREDUCE_TIMELINE_MARK_BATCHES"} == documented  # which stands in the row of the timeline
+    documented = dict(re.findall(r"^\| `(RINGREDUCE_\w+)` \| (.*?) \|", page, re.MULTILINE))
+    read = {each.metadata["variable"]: each for each in fields(rr.Config) if each.metadata}
+    assert read.keys() - {"RINGREDUCE_TIMELINE_MARK_BATCHES"} == documented.keys()  # which stands with the timeline
+    for variable, text in documented.items():
+        if read[variable].default is not None:
+            assert read[variable].metadata["parse"](text) == read[variable].default, variable
 
 
 def test_the_index_of_algorithms_is_up_to_date() -> None:
