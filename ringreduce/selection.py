@@ -49,6 +49,8 @@ _MEASURED = "as the tuning table has it"
 #: more, whose barriers cost more.
 _ONE_SHOT_NBYTES = 16 << 10
 _ONE_SHOT_OF_MANY_NBYTES = 32 << 10
+#: Up to so many bytes of all ranks together, the root has reduced them before the ranks could meet once more.
+_READ_BY_ROOT_NBYTES = 256 << 10
 #: Between nodes, up to this size for each lane, the fewest rounds win: recursive doubling's, for 2^k nodes and wherever
 #: nodes have several ranks; for other numbers of nodes with single ranks, those of a tree.
 _DOUBLING_NBYTES = 24 << 10
@@ -246,9 +248,10 @@ def _rule_of_others(call: Call) -> tuple[str, str]:
 def _rule_of_reduce(call: Call) -> tuple[str, str]:
     """Return the algorithm of a reduction to a root on several ranks, and why."""
     if call.topology.single_node:
-        if call.nbytes <= _ONE_SHOT_NBYTES:
-            return "load", f"one node, at most {_ONE_SHOT_NBYTES} bytes: the root reads them beside the flags"
-        return "two_shot", f"one node, over {_ONE_SHOT_NBYTES} bytes: every rank reduces a part"
+        limit = _READ_BY_ROOT_NBYTES // call.topology.size
+        if call.nbytes <= limit:
+            return "load", f"one node, at most {limit} bytes: the root reads and reduces them"
+        return "two_shot", f"one node, over {limit} bytes: every rank reduces a part"
     lanes, *others = {len(node) for node in call.topology.nodes}
     nodes = call.topology.size if others else len(call.topology.nodes)
     limit = _BINOMIAL_NBYTES * (nodes - 1) * (1 if others else lanes)

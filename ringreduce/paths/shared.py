@@ -36,13 +36,14 @@ from ringreduce.paths.path import (
 )
 from ringreduce.paths.two_shot import Scratch, ToRoot, TwoShotReduction
 from ringreduce.transport.arena import MAILED, NOWHERE, Block, Location
-from ringreduce.transport.board import Arrival
+from ringreduce.transport.board import MAILBOX_NBYTES, Arrival
 
 __all__ = ["SharedMemory", "locate", "peer_views", "touches_memory"]
 
 Array = npt.NDArray[Any]
 
-#: Up to this size, to copy an input into the mailbox costs less than the barrier after which it may change again.
+#: Up to this size, to copy an input into the mailbox costs less than the barrier after which it may change again. What
+#: lies in private memory is copied in any case, by the system at a price for each page: it is mailed if it fits.
 _MAILED_NBYTES = 16 << 10
 #: What a rank that only loads puts in.
 _NOTHING = np.empty(0, np.uint8)
@@ -210,11 +211,11 @@ class _Loads:
         self._box: tuple[Array, ...] | None = None
         place = MAILED
         if read:
-            if source.nbytes <= _MAILED_NBYTES:
+            place = context.arena.place(address_of(source), source.nbytes)
+            if source.nbytes <= (_MAILED_NBYTES if place >= 0 else MAILBOX_NBYTES):
+                place = MAILED
                 boxes = (self._board.mailboxes(parity, source.dtype, source.shape) for parity in (0, 1))
                 self._box = tuple(each[self._board.index] for each in boxes)
-            else:
-                place = context.arena.place(address_of(source), source.nbytes)
         self._arrival = Arrival(task.signature.text, task.signature.code, place)
 
     def run(self, result: Result) -> None:

@@ -34,6 +34,8 @@ Array = npt.NDArray[Any]
 
 #: Blocks of the two-shot begin on cache lines: a line that two ranks write would travel between their cores.
 _LINE_NBYTES = 64
+#: Up to this size, to copy private arrays to where the others read, and from there, costs less than system calls.
+_STAGED_NBYTES = 256 << 10
 #: Results, or offers of the others, that a plan is bound to at once.
 _BOUND = 64
 
@@ -122,6 +124,8 @@ class _TwoShot:
         self._source = self._target if in_place else unowned(source)
         place = arena.place(address_of(target), target.nbytes)
         self._places = place if in_place else arena.place(address_of(source), source.nbytes), place
+        if max(self._places) < 0 and target.nbytes <= _STAGED_NBYTES:
+            self._places = NOWHERE, NOWHERE
         self._staged: Staged | None = None  # made when it is needed
         self._arrival = Arrival(signature.text, signature.code, *self._places)
         self._hidden = NOWHERE in self._places  # from the others

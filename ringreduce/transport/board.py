@@ -40,7 +40,7 @@ __all__ = ["MAILBOX_NBYTES", "STAGE_NBYTES", "Arrival", "Board", "fence", "signa
 
 Array = npt.NDArray[Any]
 
-MAILBOX_NBYTES = 64 << 10
+MAILBOX_NBYTES = 256 << 10
 STAGE_NBYTES = 1 << 20
 
 _LINE = 64  # bytes: what the cores' caches pass to one another
