@@ -57,7 +57,7 @@ def test_weights_that_differ_name_parameter_and_rank(checked: None) -> None:
         return
     error = caught(toy.step)
     assert isinstance(error, rr.MismatchError)
-    assert "bias of" in str(error)
+    assert "the values of bias have the checksum" in str(error)
     assert "before step 2" in str(error)
     assert set(error.values) == set(range(rr.size()))
     odd = [rank for rank, text in error.values.items() if "unlike most" in text]
