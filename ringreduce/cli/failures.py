@@ -119,9 +119,9 @@ def _of_python(lines: Sequence[tuple[int | None, str]], blamed: int | None) -> F
         if _NO_PROGRAM.match(own[0]):
             last = 0
         elif _PLACE.match(own[0]):
-            last = next((number for number, text in enumerate(own[:6]) if _SYNTAX.match(text)), None)
-        if last is not None:
-            return Failure(blamed if rank is None else rank, "\n".join(own[: last + 1]))
+            last = next((number for number, text in enumerate(own) if _SYNTAX.match(text)), None)
+        if last is not None:  # ranks that mpirun does not name may have mixed their lines, which are the same
+            return Failure(blamed if rank is None else rank, "\n".join(dict.fromkeys(own[: last + 1])))
     return None
 
 

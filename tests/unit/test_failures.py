@@ -46,6 +46,7 @@ def test_why_python_does_not_begin_is_quoted() -> None:
     assert find(f"{own}\n{NOISE}") == Failure(1, own)
     mixed = "\n".join(f"[0] {line}\n[1] {line}" for line in [place, *rest])
     assert find(mixed) == Failure(0, own)
+    assert find("\n".join(f"{line}\n{line}\n{line}" for line in [place, *rest])) == Failure(None, own)
     missing = "python: can't open file '/t.py': [Errno 2] No such file or directory"
     assert find(f"{missing}\n{missing}\n") == Failure(None, missing)
     assert find(f"{place}\nwas read\n") is None
