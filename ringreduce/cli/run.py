@@ -290,8 +290,11 @@ def _startable(program: tuple[str, ...], *, checks: bool) -> tuple[str, ...]:
 
 
 def _names_interpreter(name: str) -> bool:
-    with open(name, "rb") as file:
-        return file.read(2) == b"#!"
+    try:
+        with open(name, "rb") as file:
+            return file.read(2) == b"#!"
+    except OSError:  # whoever runs it will say why
+        return True
 
 
 def _make(folder: Path) -> None:

@@ -133,7 +133,7 @@ class Standing:
                     raise
                 return
         shares = len(self._context.topology.nodes) < self._context.topology.size
-        if isinstance(error, CollectiveTimeoutError) and shares:
+        if self._failure is None and isinstance(error, CollectiveTimeoutError) and shares:
             error.args = (f"{error}; a rank of this machine that is late may still write to the arrays of the call",)
         if not (isinstance(error, MismatchError) and error.in_step):
             self.give_up(error)

@@ -1,7 +1,8 @@
 """The two-shot in the memory of one node: every rank reduces a block, and stores it where the results are.
 
-Results are those of all ranks (`TwoShotReduction`), or of one (`ToRoot`). Where private memory of others can be neither
-touched nor copied, everything passes through staging areas, or inputs are copied to the arena first.
+Results are those of all ranks (`TwoShotReduction`), or of one (`ToRoot`). Private memory is copied by the system.
+Small private arrays, and all where the system forbids that, pass through staging areas, or inputs are copied to the
+arena first.
 """
 
 from __future__ import annotations
@@ -107,8 +108,8 @@ class TwoShotReduction(Reduction):
 class _TwoShot:
     """The two-shot on one node, for one array of this rank and one result.
 
-    Each rank stores its block to all results, wherever they are. Where private memory cannot be copied, and some rank's
-    array or result is private, all goes through staging areas.
+    Each rank stores its block to all results, wherever they are. Where a rank says of its array or result that it is
+    nowhere, for it is private and small, or cannot be copied, all goes through staging areas.
     """
 
     def __init__(self, context: Context, scratch: Scratch, task: Task, source: Array, target: Array) -> None:
