@@ -9,11 +9,14 @@ tests/conftest.py ends a rank that hangs, and mpirun then ends the job.
 from __future__ import annotations
 
 import atexit
+import ctypes
+import gc
 import os
 import platform
 import shutil
+import sys
 import tempfile
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from importlib import metadata
 from typing import NamedTuple
 
@@ -184,3 +187,54 @@ def nodes_of_one(no_world: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def seed(seed: int) -> int:
     """A number that depends on the test and on the rank."""
     return seed + RANK
+
+
+class Growth(NamedTuple):
+    """Memory in use, or by how much that grew.
+
+    Attributes:
+        nbytes: bytes that malloc gave out, to arrays, tensors, the MPI library and large Python objects.
+        blocks: Python objects of at most 512 bytes.
+    """
+
+    nbytes: int
+    blocks: int
+
+
+@pytest.fixture
+def growth() -> Callable[[Callable[[], object]], Growth]:
+    """What measures the memory that an action leaves in use each time: the less of two times.
+
+    Caches grow once; a leak comes back. Resident memory would say less: what leaks first fills the holes in the heap.
+    """
+    if not hasattr(ctypes.CDLL(None), "mallinfo2"):
+        pytest.skip("needs the C library's mallinfo2: glibc 2.33")
+
+    def measure(action: Callable[[], object]) -> Growth:
+        in_use = [_in_use()]
+        for _ in range(2):
+            action()
+            in_use.append(_in_use())
+        return Growth(*np.diff(in_use, axis=0).min(axis=0).tolist())
+
+    return measure
+
+
+class _Mallinfo2(ctypes.Structure):
+    """What mallinfo2(3) returns, of which `nbytes` and `mapped_nbytes` are in use."""
+
+    _fields_ = [
+        ("_before", ctypes.c_size_t * 4),
+        ("mapped_nbytes", ctypes.c_size_t),
+        ("_between", ctypes.c_size_t * 2),
+        ("nbytes", ctypes.c_size_t),
+        ("_after", ctypes.c_size_t * 2),
+    ]
+
+
+def _in_use() -> Growth:
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = _Mallinfo2
+    gc.collect()
+    given_out = mallinfo2()
+    return Growth(given_out.nbytes + given_out.mapped_nbytes, sys.getallocatedblocks())
