@@ -230,6 +230,10 @@ class Communicator(Messaging):
             UnsupportedBufferError: the array is in device memory, or has more than 32 dimensions.
             MismatchError: on some rank, ``out`` or ``array`` has not the shape or the dtype that comes from the root.
         """
+        if type(root) is int:
+            repeated = self._bound.repeat("scatter", array, out, None, algorithm, root)
+            if repeated is not None:
+                return repeated
         return self._standing.call("scatter", self._scatter, array, root, out, algorithm)
 
     def allgather(self, array: A, *, out: Any = None, algorithm: str | None = None) -> A:
@@ -485,17 +489,20 @@ class Communicator(Messaging):
                 part = target.shape, target.dtype
             else:
                 target = require_host(self._operands.result(array, source, part[0], out)[1], "scatter")
-        flat = np.empty(0, np.uint8)
+        flat, used = np.empty(0, np.uint8), None
         if source is not None and self.rank == root:
-            flat = source.flat().view(np.uint8)
-        received = PartReceived(self._operands, 0 if array is None else array, target, out)
-        offer = part_offer(part)
+            used = Operand(source.flat(), source.dtype)
+            flat = used.view.view(np.uint8)
+        make = self._operands.maker(0 if array is None else array)
+        received, offer = PartReceived(make, target, out), part_offer(part)
         chosen = self._selection.other(Collective.SCATTER, DTYPES["uint8"], None, algorithm, f"root {root}")
         known = flat.nbytes or (0 if part is None else prod(part[0]) * part[1].itemsize)
         running = Running(self, "scatter", chosen.choice.algorithm, known)
         with running:
-            chosen.run(flat, offer, received, root)
-            running.nbytes = flat.nbytes or received.nbytes
+            again = chosen.run(flat, offer, received, root)
+            assert received.target is not None
+            running.nbytes = flat.nbytes or received.target.nbytes
+        self._bound.bind_scatter(array, out, algorithm, again, used, received, make, root)
         return received.store()
 
     def _require_root(self, root: int) -> int:

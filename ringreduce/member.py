@@ -106,7 +106,7 @@ class Member:
         """
         self._standing.require_open()
         dtype = DType.of(array.dtype)
-        return self._operands.maker(array, dtype)(tuple(array.shape))[0]
+        return self._operands.maker(array)(tuple(array.shape), dtype)[0]
 
     def algorithms(
         self, collective: Collective | str = Collective.ALLREDUCE, *, device: str | None = None

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ringreduce.buffers import Operand
+from ringreduce.buffers import DType, Operand
 from ringreduce.instruments import Instruments, Tally
-from ringreduce.paths.operands import AnyOperand, Operands, can_be_watched, is_memory_of
+from ringreduce.paths.operands import AnyOperand, Maker, Operands, PartReceived, can_be_watched, is_memory_of
 from ringreduce.paths.path import Again, Reduction, Result
 from ringreduce.paths.standing import Standing, require_alone
 
@@ -37,6 +37,7 @@ class _BoundCall(NamedTuple):
         run: makes the call again; returns a new array, if it makes one.
         tally: where it counts.
         nbytes: that it counts for.
+        counts_result: whether it counts for those of its result instead, which the other ranks decide.
     """
 
     argument: Any
@@ -46,6 +47,7 @@ class _BoundCall(NamedTuple):
     run: Callable[[], Any]
     tally: Tally
     nbytes: int
+    counts_result: bool
 
 
 class BoundCalls:
@@ -107,9 +109,11 @@ class BoundCalls:
                 require_alone(error)
                 standing.break_off(error)  # nothing can fail before the ranks have met
                 raise
-        tally = bound.tally
+        tally, nbytes = bound.tally, bound.nbytes
+        if bound.counts_result:
+            call[3] = nbytes = result.nbytes
         tally.calls += 1
-        tally.nbytes += bound.nbytes
+        tally.nbytes += nbytes
         call[1] = ended = perf_counter()
         tally.seconds += ended - started
         return result
@@ -144,7 +148,7 @@ class BoundCalls:
             return
         given = source.unowned()
         if out is None:
-            make = partial(self._operands.maker(array, source.dtype), source.shape)
+            make = partial(self._operands.maker(array), source.shape, source.dtype)
             run = _reducing_into_new(reduction, given, make)
         else:
             run = reduction.repetition(given, given if out is array else target.unowned())
@@ -178,16 +182,17 @@ class BoundCalls:
             return
         if source is not None and not is_memory_of(array, source):
             return
+        counts_result = out is None and collective in ("allgather", "gather")
         if out is None:
-            row = target.shape[1:] if collective in ("allgather", "alltoall", "gather") else None
-            make = self._operands.maker(array, target.dtype)
-            run: Callable[[], Any] = partial(_again_into_new, again, make, row, target.shape)
+            row = target.shape[1:] if counts_result or collective == "alltoall" else None
+            make = self._operands.maker(array)
+            run: Callable[[], Any] = partial(_again_into_new, again, make, row, target.shape, target.dtype)
         elif is_memory_of(out, target):
             same_memory = target.unowned()
             run = partial(again, lambda rows: same_memory)
         else:
             return
-        self._bind(collective, array, out, arguments, run, nbytes, root)
+        self._bind(collective, array, out, arguments, run, nbytes, root, counts_result=counts_result)
 
     def bind_for_others(
         self, collective: str, array: Any, arguments: tuple[Any, Any], again: Again, source: Operand, root: int
@@ -196,6 +201,42 @@ class BoundCalls:
         if again is not None and is_memory_of(array, source):
             run = partial(_again_for_others, again, Operand(np.empty(0, source.dtype.storage), source.dtype))
             self._bind(collective, array, None, arguments, run, source.nbytes, root)
+
+    def bind_scatter(
+        self,
+        array: Any,
+        out: Any,
+        algorithm: str | None,
+        again: Again,
+        source: Operand | None,
+        received: PartReceived,
+        make: Maker,
+        root: int,
+    ) -> None:
+        """Remember how to repeat a scatter; arguments as for `bind`.
+
+        Args:
+            array: None on a rank that has none.
+            received: where the part is.
+            make: makes a new result, if there is no ``out``.
+        """
+        target, flat = received.target, received.flat
+        assert target is not None
+        assert flat is not None
+        if again is None or not (array is None or can_be_watched(array)):
+            return
+        if source is not None and not is_memory_of(array, source):
+            return
+        if out is None:
+            run: Callable[[], Any] = partial(_again_into_part, again, make)
+        elif is_memory_of(out, target):
+            same_memory = flat.unowned()
+            run = partial(again, lambda part: same_memory)
+        else:
+            return
+        nbytes = target.nbytes if source is None else source.nbytes
+        counts_result = out is None and source is None
+        self._bind("scatter", array, out, (None, algorithm), run, nbytes, root, counts_result=counts_result)
 
     def _bind(
         self,
@@ -206,6 +247,8 @@ class BoundCalls:
         run: Callable[[], Any],
         nbytes: int,
         root: int = NO_ROOT,
+        *,
+        counts_result: bool = False,
     ) -> None:
         key = id(array), id(out), collective, root
 
@@ -214,17 +257,20 @@ class BoundCalls:
 
         is_out = None if out is None or out is array else _same(out, forget, written=True)
         is_array = _same(array, forget, written=out is array)
-        self._calls[key] = _BoundCall(*arguments, is_array, is_out, run, self._tallies[collective], nbytes)
+        tally = self._tallies[collective]
+        self._calls[key] = _BoundCall(*arguments, is_array, is_out, run, tally, nbytes, counts_result)
 
 
 def _same(array: Any, forget: Callable[[object], object], *, written: bool) -> Callable[[Any], bool]:
     """Return what says whether an array is this one, which is not held, and has the memory and layout that it has now.
 
     Args:
-        array: of NumPy or torch.
+        array: of NumPy or torch; None: nothing was passed.
         forget: called when it is gone.
         written: whether it must be writable still.
     """
+    if array is None:
+        return lambda given: given is None
     known: Callable[[], Any] = weakref.ref(array, forget)
     if isinstance(array, np.ndarray):  # it can be given another shape and dtype; a weak reference forbids `resize`
         shape, dtype = array.shape, array.dtype
@@ -268,18 +314,25 @@ def _again_for_others(again: Callable[[Result], object], nothing: Operand) -> ob
     return NOTHING
 
 
+def _again_into_part(again: Callable[[Result], object], make: Maker) -> Any:
+    received = PartReceived(make)
+    again(received)
+    return received.store()
+
+
 def _again_into_new(
     again: Callable[[Result], object],
-    make: Callable[[tuple[int, ...]], tuple[Any, Operand]],
+    make: Maker,
     row: tuple[int, ...] | None,
     shape: tuple[int, ...],
+    dtype: DType,
 ) -> Any:
     """Repeat a call into a new array: of a shape, or, where there is one, of rows of that shape."""
     made: Any = None
 
     def result(rows: list[int]) -> Operand:
         nonlocal made
-        made, target = make(shape if row is None else (sum(rows), *row))
+        made, target = make(shape if row is None else (sum(rows), *row), dtype)
         return target
 
     again(result)

@@ -20,6 +20,7 @@ from ringreduce.transport.arena import Arena
 
 __all__ = [
     "AnyOperand",
+    "Maker",
     "Operands",
     "PartReceived",
     "RowsReceived",
@@ -36,6 +37,9 @@ _LEAST_SHARED_NBYTES = 16 << 10
 
 #: Of an array in host memory or on a GPU.
 AnyOperand = Operand | DeviceOperand
+
+#: Makes an array of a shape and a dtype; returns it and its memory.
+Maker = Callable[[tuple[int, ...], DType], tuple[Any, Operand]]
 
 
 class Operands:
@@ -92,15 +96,15 @@ class Operands:
     def new(self, array: Any, source: AnyOperand, shape: tuple[int, ...]) -> tuple[Any, AnyOperand]:
         """Return a new array of the library and the dtype of ``array``, and its memory."""
         if isinstance(source, Operand):
-            return self.maker(array, source.dtype)(shape)
+            return self.maker(array)(shape, source.dtype)
         out = source.like(shape)
         return out, operand_of(out)
 
-    def maker(self, array: Any, dtype: DType) -> Callable[[tuple[int, ...]], tuple[Any, Operand]]:
-        """Return what makes arrays in host memory of the library of ``array``, which it does not keep, of any shape."""
+    def maker(self, array: Any) -> Maker:
+        """Return what makes arrays in host memory of the library of ``array``, which it does not keep."""
         library, arena, shared = library_of(array), self._arena, self._shares_results
 
-        def make(shape: tuple[int, ...]) -> tuple[Any, Operand]:
+        def make(shape: tuple[int, ...], dtype: DType) -> tuple[Any, Operand]:
             nbytes = prod(shape) * dtype.itemsize
             made = arena.result(shape, dtype.storage, nbytes) if shared and nbytes >= _LEAST_SHARED_NBYTES else None
             if made is None:
@@ -201,39 +205,35 @@ class PartReceived:
     """The result of a scatter, of which a rank may know nothing before the ranks have met.
 
     Args:
-        operands: checks and makes.
-        model: an array whose library a new result has; a number: NumPy's.
+        make: makes a new result.
         target: where the caller wants the result, once it is checked; None: a new array.
         out: the array of the caller's that this is.
 
     Attributes:
         out: the result, once this was called.
-        nbytes: of it.
+        target: its memory, once that is known.
+        flat: the part as contiguous bytes, once this was called.
     """
 
-    def __init__(self, operands: Operands, model: Any, target: Operand | None, out: Any) -> None:
-        self._operands = operands
-        self._model = model
-        self._target = target
-        self._flat: npt.NDArray[Any] | None = None
+    def __init__(self, make: Maker, target: Operand | None = None, out: Any = None) -> None:
+        self._make = make
         self.out = out
-        self.nbytes = 0 if target is None else target.nbytes
+        self.target = target
+        self.flat: Operand | None = None
 
     def __call__(self, part: list[int]) -> Operand:
         """Return where the part that `part_agreed` describes goes, as contiguous bytes."""
-        shape, dtype = part_told(part)
-        if self._target is None:
-            self.out, self._target = self._operands.maker(self._model, dtype)(shape)
-            self.nbytes = self._target.nbytes
-        self._flat = self._target.flat()
-        return Operand(self._flat.view(np.uint8), DTYPES["uint8"])
+        if self.target is None:
+            self.out, self.target = self._make(*part_told(part))
+        self.flat = Operand(self.target.flat().view(np.uint8), DTYPES["uint8"])
+        return self.flat
 
     def store(self) -> Any:
         """Return the result, now that the part is there."""
-        assert self._target is not None
-        assert self._flat is not None
-        if not self._target.contiguous:
-            np.copyto(self._target.view, self._flat.reshape(self._target.shape))
+        assert self.target is not None
+        assert self.flat is not None
+        if not self.target.contiguous:
+            np.copyto(self.target.view, self.flat.view.view(self.target.view.dtype).reshape(self.target.shape))
         return self.out
 
 

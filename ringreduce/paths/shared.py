@@ -9,6 +9,7 @@ Plans are bound to addresses and keep no array alive: a plan runs only while the
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
@@ -205,7 +206,7 @@ class _Loads:
         self._text = task.signature.text
         self._source = unowned(source)
         self._offer = offer
-        self._said = () if offer is None else (offer.room, *offer.rows)
+        self._said = array("q", () if offer is None else (offer.room, *offer.rows))
         self._lay_out = lay_out
         self._layouts: dict[tuple[int, ...], _Layout] = {}  # by what the others have said
         self._box: tuple[Array, ...] | None = None

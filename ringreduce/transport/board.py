@@ -24,6 +24,7 @@ import json
 import os
 import platform
 import threading
+from array import array
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple, NoReturn
@@ -156,9 +157,12 @@ class Board:
     def say(self, numbers: Sequence[int]) -> None:
         """Let the other members read numbers once this rank has arrived at its next call; see `said`."""
         parity = self.number + 1 & 1
-        area = self._mine[parity][_SAID:] if len(numbers) <= _NSAID else self._longer[parity][self.index]
-        for index, number in enumerate(numbers):
-            area[index] = number
+        if len(numbers) > _NSAID:
+            self._longer[parity][self.index][: len(numbers)] = array("q", numbers)
+            return
+        line = self._mine[parity]
+        for index, number in enumerate(numbers, _SAID):
+            line[index] = number
 
     def said(self, count: int) -> list[int]:
         """Return what each of the other members has said to this call: ``count`` numbers each, in the order of `peers`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from math import prod
 
 import ml_dtypes
 import numpy as np
@@ -814,12 +815,48 @@ def test_calls_that_come_again(size: int, private_memory: bool, node_size: int |
                     assert_equal(communicator.allgather(given), gathered)
                     assert_equal(communicator.allgather(given, out=out), gathered)
                     assert_equal(communicator.allgather(whole[own], out=whole), gathered)
+                    for room in (None, out):
+                        rows = communicator.gather(given, root, out=room)
+                        assert rank != root or np.array_equal(rows, gathered)
+                        summed = communicator.reduce(whole, root, out=room)
+                        assert rank != root or np.array_equal(summed, size * gathered)
+                    whole[:] = wholes[rank]
+                    for array in (whole, whole if rank == root else None):
+                        for room in (None, part, whole[own] if rank == root else part):
+                            assert_equal(communicator.scatter(array, root, out=room), wholes[root][own])
                     assert_equal(
                         communicator.allreduce(given, out=given),
                         sum(each[q * count :][:count] for q, each in enumerate(wholes)),
                     )
 
     run_ranks(size, body, node_size=node_size, config=config)
+
+
+@pytest.mark.parametrize("node_size", [None, 1])
+def test_results_of_any_size_come_again(node_size: int | None) -> None:
+    """A rank that passes the same, or nothing, gets what the others give then; metrics count the bytes of that."""
+
+    def body(communicator: rr.Communicator) -> None:
+        rank, size, nbytes = communicator.rank, communicator.size, {"scatter": 0, "allgather": 0, "gather": 0}
+        same_rows = np.full(2, 7.0)
+        for turn in range(8):
+            shape, dtype = [((3, 2), np.float32), ((5001,), np.int64), ((1, 2, 2), np.float64)][turn % 3]
+            whole = np.arange(size * prod(shape)).reshape(size * shape[0], *shape[1:]).astype(dtype) + turn
+            part = communicator.scatter(whole if rank == 1 else None, 1)
+            assert part.dtype == dtype
+            assert_equal(part, whole[rank * shape[0] :][: shape[0]])
+            nbytes["scatter"] += whole.nbytes if rank == 1 else part.nbytes
+            rows = np.full(turn, 7.0) if rank == 1 else same_rows
+            together = np.full(2 * (size - 1) + turn, 7.0)
+            assert_equal(communicator.allgather(rows), together)
+            nbytes["allgather"] += together.nbytes
+            gathered = communicator.gather(rows)
+            if rank == 0:
+                assert_equal(gathered, together)
+            nbytes["gather"] += together.nbytes if rank == 0 else rows.nbytes
+        assert {name: communicator.tallies[name].nbytes for name in nbytes} == nbytes
+
+    run_ranks(3, body, node_size=node_size)
 
 
 @pytest.mark.parametrize("node_size", [None, 1])
