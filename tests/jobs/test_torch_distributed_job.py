@@ -57,6 +57,16 @@ def test_a_program_needs_one_word(run_job: Callable, found: dict[str, str], rank
     assert job.stdout.splitlines() == [f"sum {float(ranks)}"] * ranks
 
 
+def test_a_job_that_is_killed_leaves_no_files(run_job: Callable, found: dict[str, str], tmp_path: Path):
+    """Rank 0, which has made the file that all share, cannot remove it then; mpirun does."""
+    room = tmp_path / "room"
+    room.mkdir()
+    after = "dist.barrier(); dist.get_rank() == 0 and os.kill(os.getpid(), 9); dist.barrier()"
+    job = run_job(2, source=PROGRAM.format(before="import os", after=after), TMPDIR=str(room), **found)
+    assert job.returncode != 0
+    assert [each for each in room.rglob("*") if each.is_file()] == []
+
+
 def test_importing_torch_loads_nothing_of_ours(found: dict[str, str]):
     """The entry point registers the backend, and imports neither the package nor MPI."""
     done = run(
