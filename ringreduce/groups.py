@@ -372,11 +372,11 @@ class Group:
             peer: another rank of the group.
             tag: at least 0, at most 2^63 - 1.
         """
-        return self._messages.send_array(array, peer, tag)
+        return self._messages.send_array(require_host(operand_of(array), "send"), peer, tag)
 
     def recv(self, array: Any, peer: int | None, tag: int = 0) -> Transfer:
         """Begin to receive into an array; arguments as for `send`, and peer None: from any rank."""
-        return self._messages.recv_array(array, peer, tag)
+        return self._messages.recv_array(require_host(operand_of(array), "recv"), peer, tag)
 
     def wait(self, transfer: Transfer, timeout_s: float | None = None) -> None:
         """Return once a message was sent or received; see `PointToPoint.wait`."""

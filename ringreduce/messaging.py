@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ringreduce.arguments import whole_number
-from ringreduce.buffers import operand_of, require_host
+from ringreduce.buffers import Operand, operand_of, require_host
 from ringreduce.errors import ConfigError, MismatchError
 from ringreduce.member import Member, Running
 from ringreduce.transport.point_to_point import PointToPoint
@@ -36,9 +36,9 @@ class Messaging(Member):
                 as it is.
             PeerLostError: a rank of this machine is gone.
         """
-        point_to_point = self._to_one()
-        with Running(self, "send", "messages", _nbytes(array)):
-            point_to_point.wait(point_to_point.send_array(array, whole_number("dest", dest), whole_number("tag", tag)))
+        point_to_point, source = self._to_one(), require_host(operand_of(array), "send")
+        with Running(self, "send", "messages", source.nbytes):
+            point_to_point.wait(point_to_point.send_array(source, whole_number("dest", dest), whole_number("tag", tag)))
 
     def recv(self, out: Any, source: int | None = None, tag: int = 0) -> int:
         """Receive an array that a rank sends; not collective. Any thread may call this.
@@ -57,9 +57,10 @@ class Messaging(Member):
                 come, it goes on to, and ``out`` is overwritten later.
             MismatchError: what came has another shape or dtype, and is lost; raised here, not where it was sent.
         """
-        point_to_point, sender = self._to_one(), None if source is None else whole_number("source", source)
-        with Running(self, "recv", "messages", _nbytes(out)):
-            transfer = point_to_point.recv_array(out, sender, whole_number("tag", tag))
+        point_to_point, target = self._to_one(), require_host(operand_of(out), "recv")
+        sender = None if source is None else whole_number("source", source)
+        with Running(self, "recv", "messages", target.nbytes):
+            transfer = point_to_point.recv_array(target, sender, whole_number("tag", tag))
             try:
                 point_to_point.wait(transfer)
             except BaseException:
@@ -84,16 +85,16 @@ class Messaging(Member):
         """
         point_to_point, to = self._to_one(), whole_number("dest", dest)
         sender, tag = None if source is None else whole_number("source", source), whole_number("tag", tag)
-        with Running(self, "sendrecv", "messages", _nbytes(array)):
+        given, taken = (require_host(operand_of(each), "sendrecv") for each in (array, out))
+        with Running(self, "sendrecv", "messages", given.nbytes):
             if to == sender == self.rank:
-                self._copy_to_self(array, out)
+                self._copy_to_self(given, taken)
                 return out
-            given, taken = (require_host(operand_of(each), "sendrecv") for each in (array, out))
             if np.may_share_memory(given.view, taken.view):
                 raise ConfigError("sendrecv takes two arrays that have no memory in common; send a copy")
-            coming = point_to_point.recv_array(out, sender, tag)
+            coming = point_to_point.recv_array(taken, sender, tag)
             try:
-                point_to_point.wait(point_to_point.send_array(array, to, tag))
+                point_to_point.wait(point_to_point.send_array(given, to, tag))
                 point_to_point.wait(coming)
             except BaseException:
                 point_to_point.withdraw(coming)
@@ -106,14 +107,9 @@ class Messaging(Member):
             raise ConfigError("this communicator has no messages from one rank to another")
         return self._point_to_point
 
-    def _copy_to_self(self, array: Any, out: Any) -> None:
-        source, target = (require_host(operand_of(each), "sendrecv") for each in (array, out))
+    def _copy_to_self(self, source: Operand, target: Operand) -> None:
         target.require_writable()
         if source.describe() != target.describe():
             text = f"sendrecv from rank {self.rank} to itself ({source.describe()}, into {target.describe()})"
             raise MismatchError({self.rank: text})
         np.copyto(target.view, source.view)
-
-
-def _nbytes(array: Any) -> int:
-    return operand_of(array).nbytes

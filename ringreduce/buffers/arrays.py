@@ -6,6 +6,7 @@ import ctypes
 import importlib.util
 import sys
 from collections.abc import Sequence
+from functools import lru_cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -137,7 +138,7 @@ class Operand:  # a frozen dataclass would take three times as long to make
 
     def describe(self) -> str:
         """Return dtype and shape in words."""
-        return f"{self.dtype.name}, shape {' x '.join(map(str, self.shape)) or 'of a number'}"
+        return _described(self.dtype.name, self.shape)
 
     def unowned(self) -> Operand:
         """Return the same contiguous memory, which that one does not keep alive; see `unowned`."""
@@ -155,6 +156,11 @@ class Operand:  # a frozen dataclass would take three times as long to make
             )
         if not self.contiguous:
             require_apart(self.view.shape, self.view.strides, self.view.itemsize)
+
+
+@lru_cache(maxsize=1024)
+def _described(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype}, shape {' x '.join(map(str, shape)) or 'of a number'}"
 
 
 def operand_of(array: Any) -> Operand | DeviceOperand:

@@ -174,19 +174,23 @@ class MpiMessages:
             self._unfinished.pop()
 
     def post(self, note: bytes, peer: int) -> None:
-        with self._translated():
+        try:
             self._posted = [each for each in self._posted if not each[0].Test()]
             self._posted.append((self._control.Isend([note, MPI.BYTE], peer, _NOTE_TAG), note))
+        except MPI.Exception as error:
+            raise _translate(error, self._data) from error
         self._sent[peer] += 1
 
     def poll(self) -> tuple[int, bytes] | None:
         status = MPI.Status()
-        with self._translated():
+        try:
             message = self._control.Improbe(MPI.ANY_SOURCE, _NOTE_TAG, status)
             if message is None:
                 return None
             note = bytearray(status.Get_count(MPI.BYTE))
             message.Recv([note, MPI.BYTE])
+        except MPI.Exception as error:
+            raise _translate(error, self._data) from error
         source = status.Get_source()
         self._received[source] += 1
         return source, bytes(note)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.buffers import operand_of, require_host
+from ringreduce.buffers import Operand
 from ringreduce.errors import CollectiveError, ConfigError, MismatchError, RingReduceError, ShutdownError
 from ringreduce.tasks import Task
 from ringreduce.transport.messages import Messages, Request
@@ -94,27 +94,28 @@ class PointToPoint:
         """Whether anything is under way."""
         return bool(self._moving or self._awaited)
 
-    def send_array(self, array: Any, peer: int, tag: int) -> Transfer:
+    def send_array(self, source: Operand, peer: int, tag: int) -> Transfer:
         """Begin to send an array; it belongs to the transfer until that is done.
 
         Args:
-            array: in host memory, of any strides.
+            source: its memory, of any strides.
             peer: another rank.
             tag: at least 0, at most 2^63 - 1.
 
         Raises:
             ConfigError: there is no such rank, or it is this one; or no such tag.
-            UnsupportedBufferError: the array cannot be sent.
         """
         self._require_peer(peer)
-        source = require_host(operand_of(array), "send")
         return self.send(source.flat().view(np.uint8), source.describe(), peer, _require_tag(tag))
 
-    def recv_array(self, array: Any, peer: int | None, tag: int) -> Transfer:
-        """Begin to receive into an array; arguments and errors as for `send_array`, and peer None: from any rank."""
+    def recv_array(self, target: Operand, peer: int | None, tag: int) -> Transfer:
+        """Begin to receive into an array.
+
+        Args, Raises:
+            as for `send_array`, and peer None: from any rank; `UnsupportedBufferError`: the array is read-only.
+        """
         if peer is not None:
             self._require_peer(peer)
-        target = require_host(operand_of(array), "recv")
         target.require_writable()
         room, store = target.view, None
         if not target.contiguous:
@@ -254,12 +255,14 @@ class PointToPoint:
                 tag = _HEAD.unpack_from(said)[0]
                 self._announced[sender, tag].append(said)
                 self._order.append((sender, tag))
-            self._awaited = [each for each in self._awaited if not self._matched(each)]
-            for each in self._moving:
-                if not each.done and self._messages.test_all(each.requests):
-                    self._messages.free(each.requests)
-                    each.end()
-            self._moving = [each for each in self._moving if not each.done]
+            if self._order:
+                self._awaited = [each for each in self._awaited if not self._matched(each)]
+            if self._moving:
+                for each in self._moving:
+                    if not each.done and self._messages.test_all(each.requests):
+                        self._messages.free(each.requests)
+                        each.end()
+                self._moving = [each for each in self._moving if not each.done]
         except RingReduceError as error:
             self.fail(error)
 
