@@ -24,6 +24,7 @@ __all__ = [
     "begins_again",
     "gpu_switches",
     "ignored_variables",
+    "job_folder",
     "launched_rank",
     "parse_nbytes",
     "runtime_folder",
@@ -324,6 +325,12 @@ def several_processes(environ: Mapping[str, str] = os.environ) -> tuple[Launcher
                 return None
     rank = environ.get(_PMIX_RANK, "")
     return (LAUNCHERS[0], f"{_PMIX_RANK}={rank}") if rank.isdigit() and int(rank) > 0 else None
+
+
+def job_folder(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the folder on this host that the launcher removes when the job ends, however it does, if there is one."""
+    folder = environ.get("PMIX_SERVER_TMPDIR", "")
+    return folder if os.access(folder, os.W_OK | os.X_OK) else None
 
 
 def survives_deaths(environ: Mapping[str, str] = os.environ) -> bool:

@@ -413,6 +413,8 @@ def _signature(
 
 def _waits(call: Call, choice: Choice, shape: tuple[object, ...] | None) -> bool:
     """Return whether no rank can end a call before all have come to it; see `Signature`."""
+    if call.collective in (Collective.GATHER, Collective.SCATTER):
+        return True  # all say how much they have, and hear it of all
     if call.collective.rooted or shape is None or choice.path is Library or 0 in shape:
         return False  # a rank that has its data goes on without the others; for an empty array nobody waits
     size = call.topology.size

@@ -142,6 +142,7 @@ class Plan:
         instruments: who is told of steps; None: nobody.
         coding: how blocks travel in messages, for a schedule that combines them by rank; None: as they are. Only direct
             accesses look at ``memory`` then.
+        absent: returns which ranks have not come to the call, for error messages; nothing where that is not known.
     """
 
     def __init__(
@@ -158,6 +159,7 @@ class Plan:
         *,
         instruments: Instruments | None = None,
         coding: Coding | None = None,
+        absent: Callable[[], str] = str,
     ) -> None:
         self._rank = rank
         self._schedule = schedule
@@ -171,7 +173,7 @@ class Plan:
         self._bulk = coding is None and largest * memory.mine.itemsize >= _BULK_NBYTES
         self._waiter = waiter
         # Not a method of this: the cycle would keep the caller's memory until the collector comes.
-        self._waiting_for = partial(_waiting_for, schedule, signature)
+        self._waiting_for = partial(_waiting_for, schedule, signature, absent)
         self._instruments = Instruments() if instruments is None else instruments
         self._coding = coding
         nstreams = min(STREAMS, len(segments))
@@ -510,7 +512,9 @@ def _is_same(source: Array, target: Array | PrivateMemory) -> bool:
     return isinstance(target, np.ndarray) and address_of(source) == address_of(target)
 
 
-def _waiting_for(schedule: Schedule, signature: str) -> str:
+def _waiting_for(schedule: Schedule, signature: str, absent: Callable[[], str]) -> str:
+    if missing := absent():
+        return missing
     peers = sorted({each.peer for step in schedule.steps for each in step.recvs + step.sends})
     return f"messages of rank {', '.join(map(str, peers))} in {signature}"
 

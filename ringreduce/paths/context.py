@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Generic, NoReturn, Protocol, TypeVar
+
+import numpy as np
 
 from ringreduce.algorithms import Collective, Schedule, schedule_for
 from ringreduce.algorithms.execute import STREAMS, Coding, Memory, Plan
-from ringreduce.buffers import Kernels
+from ringreduce.buffers import DTYPES, Kernels, kernels_for
 from ringreduce.calls import Called, GivenUp
 from ringreduce.config import Config
 from ringreduce.errors import MismatchError
 from ringreduce.instruments import Instruments
 from ringreduce.partition import Segment
 from ringreduce.paths.cleanup import close_all
+from ringreduce.reduce_ops import MAX
 from ringreduce.topology import Topology
 from ringreduce.transport.agreement import Agreement
 from ringreduce.transport.arena import NOWHERE, Arena, Location
@@ -63,6 +67,7 @@ class Context:
         agreement: compares signatures over messages, where not all ranks meet at one board.
         single_node: whether all ranks meet at one board.
         instruments: who is told of collectives and their steps.
+        barriers: of calls that do not wait for all ranks themselves, by the code of their signature.
     """
 
     messages: Messages
@@ -73,6 +78,7 @@ class Context:
     agreement: Agreement = field(init=False)
     single_node: bool = field(init=False)
     instruments: Instruments = field(default_factory=Instruments)
+    barriers: Cache[Plan] = field(default_factory=lambda: Cache())
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "single_node", self.topology.single_node)
@@ -112,6 +118,7 @@ class Context:
         *,
         root: int = 0,
         coding: Coding | None = None,
+        observed: bool = True,
     ) -> Plan:
         """Return this rank's steps bound to memory, with messages; arguments as for `Plan`."""
         return Plan(
@@ -125,8 +132,9 @@ class Context:
             signature.text,
             # The first of a few tags that stand for a signature, so that messages of two calls never match.
             1 + signature.code % ((self.messages.max_tag - 1) // STREAMS - 1) * STREAMS,
-            instruments=self.instruments,
+            instruments=self.instruments if observed else None,
             coding=coding,
+            absent=self.agreement.absent,
         )
 
     @property
@@ -143,7 +151,7 @@ class Context:
         if self.single_node:
             self.node.board.arrive(signature.arrival)
         else:
-            self.agreement.enter(signature.text, meet=not signature.waits)
+            self._enter(signature)
 
     def refuse(self, reason: str) -> NoReturn:
         """Meet the others in a call that this rank cannot make, so that it ends for all.
@@ -167,7 +175,7 @@ class Context:
             MismatchError: not all ranks call this.
         """
         if not self.single_node:
-            self.agreement.enter(signature.text, meet=not signature.waits)
+            self._enter(signature)
         try:
             place = NOWHERE if location is None else location.packed
             return self.board.arrive(Arrival(signature.text, signature.code, place))[::2]
@@ -175,6 +183,19 @@ class Context:
             if not self.single_node:
                 self.agreement.settle()  # the other nodes must hear of it, and say what they call
             raise
+
+    def _enter(self, signature: Signature) -> None:
+        """Begin a call of several nodes; where it does not wait for all ranks itself, wait for them."""
+        if not (self.agreement.enter(signature.text) or signature.waits):
+            self.barriers.get(signature.code, partial(self._barrier, signature)).run()
+            if self.instruments.observers:
+                self.instruments.step("meet")
+
+    def _barrier(self, signature: Signature) -> Plan:
+        """Return an allreduce of one byte, which no rank can end before all have begun it."""
+        memory, kernels = Memory(np.zeros(1, np.uint8)), kernels_for(DTYPES["uint8"], MAX, self.topology.size)
+        segments, kind = [(slice(0, 1),)], Collective.ALLREDUCE
+        return self.plan(kind, "recursive_doubling", segments, memory, kernels, signature, observed=False)
 
     def recover(self, mismatch: MismatchError, number: int) -> None:
         """Go on after a mismatch between nodes: end the messages under way, and count calls alike. Collective.
@@ -213,6 +234,7 @@ class Context:
         """Give everything back; arrays that users still hold stay valid."""
         self.board.close()
         self.waiter.forget()
+        self.barriers.close()
         self.messages.close()
         self.arena.close()
 

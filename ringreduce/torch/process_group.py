@@ -9,7 +9,6 @@ sent a message. So it is taken for groups with other backends alone. `Collective
 
 from __future__ import annotations
 
-import os
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from ringreduce import runtime
+from ringreduce.config import job_folder
 from ringreduce.errors import ConfigError, TransportError, UnsupportedBufferError
 from ringreduce.groups import Group
 from ringreduce.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
@@ -89,7 +89,7 @@ def _store() -> Any:
     said = b""
     if runtime.rank() == 0:
         if single_host:  # no port is opened
-            _folders.append(tempfile.TemporaryDirectory(prefix="ringreduce-", dir=_folder_of_job()))
+            _folders.append(tempfile.TemporaryDirectory(prefix="ringreduce-", dir=job_folder()))
             said = f"{_folders[-1].name}/store".encode()
         else:
             server = c10d.TCPStore(socket.gethostname(), 0, size, is_master=True, wait_for_workers=False)
@@ -102,12 +102,6 @@ def _store() -> Any:
         return c10d.FileStore(text, size)
     host, _, port = text.rpartition(":")
     return server or c10d.TCPStore(host, int(port), size, is_master=False, wait_for_workers=False)
-
-
-def _folder_of_job() -> str | None:
-    """Return the folder that the launcher removes at the end of the job, however this ends; None: it has none."""
-    folder = os.environ.get("PMIX_SERVER_TMPDIR", "")
-    return folder if os.access(folder, os.W_OK | os.X_OK) else None
 
 
 def create(options: Any) -> Any:

@@ -26,7 +26,7 @@ from ringreduce.transport.waiting import Waiter
 
 __all__ = ["Agreement"]
 
-_REMEMBERED = 4096  # calls; a rank cannot be further ahead of a peer that still asks, but for broadcast roots
+_REMEMBERED = 4096  # calls; no rank can be further ahead of a peer that still asks
 _PATIENCE_S = 0.5  # a rank that waits for so long announces what it waits in
 
 
@@ -59,12 +59,14 @@ class Agreement:
         self._has_left = False
         self._waits_since: float | None = None  # in the present call
 
-    def enter(self, signature: str, *, meet: bool = False) -> None:
+    def enter(self, signature: str) -> bool:
         """Begin the next call; compare its signature with the other ranks' if it is new.
 
         Args:
             signature: what this rank calls.
-            meet: wait for all ranks to enter, known or not: a barrier.
+
+        Returns:
+            Whether it was new: then all ranks have entered.
 
         Raises:
             MismatchError: another rank's call has another signature, or cannot be made.
@@ -72,8 +74,10 @@ class Agreement:
             TransportError: a rank has given up this call or an earlier one.
         """
         self._begin(signature)
-        if meet or signature not in self._known:
-            self.settle()
+        if signature in self._known:
+            return False
+        self.settle()
+        return True
 
     def refuse(self, reason: str) -> NoReturn:
         """Begin a call that this rank cannot make, and tell the others why.
@@ -95,6 +99,11 @@ class Agreement:
         """
         self._announce(self.number)
         self._waiter.until(self._settled, self._missing)
+
+    def absent(self) -> str:
+        """Return which ranks have not come to this call, for an error message; nothing, unless others were asked."""
+        asked = self.number in self._announced
+        return self._missing() if asked and len(self._heard[self.number]) < self._messages.size else ""
 
     def resume(self, number: int) -> None:
         """Go on after a call of this number, which a mismatch has ended on all ranks."""

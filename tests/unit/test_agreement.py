@@ -196,19 +196,6 @@ def test_the_time_limit_names_who_is_missing() -> None:
     assert "allreduce" in str(errors[0])
 
 
-def test_meeting_is_a_barrier() -> None:
-    """With ``meet`` nobody returns before all have entered, although the call is known."""
-    entered = [0] * 3
-
-    def call(rank: Rank) -> None:
-        for turn in range(1, 20):
-            entered[rank.rank] = turn
-            rank.agreement.enter("barrier", meet=True)
-            assert min(entered) >= turn
-
-    on_ranks(3, call)
-
-
 def test_ranks_resume_at_one_number() -> None:
     """After a mismatch ranks that are a call apart count on from the furthest, and old notes mean nothing."""
 

@@ -832,6 +832,31 @@ def test_calls_that_come_again(size: int, private_memory: bool, node_size: int |
     run_ranks(size, body, node_size=node_size, config=config)
 
 
+@pytest.mark.parametrize("node_size", [None, 1, 2])
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_no_rank_leaves_before_all_have_come(size: int, node_size: int | None) -> None:
+    """A barrier, and calls of which a rank could have its part early, wait for all, when they are known, too."""
+    came = [0] * size
+
+    def body(communicator: rr.Communicator) -> None:
+        array = np.ones(3)
+        calls: list[Callable[[], object]] = [
+            communicator.barrier,
+            lambda: communicator.broadcast(array, size - 1),
+            lambda: communicator.reduce(array, 1),
+            lambda: communicator.gather(array),
+            lambda: communicator.scatter(np.ones(size)),
+            lambda: communicator.allreduce(np.empty(0)),
+        ]
+        for turn in range(1, 8):
+            for number, call in enumerate(calls):
+                came[communicator.rank] = mine = turn * len(calls) + number
+                call()
+                assert min(came) >= mine
+
+    in_world(size, node_size, body)
+
+
 @pytest.mark.parametrize("node_size", [None, 1])
 def test_results_of_any_size_come_again(node_size: int | None) -> None:
     """A rank that passes the same, or nothing, gets what the others give then; metrics count the bytes of that."""
