@@ -317,3 +317,21 @@ def test_an_absent_rank_is_named_within_the_time_limit(node_size: int | None) ->
     for error in errors[:2]:
         assert isinstance(error, rr.CollectiveTimeoutError)
         assert re.search(r"waited 0\.1 s for ranks? .*\b2\b.*allreduce\(sum, shape 4, float64\)", str(error))
+
+
+@pytest.mark.parametrize("call", [lambda each: each.allreduce(np.ones(4)), lambda each: each.broadcast(np.ones(4))])
+def test_a_rank_that_leaves_out_a_known_call_is_named(call: Callable[[rr.Communicator], object]) -> None:
+    """Between nodes, who has waited for some time asks who has come; it names nobody who is only waited for, too."""
+    done = threading.Barrier(3)
+
+    def check(communicator: rr.Communicator) -> Exception | None:
+        for _ in range(2):
+            call(communicator)
+        communicator._context.agreement.patience_s = 0.0
+        error = None if last(communicator) else caught(call, communicator)
+        done.wait(30.0)
+        return error
+
+    for error in run_ranks(3, check, node_size=1, config=Config(timeout_s=1.0))[:2]:
+        assert isinstance(error, rr.CollectiveTimeoutError)
+        assert "ranks [2] to call a collective; this rank called " in str(error)
