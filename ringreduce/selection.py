@@ -57,6 +57,8 @@ _DOUBLING_NBYTES = 24 << 10
 _TREE_NBYTES = 48 << 10
 #: Between nodes, a broadcast of more than this for each rank that data is handed on by goes along a chain.
 _BINOMIAL_NBYTES = 128 << 10
+#: Between nodes of several ranks, in a reduce-scatter of up to this size all send to all at once.
+_DIRECT_NBYTES = 64 << 10
 #: An allreduce between nodes -> the same with lanes.
 _HIERARCHICAL = {"halving_doubling": "hierarchical_halving", "direct": "hierarchical_direct", "ring": "hierarchical"}
 #: Up to so many nodes may send to one at once: switches can buffer that, and ranks can have as many messages under way.
@@ -242,6 +244,8 @@ def _rule_of_others(call: Call) -> tuple[str, str]:
         return ("direct", _FEW_AT_ONCE) if nodes <= _FEW_NODES else ("pairwise", "several nodes")
     if nodes <= _FEW_NODES and nodes == call.topology.size:
         return "direct", f"{_FEW_AT_ONCE}, one rank per node"
+    if call.collective is Collective.REDUCE_SCATTER and call.nbytes <= _DIRECT_NBYTES:
+        return "direct", f"several nodes, at most {_DIRECT_NBYTES} bytes: one round"
     return "ring", "several nodes: each block crosses each link once"
 
 

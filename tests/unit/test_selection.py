@@ -71,6 +71,16 @@ def test_allreduce_goes_by_size_and_topology(topology: Topology, nbytes: int, al
     assert choice.reason
 
 
+@pytest.mark.parametrize(
+    ("topology", "small", "large"), [(NODE, "load", "load"), (FLAT, "direct", "direct"), (GRID, "direct", "ring")]
+)
+def test_reduce_scatter_goes_by_size_and_topology(topology: Topology, small: str, large: str) -> None:
+    """Where ranks of a node share its link, all send to all at once only what is small."""
+    limit = selection._DIRECT_NBYTES
+    assert choose(topology, limit, Collective.REDUCE_SCATTER).algorithm == small
+    assert choose(topology, limit + 1, Collective.REDUCE_SCATTER).algorithm == large
+
+
 @pytest.mark.parametrize("vendor", [True, False])
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=Topology.describe)
 @pytest.mark.parametrize("collective", Collective, ids=lambda each: each.value)
