@@ -55,10 +55,12 @@ class Call:
         options: its keyword arguments.
         data: what each rank contributes.
         expected: what must come out on this rank, in float64.
+        is_for_others: whether it comes out on another rank only.
     """
 
     def __init__(self, draw: random.Random, framework: str) -> None:
         names = ["allreduce", "allgather", "broadcast", "alltoall", "reducescatter"]
+        names += ["reduce", "gather"] if framework == "numpy" else []
         kind = draw.choice(names)
         self.name = "reduce_scatter" if (kind, framework) == ("reducescatter", "numpy") else kind
         self.framework = framework
@@ -70,20 +72,23 @@ class Call:
         self.data = [values(draw.randrange(1 << 30), count, self.dtype) for _ in range(SIZE)]
         exact = [each.astype(np.float64) for each in self.data]
         root = draw.randrange(SIZE)
-        if kind in ("allreduce", "reducescatter"):
+        if kind in ("reduce", "gather"):
+            self.options["root"] = root
+        if kind in ("allreduce", "reducescatter", "reduce"):
             op = draw.choice([*OPS])
             self.options["op"] = op if framework == "numpy" else getattr(hvd, op.capitalize())
             total = OPS[op](exact) if count else exact[0]
             if op == "average" and not self.dtype.startswith("float"):
                 total = np.trunc(total)
-            self.expected = total if kind == "allreduce" else np.array_split(total, SIZE)[RANK]
-        elif kind == "allgather":
+            self.expected = np.array_split(total, SIZE)[RANK] if kind == "reducescatter" else total
+        elif kind in ("allgather", "gather"):
             self.expected = np.concatenate(exact)
         elif kind == "broadcast":
             self.options["root" if framework == "numpy" else "root_rank"] = root
             self.expected = exact[root]
         else:
             self.expected = np.concatenate([np.array_split(each, SIZE)[RANK] for each in exact])
+        self.is_for_others = kind in ("reduce", "gather") and root != RANK
         if framework == "torch" and draw.random() < 0.5:
             self.options["name"] = f"name {draw.randrange(3)}"
         in_place = draw.random() < 0.3
@@ -102,6 +107,9 @@ class Call:
 
     def check(self, result: Any) -> None:
         """Compare a result with what must come out."""
+        if self.is_for_others:
+            expect(result is None, f"{self.name} has no result here", result)
+            return
         found = np.asarray(result, np.float64)
         tolerance = {"float32": 1e-5, "float64": 1e-12}.get(self.dtype, 0.0)
         if found.shape != self.expected.shape or not np.allclose(found, self.expected, tolerance, tolerance):
@@ -127,7 +135,7 @@ def spoilt(call: Call, draw: random.Random) -> tuple[list[Any], dict[str, Any]]:
 def different(call: Call, draw: random.Random) -> tuple[list[Any], dict[str, Any]]:
     """Return arguments that are right by themselves, and differ from those of the other ranks."""
     args, options = call.arguments()
-    if call.name in ("allgather", "alltoall") or draw.random() < 0.5:
+    if call.name in ("allgather", "alltoall", "gather") or draw.random() < 0.5:
         other = "float32" if call.dtype != "float32" else "float64"
         changed = args[0].astype(other) if call.framework == "numpy" else args[0].to(getattr(torch, other))
     else:
