@@ -12,11 +12,13 @@ on in every epoch, and nothing may be left behind.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -173,6 +175,19 @@ def left_behind(folder: Path, patience_s: float = 6.0) -> str:
         if not found or time.monotonic() > end:
             return f"processes {', '.join(found)} are left" if found else ""
         time.sleep(0.1)
+
+
+def end_all(folder: Path) -> None:
+    """Kill what a wrong job has not ended, so that the next one is alone."""
+    for each in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if str(folder).encode() in each.read_bytes():
+                os.kill(int(each.parent.name), signal.SIGKILL)
+
+
+def whole_lines(path: Path) -> list[str]:
+    """Return the lines of a file but what a rank was writing when it died."""
+    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def _trained(folder: Path, done: subprocess.CompletedProcess[str], left: int) -> str:

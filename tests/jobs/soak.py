@@ -73,7 +73,7 @@ def run(kills: int, ranks: int, seed: int) -> Soak:
     finally:
         job.kill()
         job.wait()
-    lines = [json.loads(line) for path in folder.glob("*.jsonl") for line in _whole_lines(path)]
+    lines = [json.loads(line) for path in folder.glob("*.jsonl") for line in faults.whole_lines(path)]
     wrong = _wrong(killed, kills, code, folder, lines)
     growth, descriptors = _growth([each for each in lines if "descriptors" in each])
     done = Soak(
@@ -115,11 +115,6 @@ def _ready(folder: Path, dead: set[str]) -> list[str]:
     alive = [each for each in found if Path(f"/proc/{each.name.removeprefix('pid-')}").exists()]
     said = [each.read_text() for each in alive]
     return sorted(each.name for each in alive) if set(said) == {str(len(alive))} else []
-
-
-def _whole_lines(path: Path) -> list[str]:
-    """Return the lines of a file but what a rank was writing when it died."""
-    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def _wrong(killed: int, kills: int, code: int | None, folder: Path, lines: list[dict[str, Any]]) -> str:
