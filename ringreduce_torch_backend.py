@@ -61,12 +61,12 @@ def _knowing_its_ranks(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _meet(url: str, **options: Any) -> Iterator[Any]:
-    from ringreduce.torch import process_group
+    from ringreduce.torch.distributed import process_group
 
     return process_group.rendezvous(url)
 
 
 def _create(options: Any, backend_options: Any = None) -> Any:
-    from ringreduce.torch import process_group
+    from ringreduce.torch.distributed import process_group
 
     return process_group.create(options)

@@ -36,7 +36,7 @@ from torch.nn.functional import cross_entropy
 
 import ringreduce
 import ringreduce.torch as hvd
-from ringreduce.cli.peers import gloo_process_group
+from ringreduce.bench.peers import gloo_process_group
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import mnist

@@ -25,7 +25,7 @@ from gpu import judges, report
 from gpu.launching import find_mpirun, run
 from gpu.report import Check, Outcome
 
-from ringreduce.buffers.cuda.inventory import Inventory, take_inventory
+from ringreduce.gpu.inventory import Inventory, take_inventory
 
 ROOT = Path(__file__).parents[1]
 #: Seconds that all parts may take together.

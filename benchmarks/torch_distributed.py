@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import ringreduce
-from ringreduce.cli.peers import gloo_process_group
+from ringreduce.bench.peers import gloo_process_group
 
 MIB = 1 << 20
 ROUNDS = 3  # of both backends

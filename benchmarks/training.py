@@ -16,7 +16,7 @@ Contenders, each with a copy of the same model on the same data:
     mpi         by hand: flatten the gradients, one MPI_Allreduce, copy them back
     ddp         torch's DistributedDataParallel on ringreduce as a backend of torch.distributed
     gloo        the same over Gloo
-    ddp-shared  DDP whose gradients are views of its buckets, on ringreduce, with the hook of ringreduce.torch.ddp
+    ddp-shared  DDP whose gradients are views of its buckets, on ringreduce, with the hook of ringreduce.torch.distributed.ddp
     gloo-views  DDP whose gradients are views of its buckets, over Gloo
     fsdp        torch's fully_shard, each linear layer or convolution on its own, on ringreduce
     fsdp-gloo   the same over Gloo
@@ -57,9 +57,9 @@ from torch.nn.functional import mse_loss
 
 import ringreduce
 import ringreduce.torch as hvd
-from ringreduce.cli.cases import plural
-from ringreduce.cli.peers import gloo_process_group, mpi_library
-from ringreduce.torch.ddp import AllreduceState, allreduce_hook
+from ringreduce.bench.cases import plural
+from ringreduce.bench.peers import gloo_process_group, mpi_library
+from ringreduce.torch.distributed.ddp import AllreduceState, allreduce_hook
 
 LEARNING_RATE = 0.001  # the deep CNN diverges from 0.01
 TURN = 5  # steps of a contender that are timed in a row

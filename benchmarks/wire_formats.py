@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 import ringreduce
-from ringreduce.config import parse_nbytes
-from ringreduce.wire import CODECS, relative_error
+from ringreduce.buffers.codecs import CODECS, relative_error
+from ringreduce.common.config import parse_nbytes
 
 
 def measure(nbytes: int, formats: list[str], iterations: int) -> list[dict[str, Any]]:

@@ -10,20 +10,21 @@
 PyTorch users start at `ringreduce.torch`. Importing this package starts nothing and reads no settings; `init` does.
 """
 
-from ringreduce import errors, reduce_ops, runtime
-from ringreduce.audit_record import fingerprint
-from ringreduce.communicator import Communicator
-from ringreduce.config import VERSION, Config
-from ringreduce.conventions import Conventions
-from ringreduce.errors import *  # noqa: F403  # what it exports is written down there, and not once more
-from ringreduce.instruments import Instrument
-from ringreduce.metrics import Metrics
-from ringreduce.paths import Choice, Feedback
-from ringreduce.process_sets import ProcessSet
-from ringreduce.reduce_ops import *  # noqa: F403
-from ringreduce.reproducible import ReproducibleAccumulator, reproducible_allreduce
+from ringreduce import runtime
+from ringreduce.collectives import Choice, Feedback
+from ringreduce.collectives.communicator import Communicator
+from ringreduce.collectives.reproducible import ReproducibleAccumulator, reproducible_allreduce
+from ringreduce.common import errors, reduce_ops
+from ringreduce.common.config import VERSION, Config
+from ringreduce.common.conventions import Conventions
+from ringreduce.common.errors import *  # noqa: F403  # what it exports is written down there, and not once more
+from ringreduce.common.instruments import Instrument
+from ringreduce.common.reduce_ops import *  # noqa: F403
+from ringreduce.common.topology import Topology
+from ringreduce.observe.audit import fingerprint
+from ringreduce.observe.metrics import Metrics
 from ringreduce.runtime import *  # noqa: F403
-from ringreduce.topology import Topology
+from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.averages import weighted_average
 from ringreduce.training.objects import allgather_object, broadcast_object
 

@@ -10,21 +10,21 @@ from typing import Any, TypeVar
 import numpy as np
 from gpu.report import BY_NCCL, NCCL, Check, ranks
 
+from ringreduce.bench.cases import COLLECTIVES, OPS, TYPES, Case
+from ringreduce.bench.measure import Contender
+from ringreduce.bench.ours import Ours
+from ringreduce.bench.places import OnDevice
+from ringreduce.bench.reference import Reference
 from ringreduce.buffers import DTYPES
-from ringreduce.cli.cases import COLLECTIVES, OPS, TYPES, Case
-from ringreduce.cli.measure import Contender
-from ringreduce.cli.ours import Ours
-from ringreduce.cli.places import OnDevice
-from ringreduce.cli.reference import Reference
-from ringreduce.communicator import Communicator
-from ringreduce.errors import (
+from ringreduce.collectives.communicator import Communicator
+from ringreduce.common.errors import (
     CollectiveTimeoutError,
     MismatchError,
     PeerLostError,
     RingReduceError,
     UnsupportedBufferError,
 )
-from ringreduce.reduce_ops import ReduceOp
+from ringreduce.common.reduce_ops import ReduceOp
 
 #: Elements: one, an odd number, and one beyond several segments of staging.
 COUNTS = (1, 100_003)

@@ -13,10 +13,10 @@ import numpy.typing as npt
 from gpu.report import Check
 
 from ringreduce.buffers import DTYPES, DType, narrow, widen
-from ringreduce.buffers.cuda import kernels
-from ringreduce.buffers.cuda.driver import Driver
-from ringreduce.buffers.cuda.kernels import FAMILIES, Arithmetic, Peers, Table
-from ringreduce.reduce_ops import ReduceOp
+from ringreduce.buffers.device_driver import Driver
+from ringreduce.common.reduce_ops import ReduceOp
+from ringreduce.gpu import kernels
+from ringreduce.gpu.kernels import FAMILIES, Arithmetic, Peers, Table
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
 from gpu_doubles.driver import check_driver

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from gpu.report import Check, allreduce_bound_s, ranks, staged_bound_s
 
+from ringreduce.bench import bench
+from ringreduce.bench.measure import Contender, time_in_turn
+from ringreduce.bench.places import OnDevice, device_operand
+from ringreduce.bench.results import Report, Result, Settings
 from ringreduce.buffers import DTYPES
-from ringreduce.buffers.cuda.kernels import Arithmetic, Table, combine
-from ringreduce.cli import bench
-from ringreduce.cli.measure import Contender, time_in_turn
-from ringreduce.cli.places import OnDevice, device_operand
-from ringreduce.cli.results import Report, Result, Settings
-from ringreduce.communicator import Communicator
-from ringreduce.reduce_ops import MAX, ReduceOp
+from ringreduce.collectives.communicator import Communicator
+from ringreduce.common.reduce_ops import MAX, ReduceOp
+from ringreduce.gpu.kernels import Arithmetic, Table, combine
 
 LEADER_SHARE = 0.70
 STAGED_SHARE = 0.70

@@ -15,10 +15,10 @@ from gpu.report import Check
 
 import ringreduce
 from ringreduce import Communicator
-from ringreduce.buffers.cuda.measuring import cupy_tools
-from ringreduce.cli.peers import mpi_library
-from ringreduce.cli.places import OnDevice
-from ringreduce.transport.cuda_awareness import cuda_awareness
+from ringreduce.bench.peers import mpi_library
+from ringreduce.bench.places import OnDevice
+from ringreduce.gpu.awareness import cuda_awareness
+from ringreduce.gpu.measuring import cupy_tools
 
 Record = Callable[[Check], None]
 

@@ -7,7 +7,7 @@ from html import escape
 
 from ringreduce.algorithms import Algorithm, Collective, find
 from ringreduce.algorithms.verify import Kind, Move, verify
-from ringreduce.topology import Topology
+from ringreduce.common.topology import Topology
 
 CELL, GAP, NODE_GAP, ROW, LEFT, TOP = 26, 26, 30, 74, 64, 34
 

@@ -23,8 +23,8 @@ from ringreduce.algorithms import (
     two_shot,
 )
 from ringreduce.algorithms.schedule import Algorithm, Collective, Cost, Schedule, Step, Transfer
-from ringreduce.errors import ConfigError
-from ringreduce.topology import Topology
+from ringreduce.common.errors import ConfigError
+from ringreduce.common.topology import Topology
 
 __all__ = [
     "ALGORITHMS",

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 
 from ringreduce.algorithms.patterns import block, node_order, peers_after
 from ringreduce.algorithms.schedule import Algorithm, Collective, Cost, Step, Transfer
-from ringreduce.topology import Topology
+from ringreduce.common.topology import Topology
 
 __all__ = ["ALLGATHER", "ALLREDUCE", "REDUCE_SCATTER"]
 

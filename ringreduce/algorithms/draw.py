@@ -14,7 +14,7 @@ import textwrap
 
 from ringreduce.algorithms.schedule import Algorithm
 from ringreduce.algorithms.verify import Kind, Move, verify
-from ringreduce.topology import Topology
+from ringreduce.common.topology import Topology
 
 __all__ = ["draw"]
 

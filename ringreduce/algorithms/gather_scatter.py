@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 
 from ringreduce.algorithms.patterns import block, ceil_log2, from_root
 from ringreduce.algorithms.schedule import Algorithm, Collective, Cost, Step, Transfer
-from ringreduce.topology import Topology
+from ringreduce.common.topology import Topology
 
 __all__ = ["GATHER_BINOMIAL", "GATHER_DIRECT", "SCATTER_BINOMIAL", "SCATTER_DIRECT"]
 

@@ -34,7 +34,7 @@ from collections.abc import Iterator
 from ringreduce.algorithms import direct, halving_doubling, recursive_doubling, reduce, ring
 from ringreduce.algorithms.patterns import peers_after, relabelled
 from ringreduce.algorithms.schedule import Algorithm, Collective, Cost, Step, Transfer
-from ringreduce.topology import Topology
+from ringreduce.common.topology import Topology
 
 __all__ = [
     "ALLREDUCE",

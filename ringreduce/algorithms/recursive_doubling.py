@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 
 from ringreduce.algorithms.patterns import block, floor_log2, folded
 from ringreduce.algorithms.schedule import Algorithm, Collective, Cost, Step, Transfer
-from ringreduce.topology import Topology
+from ringreduce.common.topology import Topology
 
 __all__ = ["ALLREDUCE"]
 

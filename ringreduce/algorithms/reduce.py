@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from ringreduce.algorithms import direct
 from ringreduce.algorithms.patterns import block, ceil_log2, from_root
 from ringreduce.algorithms.schedule import Algorithm, Collective, Cost, Step, Transfer
-from ringreduce.topology import Topology
+from ringreduce.common.topology import Topology
 
 __all__ = ["BINOMIAL", "CHAIN", "DIRECT"]
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from ringreduce.topology import Topology
+from ringreduce.common.topology import Topology
 
 __all__ = ["Algorithm", "Collective", "Cost", "Schedule", "Step", "Transfer"]
 

@@ -29,7 +29,7 @@ from functools import partial
 
 from ringreduce.algorithms.patterns import block, node_order, one_node_only, peers_after
 from ringreduce.algorithms.schedule import Algorithm, Collective, Cost, Step, Transfer
-from ringreduce.topology import Topology
+from ringreduce.common.topology import Topology
 
 __all__ = [
     "ALLGATHER",

@@ -27,7 +27,7 @@ from math import isclose
 from typing import NamedTuple, TypeAlias
 
 from ringreduce.algorithms.schedule import Algorithm, Collective, Schedule, Step, Transfer
-from ringreduce.topology import Topology
+from ringreduce.common.topology import Topology
 
 __all__ = ["Kind", "Move", "Outcome", "ScheduleError", "run", "verify"]
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.buffers.cuda.arrays import DeviceOperand, is_tensor, not_plain, on_device
+from ringreduce.buffers.device_arrays import DeviceOperand, is_tensor, not_plain, on_device
 from ringreduce.buffers.dtypes import DType, ml_bfloat16
 from ringreduce.buffers.layout import require_apart
-from ringreduce.errors import UnsupportedBufferError
+from ringreduce.common.errors import UnsupportedBufferError
 
 if TYPE_CHECKING:
     import torch

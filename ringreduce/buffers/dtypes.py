@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.errors import UnsupportedBufferError
+from ringreduce.common.errors import UnsupportedBufferError
 
 __all__ = ["DTYPES", "DType", "ml_bfloat16"]
 

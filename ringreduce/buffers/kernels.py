@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ringreduce.buffers.casts import divide_toward_zero, wider
 from ringreduce.buffers.dtypes import DTYPES, DType, ml_bfloat16
-from ringreduce.reduce_ops import ReduceOp
+from ringreduce.common.reduce_ops import ReduceOp
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
 
-from ringreduce.errors import UnsupportedBufferError
+from ringreduce.common.errors import UnsupportedBufferError
 
 __all__ = ["c_order", "is_c_order", "overlaps_itself", "require_apart"]
 

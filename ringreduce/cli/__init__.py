@@ -12,9 +12,11 @@ from typing import Any, NoReturn
 import click
 
 import ringreduce
-from ringreduce.cli import commands, doctor, export, run, top, trace_report, tune
-from ringreduce.config import launched_rank
-from ringreduce.errors import ConfigError, RingReduceError, UnsupportedBufferError
+from ringreduce.bench import tune
+from ringreduce.cli import commands, export, run
+from ringreduce.common.config import launched_rank
+from ringreduce.common.errors import ConfigError, RingReduceError, UnsupportedBufferError
+from ringreduce.doctor import doctor, top, trace_report
 
 __all__ = ["main"]
 

@@ -13,14 +13,14 @@ import click
 from click.core import ParameterSource
 
 import ringreduce
-from ringreduce.cli import asynchronous, overlap, plots, recovery
-from ringreduce.cli import bench as benchmark
-from ringreduce.cli.cases import COLLECTIVES, NCCL_TYPES, OPS, TYPES, format_nbytes, native_dtype, sizes
-from ringreduce.cli.formats import WRITERS, to_json
-from ringreduce.cli.peers import PEERS
-from ringreduce.cli.progress import Progress
-from ringreduce.cli.results import Settings
-from ringreduce.config import parse_nbytes
+from ringreduce.bench import asynchronous, overlap, plots, recovery
+from ringreduce.bench import bench as benchmark
+from ringreduce.bench.cases import COLLECTIVES, NCCL_TYPES, OPS, TYPES, format_nbytes, native_dtype, sizes
+from ringreduce.bench.formats import WRITERS, to_json
+from ringreduce.bench.peers import PEERS
+from ringreduce.bench.progress import Progress
+from ringreduce.bench.results import Settings
+from ringreduce.common.config import parse_nbytes
 
 __all__ = ["bench", "explain"]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
-from ringreduce.cli.cases import format_nbytes
-from ringreduce.config import launched_rank
+from ringreduce.bench.cases import format_nbytes
+from ringreduce.common.config import launched_rank
+from ringreduce.common.errors import ConfigError
 from ringreduce.elastic.store import CommitStore, replace_file
-from ringreduce.errors import ConfigError
 
 __all__ = ["command"]
 

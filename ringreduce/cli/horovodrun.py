@@ -14,9 +14,9 @@ import click
 
 import ringreduce
 from ringreduce.cli import main as ringreduce_main
-from ringreduce.cli.doctor import command as doctor
 from ringreduce.cli.horovod_options import NO_GLOO, OPTIONS, Option
-from ringreduce.errors import ConfigError
+from ringreduce.common.errors import ConfigError
+from ringreduce.doctor.doctor import command as doctor
 
 __all__ = ["Plan", "main", "read"]
 

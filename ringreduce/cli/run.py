@@ -14,14 +14,14 @@ from pathlib import Path
 
 import click
 
-from ringreduce.cli import failures
-from ringreduce.cli.allocation import Allocation
-from ringreduce.cli.discovery import Discovery
-from ringreduce.cli.hosts import Cooldown, Hosts, Rules, is_here, parse_host_file, parse_hosts
-from ringreduce.cli.launchers import Launcher, Network, find
-from ringreduce.cli.restarts import Restarts, Wishes
-from ringreduce.cli.start import UNNAMED, Start
-from ringreduce.errors import ConfigError
+from ringreduce.common.errors import ConfigError
+from ringreduce.launcher import failures
+from ringreduce.launcher.allocation import Allocation
+from ringreduce.launcher.discovery import Discovery
+from ringreduce.launcher.hosts import Cooldown, Hosts, Rules, is_here, parse_host_file, parse_hosts
+from ringreduce.launcher.launchers import Launcher, Network, find
+from ringreduce.launcher.restarts import Restarts, Wishes
+from ringreduce.launcher.start import UNNAMED, Start
 
 __all__ = ["command"]
 

@@ -10,10 +10,17 @@ from contextlib import suppress
 from functools import wraps
 from typing import Concatenate, NoReturn, ParamSpec, TypeVar
 
-from ringreduce import processes, runtime
-from ringreduce.config import begins_again, several_processes, survives_deaths
+from ringreduce import runtime
+from ringreduce.common import processes
+from ringreduce.common.config import begins_again, several_processes, survives_deaths
+from ringreduce.common.errors import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    PeerLostError,
+    RingReduceError,
+    TransportError,
+)
 from ringreduce.elastic.state import HostsUpdatedInterrupt, State
-from ringreduce.errors import CollectiveError, CollectiveTimeoutError, PeerLostError, RingReduceError, TransportError
 
 __all__ = ["run", "run_fn"]
 

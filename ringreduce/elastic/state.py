@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringreduce import runtime
-from ringreduce.config import begins_again
-from ringreduce.errors import ConfigError
+from ringreduce.common.config import begins_again
+from ringreduce.common.errors import ConfigError
 
 __all__ = ["HostsUpdatedInterrupt", "ObjectState", "State"]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ringreduce.config import VERSION
+from ringreduce.common.config import VERSION
 
 __all__ = ["CommitStore", "replace_file"]
 

@@ -11,11 +11,11 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from ringreduce.communicator import Communicator
+from ringreduce.collectives.communicator import Communicator
+from ringreduce.common.errors import CollectiveError, ConfigError, RingReduceError
 from ringreduce.engine.driver import Driver
 from ringreduce.engine.operations import Operation, Refusal, UnderWay, Withdrawal, WithdrawnError
 from ringreduce.engine.progress import EngineTally, Progress
-from ringreduce.errors import CollectiveError, ConfigError, RingReduceError
 from ringreduce.transport.control import ControlChannel
 
 __all__ = ["Engine", "Entrance"]

@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.buffers import DType, Operand, divide, divide_toward_zero, narrow, typed, widen
-from ringreduce.communicator import Communicator
+from ringreduce.collectives import Feedback
+from ringreduce.collectives.communicator import Communicator
+from ringreduce.common.reduce_ops import AVERAGE, MIN, PRODUCT, SUM, ReduceOp
 from ringreduce.engine.operations import BlockingCall, Gather, InPlace, Operation, Reduction
 from ringreduce.engine.orders import Kind, OperationSignature, Run
-from ringreduce.paths import Feedback
-from ringreduce.reduce_ops import AVERAGE, MIN, PRODUCT, SUM, ReduceOp
 
 __all__ = ["Executor", "RefusedError"]
 

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ringreduce.buffers import DType
-from ringreduce.calls import GivenUp
+from ringreduce.common.call_sites import GivenUp
 from ringreduce.engine.fusion import plan
 from ringreduce.engine.orders import (
     Expired,

@@ -10,12 +10,12 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from ringreduce.buffers import DType, Operand, operand_of
-from ringreduce.calls import Stack, place_of, program_stack, refusal
-from ringreduce.communicator import Communicator
+from ringreduce.collectives.communicator import Communicator
+from ringreduce.common.call_sites import Stack, place_of, program_stack, refusal
+from ringreduce.common.errors import ConfigError, RingReduceError, ShutdownError, since
+from ringreduce.common.instruments import Instruments
+from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.engine.orders import Kind, OperationSignature
-from ringreduce.errors import ConfigError, RingReduceError, ShutdownError, since
-from ringreduce.instruments import Instruments
-from ringreduce.reduce_ops import ReduceOp
 
 __all__ = [
     "BlockingCall",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-from ringreduce.calls import GivenUp
+from ringreduce.common.call_sites import GivenUp
 
 __all__ = [
     "Expired",

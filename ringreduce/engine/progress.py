@@ -12,14 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ringreduce.calls import Called, GivenUp, disagreement
-from ringreduce.communicator import Communicator
-from ringreduce.engine.execution import Executor, RefusedError
-from ringreduce.engine.negotiation import Coordinator, Note, Participant
-from ringreduce.engine.operations import Join, Operation, Refusal, UnderWay, Withdrawal, WithdrawnError, is_unnamed
-from ringreduce.engine.orders import Expired, Joined, Late, Lost, Order, Refuse, Run, Stalled, Withdrawn
-from ringreduce.engine.stall import StallWatch
-from ringreduce.errors import (
+from ringreduce.collectives.communicator import Communicator
+from ringreduce.common.call_sites import Called, GivenUp, disagreement
+from ringreduce.common.errors import (
     CollectiveError,
     CollectiveTimeoutError,
     ConfigError,
@@ -30,6 +25,11 @@ from ringreduce.errors import (
     UnsupportedBufferError,
     name_ranks,
 )
+from ringreduce.engine.execution import Executor, RefusedError
+from ringreduce.engine.negotiation import Coordinator, Note, Participant
+from ringreduce.engine.operations import Join, Operation, Refusal, UnderWay, Withdrawal, WithdrawnError, is_unnamed
+from ringreduce.engine.orders import Expired, Joined, Late, Lost, Order, Refuse, Run, Stalled, Withdrawn
+from ringreduce.engine.stall import StallWatch
 from ringreduce.transport.control import ControlChannel
 
 __all__ = ["EngineTally", "Progress"]

@@ -6,9 +6,9 @@ runs a script in which ``import horovod.torch as hvd`` gives `ringreduce.torch`,
 begins with ``import ringreduce.horovod``. Either way ``horovod.torch`` and all below it, ``horovod.common`` and
 ``horovod.runner`` are there from then on, also in processes that `multiprocessing` starts; a Horovod that is installed
 is hidden. Nothing of torch is imported before ``horovod.torch`` is. From then on numbers are Horovod's, where they
-differ from those of the chain rule; see `ringreduce.conventions`.
+differ from those of the chain rule; see `ringreduce.common.conventions`.
 
-Horovod's environment variables are honoured with and without this module; see `ringreduce.config.HOROVOD`.
+Horovod's environment variables are honoured with and without this module; see `ringreduce.common.config.HOROVOD`.
 """
 
 import importlib

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import ModuleType
 
 from ringreduce import runtime
-from ringreduce.config import launched_rank
-from ringreduce.conventions import Conventions
+from ringreduce.common.config import launched_rank
+from ringreduce.common.conventions import Conventions
 
 __all__ = ["install"]
 
@@ -28,7 +28,8 @@ _PATH = str(Path(__file__).parent / "_path")
 def install() -> None:
     """Make ``import horovod`` and all below it give our modules, and numbers Horovod's; nothing the second time.
 
-    See `ringreduce.conventions` for the numbers, and `ringreduce.runtime.set_conventions` for who may choose others.
+    See `ringreduce.common.conventions` for the numbers, and `ringreduce.runtime.set_conventions` for who may choose
+    others.
 
     Raises:
         ImportError: Horovod itself was imported before.

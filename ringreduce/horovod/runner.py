@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ringreduce.errors import CollectiveError, ConfigError
+from ringreduce.common.errors import CollectiveError, ConfigError
 
 __all__ = ["find_pickle", "run"]
 

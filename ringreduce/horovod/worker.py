@@ -10,7 +10,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from ringreduce.config import launched_rank
+from ringreduce.common.config import launched_rank
 from ringreduce.horovod.runner import find_pickle
 
 __all__ = ["main"]

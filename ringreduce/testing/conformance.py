@@ -10,15 +10,15 @@ import numpy.typing as npt
 
 from ringreduce.algorithms import Collective, schedule_for
 from ringreduce.buffers import DTYPES
-from ringreduce.communicator import Communicator
-from ringreduce.instruments import Instrument
-from ringreduce.paths import Choice
-from ringreduce.paths.mailbox import Mailbox
-from ringreduce.paths.messages import Hierarchy, Library
-from ringreduce.paths.messages import Messages as OverMessages
-from ringreduce.paths.path import Itself
-from ringreduce.paths.shared import SharedMemory
-from ringreduce.reduce_ops import ReduceOp
+from ringreduce.collectives import Choice
+from ringreduce.collectives.communicator import Communicator
+from ringreduce.collectives.messages import Hierarchy, Library
+from ringreduce.collectives.messages import Messages as OverMessages
+from ringreduce.collectives.one_shot import Mailbox
+from ringreduce.collectives.path import Itself
+from ringreduce.collectives.shared import SharedMemory
+from ringreduce.common.instruments import Instrument
+from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.testing.samples import expected, sample
 from ringreduce.transport.messages import Messages
 from ringreduce.transport.waiting import Waiter

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.errors import TransportError
+from ringreduce.common.errors import TransportError
 from ringreduce.transport.messages import Messages, Request
 
 __all__ = ["DamagingMessages", "FailingMessages", "RecordingMessages"]

@@ -7,16 +7,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from ringreduce.calls import Called
-from ringreduce.communicator import Communicator
-from ringreduce.config import Config
+from ringreduce.collectives import Context
+from ringreduce.collectives.communicator import Communicator
+from ringreduce.common.call_sites import Called
+from ringreduce.common.config import Config
+from ringreduce.common.errors import RingReduceError
 from ringreduce.engine import Engine
-from ringreduce.errors import RingReduceError
-from ringreduce.paths import Context
-from ringreduce.process_sets import Parts, ProcessSet
+from ringreduce.runtime.process_sets import Parts, ProcessSet
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.messages import Messages
-from ringreduce.transport.node import join
+from ringreduce.transport.shared.node import join
 from ringreduce.transport.waiting import Waiter
 
 __all__ = ["caught", "run_engines", "run_process_sets", "run_ranks", "run_threads"]

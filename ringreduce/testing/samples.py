@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.buffers import DTYPES, DType, narrow, new
-from ringreduce.reduce_ops import ReduceOp
+from ringreduce.common.reduce_ops import ReduceOp
 
 __all__ = ["expected", "sample"]
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.communicator import Communicator
-from ringreduce.process_sets import ProcessSet
+from ringreduce.collectives.communicator import Communicator
 from ringreduce.runtime import global_process_set
+from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.framework import Parameters, Watcher
 from ringreduce.training.optimizer import Options, Training
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce import runtime
-from ringreduce.errors import MismatchError
+from ringreduce.common.errors import MismatchError
 from ringreduce.testing.toy import RATE
 from ringreduce.training.compression.powersgd import PowerSGD
 from ringreduce.training.requests import join

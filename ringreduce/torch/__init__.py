@@ -9,7 +9,7 @@
 
 Where it differs from Horovod, it does so to be right: an optimizer keeps its state when it is wrapped, and what cannot
 work is an error on all ranks and not a hang. Gradients flow through collectives as the chain rule says, or by Horovod's
-conventions: see `ringreduce.conventions`.
+conventions: see `ringreduce.common.conventions`.
 """
 
 try:
@@ -28,7 +28,7 @@ import sys
 import ringreduce_torch_backend
 from ringreduce import runtime
 from ringreduce.algorithms import Collective
-from ringreduce.communicator import Communicator
+from ringreduce.collectives.communicator import Communicator
 from ringreduce.runtime import set_conventions
 from ringreduce.torch import (
     arrays,

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 
 from ringreduce.buffers import DTYPES
-from ringreduce.communicator import Communicator
-from ringreduce.reduce_ops import ReduceOp
+from ringreduce.collectives.communicator import Communicator
+from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.torch.streams import beside_this_stream, gpu_of, on_host, on_this_stream, require_usable
 from ringreduce.training.objects import REDUCERS
 from ringreduce.training.requests import PreparingArrays, dtype_name

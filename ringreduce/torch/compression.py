@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ringreduce.errors import ConfigError
+from ringreduce.common.errors import ConfigError
 from ringreduce.training.compression import BucketCompression, Reducer, WireFormat
 from ringreduce.training.compression.powersgd import PowerSGD
 from ringreduce.training.compression.topk import TopK
@@ -62,19 +62,19 @@ class WireCompressor(WireFormat, NoneCompressor):
 
 
 class Float8Compressor(WireCompressor):
-    """8-bit floats of 4 significant bits; see `ringreduce.wire`."""
+    """8-bit floats of 4 significant bits; see `ringreduce.buffers.codecs`."""
 
     wire = "fp8"
 
 
 class Int8Compressor(WireCompressor):
-    """8-bit integers, 256 of which share a scale; see `ringreduce.wire`."""
+    """8-bit integers, 256 of which share a scale; see `ringreduce.buffers.codecs`."""
 
     wire = "int8"
 
 
 class Int4Compressor(WireCompressor):
-    """4-bit integers, 64 of which share a scale; see `ringreduce.wire`."""
+    """4-bit integers, 64 of which share a scale; see `ringreduce.buffers.codecs`."""
 
     wire = "int4"
 

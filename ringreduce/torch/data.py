@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
-from ringreduce.arguments import whole_number
-from ringreduce.errors import ConfigError
+from ringreduce.common.arguments import whole_number
+from ringreduce.common.errors import ConfigError
 from ringreduce.runtime import count as count_progress
 from ringreduce.runtime import rank_and_size
 

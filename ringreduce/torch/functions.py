@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from ringreduce.errors import ConfigError
-from ringreduce.process_sets import ProcessSet
+from ringreduce.common.errors import ConfigError
 from ringreduce.runtime import global_process_set
+from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.torch.arrays import TENSORS
 from ringreduce.torch.wrapping import parameters_of
 from ringreduce.training import parameters
@@ -49,8 +49,8 @@ def broadcast_optimizer_state(
     """Make an optimizer equal to the root's: hyper-parameters and state, whatever each rank had before. Collective.
 
     The root's optimizer is only read. A fresh optimizer stays fresh: no step is made to create state. (By Horovod's
-    conventions, see `ringreduce.conventions`, the parameters of an optimizer that had no state have zeros as gradients
-    afterwards.) The state goes by pickle, so this is for trusted jobs only.
+    conventions, see `ringreduce.common.conventions`, the parameters of an optimizer that had no state have zeros as
+    gradients afterwards.) The state goes by pickle, so this is for trusted jobs only.
 
     Args:
         optimizer: one of torch's or a `DistributedOptimizer`, over the same parameter groups on all ranks.

@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ringreduce.communicator import Communicator
-from ringreduce.errors import TransportError, UnsupportedBufferError
+from ringreduce.collectives.communicator import Communicator
+from ringreduce.common.errors import TransportError, UnsupportedBufferError
 from ringreduce.torch.streams import Handover, current_stream, gpu_of, on_host, working_on
 from ringreduce.training.framework import DENSE, NO_GRADIENT, SPARSE, UNSUPPORTED, Parameters, Watcher
 

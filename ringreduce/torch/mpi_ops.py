@@ -7,9 +7,8 @@ import sys
 
 import torch
 
-from ringreduce.buffers.cuda.inventory import nccl_version
-from ringreduce.errors import CollectiveError as HorovodInternalError
-from ringreduce.process_sets import ProcessSet
+from ringreduce.common.errors import CollectiveError as HorovodInternalError
+from ringreduce.gpu.inventory import nccl_version
 from ringreduce.runtime import (
     add_process_set,
     cross_rank,
@@ -29,6 +28,7 @@ from ringreduce.runtime import (
     stop_timeline,
     world,
 )
+from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.torch import ops
 from ringreduce.torch.compression import Compression
 from ringreduce.torch.ops import *  # noqa: F403  # what it exports is written down there, and not once more

@@ -19,8 +19,8 @@ are a group, and after a `join` they raise a `MismatchError`.
 operation. Functions whose name ends in ``_`` work in place and out of autograd's sight, and so do the asynchronous
 ones; gradients flow through the others. They are those of the sum of all ranks' losses, as the chain rule gives them;
 `DistributedOptimizer`, which averages over the ranks, makes of them the gradient of the mean loss. By Horovod's
-conventions those of `allgather`, `broadcast` and `reducescatter` differ by a factor; `ringreduce.conventions` says by
-which. Backward passes are collective too: a tensor must require gradients on all ranks or on none.
+conventions those of `allgather`, `broadcast` and `reducescatter` differ by a factor; `ringreduce.common.conventions`
+says by which. Backward passes are collective too: a tensor must require gradients on all ranks or on none.
 
 All functions raise, besides what they list:
 
@@ -41,11 +41,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ringreduce.communicator import Communicator
-from ringreduce.errors import ConfigError, UnsupportedBufferError
-from ringreduce.process_sets import ProcessSet
-from ringreduce.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
+from ringreduce.collectives.communicator import Communicator
+from ringreduce.common.errors import ConfigError, UnsupportedBufferError
+from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
 from ringreduce.runtime import global_process_set
+from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.torch.arrays import TENSORS, preparing
 from ringreduce.torch.compression import Compression, Compressor, wire_of
 from ringreduce.training.differentiable import Differentiable

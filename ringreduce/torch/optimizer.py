@@ -14,10 +14,10 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
-from ringreduce.errors import ConfigError
-from ringreduce.process_sets import ProcessSet
-from ringreduce.reduce_ops import AVERAGE, SUM, ReduceOp
+from ringreduce.common.errors import ConfigError
+from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
 from ringreduce.runtime import global_process_set
+from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.torch import wrapping
 from ringreduce.torch.arrays import TENSORS
 from ringreduce.torch.compression import BucketCompression, Compression, Compressor
@@ -79,13 +79,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ``p.grad.data_ptr()`` or ``untyped_storage()`` is not kept.
 
     Construction, `add_param_group`, `step` and `synchronize` are collective: all ranks call them, each optimizer's in
-    the same order. A rank that has no more data calls `join`; `ringreduce.conventions` says over how many ranks the
-    others average then. `torch.amp.GradScaler` can be used as with any optimizer: the gradients are reduced before it
-    reads them, so that all ranks see the same overflows. So can its subclasses, unless they look for overflows outside
-    of ``_unscale_grads_``; then call `synchronize` first.
+    the same order. A rank that has no more data calls `join`; `ringreduce.common.conventions` says over how many ranks
+    the others average then. `torch.amp.GradScaler` can be used as with any optimizer: the gradients are reduced before
+    it reads them, so that all ranks see the same overflows. So can its subclasses, unless they look for overflows
+    outside of ``_unscale_grads_``; then call `synchronize` first.
 
     With op `Adasum` every rank steps with its own gradients; then the ranks combine the changes of each parameter (see
-    `ringreduce.adasum`).
+    `ringreduce.collectives.adasum`).
 
     Parameters may be on this rank's GPU, on all ranks alike. Their gradients are in memory that the GPUs of a node
     share where they can, and what `step` does comes after what its caller has enqueued on the current stream. Formats

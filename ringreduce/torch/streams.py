@@ -20,8 +20,8 @@ import torch
 from torch import cuda
 
 from ringreduce.buffers import Operand
-from ringreduce.buffers.cuda.arrays import DeviceOperand
-from ringreduce.communicator import Communicator
+from ringreduce.buffers.device_arrays import DeviceOperand
+from ringreduce.collectives.communicator import Communicator
 
 __all__ = [
     "Handover",

@@ -9,10 +9,10 @@ from typing import Any, cast
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ringreduce.errors import ConfigError
-from ringreduce.process_sets import ProcessSet
-from ringreduce.reduce_ops import SUM
+from ringreduce.common.errors import ConfigError
+from ringreduce.common.reduce_ops import SUM
 from ringreduce.runtime import global_process_set, is_initialized
+from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.torch.ops import allgather, allreduce
 from ringreduce.training.requests import Preparing, require_process_set
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch.nn.parameter import is_lazy
 
-from ringreduce.errors import ConfigError, UnsupportedBufferError
+from ringreduce.common.errors import ConfigError, UnsupportedBufferError
 from ringreduce.training.optimizer import Named
 
 __all__ = [

@@ -10,9 +10,9 @@ from typing import Any, overload
 import numpy as np
 
 from ringreduce import runtime
-from ringreduce.arguments import CheckingArguments, real_number
-from ringreduce.errors import ConfigError
-from ringreduce.reduce_ops import SUM
+from ringreduce.common.arguments import CheckingArguments, real_number
+from ringreduce.common.errors import ConfigError
+from ringreduce.common.reduce_ops import SUM
 
 __all__ = ["weighted_average"]
 

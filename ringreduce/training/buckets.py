@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
-from ringreduce.communicator import Communicator
+from ringreduce.collectives.communicator import Communicator
 from ringreduce.engine.fusion import plan
 from ringreduce.training.compression import Reducer, State, WireState, has_reducers, reduces
 from ringreduce.training.framework import Parameters

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.config import Config
-from ringreduce.errors import MismatchError, NotFiniteError, name_ranks
+from ringreduce.common.config import Config
+from ringreduce.common.errors import MismatchError, NotFiniteError, name_ranks
 from ringreduce.training.framework import Parameters
 
 __all__ = ["Checks"]

@@ -8,7 +8,7 @@
 | reducescatter | an allgather, times both factors and, of an average, 1 / size | `scattered_gradient_factor`        |
 | alltoall      | an alltoall that gives back what was received                 |                                    |
 
-Where Horovod's gradients differ from those of the chain rule, `ringreduce.conventions` says by what.
+Where Horovod's gradients differ from those of the chain rule, `ringreduce.common.conventions` says by what.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ringreduce.arguments import real_number
-from ringreduce.communicator import Communicator
-from ringreduce.conventions import Conventions
+from ringreduce.collectives.communicator import Communicator
+from ringreduce.common.arguments import real_number
+from ringreduce.common.conventions import Conventions
+from ringreduce.common.errors import ConfigError
+from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
 from ringreduce.engine import Engine
-from ringreduce.errors import ConfigError
-from ringreduce.process_sets import ProcessSet
-from ringreduce.reduce_ops import AVERAGE, SUM, ReduceOp
+from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.framework import Arrays
 from ringreduce.training.requests import Op, Preparing, PreparingArrays, ReproducibleSum, Request
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
-from ringreduce.arguments import whole_number
-from ringreduce.errors import ConfigError
+from ringreduce.common.arguments import whole_number
+from ringreduce.common.errors import ConfigError
 from ringreduce.runtime import rank_and_size
 
 __all__ = ["EpochDivision"]
@@ -16,7 +16,7 @@ class EpochDivision:
     """Divides what is left of an epoch among the ranks there are.
 
     Every rank gets the same number of indices: the last few may be given out twice. The program records which it has
-    processed, with `record_batch`; a `ringreduce.training.elastic.HandlingState` collects these from all ranks. Without
+    processed, with `record_batch`; a `ringreduce.elastic.handlers.HandlingState` collects these from all ranks. Without
     a world there is one rank. Subclasses say how an epoch is shuffled.
 
     Args:

@@ -37,9 +37,9 @@ from typing import Any, Protocol, TypeVar
 
 import numpy.typing as npt
 
-from ringreduce.communicator import Communicator
-from ringreduce.errors import UnsupportedBufferError
-from ringreduce.reduce_ops import ReduceOp
+from ringreduce.collectives.communicator import Communicator
+from ringreduce.common.errors import UnsupportedBufferError
+from ringreduce.common.reduce_ops import ReduceOp
 
 __all__ = [
     "DENSE",

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.arguments import whole_number
+from ringreduce.common.arguments import whole_number
 from ringreduce.runtime import rank_and_size
 
 __all__ = ["Generators", "seed_of_rank"]

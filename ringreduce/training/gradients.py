@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ringreduce.common.errors import ConfigError, UnsupportedBufferError
+from ringreduce.common.reduce_ops import AVERAGE, MAX, ReduceOp
 from ringreduce.engine import Engine, Gather, InPlace, Operation
-from ringreduce.errors import ConfigError, UnsupportedBufferError
-from ringreduce.reduce_ops import AVERAGE, MAX, ReduceOp
 from ringreduce.training.buckets import Bucket, Buckets, names_in
 from ringreduce.training.checks import Checks
 from ringreduce.training.compression import Reducer, State, WireState, has_reducers

@@ -22,10 +22,10 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.communicator import Communicator
-from ringreduce.errors import ConfigError
-from ringreduce.process_sets import ProcessSet
+from ringreduce.collectives.communicator import Communicator
+from ringreduce.common.errors import ConfigError
 from ringreduce.runtime import global_process_set
+from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.requests import Preparing
 
 __all__ = ["REDUCERS", "allgather_object", "broadcast_object", "gather"]

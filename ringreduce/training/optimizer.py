@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.adasum import adasum
-from ringreduce.arguments import CheckingArguments, real_number, shown, whole_number
-from ringreduce.communicator import Communicator
-from ringreduce.config import Config
+from ringreduce.collectives.adasum import adasum
+from ringreduce.collectives.communicator import Communicator
+from ringreduce.common.arguments import CheckingArguments, real_number, shown, whole_number
+from ringreduce.common.config import Config
+from ringreduce.common.errors import ConfigError
+from ringreduce.common.reduce_ops import AVERAGE, MAX, SUM, ReduceOp
 from ringreduce.engine import BlockingCall, Engine, Operation, Reduction
-from ringreduce.errors import ConfigError
-from ringreduce.process_sets import Parts, ProcessSet, connect
-from ringreduce.reduce_ops import AVERAGE, MAX, SUM, ReduceOp
 from ringreduce.runtime import config
+from ringreduce.runtime.process_sets import Parts, ProcessSet, connect
 from ringreduce.training.compression import State, has_reducers, signature_of
 from ringreduce.training.framework import Arrays, Parameters
 from ringreduce.training.gradients import Gradients

@@ -31,9 +31,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ringreduce.common.errors import ConfigError, ShutdownError, TransportError
+from ringreduce.common.reduce_ops import SUM, ReduceOp
 from ringreduce.engine import Engine, InPlace
-from ringreduce.errors import ConfigError, ShutdownError, TransportError
-from ringreduce.reduce_ops import SUM, ReduceOp
 from ringreduce.training.buckets import Bucket, Buckets, names_in
 from ringreduce.training.compression import WireState
 from ringreduce.training.framework import Handover, Parameters

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.communicator import Communicator
-from ringreduce.errors import ConfigError, MismatchError, name_ranks
-from ringreduce.process_sets import ProcessSet
+from ringreduce.collectives.communicator import Communicator
+from ringreduce.common.errors import ConfigError, MismatchError, name_ranks
+from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.framework import Arrays
 from ringreduce.training.objects import gather
 from ringreduce.training.requests import PreparingArrays, dtype_name

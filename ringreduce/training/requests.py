@@ -14,16 +14,16 @@ from functools import lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple, TypeVar, cast
 
-from ringreduce.adasum import adasum
-from ringreduce.arguments import real_number, row_counts, shown
 from ringreduce.buffers import DTYPES, Operand, operand_of
-from ringreduce.communicator import Communicator
+from ringreduce.collectives.adasum import adasum
+from ringreduce.collectives.communicator import Communicator
+from ringreduce.collectives.reproducible import reproducible_allreduce
+from ringreduce.common.arguments import real_number, row_counts, shown
+from ringreduce.common.errors import ConfigError, UnsupportedBufferError
+from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
 from ringreduce.engine import BlockingCall, Engine, Operation, Reduction, Refusal, unnamed
-from ringreduce.errors import ConfigError, UnsupportedBufferError
-from ringreduce.process_sets import ProcessSet
-from ringreduce.reduce_ops import AVERAGE, SUM, ReduceOp
-from ringreduce.reproducible import reproducible_allreduce
 from ringreduce.runtime import global_process_set
+from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.framework import Arrays
 
 __all__ = [
@@ -45,10 +45,10 @@ __all__ = [
     "synchronize",
 ]
 
-#: Adaptive summation, see `ringreduce.adasum`.
+#: Adaptive summation, see `ringreduce.collectives.adasum`.
 Adasum = "adasum"
 
-#: The exact sum, rounded once, whatever the number of ranks; see `ringreduce.reproducible`.
+#: The exact sum, rounded once, whatever the number of ranks; see `ringreduce.collectives.reproducible`.
 ReproducibleSum = "reproducible sum"
 
 Op = ReduceOp | str
@@ -113,9 +113,9 @@ def join(device: int = -1) -> int:
     """Say that this rank has no more data, and wait until all ranks have. Collective over all ranks.
 
     Allreduces of the others go on without this rank: it counts for nothing in sums, products, minima and maxima, and
-    averages are over the ranks that are left (by Horovod's conventions over all, see `ringreduce.conventions`). Other
-    operations raise a `MismatchError` on the ranks that submit them. While the others step, this rank's weights stay as
-    they are: afterwards, broadcast those of the rank that joined last.
+    averages are over the ranks that are left (by Horovod's conventions over all, see `ringreduce.common.conventions`).
+    Other operations raise a `MismatchError` on the ranks that submit them. While the others step, this rank's weights
+    stay as they are: afterwards, broadcast those of the rank that joined last.
 
     Args:
         device: ignored; Horovod has it.

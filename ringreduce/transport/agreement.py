@@ -20,7 +20,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import NoReturn
 
-from ringreduce.calls import Called, GivenUp, disagreement
+from ringreduce.common.call_sites import Called, GivenUp, disagreement
 from ringreduce.transport.messages import Messages
 from ringreduce.transport.waiting import Waiter
 

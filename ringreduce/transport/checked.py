@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.errors import TransportError
-from ringreduce.reduce_ops import ReduceOp
+from ringreduce.common.errors import TransportError
+from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.transport.messages import Messages, Request
 from ringreduce.transport.waiting import Waiter
 

@@ -9,10 +9,10 @@ from typing import Protocol
 
 import numpy as np
 
-from ringreduce.transport.arena import Arena, Block, Location
-from ringreduce.transport.board import fence
 from ringreduce.transport.messages import Messages, exchange_json
-from ringreduce.transport.node import Node
+from ringreduce.transport.shared.arena import Arena, Block, Location
+from ringreduce.transport.shared.board import fence
+from ringreduce.transport.shared.node import Node
 
 __all__ = ["ControlChannel", "SharedControlChannel"]
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.errors import CollectiveTimeoutError
-from ringreduce.reduce_ops import ReduceOp
+from ringreduce.common.errors import CollectiveTimeoutError
+from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.transport.messages import Request
-from ringreduce.transport.segments import Segments
+from ringreduce.transport.shared.segments import Segments
 from ringreduce.transport.waiting import Waiter
 
 __all__ = ["MemoryMessages", "MemorySegments", "MemoryWorld"]

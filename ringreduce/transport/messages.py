@@ -8,8 +8,8 @@ from typing import Any, Protocol, TypeVar
 
 import numpy.typing as npt
 
-from ringreduce.errors import RingReduceError
-from ringreduce.reduce_ops import ReduceOp
+from ringreduce.common.errors import RingReduceError
+from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.transport.waiting import Waiter
 
 __all__ = ["Messages", "Request", "StepFailedError", "exchange_json", "together"]
@@ -29,7 +29,7 @@ class Messages(Protocol):
     """Point-to-point messages between the ranks of one process set, on a channel that nobody else uses.
 
     Messages of one (sender, receiver, tag) arrive in the order in which they were started. Not thread-safe: one thread
-    at a time. Failures come out as `ringreduce.errors.TransportError` or one of its kinds, never as the errors of the
+    at a time. Failures come out as `ringreduce.TransportError` or one of its kinds, never as the errors of the
     library underneath.
     """
 

@@ -15,10 +15,10 @@ import mpi4py
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.config import survives_deaths
-from ringreduce.errors import CollectiveTimeoutError, PeerLostError, TransportError, name_ranks
-from ringreduce.processes import at_exit
-from ringreduce.reduce_ops import ReduceOp
+from ringreduce.common.config import survives_deaths
+from ringreduce.common.errors import CollectiveTimeoutError, PeerLostError, TransportError, name_ranks
+from ringreduce.common.processes import at_exit
+from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.transport.messages import Request, exchange_json
 from ringreduce.transport.waiting import Waiter
 

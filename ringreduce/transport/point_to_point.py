@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.buffers import Operand
-from ringreduce.errors import CollectiveError, ConfigError, MismatchError, RingReduceError, ShutdownError
-from ringreduce.tasks import Task
+from ringreduce.common.errors import CollectiveError, ConfigError, MismatchError, RingReduceError, ShutdownError
+from ringreduce.common.serial import Task
 from ringreduce.transport.messages import Messages, Request
 from ringreduce.transport.waiting import Waiter
 

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 
-from ringreduce.errors import CollectiveTimeoutError
+from ringreduce.common.errors import CollectiveTimeoutError
 
 __all__ = ["Waiter"]
 

@@ -28,8 +28,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_doubles.kernels import FAMILIES, KernelCode
-from ringreduce.buffers.cuda.driver import Device, Driver, Event, Stream
-from ringreduce.errors import TransportError
+from ringreduce.buffers.device_driver import Device, Driver, Event, Stream
+from ringreduce.common.errors import TransportError
 
 __all__ = ["HostArray", "HostDriver", "HostMachine", "check_driver"]
 
@@ -220,7 +220,7 @@ def _needed(tasks: Sequence[_Task]) -> list[_Task]:
 
 
 class HostDriver:
-    """A `ringreduce.buffers.cuda.driver.Driver` of one rank over host memory; see the module.
+    """A `ringreduce.buffers.device_driver.Driver` of one rank over host memory; see the module.
 
     Args:
         machine: what it shares with the drivers of other ranks; None: a machine of its own.

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.buffers import DTYPES, DType, narrow, widen
-from ringreduce.buffers.cuda.kernels import FLAGS_NBYTES, MAX_BLOCKS, ONE_SHOT_NBYTES
-from ringreduce.reduce_ops import ReduceOp
+from ringreduce.common.reduce_ops import ReduceOp
+from ringreduce.gpu.kernels import FLAGS_NBYTES, MAX_BLOCKS, ONE_SHOT_NBYTES
 
 __all__ = ["FAMILIES", "KernelCode", "View", "reduced"]
 

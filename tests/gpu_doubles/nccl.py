@@ -12,10 +12,10 @@ import numpy.typing as npt
 from gpu_doubles.driver import HostDriver
 from gpu_doubles.kernels import View, reduced
 from ringreduce.buffers import DTYPES, DType
-from ringreduce.buffers.cuda.driver import Stream
-from ringreduce.errors import TransportError
-from ringreduce.reduce_ops import ReduceOp
-from ringreduce.transport.nccl import code_of_dtype, code_of_op
+from ringreduce.buffers.device_driver import Stream
+from ringreduce.common.errors import TransportError
+from ringreduce.common.reduce_ops import ReduceOp
+from ringreduce.gpu.nccl import code_of_dtype, code_of_op
 
 __all__ = ["HostNccl"]
 
@@ -43,7 +43,7 @@ class _Group:
 
 
 class HostNccl:
-    """A `ringreduce.transport.nccl.Nccl` of one rank.
+    """A `ringreduce.gpu.nccl.Nccl` of one rank.
 
     Its collectives are kernels of the driver that wait for their peers', so they are late, take part in the order of
     streams, and may not run where ranks share a GPU. The n-th call of each rank must say the same.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from gpu_doubles.driver import HostDriver, HostMachine
-from ringreduce.communicator import Communicator
+from ringreduce.collectives.communicator import Communicator
 from ringreduce.testing import run_ranks
 
 __all__ = ["run_gpu_ranks"]

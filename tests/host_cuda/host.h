@@ -1,4 +1,4 @@
-// CUDA kernels as C++ on the CPU, for tests: what of CUDA's language the sources in ringreduce/buffers/cuda use.
+// CUDA kernels as C++ on the CPU, for tests: what of CUDA's language the sources in ringreduce/gpu use.
 //
 // A block's threads are coroutines of one thread of the host, which take turns at barriers and pauses. Blocks run
 // one after the other or, if they wait for others, each in a thread of the host. So this shows results; it shows neither

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from browser import look
 
-from ringreduce.cli.cases import COLLECTIVES
+from ringreduce.bench.cases import COLLECTIVES
 
 Run = Callable[..., Any]
 

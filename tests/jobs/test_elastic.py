@@ -277,7 +277,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 import ringreduce.torch as hvd
-from ringreduce.torch.ddp import AllreduceState, allreduce_hook
+from ringreduce.torch.distributed.ddp import AllreduceState, allreduce_hook
 
 victim, hooked = int(sys.argv[1]), bool(int(sys.argv[2]))
 dist.init_process_group("ringreduce")

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import ringreduce as rr
 from ringreduce.elastic import run
-from ringreduce.training.elastic import HandlingState
+from ringreduce.elastic.handlers import HandlingState
 from ringreduce.training.epochs import EpochDivision
 
 ROWS, BATCH, EPOCHS, STEP, COMMITS = 60, 2, 3, 6, 200_000

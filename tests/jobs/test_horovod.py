@@ -71,7 +71,7 @@ def test_variables_of_horovod_reach_the_job(run_job) -> None:
 FUNCTIONS = """
 import os, signal, sys, threading
 import ringreduce as rr
-from ringreduce.config import launched_rank
+from ringreduce.common.config import launched_rank
 
 class Seen:
     def __init__(self, *values): self.values = values

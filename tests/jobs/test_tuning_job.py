@@ -29,7 +29,7 @@ def test_a_job_goes_on_without_a_table_that_is_refused(run_job: Callable[..., An
         from pathlib import Path
         import numpy as np
         import ringreduce as rr
-        from ringreduce.worlds import tuning_key
+        from ringreduce.runtime.worlds import tuning_key
         rr.init()
         path = Path({str(tmp_path)!r}) / tuning_key(rr.world()).file_name
         if rr.rank() == 0:

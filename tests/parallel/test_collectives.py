@@ -7,13 +7,13 @@ import pytest
 from mpi4py import MPI
 
 import ringreduce as rr
-from ringreduce.config import Config
-from ringreduce.paths import Context
+from ringreduce.collectives import Context
+from ringreduce.common.config import Config
 from ringreduce.testing import check_choices, check_collectives, check_messages, expected, sample
 from ringreduce.transport.checked import CheckedMessages
 from ringreduce.transport.mpi import MpiMessages
-from ringreduce.transport.node import host_name, join
-from ringreduce.transport.segments import MemfdSegments
+from ringreduce.transport.shared.node import host_name, join
+from ringreduce.transport.shared.segments import MemfdSegments
 from ringreduce.transport.waiting import Waiter
 
 

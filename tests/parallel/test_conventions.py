@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
-from ringreduce.config import launched_rank
+from ringreduce.common.config import launched_rank
 from ringreduce.testing import caught
 
 torch = pytest.importorskip("torch")

@@ -10,9 +10,10 @@ import pytest
 from mpi4py import MPI
 
 import ringreduce as rr
-from ringreduce import runtime, status
-from ringreduce.cli.top import rows
+from ringreduce import runtime
+from ringreduce.doctor.top import rows
 from ringreduce.engine import Reduction
+from ringreduce.observe import status
 
 PRIVATE = MPI.COMM_WORLD.Dup()
 

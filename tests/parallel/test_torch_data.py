@@ -18,7 +18,7 @@ hvd = pytest.importorskip("ringreduce.torch")
 from torch.utils.data import DataLoader  # noqa: E402
 
 import ringreduce as rr  # noqa: E402
-from ringreduce.errors import ConfigError, MismatchError  # noqa: E402
+from ringreduce.common.errors import ConfigError, MismatchError  # noqa: E402
 
 COUNTS = [0, 1, 3, 4, 7, 12, 13]
 

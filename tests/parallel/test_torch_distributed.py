@@ -19,7 +19,7 @@ import torch.distributed as dist  # noqa: E402
 
 import ringreduce as rr  # noqa: E402
 import ringreduce.torch  # noqa: E402  # registers the backend, where torch has not done so
-from ringreduce.errors import CollectiveTimeoutError, ConfigError, MismatchError, TransportError  # noqa: E402
+from ringreduce.common.errors import CollectiveTimeoutError, ConfigError, MismatchError, TransportError  # noqa: E402
 
 DTYPES = [
     torch.float16,

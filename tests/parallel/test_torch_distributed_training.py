@@ -23,10 +23,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import (  # noqa: E402
 from torch.distributed.algorithms.join import Join  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-from ringreduce.errors import ConfigError, MismatchError  # noqa: E402
+from ringreduce.common.errors import ConfigError, MismatchError  # noqa: E402
 from ringreduce.torch import Compression  # noqa: E402  # registers the backend, where torch has not done so
 from ringreduce.torch.compression import Compressor  # noqa: E402
-from ringreduce.torch.ddp import AllreduceState, allreduce_hook  # noqa: E402
+from ringreduce.torch.distributed.ddp import AllreduceState, allreduce_hook  # noqa: E402
 from ringreduce.torch.sync_batch_norm import convert_sync_batchnorm  # noqa: E402
 
 with warnings.catch_warnings():  # that torch deprecates what it uses itself

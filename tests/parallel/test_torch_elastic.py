@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
-from ringreduce.training.elastic import StateHandler
+from ringreduce.elastic.handlers import StateHandler
 
 torch = pytest.importorskip("torch")
 hvd = pytest.importorskip("ringreduce.torch")

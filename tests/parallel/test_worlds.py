@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 import ringreduce as rr
 from ringreduce.testing import caught
-from ringreduce.transport import job, mpi
+from ringreduce.transport import mpi, mpi_job
 from ringreduce.transport.waiting import Waiter
 
 PRIVATE = MPI.COMM_WORLD.Dup()
@@ -137,7 +137,7 @@ def test_a_world_of_some_ranks_has_a_time_limit(no_world: None) -> None:
     if RANK == SIZE - 1:
         PRIVATE.Barrier()
         return
-    error = caught(job.subworld, range(SIZE), Waiter(0.2))
+    error = caught(mpi_job.subworld, range(SIZE), Waiter(0.2))
     assert isinstance(error, rr.CollectiveTimeoutError)
     assert f"rank {SIZE - 1} to call init" in str(error)
     PRIVATE.Barrier()

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import pytest
 
-from ringreduce.calls import Called, GivenUp
-from ringreduce.errors import CollectiveTimeoutError, MismatchError, PeerLostError
+from ringreduce.common.call_sites import Called, GivenUp
+from ringreduce.common.errors import CollectiveTimeoutError, MismatchError, PeerLostError
 from ringreduce.testing import caught, run_threads
 from ringreduce.transport.agreement import Agreement
 from ringreduce.transport.memory import MemoryWorld

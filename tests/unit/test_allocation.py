@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ringreduce.cli.allocation import Allocation, expand
-from ringreduce.errors import ConfigError
+from ringreduce.common.errors import ConfigError
+from ringreduce.launcher.allocation import Allocation, expand
 
 
 @pytest.fixture(autouse=True)

@@ -92,9 +92,9 @@ def test_imports_go_down(path: Path):
 @pytest.mark.parametrize(
     ("place", "source", "complaint"),
     [
-        ("partition.py", "from ringreduce.topology import Topology", "partition imports topology"),
+        ("partition.py", "from ringreduce.common.topology import Topology", "partition imports topology"),
         ("topology.py", "def f():\n    import numpy, torch", "topology imports torch"),
-        ("buffers/x.py", "from ringreduce.topology import Topology", "buffers imports topology"),
+        ("buffers/x.py", "from ringreduce.common.topology import Topology", "buffers imports topology"),
         ("communicator.py", "import ringreduce", "communicator imports __init__"),
         ("torch/x.py", "from mpi4py import MPI", "torch imports mpi4py"),
         ("training/x.py", "import torch", "training imports torch"),

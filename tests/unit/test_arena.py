@@ -17,12 +17,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringreduce.errors import TransportError
-from ringreduce.processes import Forked
+from ringreduce.common.errors import TransportError
+from ringreduce.common.processes import Forked
 from ringreduce.testing import run_threads
-from ringreduce.transport.arena import Arena, Block, Location
 from ringreduce.transport.memory import MemoryWorld
-from ringreduce.transport.segments import MemfdSegments, PrivateSegments
+from ringreduce.transport.shared.arena import Arena, Block, Location
+from ringreduce.transport.shared.segments import MemfdSegments, PrivateSegments
 
 PAGE = 4096
 UINT8 = np.dtype(np.uint8)

@@ -11,8 +11,8 @@ import pytest
 import torch  # noqa: F401  # threads would import it at once
 
 import ringreduce as rr
-from ringreduce.arguments import CheckingArguments, real_number, whole_number
-from ringreduce.config import Config
+from ringreduce.common.arguments import CheckingArguments, real_number, whole_number
+from ringreduce.common.config import Config
 from ringreduce.testing import caught, run_ranks
 
 

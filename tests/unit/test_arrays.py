@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ringreduce.buffers import DTYPES, DType, Operand, like, new
-from ringreduce.errors import UnsupportedBufferError
+from ringreduce.common.errors import UnsupportedBufferError
 
 TORCH_DTYPES = [name for name in DTYPES if hasattr(torch, name)]
 

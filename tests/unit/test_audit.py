@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
-from ringreduce.audit_record import AuditRecord
+from ringreduce.observe.audit import AuditRecord
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:

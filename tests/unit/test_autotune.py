@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from ringreduce.algorithms import Collective, names
-from ringreduce.autotune import Candidate, Key, Model, Row, Sample, Table, fit, format_seconds, work
-from ringreduce.cli.tune import distinct
-from ringreduce.errors import ConfigError
-from ringreduce.paths import Work
-from ringreduce.topology import Topology
-from ringreduce.transport.board import MAILBOX_NBYTES
+from ringreduce.bench.tune import distinct
+from ringreduce.collectives import Work
+from ringreduce.collectives.tuning import Candidate, Key, Model, Row, Sample, Table, fit, format_seconds, work
+from ringreduce.common.errors import ConfigError
+from ringreduce.common.topology import Topology
+from ringreduce.transport.shared.board import MAILBOX_NBYTES
 
 NODE, FLAT, GRID, UNEVEN = (
     Topology.uniform(1, 4),

@@ -14,10 +14,10 @@ from gpu_doubles.ranks import run_gpu_ranks
 
 import ringreduce as rr
 from ringreduce.buffers import DTYPES
-from ringreduce.config import Config
-from ringreduce.errors import MismatchError, TransportError
-from ringreduce.paths import aware
-from ringreduce.reduce_ops import ReduceOp
+from ringreduce.common.config import Config
+from ringreduce.common.errors import MismatchError, TransportError
+from ringreduce.common.reduce_ops import ReduceOp
+from ringreduce.gpu import aware_path
 from ringreduce.testing import (
     FailingMessages,
     assert_close,
@@ -92,7 +92,7 @@ def test_every_op_on_floats(op: ReduceOp, dtype: str) -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_orders_of_the_gpu_do_not_show(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many segments at once, the same plan again, in place and not: right under every order that a GPU may take."""
-    monkeypatch.setattr(aware, "_SEGMENT_NBYTES", 256)
+    monkeypatch.setattr(aware_path, "_SEGMENT_NBYTES", 256)
     counts = (1003, 5, 1003, 64)
 
     def function(communicator: rr.Communicator, driver: HostDriver) -> None:
@@ -288,7 +288,7 @@ import ctypes, mmap
 import numpy as np
 from mpi4py import MPI
 from ringreduce.buffers import address_of
-from ringreduce.transport.device import untouchable
+from ringreduce.gpu.ipc import untouchable
 from ringreduce.transport.mpi import MpiMessages
 from ringreduce.transport.waiting import Waiter
 

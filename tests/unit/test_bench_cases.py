@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ringreduce.cli.cases import COLLECTIVES, TYPES, Case, format_nbytes, plural, sizes
+from ringreduce.bench.cases import COLLECTIVES, TYPES, Case, format_nbytes, plural, sizes
 
 
 def case(collective: str, type_name: str = "float", nranks: int = 4, nbytes: int = 4096) -> Case:

@@ -10,10 +10,10 @@ import json
 import numpy as np
 import pytest
 
-from ringreduce.cli.cases import COLLECTIVES, Case
-from ringreduce.cli.formats import CsvWriter, JsonWriter, NcclWriter, OsuWriter, ShortWriter, to_json
-from ringreduce.cli.measure import Summary
-from ringreduce.cli.results import Bound, Machine, Report, Result, Row, Settings
+from ringreduce.bench.cases import COLLECTIVES, Case
+from ringreduce.bench.formats import CsvWriter, JsonWriter, NcclWriter, OsuWriter, ShortWriter, to_json
+from ringreduce.bench.measure import Summary
+from ringreduce.bench.results import Bound, Machine, Report, Result, Row, Settings
 
 MACHINE = Machine(
     versions={"ringreduce": "0.1.0", "python": "3.11.7", "numpy": "2.4.6"},

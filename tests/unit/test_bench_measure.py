@@ -7,7 +7,7 @@ import gc
 import numpy as np
 import pytest
 
-from ringreduce.cli.measure import (
+from ringreduce.bench.measure import (
     Clock,
     Contender,
     Summary,
@@ -17,7 +17,7 @@ from ringreduce.cli.measure import (
     turn_for,
     warmup_for,
 )
-from ringreduce.reduce_ops import MAX
+from ringreduce.common.reduce_ops import MAX
 
 
 class Log:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ringreduce.cli.overlap import OverlapResult
+from ringreduce.bench.overlap import OverlapResult
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from ringreduce.cli.cases import COLLECTIVES, Case
-from ringreduce.cli.measure import Summary
-from ringreduce.cli.plots import curves, page, require_matplotlib, save
-from ringreduce.cli.results import Bound, Machine, Report, Result, Row, Settings
-from ringreduce.errors import ConfigError
+from ringreduce.bench.cases import COLLECTIVES, Case
+from ringreduce.bench.measure import Summary
+from ringreduce.bench.plots import curves, page, require_matplotlib, save
+from ringreduce.bench.results import Bound, Machine, Report, Result, Row, Settings
+from ringreduce.common.errors import ConfigError
 
 pytest.importorskip("matplotlib")
 

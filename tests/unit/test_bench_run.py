@@ -8,12 +8,12 @@ import json
 import numpy as np
 import pytest
 
-from ringreduce.cli import bench
-from ringreduce.cli.cases import COLLECTIVES, OPS, TYPES
-from ringreduce.cli.measure import Contender, Summary
-from ringreduce.cli.progress import Progress
-from ringreduce.cli.results import Report, Settings
-from ringreduce.errors import ConfigError
+from ringreduce.bench import bench
+from ringreduce.bench.cases import COLLECTIVES, OPS, TYPES
+from ringreduce.bench.measure import Contender, Summary
+from ringreduce.bench.progress import Progress
+from ringreduce.bench.results import Report, Settings
+from ringreduce.common.errors import ConfigError
 from ringreduce.testing import run_ranks
 
 FAST = {"min_nbytes": 8, "max_nbytes": 512, "step_factor": 8, "iterations": 2, "warmup": 0}

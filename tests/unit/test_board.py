@@ -9,12 +9,12 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from ringreduce.calls import GivenUp
-from ringreduce.errors import CollectiveTimeoutError, MismatchError, PeerLostError, TransportError
+from ringreduce.common.call_sites import GivenUp
+from ringreduce.common.errors import CollectiveTimeoutError, MismatchError, PeerLostError, TransportError
 from ringreduce.testing import caught, run_threads
-from ringreduce.transport.arena import Arena, Location
-from ringreduce.transport.board import MAILBOX_NBYTES, NOWHERE, STAGE_NBYTES, Arrival, Board, signature_hash
 from ringreduce.transport.memory import MemorySegments, MemoryWorld
+from ringreduce.transport.shared.arena import Arena, Location
+from ringreduce.transport.shared.board import MAILBOX_NBYTES, NOWHERE, STAGE_NBYTES, Arrival, Board, signature_hash
 from ringreduce.transport.waiting import Waiter
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ringreduce.wire import CODECS, Codec, relative_error
+from ringreduce.buffers.codecs import CODECS, Codec, relative_error
 
 ALL = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 SCALED = {"fp8": 448, "int8": 127, "int4": 7}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringreduce.config import (
+from ringreduce.common.config import (
     HOROVOD,
     Config,
     gpu_switches,
@@ -18,8 +18,8 @@ from ringreduce.config import (
     parse_nbytes,
     several_processes,
 )
-from ringreduce.conventions import Conventions
-from ringreduce.errors import ConfigError
+from ringreduce.common.conventions import Conventions
+from ringreduce.common.errors import ConfigError
 
 VARIABLES = {
     "RINGREDUCE_TIMEOUT": "timeout_s",

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ringreduce.communicator import Communicator
-from ringreduce.config import Config
-from ringreduce.errors import TransportError
+from ringreduce.collectives.communicator import Communicator
+from ringreduce.common.config import Config
+from ringreduce.common.errors import TransportError
 from ringreduce.testing import (
     DamagingMessages,
     caught,

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from ringreduce.communicator import Communicator
+from ringreduce.collectives.communicator import Communicator
 from ringreduce.testing import run_ranks
-from ringreduce.transport.board import fence
 from ringreduce.transport.control import SharedControlChannel
+from ringreduce.transport.shared.board import fence
 from ringreduce.transport.waiting import Waiter
 
 

@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 
 from ringreduce.buffers import DTYPES, DType, kernels_for, narrow
-from ringreduce.buffers.cuda import kernels
-from ringreduce.buffers.cuda.driver import Device
-from ringreduce.buffers.cuda.kernels import FAMILIES, Arithmetic, Peers, Table
+from ringreduce.buffers.device_driver import Device
 from ringreduce.buffers.kernels import NumpyHalfKernels
-from ringreduce.reduce_ops import ReduceOp
+from ringreduce.common.reduce_ops import ReduceOp
+from ringreduce.gpu import kernels
+from ringreduce.gpu.kernels import FAMILIES, Arithmetic, Peers, Table
 
 HOST = Path(__file__).parents[1] / "host_cuda"
 STREAM = 0

@@ -16,17 +16,17 @@ from gpu_doubles.ranks import run_gpu_ranks
 
 import ringreduce as rr
 from ringreduce.buffers import DTYPES, DType
-from ringreduce.buffers.cuda.kernels import Arithmetic
-from ringreduce.config import Config
-from ringreduce.errors import CollectiveTimeoutError, MismatchError, TransportError
-from ringreduce.paths import Context, Signature
-from ringreduce.paths.context import Cache
-from ringreduce.paths.device import DeviceAllreduce, _Shots
-from ringreduce.reduce_ops import ReduceOp
+from ringreduce.collectives import Context, Signature
+from ringreduce.collectives.context import Cache
+from ringreduce.common.config import Config
+from ringreduce.common.errors import CollectiveTimeoutError, MismatchError, TransportError
+from ringreduce.common.reduce_ops import ReduceOp
+from ringreduce.gpu.ipc import DeviceBlock, DeviceNode, join_devices
+from ringreduce.gpu.kernels import Arithmetic
+from ringreduce.gpu.peer_path import DeviceAllreduce, _Shots
 from ringreduce.testing import assert_close, caught, expected, run_threads, sample
-from ringreduce.transport.device import DeviceBlock, DeviceNode, join_devices
 from ringreduce.transport.memory import MemoryWorld
-from ringreduce.transport.node import join
+from ringreduce.transport.shared.node import join
 from ringreduce.transport.waiting import Waiter
 
 CONFIG = Config(timeout_s=20.0)

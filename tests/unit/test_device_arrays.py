@@ -18,14 +18,14 @@ from gpu_doubles.driver import HostArray, HostDriver, HostMachine
 from gpu_doubles.ranks import run_gpu_ranks
 
 import ringreduce as rr
-from ringreduce.buffers import Operand, operand_of
-from ringreduce.buffers.cuda import arrays, cupy_driver, kernels
-from ringreduce.buffers.cuda.arrays import DeviceOperand, empty_on_device, on_device
-from ringreduce.buffers.cuda.cupy_driver import CupyDriver, cuda_driver
-from ringreduce.buffers.cuda.measuring import CupyTools
+from ringreduce.buffers import Operand, device_arrays, operand_of
+from ringreduce.buffers.device_arrays import DeviceOperand, empty_on_device, on_device
 from ringreduce.buffers.layout import c_order, is_c_order, overlaps_itself
-from ringreduce.config import Config
-from ringreduce.errors import ConfigError, MismatchError, TransportError, UnsupportedBufferError
+from ringreduce.common.config import Config
+from ringreduce.common.errors import ConfigError, MismatchError, TransportError, UnsupportedBufferError
+from ringreduce.gpu import cupy_driver, kernels
+from ringreduce.gpu.cupy_driver import CupyDriver, cuda_driver
+from ringreduce.gpu.measuring import CupyTools
 from ringreduce.testing import assert_equal, caught, expected, run_ranks, sample
 
 
@@ -278,7 +278,7 @@ def test_sparse_tensors_are_refused() -> None:
     """They have no strides."""
     tensor = SimpleNamespace(layout=torch.sparse_coo)
     with pytest.raises(UnsupportedBufferError, match="layout"):
-        arrays._of_torch(tensor, torch)
+        device_arrays._of_torch(tensor, torch)
 
 
 # ---- collectives ----

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from gpu_doubles.driver import HostDriver, HostMachine
 
-from ringreduce.buffers.cuda.driver import Driver
-from ringreduce.config import Config
-from ringreduce.errors import TransportError, UnsupportedBufferError
+from ringreduce.buffers.device_driver import Driver
+from ringreduce.common.config import Config
+from ringreduce.common.errors import TransportError, UnsupportedBufferError
+from ringreduce.gpu.ipc import DeviceArena, DeviceNode, join_devices
 from ringreduce.testing import run_threads
-from ringreduce.transport.arena import Arena, Location
-from ringreduce.transport.device import DeviceArena, DeviceNode, join_devices
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.messages import Messages
-from ringreduce.transport.node import join
-from ringreduce.transport.segments import PrivateSegments
+from ringreduce.transport.shared.arena import Arena, Location
+from ringreduce.transport.shared.node import join
+from ringreduce.transport.shared.segments import PrivateSegments
 from ringreduce.transport.waiting import Waiter
 
 CONFIG = Config(timeout_s=20.0)

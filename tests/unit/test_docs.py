@@ -19,9 +19,9 @@ import pytest
 from documents import BLOCK, EXAMPLES, PAGES, ROOT, blocks, name_of, run_examples
 
 import ringreduce as rr
-from ringreduce import errors
 from ringreduce.algorithms import ALGORITHMS
 from ringreduce.cli import main as command_line
+from ringreduce.common import errors
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 

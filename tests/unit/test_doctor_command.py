@@ -16,17 +16,17 @@ from click.testing import CliRunner
 from gpu_doubles.driver import HostDriver, HostMachine
 
 import ringreduce
-from ringreduce.buffers.cuda.driver import Device
-from ringreduce.buffers.cuda.inventory import Inventory, take_inventory
-from ringreduce.cli import doctor
-from ringreduce.cli.facts import Facts, Mpi, World, collect, stranger
-from ringreduce.cli.findings import Finding, by_rank, examine
-from ringreduce.config import Config
-from ringreduce.errors import UnsupportedBufferError
+from ringreduce.buffers.device_driver import Device
+from ringreduce.common.config import Config
+from ringreduce.common.errors import UnsupportedBufferError
+from ringreduce.doctor import doctor
+from ringreduce.doctor.facts import Facts, Mpi, World, collect, stranger
+from ringreduce.doctor.findings import Finding, by_rank, examine
+from ringreduce.gpu.awareness import conclude
+from ringreduce.gpu.inventory import Inventory, take_inventory
 from ringreduce.testing import run_threads
-from ringreduce.transport.cuda_awareness import conclude
 from ringreduce.transport.memory import MemoryWorld
-from ringreduce.transport.node import join
+from ringreduce.transport.shared.node import join
 from ringreduce.transport.waiting import Waiter
 
 OPEN_MPI = Mpi("Open MPI v5.0.11", "multiple", 1, ulfm=True, cuda_reason="MPIX_Query_cuda_support says no")
@@ -351,8 +351,8 @@ def test_a_launcher_of_the_same_family_is_no_stranger(monkeypatch: pytest.Monkey
         (MPICH, {}, False),
         (Mpi(problem="broken"), launched(2), True),
     ]:
-        monkeypatch.setattr("ringreduce.cli.facts._installed", lambda: {"mpi4py": "4.1.2"})
-        monkeypatch.setattr("ringreduce.cli.facts._from_a_child", lambda source, library=library: library)
+        monkeypatch.setattr("ringreduce.doctor.facts._installed", lambda: {"mpi4py": "4.1.2"})
+        monkeypatch.setattr("ringreduce.doctor.facts._from_a_child", lambda source, library=library: library)
         assert (stranger(environ) is not None) == strange, (library, environ)
 
 

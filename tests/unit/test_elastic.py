@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import ringreduce as rr
+from ringreduce.common.errors import CollectiveError, MismatchError, PeerLostError
 from ringreduce.elastic import CommitStore, HostsUpdatedInterrupt, ObjectState, State, run, run_fn
-from ringreduce.errors import CollectiveError, MismatchError, PeerLostError
-from ringreduce.training.elastic import HandlingState
+from ringreduce.elastic.handlers import HandlingState
 
 
 class Recorded(State):

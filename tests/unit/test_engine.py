@@ -15,11 +15,11 @@ import numpy.typing as npt
 import pytest
 
 from ringreduce.buffers import DTYPES
-from ringreduce.calls import program_stack
-from ringreduce.communicator import Communicator
-from ringreduce.config import Config
-from ringreduce.engine import BlockingCall, Engine, Gather, InPlace, Operation, Reduction, Refusal, unnamed
-from ringreduce.errors import (
+from ringreduce.collectives import Feedback
+from ringreduce.collectives.communicator import Communicator
+from ringreduce.common.call_sites import program_stack
+from ringreduce.common.config import Config
+from ringreduce.common.errors import (
     CollectiveTimeoutError,
     ConfigError,
     MismatchError,
@@ -29,8 +29,8 @@ from ringreduce.errors import (
     TransportError,
     UnsupportedBufferError,
 )
-from ringreduce.paths import Feedback
-from ringreduce.reduce_ops import AVERAGE, MAX, MIN, SUM, ReduceOp
+from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, SUM, ReduceOp
+from ringreduce.engine import BlockingCall, Engine, Gather, InPlace, Operation, Reduction, Refusal, unnamed
 from ringreduce.testing import caught, run_engines, run_ranks
 from ringreduce.testing.conformance import assert_close, assert_equal
 from ringreduce.testing.samples import expected, sample

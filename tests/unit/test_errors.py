@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from ringreduce import errors
-from ringreduce.errors import MismatchError, PeerLostError
+from ringreduce.common import errors
+from ringreduce.common.errors import MismatchError, PeerLostError
 
 CLASSES = [each for name in errors.__all__ if isinstance(each := getattr(errors, name), type)]
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from ringreduce.algorithms import Collective, schedule_for
-from ringreduce.algorithms.execute import Memory, Plan
 from ringreduce.buffers import DTYPES, kernels_for
-from ringreduce.errors import CollectiveTimeoutError
-from ringreduce.partition import Partition, segments_of_buffer
-from ringreduce.reduce_ops import SUM, ReduceOp
+from ringreduce.collectives.plan import Memory, Plan
+from ringreduce.common.errors import CollectiveTimeoutError
+from ringreduce.common.partition import Partition, segments_of_buffer
+from ringreduce.common.reduce_ops import SUM, ReduceOp
+from ringreduce.common.topology import Topology
 from ringreduce.testing import RecordingMessages, caught, run_threads
-from ringreduce.topology import Topology
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.waiting import Waiter
 

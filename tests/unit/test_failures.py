@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ringreduce.cli.failures import Failure, find, find_in_files
+from ringreduce.launcher.failures import Failure, find, find_in_files
 
 TRACEBACK = "Traceback (most recent call last):\n  File \"t.py\", line 5, in <module>\n    f()\nKeyError: 'why'"
 NOISE = "-" * 74 + "\nMPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD\n  Errorcode: 1\n" + "-" * 74

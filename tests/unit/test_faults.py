@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
-from ringreduce.config import Config
+from ringreduce.common.config import Config
 from ringreduce.testing import FailingMessages, caught, run_ranks
 from ringreduce.transport.messages import Messages
 

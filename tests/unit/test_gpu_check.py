@@ -22,17 +22,17 @@ from gpu_doubles.driver import HostArray, HostDriver, HostMachine
 from gpu_doubles.ranks import run_gpu_ranks
 
 import ringreduce as rr
-from ringreduce.buffers.cuda.driver import Driver
-from ringreduce.buffers.cuda.inventory import Inventory
-from ringreduce.cli import bench
-from ringreduce.cli.cases import COLLECTIVES
-from ringreduce.cli.measure import Contender
-from ringreduce.cli.peers import StagedMpi
-from ringreduce.cli.places import OnDevice
-from ringreduce.cli.results import Report, Settings
-from ringreduce.config import Config
-from ringreduce.errors import UnsupportedBufferError
-from ringreduce.reduce_ops import ReduceOp
+from ringreduce.bench import bench
+from ringreduce.bench.cases import COLLECTIVES
+from ringreduce.bench.measure import Contender
+from ringreduce.bench.peers import StagedMpi
+from ringreduce.bench.places import OnDevice
+from ringreduce.bench.results import Report, Settings
+from ringreduce.buffers.device_driver import Driver
+from ringreduce.common.config import Config
+from ringreduce.common.errors import UnsupportedBufferError
+from ringreduce.common.reduce_ops import ReduceOp
+from ringreduce.gpu.inventory import Inventory
 from ringreduce.testing import run_ranks
 
 with contextlib.suppress(ImportError):
@@ -205,7 +205,7 @@ def test_mpi_by_hand_goes_down_and_up(monkeypatch: pytest.MonkeyPatch) -> None:
         def close(self) -> None:
             self.closed = True
 
-    monkeypatch.setattr("ringreduce.cli.peers.MpiPeer", Doubling)
+    monkeypatch.setattr("ringreduce.bench.peers.MpiPeer", Doubling)
     driver = HostDriver()
     driver.make_stream()
 
@@ -362,7 +362,7 @@ def test_verdicts(returncode: int | None, found: str | None, passed: bool, probl
 def test_the_reason_of_a_failure_is_not_the_launchers() -> None:
     """Of what a launcher and its ranks say, the first error's line is repeated."""
     said = "Traceback ...\n  File x\nringreduce.errors.TransportError: lost\n-----\nprterun ended it\n-----\n"
-    assert report.judge("part", 1, 1.0, None, said).problem == "exit status 1: ringreduce.errors.TransportError: lost"
+    assert report.judge("part", 1, 1.0, None, said).problem == "exit status 1: ringreduce.TransportError: lost"
     assert report.judge("part", 1, 1.0, None, "").problem == "exit status 1: it said nothing"
 
 

@@ -14,17 +14,17 @@ from gpu_doubles.driver import HostDriver, HostMachine
 from gpu_doubles.nccl import HostNccl
 
 import ringreduce as rr
-from ringreduce.buffers.cuda.arrays import DeviceOperand
-from ringreduce.config import Config
+from ringreduce.buffers.device_arrays import DeviceOperand
+from ringreduce.common.cleanup import close_all
+from ringreduce.common.config import Config
+from ringreduce.common.errors import PeerLostError, TransportError
 from ringreduce.engine import BlockingCall
-from ringreduce.errors import PeerLostError, TransportError
-from ringreduce.paths.cleanup import close_all
-from ringreduce.paths.staged import Staging
-from ringreduce.process_sets import Parts
+from ringreduce.gpu import nccl as transport
+from ringreduce.gpu.staging import Staging
+from ringreduce.runtime.process_sets import Parts
 from ringreduce.testing import caught, run_engines, run_ranks
-from ringreduce.transport import nccl as transport
-from ringreduce.transport.arena import Arena
-from ringreduce.transport.segments import PrivateSegments
+from ringreduce.transport.shared.arena import Arena
+from ringreduce.transport.shared.segments import PrivateSegments
 from ringreduce.transport.waiting import Waiter
 
 

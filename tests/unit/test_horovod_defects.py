@@ -13,10 +13,10 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 
-from ringreduce.communicator import Communicator
-from ringreduce.config import Config
+from ringreduce.collectives.communicator import Communicator
+from ringreduce.common.config import Config
+from ringreduce.common.reduce_ops import SUM
 from ringreduce.engine import Engine, Reduction
-from ringreduce.reduce_ops import SUM
 from ringreduce.testing import run_ranks
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.messages import Messages

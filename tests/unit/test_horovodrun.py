@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ringreduce.cli.horovodrun import read
-from ringreduce.errors import ConfigError
+from ringreduce.common.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from gpu_doubles.driver import HostArray, HostDriver, HostMachine, check_driver
 from gpu_doubles.kernels import KernelCode, View
 
 from ringreduce.buffers import DTYPES
-from ringreduce.errors import TransportError
-from ringreduce.reduce_ops import ReduceOp
+from ringreduce.common.errors import TransportError
+from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.testing import assert_close, expected, run_threads, sample
 
 SEEDS = range(20)

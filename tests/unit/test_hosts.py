@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ringreduce.cli.hosts import Cooldown, Hosts, Rules, parse_host_file, parse_hosts
-from ringreduce.errors import ConfigError
+from ringreduce.common.errors import ConfigError
+from ringreduce.launcher.hosts import Cooldown, Hosts, Rules, parse_host_file, parse_hosts
 
 FOREVER, AT_ONCE, A_MINUTE = None, Cooldown(0, 0), Cooldown(60, 60)
 

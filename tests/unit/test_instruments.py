@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
-from ringreduce.instruments import Instruments
+from ringreduce.common.instruments import Instruments
 from ringreduce.testing import run_ranks
 
 

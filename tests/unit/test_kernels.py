@@ -11,7 +11,7 @@ import pytest
 
 from ringreduce.buffers import DTYPES, divide, kernels_for
 from ringreduce.buffers.kernels import NumpyHalfKernels, TorchHalfKernels, UfuncKernels
-from ringreduce.reduce_ops import ReduceOp
+from ringreduce.common.reduce_ops import ReduceOp
 
 COUNT = 257
 HALVES = ["float16", "bfloat16"]

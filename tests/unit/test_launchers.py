@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ringreduce.cli import launchers
-from ringreduce.cli.launchers import Launcher, Network
-from ringreduce.errors import ConfigError
+from ringreduce.common.errors import ConfigError
+from ringreduce.launcher import launchers
+from ringreduce.launcher.launchers import Launcher, Network
 
 OPEN_MPI = Launcher("mpirun", "Open MPI", 5)
 OLD_OPEN_MPI = Launcher("mpirun", "Open MPI", 4)

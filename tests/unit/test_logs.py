@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ringreduce import logs
+from ringreduce.common import logs
 
 LOG = logging.getLogger("ringreduce.somewhere")
 

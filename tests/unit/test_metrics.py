@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 import ringreduce as rr
-from ringreduce.metrics import Metrics, Total
+from ringreduce.observe.metrics import Metrics, Total
 
 
 def found() -> Metrics:

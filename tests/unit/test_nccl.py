@@ -15,13 +15,13 @@ from gpu_doubles.ranks import run_gpu_ranks
 
 import ringreduce as rr
 from ringreduce.buffers import DTYPES
-from ringreduce.config import Config
-from ringreduce.errors import ConfigError, MismatchError, TransportError, UnsupportedBufferError
-from ringreduce.paths import gpu
-from ringreduce.reduce_ops import ReduceOp
+from ringreduce.common.config import Config
+from ringreduce.common.errors import ConfigError, MismatchError, TransportError, UnsupportedBufferError
+from ringreduce.common.reduce_ops import ReduceOp
+from ringreduce.gpu import devices
+from ringreduce.gpu import nccl as transport
+from ringreduce.gpu.nccl import Nccl, code_of_dtype, code_of_op
 from ringreduce.testing import assert_close, assert_equal, caught, expected, sample
-from ringreduce.transport import nccl as transport
-from ringreduce.transport.nccl import Nccl, code_of_dtype, code_of_op
 
 with contextlib.suppress(ImportError):
     import torch  # noqa: F401 - before one thread imports it for its kernels while another one asks what is a tensor
@@ -243,7 +243,7 @@ def test_newer_nccl_shares_gpus_only_if_it_is_told_to(
     )
     versions = dict.fromkeys(range(3), 23003)
     assert falls_back(caplog, reason, shared=True, versions=versions) == [[], [], []]
-    monkeypatch.setattr(gpu, "gpu_switches", lambda: {"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
+    monkeypatch.setattr(devices, "gpu_switches", lambda: {"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
 
     def function(communicator: rr.Communicator, driver: HostDriver, nccl: HostNccl) -> bool:
         driver.fail("launch")  # what waits for a peer may not run there, says the double

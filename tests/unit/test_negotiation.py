@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringreduce.calls import GivenUp
+from ringreduce.common.call_sites import GivenUp
 from ringreduce.engine.negotiation import Coordinator, Participant
 from ringreduce.engine.orders import (
     Expired,

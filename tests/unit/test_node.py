@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import pytest
 
-from ringreduce.config import Config
-from ringreduce.errors import TransportError
+from ringreduce.common.config import Config
+from ringreduce.common.errors import TransportError
 from ringreduce.testing import run_threads
-from ringreduce.transport import node
-from ringreduce.transport.arena import Array
 from ringreduce.transport.memory import MemorySegments, MemoryWorld
-from ringreduce.transport.node import Node, join
+from ringreduce.transport.shared import node
+from ringreduce.transport.shared.arena import Array
+from ringreduce.transport.shared.node import Node, join
 from ringreduce.transport.waiting import Waiter
 
 SIZE = 3

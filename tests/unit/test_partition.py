@@ -8,7 +8,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringreduce.partition import Partition, pieces, segments_across_blocks, segments_of_blocks, segments_of_buffer
+from ringreduce.common.partition import (
+    Partition,
+    pieces,
+    segments_across_blocks,
+    segments_of_blocks,
+    segments_of_buffer,
+)
 
 COUNTS = st.integers(0, 5000)
 BLOCKS = st.integers(1, 40)

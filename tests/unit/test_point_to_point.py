@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ringreduce.errors import CollectiveTimeoutError, MismatchError, PeerLostError, ShutdownError
+from ringreduce.common.errors import CollectiveTimeoutError, MismatchError, PeerLostError, ShutdownError
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.point_to_point import PointToPoint
 from ringreduce.transport.waiting import Waiter

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ringreduce.communicator import Communicator
-from ringreduce.errors import ConfigError
+from ringreduce.collectives.communicator import Communicator
+from ringreduce.common.errors import ConfigError
 from ringreduce.testing import run_ranks
 from ringreduce.training.compression import Reducer
 from ringreduce.training.compression.powersgd import PowerSGD

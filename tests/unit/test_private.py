@@ -9,8 +9,8 @@ import sys
 import numpy as np
 import pytest
 
-from ringreduce.errors import PeerLostError, TransportError
-from ringreduce.transport.private import PrivateMemory, reads
+from ringreduce.common.errors import PeerLostError, TransportError
+from ringreduce.transport.shared.private import PrivateMemory, reads
 
 if not reads(os.getpid(), np.zeros(1).__array_interface__["data"][0], 8):
     pytest.skip("this system lets nobody copy memory of processes", allow_module_level=True)

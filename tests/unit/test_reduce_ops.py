@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import ringreduce as rr
-from ringreduce.reduce_ops import ReduceOp
+from ringreduce.common.reduce_ops import ReduceOp
 
 
 @pytest.mark.parametrize("op", ReduceOp, ids=lambda op: op.value)

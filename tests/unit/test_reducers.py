@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ringreduce.communicator import Communicator
-from ringreduce.reduce_ops import AVERAGE, SUM
+from ringreduce.collectives.communicator import Communicator
+from ringreduce.common.reduce_ops import AVERAGE, SUM
 from ringreduce.testing import run_ranks
 from ringreduce.training.compression import (
     BucketCompression,

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from ringreduce.cli.hosts import Cooldown, Rules
-from ringreduce.cli.job import Mark
-from ringreduce.cli.restarts import Restarts, Wishes
-from ringreduce.errors import ConfigError
+from ringreduce.common.errors import ConfigError
+from ringreduce.launcher.hosts import Cooldown, Rules
+from ringreduce.launcher.job import Mark
+from ringreduce.launcher.restarts import Restarts, Wishes
 
 Hear = Callable[[Mark], None]
 Tell = Callable[[Hear, Callable[[], None]], int]
@@ -55,7 +55,7 @@ class Jobs:
             def end(self) -> None:
                 jobs.ended += 1
 
-        monkeypatch.setattr("ringreduce.cli.restarts.Job", FakeJob)
+        monkeypatch.setattr("ringreduce.launcher.restarts.Job", FakeJob)
         monkeypatch.setattr("time.sleep", self.wait)
 
     def wait(self, seconds: float) -> None:

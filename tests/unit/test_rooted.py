@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ringreduce as rr
-from ringreduce.config import Config
+from ringreduce.common.config import Config
 from ringreduce.testing import assert_equal, caught, expected, run_ranks, sample
 
 WORLDS = pytest.mark.parametrize(("size", "node_size"), [(1, None), (2, None), (3, None), (3, 1), (3, 2), (4, 2)])

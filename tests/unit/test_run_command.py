@@ -11,9 +11,10 @@ from unittest.mock import Mock
 import pytest
 from click.testing import CliRunner
 
-from ringreduce import processes
-from ringreduce.cli import discovery, main
-from ringreduce.cli.job import SUPERVISOR, Mark, MarkReader
+from ringreduce.cli import main
+from ringreduce.common import processes
+from ringreduce.launcher import discovery
+from ringreduce.launcher.job import SUPERVISOR, Mark, MarkReader
 
 DIED = b"\x1eringreduce: rank 3 on n1.cluster has died\n"
 
@@ -58,7 +59,7 @@ def test_the_signal_of_the_launcher_is_kept() -> None:
     """Until somebody asks, from before Python handles it on; a program that is started meanwhile does not end by it."""
     program = (
         "import os, signal, subprocess, sys, threading\n"
-        "from ringreduce.processes import KeptSignal\n"
+        "from ringreduce.common.processes import KeptSignal\n"
         "os.kill(os.getpid(), signal.SIGUSR2)\n"
         "done, begun = threading.Event(), threading.Event()\n"
         "def wait(): begun.set(); done.wait()\n"
@@ -86,7 +87,7 @@ def test_the_signal_is_heard_on_another_thread_than_main(handler: str) -> None:
     """While that waits, so that Python handles nothing; whatever handler the program has set since."""
     program = (
         "import os, signal, threading\n"
-        "from ringreduce.processes import KeptSignal\n"
+        "from ringreduce.common.processes import KeptSignal\n"
         "begun, go, sent = threading.Event(), threading.Event(), threading.Event()\n"
         "def older():\n"  # stands for one of MPI's: it gets the signal, before it goes on
         "    begun.set(); go.wait(); os.kill(os.getpid(), signal.SIGUSR2); sent.set()\n"
@@ -111,7 +112,7 @@ def test_the_signal_ends_no_process_that_is_ending() -> None:
         "threading.Thread(target=older, daemon=True).start(); begun.wait()\n"
         "class Late:\n"
         "    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGUSR2): kill(pid, number)\n"
-        "from ringreduce.processes import KeptSignal\n"
+        "from ringreduce.common.processes import KeptSignal\n"
         "kept = KeptSignal(signal.SIGUSR2)\n"
         "import sys; sys.late = Late()\n"  # which goes after the handlers
         "signal.signal(signal.SIGUSR2, lambda number, frame: None)\n"  # the program's own

@@ -12,7 +12,7 @@ import pytest
 import torch  # noqa: F401  # threads would import it at once
 
 import ringreduce as rr
-from ringreduce.config import Config
+from ringreduce.common.config import Config
 from ringreduce.testing import caught, run_ranks
 
 NODES = pytest.mark.parametrize("node_size", [None, 1], ids=["one node", "messages"])

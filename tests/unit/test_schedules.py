@@ -7,8 +7,8 @@ import pytest
 from ringreduce.algorithms import ALGORITHMS, Algorithm, Collective, Step, Transfer, find, names, schedule_for
 from ringreduce.algorithms.draw import draw
 from ringreduce.algorithms.verify import Kind, Outcome, verify
-from ringreduce.errors import ConfigError
-from ringreduce.topology import Topology
+from ringreduce.common.errors import ConfigError
+from ringreduce.common.topology import Topology
 
 ONE_NODE = [Topology.uniform(1, size) for size in range(1, 18)]
 EVEN_NODES = [Topology.uniform(nnodes, local) for nnodes in range(2, 9) for local in range(1, 5)]

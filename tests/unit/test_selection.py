@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from ringreduce import selection
 from ringreduce.algorithms import ALGORITHMS, Collective
-from ringreduce.config import Config
-from ringreduce.errors import ConfigError
-from ringreduce.paths import VENDOR, Call, Choice
-from ringreduce.reduce_ops import SUM
-from ringreduce.topology import Topology
+from ringreduce.collectives import VENDOR, Call, Choice, selection
+from ringreduce.common.config import Config
+from ringreduce.common.errors import ConfigError
+from ringreduce.common.reduce_ops import SUM
+from ringreduce.common.topology import Topology
 
 #: Where the rules change, bytes; docs and claims quote these.
 ONE_SHOT, ONE_SHOT_OF_MANY, SMALL, TREE = 16 << 10, 32 << 10, 24 << 10, 48 << 10

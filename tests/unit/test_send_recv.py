@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ringreduce as rr
-from ringreduce.config import Config
+from ringreduce.common.config import Config
 from ringreduce.testing import assert_equal, caught, run_ranks, sample
 
 

@@ -12,15 +12,15 @@ from gpu_doubles.ranks import run_gpu_ranks
 
 import ringreduce as rr
 from ringreduce.buffers import DTYPES
-from ringreduce.buffers.cuda.arrays import DeviceOperand
-from ringreduce.config import Config
-from ringreduce.errors import MismatchError, TransportError, UnsupportedBufferError
-from ringreduce.paths import staged
-from ringreduce.paths.staged import Staging
-from ringreduce.reduce_ops import ReduceOp
+from ringreduce.buffers.device_arrays import DeviceOperand
+from ringreduce.common.config import Config
+from ringreduce.common.errors import MismatchError, TransportError, UnsupportedBufferError
+from ringreduce.common.reduce_ops import ReduceOp
+from ringreduce.gpu import staging
+from ringreduce.gpu.staging import Staging
 from ringreduce.testing import assert_equal, caught, expected, run_ranks, sample
-from ringreduce.transport.arena import Arena
-from ringreduce.transport.segments import PrivateSegments
+from ringreduce.transport.shared.arena import Arena
+from ringreduce.transport.shared.segments import PrivateSegments
 
 SHARED = pytest.mark.parametrize("shared", [False, True], ids=["staged", "kernels"])
 WORLDS = pytest.mark.parametrize(("size", "node_size"), [(1, None), (2, None), (3, None), (4, None), (4, 2), (3, 1)])
@@ -29,7 +29,7 @@ WORLDS = pytest.mark.parametrize(("size", "node_size"), [(1, None), (2, None), (
 @pytest.fixture
 def _small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments of 4096 bytes, so that small arrays have many."""
-    monkeypatch.setattr(staged, "_SEGMENT_NBYTES", 4096)
+    monkeypatch.setattr(staging, "_SEGMENT_NBYTES", 4096)
 
 
 small_segments = pytest.mark.usefixtures("_small_segments")
@@ -238,7 +238,7 @@ def test_results_may_overlap_the_input() -> None:
 
 def test_large_arrays_need_no_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is larger than what is kept travels through memory of the call's own, and the host waits for all of it."""
-    monkeypatch.setattr(staged, "_KEPT_NBYTES", 100)
+    monkeypatch.setattr(staging, "_KEPT_NBYTES", 100)
 
     def check(communicator: rr.Communicator, driver: HostDriver) -> None:
         own = sample(communicator.rank, 101, "uint8")
@@ -383,7 +383,9 @@ def test_kernels_that_find_no_memory_leave_it_to_the_host(
             assert (array.get(array.stream) == 3).all()
             driver.fail("allocate", after=1000)
 
-    monkeypatch.setattr("ringreduce.transport.segments.Segments.nbytes", 1 << 20)  # so that the second array needs more
+    monkeypatch.setattr(
+        "ringreduce.transport.shared.segments.Segments.nbytes", 1 << 20
+    )  # so that the second array needs more
     with caplog.at_level(logging.WARNING, "ringreduce"):
         on_gpus(2, check, shared=True)
     assert "rank 1 has no device memory left" in caplog.text

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from ringreduce.errors import CollectiveTimeoutError, ShutdownError
-from ringreduce.tasks import InOrder, Task
+from ringreduce.common.errors import CollectiveTimeoutError, ShutdownError
+from ringreduce.common.serial import InOrder, Task
 
 
 @pytest.mark.parametrize("threads", [False, True])

@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ringreduce.config import Config
+from ringreduce.common.config import Config
+from ringreduce.common.errors import ConfigError
+from ringreduce.common.reduce_ops import SUM
 from ringreduce.engine import Engine, Reduction
-from ringreduce.errors import ConfigError
-from ringreduce.reduce_ops import SUM
+from ringreduce.observe.timeline import Clock, Timeline, Track, distance
 from ringreduce.testing import run_engines, run_ranks, run_threads
-from ringreduce.timeline import Clock, Timeline, Track, distance
 from ringreduce.transport.memory import MemoryWorld
 
 CLOCK = Clock("job", 0.0)
@@ -293,8 +293,8 @@ def test_what_a_killed_rank_left_unfinished_is_mended(tmp_path: Path, tail: byte
 
 FULL_DISK = """
 import json, logging, resource, sys
-from ringreduce.errors import ConfigError
-from ringreduce.timeline import Clock, Timeline
+from ringreduce.common.errors import ConfigError
+from ringreduce.observe.timeline import Clock, Timeline
 
 path, limit = sys.argv[1], int(sys.argv[2])
 logging.basicConfig(format="logged: %(message)s")
@@ -341,7 +341,7 @@ def test_a_disk_that_is_full_from_the_start_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     source = """
 import resource, sys
-from ringreduce.timeline import Clock, Timeline
+from ringreduce.observe.timeline import Clock, Timeline
 resource.setrlimit(resource.RLIMIT_FSIZE, (50, resource.RLIM_INFINITY))
 Timeline(sys.argv[1], Clock("job", 0.0), 1, 0, "host", mark_batches=False)
 """

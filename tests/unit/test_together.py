@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ringreduce.errors import ConfigError, TransportError
+from ringreduce.common.errors import ConfigError, TransportError
 from ringreduce.testing import run_threads
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.messages import Messages, StepFailedError, together

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from ringreduce import status
-from ringreduce.cli import main, top
-from ringreduce.cli.top import prometheus_text, rows
-from ringreduce.errors import ConfigError
+from ringreduce.cli import main
+from ringreduce.common.errors import ConfigError
+from ringreduce.doctor import top
+from ringreduce.doctor.top import prometheus_text, rows
+from ringreduce.observe import status
 
 
 def said(rank: int, **more: Any) -> dict[str, Any]:

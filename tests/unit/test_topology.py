@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringreduce.topology import Topology
+from ringreduce.common.topology import Topology
 
 HOSTS = st.lists(st.sampled_from("abcd"), min_size=1, max_size=12)
 

@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import ringreduce.torch as hvd  # noqa: E402
-from ringreduce.process_sets import ProcessSet  # noqa: E402
+from ringreduce.runtime.process_sets import ProcessSet  # noqa: E402
 from ringreduce.testing import run_process_sets  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from ringreduce.cli import torch_traces
-from ringreduce.errors import ConfigError
+from ringreduce.common.errors import ConfigError
+from ringreduce.doctor import torch_traces
 
 Dump = dict[str, Any]
 

@@ -12,8 +12,8 @@ from browser import look
 from click.testing import CliRunner
 
 from ringreduce.cli import main
-from ringreduce.cli.trace_report import PARTS, load, report, to_html
-from ringreduce.errors import ConfigError
+from ringreduce.common.errors import ConfigError
+from ringreduce.doctor.trace_report import PARTS, load, report, to_html
 
 JOB = {"name": "trace", "ph": "M", "pid": 0, "args": {"job": "j 1"}}
 

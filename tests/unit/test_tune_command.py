@@ -12,16 +12,16 @@ from click.testing import CliRunner
 
 import ringreduce
 from ringreduce.algorithms import Collective
-from ringreduce.autotune import Key, Model, Table
-from ringreduce.cli import tune as command
-from ringreduce.cli.bystanders import Bystanders, Usage, usage
-from ringreduce.cli.tune import SIZES, calls_of, tune
-from ringreduce.communicator import Communicator
-from ringreduce.config import Config
-from ringreduce.errors import ConfigError
-from ringreduce.paths import Call
-from ringreduce.reduce_ops import SUM
-from ringreduce.selection import choose
+from ringreduce.bench import tune as command
+from ringreduce.bench.bystanders import Bystanders, Usage, usage
+from ringreduce.bench.tune import SIZES, calls_of, tune
+from ringreduce.collectives import Call
+from ringreduce.collectives.communicator import Communicator
+from ringreduce.collectives.selection import choose
+from ringreduce.collectives.tuning import Key, Model, Table
+from ringreduce.common.config import Config
+from ringreduce.common.errors import ConfigError
+from ringreduce.common.reduce_ops import SUM
 from ringreduce.testing import caught, run_ranks
 
 #: A machine with a quick network.

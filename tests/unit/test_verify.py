@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from ringreduce.algorithms import ALGORITHMS, Algorithm, Collective, Schedule, Step, Transfer, find, names
 from ringreduce.algorithms.verify import ScheduleError, run, verify
-from ringreduce.topology import Topology
+from ringreduce.common.topology import Topology
 
 Schedules = list[Schedule]
 Memory = list[list[float]]

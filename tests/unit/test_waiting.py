@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ringreduce.errors import CollectiveTimeoutError, PeerLostError
+from ringreduce.common.errors import CollectiveTimeoutError, PeerLostError
 from ringreduce.transport.waiting import Waiter
 
 

@@ -10,11 +10,11 @@ import pytest
 
 import ringreduce as rr
 from ringreduce.algorithms import Collective, schedule_for
-from ringreduce.config import Config
-from ringreduce.partition import Partition
+from ringreduce.buffers.codecs import CODECS, Codec
+from ringreduce.common.config import Config
+from ringreduce.common.partition import Partition
+from ringreduce.common.topology import Topology
 from ringreduce.testing import RecordingMessages, caught, run_ranks
-from ringreduce.topology import Topology
-from ringreduce.wire import CODECS, Codec
 
 Floats = npt.NDArray[np.float32]
 

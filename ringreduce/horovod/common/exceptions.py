@@ -1,6 +1,6 @@
 """The exceptions that Horovod scripts catch."""
 
+from ringreduce.common.errors import CollectiveError as HorovodInternalError
 from ringreduce.elastic import HostsUpdatedInterrupt
-from ringreduce.errors import CollectiveError as HorovodInternalError
 
 __all__ = ["HorovodInternalError", "HostsUpdatedInterrupt"]

@@ -9,11 +9,11 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ringreduce.elastic.handlers import HandlingState, SamplerStateHandler, StateHandler
 from ringreduce.torch.elastic.sampler import ElasticSampler
 from ringreduce.torch.functions import broadcast_optimizer_state, broadcast_parameters
 from ringreduce.torch.optimizer import DistributedOptimizer
 from ringreduce.torch.wrapping import watch_steps
-from ringreduce.training.elastic import HandlingState, SamplerStateHandler, StateHandler
 
 __all__ = [
     "ModelStateHandler",
@@ -57,7 +57,9 @@ class TorchState(HandlingState):
     def reset(self) -> None:
         """Make the default process group of torch.distributed anew if ringreduce is its backend; and see the base."""
         if dist.is_available() and dist.is_initialized():
-            from ringreduce.torch import process_group  # which cannot be imported where torch has no such thing
+            from ringreduce.torch.distributed import (
+                process_group,  # which cannot be imported where torch has no such thing
+            )
 
             process_group.begin_anew()
         super().reset()

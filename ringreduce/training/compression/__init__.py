@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Protocol, TypeGuard, runtime_checkable
 import numpy.typing as npt
 
 from ringreduce.buffers.dtypes import DType
-from ringreduce.paths import Feedback
-from ringreduce.reduce_ops import ReduceOp
+from ringreduce.collectives import Feedback
+from ringreduce.common.reduce_ops import ReduceOp
 
 __all__ = [
     "BucketCompression",
@@ -93,7 +93,7 @@ class WireFormat:
     """Base of compressions that send floats between nodes in a wire format, and sum them up in float32.
 
     Attributes:
-        wire: a name in `ringreduce.wire.CODECS`.
+        wire: a name in `ringreduce.buffers.codecs.CODECS`.
         error_feedback: whether what rounding lost is added in the next step.
     """
 
@@ -110,7 +110,7 @@ class WireState:
     """The wire format in which a bucket travels, and what rounding to it has lost.
 
     Attributes:
-        wire: a name in `ringreduce.wire.CODECS`.
+        wire: a name in `ringreduce.buffers.codecs.CODECS`.
         feedback: what was lost; for `Communicator.allreduce`.
     """
 

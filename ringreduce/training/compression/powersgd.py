@@ -28,9 +28,9 @@ from math import prod
 
 import numpy as np
 
-from ringreduce.arguments import whole_number
-from ringreduce.errors import ConfigError
-from ringreduce.reduce_ops import AVERAGE, SUM
+from ringreduce.common.arguments import whole_number
+from ringreduce.common.errors import ConfigError
+from ringreduce.common.reduce_ops import AVERAGE, SUM
 from ringreduce.training.compression import Ranks, State
 from ringreduce.training.compression.residual import Floats, Residual
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.errors import ConfigError
+from ringreduce.common.errors import ConfigError
 from ringreduce.training.compression import State
 
 __all__ = ["Floats", "Residual"]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.errors import ConfigError
+from ringreduce.common.errors import ConfigError
 from ringreduce.training.compression import Ranks
 from ringreduce.training.compression.residual import Floats, Residual
 

@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import ringreduce as rr
-from ringreduce import elastic, processes
+from ringreduce import elastic
+from ringreduce.common import processes
+from ringreduce.elastic.handlers import HandlingState, StateHandler
 from ringreduce.testing.toy import Toy
-from ringreduce.training.elastic import HandlingState, StateHandler
 from ringreduce.training.epochs import EpochDivision
 from ringreduce.training.objects import broadcast_object
 

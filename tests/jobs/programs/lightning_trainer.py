@@ -25,7 +25,7 @@ from torchmetrics import MeanMetric
 
 import ringreduce
 import ringreduce.torch.lightning
-import ringreduce.torch.pytorch_lightning
+import ringreduce.torch.lightning.pytorch_lightning
 from ringreduce.torch.lightning import RingreduceStrategy
 
 TRAIN, TEST = 37, 11  # no multiples of ranks or batches

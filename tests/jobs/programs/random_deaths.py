@@ -12,7 +12,7 @@ import sys
 if __name__ == "__main__":
     folder, *deaths = sys.argv[1:]
     if os.environ.get("RINGREDUCE_RESTART", "0") == "0":
-        from ringreduce.config import launched_rank
+        from ringreduce.common.config import launched_rank
 
         for death in deaths:
             rank, how = death.split(":")

@@ -1,0 +1,201 @@
+"""Timing: many calls of several contenders in turn, and what one says about a list of times."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ringreduce.collectives.communicator import Communicator
+from ringreduce.common.reduce_ops import MAX
+
+__all__ = [
+    "Clock",
+    "Contender",
+    "Stopwatch",
+    "Summary",
+    "bound_contenders",
+    "iterations_for",
+    "time_in_turn",
+    "turn_for",
+    "warmup_for",
+]
+
+Array = npt.NDArray[Any]
+
+_BOUND_BLOCK = 1 << 15  # elements of float32: two blocks of 128 KiB stay in a core's second-level cache
+
+
+class Stopwatch(Protocol):
+    """What takes the time of a call."""
+
+    def ready(self) -> None:
+        """Return when nothing is under way that could count as part of the next call."""
+
+    def time(self, call: Callable[[], object]) -> float:
+        """Make the call, and return the seconds until all of it was done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """A stopwatch for calls that are done when they return.
+
+    Attributes:
+        now: returns seconds since some time or other.
+    """
+
+    now: Callable[[], float] = time.perf_counter
+
+    def ready(self) -> None:
+        pass
+
+    def time(self, call: Callable[[], object]) -> float:
+        begin = self.now()
+        call()
+        return self.now() - begin
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """Something that can be timed beside others on the same job.
+
+    Attributes:
+        name: who it is, e.g. ``"ringreduce"``, ``"mpi"``.
+        source: where its input has to be put before a call; in-place ones overwrite it.
+        call: does the job once and returns the result, None where this rank gets none; all ranks call it together.
+        output: where the result goes, if that is neither the source nor new each time.
+    """
+
+    name: str
+    source: Array
+    call: Callable[[], Any]
+    output: Array | None = None
+
+    def repeated(self, times: int) -> Contender:
+        """Return one that does the job so often in a row."""
+        if times == 1:
+            return self
+        call = self.call
+
+        def several() -> Any:
+            for _ in range(times - 1):
+                call()
+            return call()
+
+        return replace(self, call=several)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Times of the iterations of one case in microseconds, each the slowest rank's."""
+
+    iterations: int
+    minimum: float
+    median: float
+    mean: float
+    p90: float
+    p95: float
+    p99: float
+    maximum: float
+    deviation: float
+
+    @classmethod
+    def of_seconds(cls, seconds: Array, parts: int = 1) -> Summary:
+        """Summarise a vector of at least one time in seconds, each of so many equal parts: what one of these takes."""
+        us = np.asarray(seconds, np.float64) * 1e6 / parts
+        low, median, p90, p95, p99, high = np.percentile(us, [0, 50, 90, 95, 99, 100]).tolist()
+        return cls(us.size, low, median, float(us.mean()), p90, p95, p99, high, float(us.std()))
+
+    def as_dict(self) -> dict[str, float]:
+        """Return all times by name, in microseconds."""
+        names = {"minimum": "min", "maximum": "max"}
+        return {names.get(name, name): us for name, us in asdict(self).items() if name != "iterations"}
+
+    @property
+    def variation(self) -> float:
+        """The coefficient of variation in percent."""
+        return 100 * self.deviation / self.mean if self.mean else math.nan
+
+
+def iterations_for(nbytes: int) -> int:
+    """Return how many iterations give a steady median at this size without taking long: 300, and 16 from 64 MiB up."""
+    return max(16, min(300, (1 << 30) // max(1, nbytes)))
+
+
+def warmup_for(iterations: int) -> int:
+    """Return how many calls to make before the timed ones: libraries that set up fast paths do so within 10."""
+    return 10 if iterations > 50 else 3
+
+
+def turn_for(iterations: int) -> int:
+    """Return how many iterations a contender has in a row: about eight turns each, but of no less than eight."""
+    return max(8, iterations // 8)
+
+
+def time_in_turn(
+    world: Communicator,
+    contenders: Sequence[Contender],
+    iterations: int,
+    warmup: int,
+    watch: Stopwatch = Clock(),
+) -> list[Array]:
+    """Time the contenders in short turns, one after the other, so that noise of the machine touches all of them.
+
+    A turn begins with two calls that are not timed: they bring back what the others drove out of the caches, as if each
+    ran alone. A barrier goes before each call, the clock runs around it, and the slowest rank's time counts. Calls that
+    return before they are done take a ``watch`` that knows when they are. The garbage collector rests, as in `timeit`.
+
+    Returns:
+        For each contender its ``iterations`` times in seconds, the same on every rank.
+    """
+    for contender in contenders:
+        for _ in range(warmup):
+            contender.call()
+    times = np.empty((len(contenders), iterations))
+    turn = turn_for(iterations)
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        for first in range(0, iterations, turn):
+            for row, contender in zip(times, contenders, strict=True):
+                contender.call()
+                contender.call()
+                for iteration in range(first, min(first + turn, iterations)):
+                    watch.ready()
+                    world.barrier()
+                    row[iteration] = watch.time(contender.call)
+    finally:
+        if collects:
+            gc.enable()
+    return list(world.allreduce(times, MAX))
+
+
+def bound_contenders(memory: Array) -> list[Contender]:
+    """Return how to read and write every byte of ``memory`` once in place: the least that an allreduce must do.
+
+    Each of n bytes that a rank contributes has to be read, and each of n bytes of its result written, from and to
+    memory that nobody else can supply; in place, no line is fetched twice. Which of them is the fastest depends on
+    the machine, and the fastest is the bound.
+
+    Args:
+        memory: contiguous, uint8, private to this rank; its content is lost.
+    """
+    words = memory[: memory.size // 4 * 4].view(np.float32)
+    blocks = [words[start : start + _BOUND_BLOCK] for start in range(0, words.size, _BOUND_BLOCK)]
+
+    def negate_blocks() -> Array:
+        for block in blocks:
+            np.negative(block, out=block)
+        return words
+
+    return [
+        Contender("negate", words, lambda: np.negative(words, out=words)),
+        Contender("negate by blocks", words, negate_blocks),
+        Contender("add", words, lambda: np.add(words, 1, out=words)),
+    ]

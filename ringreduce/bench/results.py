@@ -1,0 +1,229 @@
+"""What a benchmark found, as plain values; `formats` writes them down."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ringreduce.bench.cases import Case
+from ringreduce.bench.measure import Summary
+
+__all__ = ["Bound", "Machine", "Report", "Result", "Row", "Settings"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the user asked for, in the form in which a report repeats it.
+
+    Attributes:
+        collective: our name of it.
+        min_nbytes: the first size.
+        max_nbytes: the last size.
+        step_nbytes: the distance of two sizes; None: they grow by ``step_factor``.
+        step_factor: the quotient of two sizes.
+        iterations: timed calls per size; None: adapted to the size.
+        warmup: calls before them; None: adapted to the size.
+        aggregated: calls in a row that are timed as one iteration; times are of one of them.
+        cycles: how often everything is measured; 0: again and again.
+        check: how often results are verified before timing (and once after); 0: never.
+        ops: names of the operations.
+        types: names of the element types.
+        root: of rooted collectives.
+        algorithm: ``"auto"``, ``"all"`` or a name.
+        shared_buffers: whether arrays come from ``ringreduce.empty``.
+        new_results: whether calls that are not in place return new arrays, instead of the same one each time.
+        peers: who else is measured.
+        format: ``"nccl"``, ``"short"``, ``"osu"``, ``"json"`` or ``"csv"``.
+        output_file: where to write the JSON report as well.
+        per_iteration: whether to show how the iterations' times spread.
+        device: ``"cpu"``, or ``"cuda"`` for arrays in the memory of a GPU.
+    """
+
+    collective: str
+    min_nbytes: int = 32 << 20
+    max_nbytes: int = 32 << 20
+    step_nbytes: int | None = None
+    step_factor: int = 2
+    iterations: int | None = None
+    warmup: int | None = None
+    aggregated: int = 1
+    cycles: int = 1
+    check: int = 1
+    ops: tuple[str, ...] = ("sum",)
+    types: tuple[str, ...] = ("float",)
+    root: int = 0
+    algorithm: str = "auto"
+    shared_buffers: bool = False
+    new_results: bool = False
+    peers: tuple[str, ...] = ()
+    format: str = "nccl"
+    output_file: str | None = None
+    per_iteration: bool = False
+    device: str = "cpu"
+
+    @property
+    def buffers(self) -> str:
+        return "shared" if self.shared_buffers else "private"
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where a benchmark ran.
+
+    Attributes:
+        versions: package -> version, of those that took part.
+        mpi_library: what the MPI library calls itself, None where none was started.
+        nranks: P.
+        placement: ranks and nodes in words.
+        nnodes: number of nodes.
+        cores: that rank 0 may run on.
+        cpu: model name, as far as the system tells.
+        timestamp: UTC, ISO 8601.
+        gpu: of arrays on a GPU, which one it is and how allreduces are done there.
+    """
+
+    versions: Mapping[str, str]
+    mpi_library: str | None
+    nranks: int
+    placement: str
+    nnodes: int
+    cores: int
+    cpu: str
+    timestamp: str
+    gpu: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """How long every rank takes, all at once, to read and write ``nbytes`` bytes of its own memory in place.
+
+    On a GPU: how long it takes to copy so many bytes once for each of its ranks.
+    """
+
+    nbytes: int
+    time_us: float
+    method: str
+
+    @property
+    def gb_per_s(self) -> float:
+        """Gigabytes (10^9) per second and rank, bytes read and bytes written both counted."""
+        return 2 * self.nbytes / self.time_us / 1e3 if self.time_us else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One collective on one kind of buffer, measured.
+
+    Attributes:
+        in_place: whether the result overwrote the input.
+        time: of the iterations; where a call is several messages, of one of them.
+        nwrong: wrong elements over all ranks; None when nothing was verified.
+        bound_share: the bound's time / this median; None where there is no bound.
+        peers: peer -> its times on the same job; None where it cannot do that job.
+    """
+
+    case: Case
+    algorithm: str
+    transport: str
+    buffers: str
+    in_place: bool
+    time: Summary
+    nwrong: int | None
+    bound_share: float | None = None
+    peers: Mapping[str, Summary | None] = field(default_factory=dict)
+
+    @property
+    def alg_bw(self) -> float:
+        """Size / median time in GB/s (10^9)."""
+        return self.case.nbytes / self.time.median / 1e3 if self.time.median else 0.0
+
+    @property
+    def bus_bw(self) -> float:
+        """Algorithm bandwidth times the factor that makes it comparable with a link's, whatever P."""
+        return self.alg_bw * self.case.collective.bus_factor(self.case.nranks)
+
+    def speedup(self, peer: str) -> float | None:
+        """Return how many times longer the peer took."""
+        time = self.peers[peer]
+        return None if time is None or not self.time.median else time.median / self.time.median
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the entry of ``results`` in the JSON report."""
+        case = self.case
+        return {
+            "collective": case.collective.name,
+            "size": case.nbytes,
+            "count": case.count,
+            "type": case.type_name,
+            "redop": case.op_name or "none",
+            "root": case.root if case.collective.rooted else -1,
+            "algorithm": self.algorithm,
+            "transport": self.transport,
+            "buffers": self.buffers,
+            "in_place": self.in_place,
+            "iterations": self.time.iterations,
+            "time_us": self.time.as_dict(),
+            "alg_bw": self.alg_bw,
+            "bus_bw": self.bus_bw,
+            "nwrong": self.nwrong,
+            "bound_share": self.bound_share,
+            "vs": {
+                peer: None if time is None else {"median_us": time.median, "speedup": self.speedup(peer)}
+                for peer, time in self.peers.items()
+            },
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table: the same case out of place and, where the collective can, in place."""
+
+    out_of_place: Result
+    in_place: Result | None
+
+    @property
+    def best(self) -> Result:
+        """The result that shares, spreads and speed-ups are about: the one in place, where there is one."""
+        return self.in_place or self.out_of_place
+
+    @property
+    def results(self) -> tuple[Result, ...]:
+        return (self.out_of_place,) if self.in_place is None else (self.out_of_place, self.in_place)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything that one run found."""
+
+    settings: Settings
+    machine: Machine
+    rows: tuple[Row, ...]
+    bounds: tuple[Bound, ...]
+
+    @property
+    def results(self) -> list[Result]:
+        return [result for row in self.rows for result in row.results]
+
+    @property
+    def nwrong(self) -> int | None:
+        """Wrong elements in all; None when nothing was verified."""
+        counts = [result.nwrong for result in self.results if result.nwrong is not None]
+        return sum(counts) if counts else None
+
+    @property
+    def mean_bus_bw(self) -> float:
+        """The mean bus bandwidth of all results in GB/s."""
+        return sum(result.bus_bw for result in self.results) / len(self.results) if self.results else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON report; the figures of ``bound`` itself are those of the largest size."""
+        bounds = [{**dataclasses.asdict(bound), "gb_per_s": bound.gb_per_s} for bound in self.bounds]
+        return {
+            "config": {**dataclasses.asdict(self.settings), **dataclasses.asdict(self.machine)},
+            "bound": {**bounds[-1], "by_size": bounds} if bounds else None,
+            "results": [result.as_dict() for result in self.results],
+            "out_of_bounds": self.nwrong,
+            "average_bus_bandwidth": self.mean_bus_bw,
+        }

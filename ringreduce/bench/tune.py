@@ -1,0 +1,408 @@
+"""``tune``: find out which allreduce algorithm is the fastest at each size on this machine, and write it down.
+
+First a few calls of all algorithms at three sizes, to which the cost model is fitted; then many calls, in turns, of
+those that can win by the model. Rank 0 decides everything, since only its clock says how much time is left, and tells
+the others.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import starmap
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import numpy.typing as npt
+
+import ringreduce
+from ringreduce.algorithms import Collective, Step, schedule_for
+from ringreduce.bench.bystanders import Bystanders, Found, Usage
+from ringreduce.bench.bystanders import usage as usage_now
+from ringreduce.bench.cases import format_nbytes
+from ringreduce.bench.measure import Contender, iterations_for, time_in_turn, turn_for
+from ringreduce.collectives import VENDOR, Call
+from ringreduce.collectives.communicator import Communicator
+from ringreduce.collectives.selection import choose
+from ringreduce.collectives.tuning import Candidate, Model, Row, Sample, Table, fit, format_seconds
+from ringreduce.common.errors import ConfigError
+from ringreduce.common.reduce_ops import SUM
+from ringreduce.common.topology import Topology
+from ringreduce.runtime.worlds import tuning_key
+from ringreduce.training.objects import gather
+
+__all__ = ["SIZES", "Measure", "calls_of", "command", "distinct", "tune"]
+
+Array = npt.NDArray[Any]
+
+#: What is measured: times of each algorithm in seconds, given ``(nbytes, algorithms, iterations)``. Collective; the
+#: times are those of the slowest rank and the same on all ranks.
+Measure = Callable[[int, Sequence[str], int], Sequence[Sequence[float]]]
+
+#: Bytes. Between a few KiB and a few MiB the winner changes, so there the steps are smaller. The largest stands for all
+#: beyond it; twice that would take more than 300 MiB of each rank, for the same choice.
+SIZES = (8, 512, *(1 << exponent for exponent in (12, 14, 15, 16, 18, 20, 22, 24, 25)))
+
+#: Size -> algorithm -> seconds.
+_Times = dict[int, dict[str, list[float]]]
+
+_PROBES = 3  # timed calls of an algorithm from which it is decided how to go on
+_WARMUP = 1
+_KINDS = 2  # of buffers, of which each call takes one after the other
+_FIT_SHARE = 1 / 4  # of the time: the most that fitting the model may take
+_COMPLETE_SHARE = 1 / 10  # kept for measuring winners beside their sizes
+_SEEN_S = 1.0  # from which on a look at other processes says something
+_RANKS_WALKED = 32  # whose schedules are compared to find out whether two algorithms do the same
+_CONTENDING = 2.0  # an algorithm is measured if it should take at most so many times as long as the fastest
+
+
+def tune(
+    communicator: Communicator,
+    sizes: Sequence[int],
+    directory: Path,
+    emit: Callable[[str], None],
+    budget_s: float = 60.0,
+    *,
+    even_if_busy: bool = False,
+    measure: Measure | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    usage: Callable[[], Usage] = usage_now,
+) -> Table:
+    """Measure allreduce algorithms on float32 and write a table of the fastest. Collective.
+
+    Args:
+        communicator: the ranks, at least two.
+        sizes: of the buffers in bytes; the same on all ranks.
+        directory: where the table goes; rank 0's counts.
+        emit: gets the text, in whole lines, on rank 0.
+        budget_s: about how many seconds it may take; large sizes are left out where it does not suffice for them. Rank
+            0's counts.
+        even_if_busy: write the table although other processes took the machines' time meanwhile; it says so. The same
+            on all ranks.
+        measure: takes the times, for tests.
+        clock: in seconds, for tests.
+        usage: reads how much time processes took, for tests.
+
+    Returns:
+        The table, equal on all ranks.
+
+    Raises:
+        ConfigError: there is one rank; other processes took the machines' time; or rank 0 cannot write the table. On
+            all ranks.
+    """
+    if communicator.size == 1:
+        raise ConfigError("one rank has nothing to choose from: run tune under mpirun, as the program that it is for")
+    wanted = sorted({max(4, nbytes // 4 * 4) for nbytes in sizes})
+    tuning = _Tuning(communicator, wanted, emit, measure or calls_of(communicator, wanted[-1]), clock, budget_s)
+    bystanders = Bystanders(communicator, usage)
+    tuning.fit()
+    found = bystanders.look()
+    if found.elapsed_s >= _SEEN_S and not even_if_busy:
+        _require_quiet(found)  # rather than measure on in vain
+    tuning.sweep()
+    tuning.complete()
+    found = bystanders.look()
+    if not even_if_busy:
+        _require_quiet(found)
+    elif found.cores:
+        tuning.say(f"# {found.text}: the table says so\n")
+    table = tuning.table(found.cores)
+    path = directory / table.key.file_name
+    complaint = tuning.agree(_save, table, path)
+    if complaint is not None:
+        raise ConfigError(complaint)
+    tuning.say(_summary(table, tuning.rules) + f"# written to {path}\n")
+    return table
+
+
+def calls_of(communicator: Communicator, largest_nbytes: int) -> Measure:
+    """Return what times allreduces in place, algorithm after algorithm in short turns.
+
+    A time is the mean of a call on a communication buffer and one on a private array. The choice must do for both, as
+    it must be the same on all ranks and one may pass this and another that; and what wins on one kind of buffer can
+    take twice as long as another algorithm on the other kind.
+    """
+    count = largest_nbytes // 4
+    shared, private = communicator.empty(count), np.zeros(count, np.float32)
+    shared.fill(0)  # zeros stay zeros, however often they are summed up
+
+    def contender(name: str, nbytes: int) -> Contender:
+        ours, theirs = shared[: nbytes // 4], private[: nbytes // 4]  # a view each: lookups are kept for the array
+
+        def both() -> Array:
+            communicator.allreduce(ours, out=ours, algorithm=name)
+            communicator.allreduce(theirs, out=theirs, algorithm=name)
+            return ours
+
+        return Contender(name, ours, both)
+
+    def measure(nbytes: int, names: Sequence[str], iterations: int) -> Sequence[Sequence[float]]:
+        contenders = [contender(name, nbytes) for name in names]
+        return [(row / _KINDS).tolist() for row in time_in_turn(communicator, contenders, iterations, _WARMUP)]
+
+    return measure
+
+
+class _Tuning:
+    """One run: what was measured so far and how much time is left.
+
+    Attributes:
+        rules: size -> what the built-in rules take there.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        sizes: Sequence[int],
+        emit: Callable[[str], None],
+        measure: Measure,
+        clock: Callable[[], float],
+        budget_s: float,
+    ) -> None:
+        self.rules = {nbytes: _rule(communicator, nbytes) for nbytes in sizes}
+        self._communicator = communicator
+        self._sizes = sizes
+        self._emit = emit
+        self._measure = measure
+        self._clock = clock
+        self._budget_s = budget_s
+        self._deadline = clock() + budget_s
+        names = communicator.algorithms(Collective.ALLREDUCE)
+        kept = {*distinct(names, communicator.topology), *self.rules.values()}
+        self._names = [name for name in names if name in kept]
+        self._probes: _Times = {}
+        self._times: _Times = {}
+        self._model = fit([])
+
+    def say(self, text: str) -> None:
+        if self._communicator.rank == 0:
+            self._emit(text)
+
+    def agree(self, decide: Callable[..., Any], *arguments: Any) -> Any:
+        """Return on every rank what rank 0 decides. Collective."""
+        return gather(self._communicator, decide(*arguments) if self._communicator.rank == 0 else None)[0]
+
+    def fit(self) -> None:
+        """Fit the model to a few calls of all algorithms at the smallest size, a middle one and a large one."""
+        self.say(f"# {self._communicator.topology.describe()}; fitting the model to {', '.join(self._names)}\n")
+        middle = (len(self._sizes) - 1) // 2
+        for nbytes in dict.fromkeys((self._sizes[0], self._sizes[middle])):
+            self._probe(nbytes)
+        large = self.agree(self._largest_affordable, self._sizes[middle + 1 :])
+        if large is not None:
+            self._probe(large)
+        self.say(f"# {_describe(self._model)}\n")
+
+    def sweep(self) -> None:
+        """Measure at each size, the smallest first, what can win there, for as long as there is time."""
+        for place, nbytes in enumerate(self._sizes):
+            names = self.agree(self._affordable, nbytes)
+            if not names:
+                self.say(f"# {format_nbytes(nbytes)} and more: no time left\n")
+                break
+            self.say(f"# {format_nbytes(nbytes)}: {', '.join(names)}\n")
+            begin = self._clock()
+            self._time(self._times, nbytes, names, _PROBES)
+            more = self.agree(self._further_iterations, nbytes, begin, self._sizes[place + 1 :])
+            if more:
+                self._time(self._times, nbytes, names, more)
+
+    def complete(self) -> None:
+        """Measure what is the fastest at one size at those beside it too, so that it can be chosen in between."""
+        for nbytes, names in self.agree(self._missing):
+            iterations = self.agree(self._affordable_iterations, nbytes, names)
+            if iterations:
+                self._time(self._times, nbytes, names, iterations)
+
+    def table(self, busy_cores: float) -> Table:
+        """Return what was found."""
+        rows = (Row(nbytes, tuple(starmap(Candidate.of_times, times.items()))) for nbytes, times in self._times.items())
+        table: Table = self.agree(Table, tuning_key(self._communicator), self._model, tuple(rows), busy_cores)
+        return Table.from_json(table.to_json())  # checked, as when it is read later
+
+    def _probe(self, nbytes: int) -> None:
+        self._time(self._probes, nbytes, self._names, _PROBES)
+        topology = self._communicator.topology
+        self._model = fit(
+            Sample(name, size, topology, statistics.median(times))
+            for size, found in self._probes.items()
+            for name, times in found.items()
+        )
+
+    def _time(self, into: _Times, nbytes: int, names: Sequence[str], iterations: int) -> None:
+        for name, times in zip(names, self._measure(nbytes, names, iterations), strict=True):
+            into.setdefault(nbytes, {}).setdefault(name, []).extend(times)
+
+    # ---- rank 0 decides ----
+
+    def _left_s(self) -> float:
+        return self._deadline - self._clock()
+
+    def _largest_affordable(self, among: Sequence[int]) -> int | None:
+        """Return the largest size at which all algorithms can be tried in the time that fitting may take."""
+        left_s = self._left_s() - (1 - _FIT_SHARE) * self._budget_s
+        affordable = [nbytes for nbytes in among if self._cost_s(nbytes, self._names, _PROBES) <= left_s]
+        return max(affordable, default=None)
+
+    def _contending(self, nbytes: int) -> list[str]:
+        """Return what can win at a size; the library's own and what the rules take are always of interest."""
+        expected = {name: self._expected_s(name, nbytes) for name in self._names}
+        limit = _CONTENDING * min(expected.values())
+        always = (VENDOR, self.rules[nbytes])
+        return [name for name, seconds in expected.items() if seconds <= limit or name in always]
+
+    def _affordable(self, nbytes: int) -> list[str]:
+        """Return what can win and be measured in the time that is left; at the first size all of it."""
+        names = self._contending(nbytes)
+        while names and self._times and self._cost_s(nbytes, names, _PROBES) > self._left_s():
+            names.remove(max(names, key=lambda name: self._expected_s(name, nbytes)))
+        return names
+
+    def _further_iterations(self, nbytes: int, begin: float, later: Sequence[int]) -> int:
+        """Return how many iterations more a size gets: a fair part of the time that later ones do not need at least."""
+        spent_s = self._clock() - begin
+        left_s = self._left_s() + spent_s - _COMPLETE_SHARE * self._budget_s
+        needed_s = sum(self._cost_s(size, self._contending(size), _PROBES) for size in later)
+        share_s = (left_s - min(needed_s, left_s / 2)) / (1 + len(later)) - spent_s
+        per_call_s = spent_s / _calls(_PROBES)
+        affordable = int(share_s / per_call_s) - _calls(0) if per_call_s > 0 else _PROBES
+        # The untimed calls that begin each turn come on top; a turn has at least 8.
+        return max(0, min(iterations_for(nbytes) - _PROBES, affordable * 4 // 5))
+
+    def _missing(self) -> list[tuple[int, list[str]]]:
+        """Return (size, algorithms not measured there that are the fastest at a size beside it)."""
+        rows = sorted(self._times.items())
+        fastest = [min(found, key=lambda name: statistics.median(found[name])) for _, found in rows]
+        missing = []
+        for place, (nbytes, found) in enumerate(rows):
+            beside = {fastest[other] for other in (place - 1, place + 1) if 0 <= other < len(rows)}
+            if beside - found.keys():
+                missing.append((nbytes, sorted(beside - found.keys())))
+        return missing
+
+    def _affordable_iterations(self, nbytes: int, names: Sequence[str]) -> int:
+        """Return as many iterations as the others had there, or fewer, or none."""
+        wanted = min(map(len, self._times[nbytes].values()))
+        return next((n for n in (wanted, _PROBES) if self._cost_s(nbytes, names, n) <= self._left_s()), 0)
+
+    def _cost_s(self, nbytes: int, names: Sequence[str], iterations: int) -> float:
+        return _KINDS * _calls(iterations) * sum(self._expected_s(name, nbytes) for name in names)
+
+    def _expected_s(self, name: str, nbytes: int) -> float:
+        """Return what the model says, corrected as it was wrong about the algorithm at the nearest measured size."""
+        # Where there are both, the latter: they are more.
+        measured = [*self._probes.items(), *self._times.items()]
+        known = {size: statistics.median(found[name]) for size, found in measured if name in found}
+        nearest = min(known, key=lambda size: abs(math.log(size / nbytes)))
+        return self._model.scale(name, known[nearest], nearest, nbytes, self._communicator.topology)
+
+
+def distinct(names: Iterable[str], topology: Topology) -> list[str]:
+    """Return the allreduce algorithms without those that do there what an earlier one does.
+
+    Hierarchical is the two-shot on one node and the ring where every rank has a node of its own.
+    """
+    kept: dict[object, str] = {}
+    for name in names:
+        kept.setdefault(name if name == VENDOR else _essence(name, topology), name)
+    return list(kept.values())
+
+
+def _essence(algorithm: str, topology: Topology) -> object:
+    """Return something that two algorithms have in common only if their first ranks do the same."""
+    essence = []
+    for rank in range(min(topology.size, _RANKS_WALKED)):
+        schedule = schedule_for(Collective.ALLREDUCE, algorithm, rank, topology)
+        # Loads come before stores, whether that is one step or two.
+        parts = [part for step in schedule.steps for part in (replace(step, stores=()), Step(stores=step.stores))]
+        essence.append((schedule.nblocks, *(part for part in parts if part != Step())))
+    return tuple(essence)
+
+
+def _calls(iterations: int) -> int:
+    """Return how many calls of an algorithm so many timed ones take."""
+    return _WARMUP + iterations + 2 * -(-iterations // turn_for(iterations))
+
+
+def _rule(communicator: Communicator, nbytes: int) -> str:
+    """Return what the built-in rules choose, whatever settings and tables say."""
+    call = Call(Collective.ALLREDUCE, nbytes, communicator.topology, op=SUM)
+    return choose(call, replace(communicator.config, algorithm=None)).algorithm
+
+
+def _require_quiet(found: Found) -> None:
+    """Refuse a table that would say how fast algorithms are beside other work."""
+    if found.cores:
+        raise ConfigError(
+            f"{found.text}: times taken meanwhile say little about this machine at rest. End the others, "
+            "or write a table all the same, in which that is said, with --even-if-busy"
+        )
+
+
+def _save(table: Table, path: Path) -> str | None:
+    """Write a table; return what was wrong."""
+    try:
+        table.save(path)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _describe(model: Model) -> str:
+    """Say the parameters of a model in the units in which one thinks of them."""
+    parts = [f"round {format_seconds(model.alpha)}", f"barrier {format_seconds(model.sync)}"]
+    parts += [
+        f"{what} {1e-9 / seconds:.3g} GB/s"
+        for what, seconds in (("send", model.beta), ("touch", model.copy), ("reduce", model.gamma))
+        if seconds > 0
+    ]
+    return "model: " + ", ".join(parts)
+
+
+def _summary(table: Table, rules: Mapping[int, str]) -> str:
+    """Return the winners, a line per size, and how much faster they are than what the built-in rules take."""
+    lines = [
+        f"#{'':>9}  {'fastest':<21} {'median':>9}  {'model':>9}  {'second':<21} {'median':>9}  "
+        f"{'built-in rule':<21}  speed-up"
+    ]
+    for row in table.rows:
+        found, rule = table.choose(row.nbytes), rules[row.nbytes]
+        model = table.model.predict(found.algorithm, row.nbytes, table.key.topology)
+        second = ("", "") if found.second is None else (found.second, format_seconds(found.second_seconds))
+        gain = f"{row.medians[rule] / found.seconds:.2f}x" if rule in row.medians else "N/A"
+        lines.append(
+            f"{format_nbytes(row.nbytes):>10}  {found.algorithm:<21} {format_seconds(found.seconds):>9}  "
+            f"{format_seconds(model):>9}  {second[0]:<21} {second[1]:>9}  {rule:<21}  {gain:>8}"
+        )
+    return "\n".join(lines) + "\n"
+
+
+@click.command("tune", short_help="Find out what is the fastest here.")
+@click.option(
+    "--directory",
+    type=click.Path(file_okay=False, path_type=Path),
+    show_default="where later runs look: $RINGREDUCE_TUNING, or the user's caches",
+    help="Where the table goes.",
+)
+@click.option("--budget", type=click.FloatRange(1), default=60.0, help="Seconds that it may take, about.")
+@click.option(
+    "--even-if-busy", is_flag=True, help="Write the table although other processes took time meanwhile; it says so."
+)
+def command(directory: Path | None, budget: float, even_if_busy: bool) -> None:
+    """Measure the allreduce algorithms on these ranks, and write a table from which later runs choose.
+
+    The table is for this placement of the ranks on nodes, this MPI library and this version of ringreduce; run this
+    under mpirun just as the program that it is for. Later runs find it by themselves. Where other processes take more
+    than 0.2 cores of a machine meanwhile, no table is written.
+    """
+    ringreduce.init()
+    world = ringreduce.world()
+    folder = directory or world.config.tuning
+    if folder is None:
+        raise ConfigError("tune has no folder to write to: set RINGREDUCE_TUNING or name one with --directory")
+    tune(world, SIZES, Path(folder), lambda text: click.echo(text, nl=False), budget, even_if_busy=even_if_busy)

@@ -1,1 +1,0 @@
-"""GPU memory and what is done there."""

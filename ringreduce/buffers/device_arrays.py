@@ -1,0 +1,250 @@
+"""Arrays in device memory, of any library, as addresses and layouts; and new ones of the same library.
+
+CuPy arrays and torch tensors are taken as they are. Anything else with ``__cuda_array_interface__`` (Numba, RMM, JAX)
+is taken by what that says. Libraries are only imported where the caller's arrays come from them already.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from ringreduce.buffers.device_driver import Stream
+from ringreduce.buffers.dtypes import DType, ml_bfloat16
+from ringreduce.buffers.layout import c_order, is_c_order, require_apart
+from ringreduce.common.errors import UnsupportedBufferError
+
+__all__ = ["INSTALL", "DeviceOperand", "empty_on_device", "install_command", "is_tensor", "not_plain", "on_device"]
+
+
+def install_command(driver_cuda: int) -> str:
+    """Return what installs CuPy, with the part of CUDA's toolkit that it compiles kernels with.
+
+    It is what the extras cuda12x and cuda13x of this package ask for, and works without a checkout of it.
+
+    Args:
+        driver_cuda: the newest CUDA that the driver runs, as CUDA counts: 13000 is 13.0.
+    """
+    return f"pip install 'cupy-cuda{13 if driver_cuda >= 13000 else 12}x[ctk]'"
+
+
+#: What a message says where CuPy is missing, or its compiler.
+INSTALL = f"{install_command(12000)}, or for a driver of CUDA 13 {install_command(13000)}"
+
+#: What ``__cuda_array_interface__`` gives for the legacy default stream, as 0 may not be given.
+_LEGACY_STREAM = 1
+
+
+@dataclass(eq=False, slots=True)
+class DeviceOperand:
+    """An argument of a collective in device memory.
+
+    What the caller enqueued on ``stream`` before the call is done to the array first; what is enqueued there after the
+    call comes after it.
+
+    Attributes:
+        array: the caller's array, which must live as long as this is used.
+        address: where its first element is.
+        shape: its shape.
+        strides: in bytes.
+        dtype: the type of its elements.
+        device: the ordinal of its GPU in this process, None if only the driver can tell.
+        stream: the caller's stream on that GPU; the legacy default stream where an array's interface names none.
+        writable: whether results may be stored there.
+    """
+
+    array: Any
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: DType
+    device: int | None
+    stream: Stream
+    writable: bool = True
+
+    @classmethod
+    def of(cls, array: Any) -> DeviceOperand | None:
+        """Look at an array without a copy; None if it is not in device memory.
+
+        Raises:
+            UnsupportedBufferError: it does, and its elements or layout are not supported.
+        """
+        torch = sys.modules.get("torch")
+        if is_tensor(array, torch):
+            return _of_torch(array, torch) if array.is_cuda else None
+        cupy = sys.modules.get("cupy")
+        if cupy is not None and isinstance(array, cupy.ndarray):
+            return _of_cupy(array, cupy)
+        interface = getattr(array, "__cuda_array_interface__", None)
+        return None if interface is None else _of_interface(array, interface)
+
+    @property
+    def count(self) -> int:
+        """Elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.dtype.itemsize
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the elements are one after the other in C order."""
+        return is_c_order(self.shape, self.strides, self.dtype.itemsize)
+
+    def require_writable(self) -> None:
+        """Check that results can be stored here.
+
+        Raises:
+            UnsupportedBufferError: the memory is read-only, or several elements share one place.
+        """
+        if not self.writable:
+            raise UnsupportedBufferError("the array is read-only, so no result can be stored in it; pass a copy")
+        require_apart(self.shape, self.strides, self.dtype.itemsize)
+
+    def same_memory(self, other: DeviceOperand) -> bool:
+        """Return whether two operands of one shape and dtype are one."""
+        return self.address == other.address and self.strides == other.strides
+
+    def may_overlap(self, other: DeviceOperand) -> bool:
+        """Return whether the two might have a byte in common; never False where they have."""
+        (low, high), (other_low, other_high) = self._bounds(), other._bounds()
+        return low < other_high and other_low < high
+
+    def like(self, shape: Sequence[int] | None = None) -> Any:
+        """Return an uninitialised array of the same library, device and dtype (and shape, unless one is given)."""
+        dims = self.shape if shape is None else tuple(shape)
+        torch: Any = sys.modules.get("torch")
+        if is_tensor(self.array, torch):
+            return torch.empty(dims, dtype=getattr(torch, self.dtype.name), device=f"cuda:{self.device}")
+        cupy = _cupy("a result in device memory")
+        with nullcontext() if self.device is None else cupy.cuda.Device(self.device):
+            return cupy.empty(dims, _native(self.dtype))
+
+    def scratch(self, *, new: bool = False) -> DeviceOperand:
+        """Return this if it is in C order, else (or if it is to be ``new``) memory of that kind, on `like`'s stream."""
+        if self.contiguous and not new:
+            return self
+        made = DeviceOperand.of(self.like())
+        assert made is not None and made.contiguous
+        return made
+
+    def assign(self, source: DeviceOperand) -> None:
+        """Copy from ``source``. One of the two is what `scratch` gave for the other, on whose stream this is done."""
+        if is_tensor(self.array, sys.modules.get("torch")):
+            self.array.detach().copy_(source.array)
+            return
+        cupy = _cupy("an array in device memory that is not in C order")
+        target = cupy.asarray(self.array)  # no copy
+        with target.device:
+            target[...] = cupy.asarray(source.array)
+
+    def _bounds(self) -> tuple[int, int]:
+        """Return the addresses of the first byte and of the one after the last."""
+        if not self.count:
+            return self.address, self.address
+        reaches = [stride * (length - 1) for length, stride in zip(self.shape, self.strides, strict=True)]
+        below = sum(reach for reach in reaches if reach < 0)
+        above = sum(reach for reach in reaches if reach > 0)
+        return self.address + below, self.address + above + self.dtype.itemsize
+
+
+def on_device(array: Any) -> bool:
+    """Return whether an array is in device memory."""
+    torch = sys.modules.get("torch")
+    if is_tensor(array, torch):
+        return bool(array.is_cuda)
+    return hasattr(array, "__cuda_array_interface__")
+
+
+def not_plain(tensor: Any) -> str:
+    """Say that a tensor is of a type that holds others, as DTensor does, and what to do."""
+    hint = "; pass the part that is here, tensor.to_local()" if hasattr(tensor, "to_local") else ""
+    return f"tensors of type {type(tensor).__name__} are not supported{hint}"
+
+
+def empty_on_device(address: int, nbytes: int, shape: Sequence[int], dtype: DType, device: int, owner: object) -> Any:
+    """Return a CuPy array of memory that is there already; it and its views keep ``owner`` alive.
+
+    Args:
+        address: where the memory begins.
+        nbytes: how much there is, at least what the array needs.
+        shape: of the array.
+        dtype: of the array; bfloat16 takes ml_dtypes.
+        device: the GPU's ordinal.
+        owner: what gives the memory back when nobody refers to it any more.
+    """
+    cupy = _cupy("a buffer in device memory")
+    memory = cupy.cuda.UnownedMemory(address, nbytes, owner, device_id=device)
+    return cupy.ndarray(tuple(shape), _native(dtype), memptr=cupy.cuda.MemoryPointer(memory, 0))
+
+
+# ---- the libraries ----
+
+
+def _of_torch(tensor: Any, torch: Any) -> DeviceOperand:
+    if tensor.layout is not torch.strided:
+        raise UnsupportedBufferError(f"tensors of layout {tensor.layout} are not supported; pass a dense one")
+    if hasattr(type(tensor), "to_local"):
+        raise UnsupportedBufferError(not_plain(tensor))
+    dtype = DType.of(tensor.dtype)
+    # Lazy views, whose memory holds something else: a copy has what they stand for, and nobody stores there.
+    lazy = tensor.is_conj() or tensor.is_neg()
+    if lazy:
+        tensor = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    strides = tuple(stride * dtype.itemsize for stride in tensor.stride())
+    stream = torch.cuda.current_stream(tensor.device).cuda_stream
+    shape, device = tuple(tensor.shape), tensor.device.index
+    return DeviceOperand(tensor, tensor.data_ptr(), shape, strides, dtype, device, stream, writable=not lazy)
+
+
+def _of_cupy(array: Any, cupy: Any) -> DeviceOperand:
+    device = array.device.id
+    with array.device:
+        stream = cupy.cuda.get_current_stream().ptr
+    dtype = DType.of(array.dtype)
+    return DeviceOperand(array, array.data.ptr, tuple(array.shape), tuple(array.strides), dtype, device, stream)
+
+
+def _of_interface(array: Any, interface: Mapping[str, Any]) -> DeviceOperand:
+    if interface.get("mask") is not None:
+        raise UnsupportedBufferError("masked arrays are not supported; fill them")
+    address, read_only = interface["data"]
+    named = np.dtype(interface["typestr"])
+    if named.kind == "V":  # what NumPy has no code for; bfloat16, if its own dtype says so
+        named = getattr(array, "dtype", named)
+    dtype, shape, strides = DType.of(named), tuple(interface["shape"]), interface.get("strides")
+    strides = c_order(shape, dtype.itemsize) if strides is None else tuple(strides)
+    stream = interface.get("stream")  # None: the array may be used at once, on any stream
+    stream = 0 if stream in (None, _LEGACY_STREAM) else stream
+    return DeviceOperand(array, address, shape, strides, dtype, None, stream, writable=not read_only)
+
+
+def _cupy(what: str) -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise UnsupportedBufferError(f"{what} takes CuPy: {INSTALL} ({error})") from error
+    return cupy
+
+
+def _native(dtype: DType) -> np.dtype[Any]:
+    return ml_bfloat16() if dtype.name == "bfloat16" else dtype.storage
+
+
+def is_tensor(array: Any, torch: Any) -> bool:
+    """Return whether an array is a torch tensor.
+
+    Args:
+        array: anything.
+        torch: the module, as far as it is imported; or None.
+    """
+    # Another thread may be importing torch just now; then this is no tensor.
+    kind = getattr(torch, "Tensor", None)
+    return kind is not None and isinstance(array, kind)

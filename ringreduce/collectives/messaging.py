@@ -1,0 +1,115 @@
+"""What ranks of a process set send each other, one to one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ringreduce.buffers import Operand, operand_of, require_host
+from ringreduce.collectives.member import Member, Running
+from ringreduce.common.arguments import whole_number
+from ringreduce.common.errors import ConfigError, MismatchError
+from ringreduce.transport.point_to_point import PointToPoint
+
+__all__ = ["Messaging"]
+
+
+class Messaging(Member):
+    """Messages from one rank to another; not collective, and on any thread. See `Communicator` for the rest."""
+
+    def send(self, array: Any, dest: int, tag: int = 0) -> None:
+        """Send an array to a rank that receives it; not collective.
+
+        More than 4 KiB have left when this returns, which may take until that rank receives them; less may still be on
+        its way. Any thread may call this.
+
+        Args:
+            array: in host memory, of any strides.
+            dest: another rank.
+            tag: at least 0. What one rank sends another with one tag is received in that order.
+
+        Raises:
+            ConfigError: there is no such rank or tag, or it is this rank.
+            UnsupportedBufferError: the array is in device memory.
+            CollectiveTimeoutError: that rank did not receive it in time; the array is still to be sent, and must stay
+                as it is.
+            PeerLostError: a rank of this machine is gone.
+        """
+        point_to_point, source = self._to_one(), require_host(operand_of(array), "send")
+        with Running(self, "send", "messages", source.nbytes):
+            point_to_point.wait(point_to_point.send_array(source, whole_number("dest", dest), whole_number("tag", tag)))
+
+    def recv(self, out: Any, source: int | None = None, tag: int = 0) -> int:
+        """Receive an array that a rank sends; not collective. Any thread may call this.
+
+        Args:
+            out: where it goes, in host memory, of any strides; of the same shape and dtype.
+            source: who sends it; None: any rank, the first whose array comes.
+            tag: the one that it is sent with.
+
+        Returns:
+            The rank that has sent it.
+
+        Raises:
+            ConfigError, UnsupportedBufferError, PeerLostError: as for `send`.
+            CollectiveTimeoutError: nothing came in time; what comes later can be received again. If it had begun to
+                come, it goes on to, and ``out`` is overwritten later.
+            MismatchError: what came has another shape or dtype, and is lost; raised here, not where it was sent.
+        """
+        point_to_point, target = self._to_one(), require_host(operand_of(out), "recv")
+        sender = None if source is None else whole_number("source", source)
+        with Running(self, "recv", "messages", target.nbytes):
+            transfer = point_to_point.recv_array(target, sender, whole_number("tag", tag))
+            try:
+                point_to_point.wait(transfer)
+            except BaseException:
+                point_to_point.withdraw(transfer)
+                raise
+        assert transfer.peer is not None
+        return transfer.peer
+
+    def sendrecv(self, array: Any, dest: int, out: Any, source: int | None = None, tag: int = 0) -> Any:
+        """Send an array to one rank, and receive another that a rank sends, at the same time; not collective.
+
+        Args:
+            array, dest, tag: as for `send`.
+            out, source, tag: as for `recv`; apart from ``array``. Where ``dest`` and ``source`` are this rank, the
+                array is copied.
+
+        Returns:
+            ``out``.
+
+        Raises:
+            RingReduceError: as for `send` and `recv`.
+        """
+        point_to_point, to = self._to_one(), whole_number("dest", dest)
+        sender, tag = None if source is None else whole_number("source", source), whole_number("tag", tag)
+        given, taken = (require_host(operand_of(each), "sendrecv") for each in (array, out))
+        with Running(self, "sendrecv", "messages", given.nbytes):
+            if to == sender == self.rank:
+                self._copy_to_self(given, taken)
+                return out
+            if np.may_share_memory(given.view, taken.view):
+                raise ConfigError("sendrecv takes two arrays that have no memory in common; send a copy")
+            coming = point_to_point.recv_array(taken, sender, tag)
+            try:
+                point_to_point.wait(point_to_point.send_array(given, to, tag))
+                point_to_point.wait(coming)
+            except BaseException:
+                point_to_point.withdraw(coming)
+                raise
+        return out
+
+    def _to_one(self) -> PointToPoint:
+        self._standing.require_open()
+        if self._point_to_point is None:
+            raise ConfigError("this communicator has no messages from one rank to another")
+        return self._point_to_point
+
+    def _copy_to_self(self, source: Operand, target: Operand) -> None:
+        target.require_writable()
+        if source.describe() != target.describe():
+            text = f"sendrecv from rank {self.rank} to itself ({source.describe()}, into {target.describe()})"
+            raise MismatchError({self.rank: text})
+        np.copyto(target.view, source.view)

@@ -1,0 +1,200 @@
+"""Whether a rank may make calls, one at a time, and what a call that failed means for those after it.
+
+| what ended a call on this rank                       | the other ranks             | calls after it               |
+|------------------------------------------------------|-----------------------------|------------------------------|
+| its own arguments, before it told anybody of the     | are met, told why, and end  | go on                        |
+| call                                                 | the call, too               |                              |
+| a mismatch, after which the ranks are in step        | know it, too                | go on; between nodes, after  |
+|                                                      |                             | all have given up together   |
+|                                                      |                             | what was under way           |
+| anything else: which calls belong together is no     | are told not to wait for    | are refused                  |
+| longer known                                         | this rank                   |                              |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from ringreduce.buffers import quiet_context
+from ringreduce.collectives.context import Context
+from ringreduce.common.call_sites import refusal
+from ringreduce.common.errors import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    ConfigError,
+    MismatchError,
+    RingReduceError,
+    ShutdownError,
+    since,
+)
+
+__all__ = ["Standing", "require_alone"]
+
+
+class Standing:
+    """The standing of one rank in one process set.
+
+    Args:
+        context: the ranks.
+        forget: called when a call has failed, and in the end: drop what was looked up for later calls.
+
+    Attributes:
+        quiet: where calls run. It can be entered only once at a time, and so keeps calls apart.
+    """
+
+    def __init__(self, context: Context, *forget: Callable[[], object]) -> None:
+        self._context = context
+        self._forget = forget
+        self._calls = context.calls
+        self._behind = 0  # how many calls this rank had begun before the present one
+        self._closed = False
+        self._disowned = ""
+        self._failure: BaseException | None = None
+        self.quiet = quiet_context()
+
+    @property
+    def open(self) -> bool:
+        """Whether calls are made."""
+        return not (self._disowned or self._closed) and self._failure is None
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is left to close."""
+        return self._closed or bool(self._disowned)
+
+    @property
+    def failed(self) -> bool:
+        """Whether calls are refused because one has failed."""
+        return self._failure is not None
+
+    def require_open(self) -> None:
+        """Raise why no call can be made, unless one can."""
+        if self._disowned:
+            raise ConfigError(self._disowned)
+        if self._closed:
+            raise ShutdownError("this communicator was closed; call ringreduce.init() to start a new world")
+        if self._failure is not None:
+            raise since(self._failure, "collective")
+
+    # ---- calls ----
+
+    def call(self, collective: str, carry_out: Callable[..., Any], *arguments: Any) -> Any:
+        """Make a call that the program asks for, unless another one is under way.
+
+        Args:
+            collective: what the other ranks are told if this one cannot make it.
+            carry_out: makes the call, with the arguments; passes `fail` every error after the call has begun to run.
+            arguments: for that.
+        """
+        try:
+            return self.quiet.run(self._carry_out, collective, carry_out, arguments)
+        except RuntimeError as error:
+            require_alone(error)
+            raise
+
+    def _carry_out(self, collective: str, carry_out: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        self._behind = self._calls.number
+        try:
+            return carry_out(*arguments)
+        except Exception as error:
+            if self._unheard(error):
+                self._refuse(refusal(collective, error), error)
+            raise
+
+    def refuse(self, name: str, error: Exception) -> None:
+        """Meet the others in place of a call of this name that this rank cannot make."""
+        if self.open:
+            try:
+                self.quiet.run(self._refuse, refusal(name, error), error)
+            except RuntimeError as raised:
+                require_alone(raised)
+                raise
+
+    # ---- what ends calls ----
+
+    def fail(self, error: BaseException) -> None:
+        """Decide what an error that has ended a call means for later calls; see the module."""
+        if not self._unheard(error):
+            self.break_off(error)
+
+    def break_off(self, error: BaseException) -> None:
+        """As `fail`, for a call that other ranks know of."""
+        for each in self._forget:
+            each()
+        if isinstance(error, MismatchError) and error.in_step and not self._context.single_node:
+            try:
+                self._context.recover(error, self._calls.number)
+            except BaseException as lost:  # also what a signal handler raises: messages are under way still
+                error.in_step = False
+                self.give_up(lost)
+                if not isinstance(lost, RingReduceError):
+                    raise
+                return
+        shares = len(self._context.topology.nodes) < self._context.topology.size
+        if self._failure is None and isinstance(error, CollectiveTimeoutError) and shares:
+            error.args = (f"{error}; a rank of this machine that is late may still write to the arrays of the call",)
+        if not (isinstance(error, MismatchError) and error.in_step):
+            self.give_up(error)
+
+    def give_up(self, error: BaseException) -> None:
+        """Refuse all further calls, and let no other rank wait for one: which calls belong together is not known."""
+        for forget in self._forget:
+            forget()
+        if self._failure is None:
+            # Its traceback keeps the arrays of the call alive, to which a rank that is late may still store.
+            self._failure = error
+            with suppress(RingReduceError):
+                self._context.leave(error)
+            self._context.instruments.on_failure(error)
+
+    def disown(self, reason: str) -> None:
+        """Refuse all calls: this process was forked by the rank; ``reason`` is what the errors say."""
+        self._disowned = reason
+        self.quiet = quiet_context()  # the rank may be in the midst of a call
+
+    def close(self) -> None:
+        """Refuse all calls from now on, and tell the others."""
+        self._closed = True
+        for forget in self._forget:
+            forget()
+        self._context.leave()
+
+    def _unheard(self, error: BaseException) -> bool:
+        """Return whether a call has failed on this rank alone, before any other rank has heard of it."""
+        begun = self._calls.number != self._behind
+        ours = isinstance(error, Exception) and not isinstance(error, CollectiveError)
+        return ours and self.open and not begun
+
+    def _refuse(self, reason: str, error: Exception) -> None:
+        """Meet the others in a call that this rank cannot make, so that it ends for all of them."""
+        if self._context.topology.size == 1:
+            return
+        try:
+            self._context.refuse(reason)
+        except MismatchError as mismatch:
+            self.break_off(mismatch)
+            if self._failure is not None:
+                raise error from mismatch
+        except BaseException as lost:
+            self.break_off(lost)
+            raise error from lost
+
+
+def require_alone(error: BaseException) -> None:
+    """Raise a `ConfigError` if a call could not begin because another one was under way.
+
+    Args:
+        error: what came out of running in `Standing.quiet`, where it was caught.
+
+    Raises:
+        ConfigError: another one was.
+    """
+    raised_here = error.__traceback__ is not None and error.__traceback__.tb_next is None
+    if type(error) is RuntimeError and raised_here:
+        raise ConfigError(
+            "another collective is under way in this process, on another thread or interrupted by the signal handler "
+            "that makes this call; the functions of ringreduce take one call at a time (those of ringreduce.torch may "
+            "be called from any thread), and a signal handler sets a flag that the program looks at between its steps"
+        ) from None

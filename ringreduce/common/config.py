@@ -1,0 +1,369 @@
+"""The settings, read once from the environment: no other module looks there."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from ringreduce.common.conventions import Conventions
+from ringreduce.common.errors import ConfigError
+
+__all__ = [
+    "HOROVOD",
+    "LAUNCHERS",
+    "TORCHRUN",
+    "VERSION",
+    "Config",
+    "Launcher",
+    "begins_again",
+    "gpu_switches",
+    "ignored_variables",
+    "job_folder",
+    "launched_rank",
+    "parse_nbytes",
+    "runtime_folder",
+    "several_processes",
+    "survives_deaths",
+]
+
+#: Of ringreduce.
+VERSION = "0.1.0"
+
+_T = TypeVar("_T")
+
+#: Variables of ours that are not settings: the name of a host that is simulated; whether `ringreduce run` starts the
+#: job again when the ranks ask for that, and how often it has; the time limit of a test.
+_ELSEWHERE = {"RINGREDUCE_HOST", "RINGREDUCE_BEGINS_AGAIN", "RINGREDUCE_RESTART", "RINGREDUCE_TEST_TIMEOUT"}
+
+
+class Launcher(NamedTuple):
+    """What starts ranks, and where it says so in their environment.
+
+    Attributes:
+        name: for people.
+        size: the variable that says how many ranks it has started.
+        rank: the variable that says which of them a process is.
+        family: whose it is: ``"Open MPI"``, ``"MPICH"`` for all that is made from it, or empty: anybody's.
+    """
+
+    name: str
+    size: str
+    rank: str
+    family: str = ""
+
+
+LAUNCHERS = (
+    Launcher("Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "Open MPI"),
+    Launcher("mpiexec of MPICH or Intel MPI", "PMI_SIZE", "PMI_RANK", "MPICH"),
+    Launcher("mpiexec of MVAPICH", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MPICH"),
+    Launcher("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    Launcher("PALS", "PALS_NRANKS", "PALS_RANKID"),
+    Launcher("flux", "FLUX_JOB_SIZE", "FLUX_TASK_RANK"),
+    Launcher("jsrun", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
+)
+#: Starts processes that find each other without MPI: torchrun, and others that set the same variables, such as Ray.
+TORCHRUN = Launcher("torchrun (or what sets its variables)", "WORLD_SIZE", "RANK")
+#: Has no variable for the size, but where a rank is not 0 there are others.
+_PMIX_RANK = "PMIX_RANK"
+#: In which MPI libraries are told to take addresses of GPU memory, and NCCL to take several ranks on one GPU.
+_GPU_SWITCHES = ("MV2_USE_CUDA", "MPICH_GPU_SUPPORT_ENABLED", "NCCL_MULTI_RANK_GPU_ENABLE")
+
+
+def _unless_zero(text: str) -> str:
+    return "" if text == "0" else text
+
+
+#: Variables of Horovod that mean something here: ours of the same meaning, and what stands for it there ("": nothing).
+#: They are read wherever ours is not set, whatever the script imports: users who change the import have set them too.
+HOROVOD: dict[str, tuple[str, Callable[[str], str]]] = {
+    # Horovod's 0: nothing is fused. Here a group that holds a byte is closed.
+    "HOROVOD_FUSION_THRESHOLD": ("RINGREDUCE_FUSION", lambda text: "1" if text == "0" else text),
+    "HOROVOD_LOG_LEVEL": ("RINGREDUCE_LOG_LEVEL", str),
+    # Before the next one, as it overrides it.
+    "HOROVOD_STALL_CHECK_DISABLE": ("RINGREDUCE_STALL_WARNING", lambda text: "0" if _unless_zero(text) else ""),
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": ("RINGREDUCE_STALL_WARNING", str),
+    # Horovod's 0: wait for ever, which nothing does here.
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": ("RINGREDUCE_TIMEOUT", _unless_zero),
+    # Horovod's DYNAMIC: the program starts it, which it always may here.
+    "HOROVOD_TIMELINE": ("RINGREDUCE_TIMELINE", lambda text: "" if text == "DYNAMIC" else text),
+    "HOROVOD_TIMELINE_MARK_CYCLES": ("RINGREDUCE_TIMELINE_MARK_BATCHES", str),
+}
+#: Variables of Horovod that ask for what is always so here.
+_HOROVOD_ALWAYS = {"HOROVOD_DYNAMIC_PROCESS_SETS"}
+_LOG_LEVELS = {"TRACE": "DEBUG", "FATAL": "CRITICAL"}
+
+
+def parse_nbytes(text: str) -> int:
+    """Read a size such as ``8``, ``64K``, ``64KiB``, ``1mb`` or ``2G`` (1024-based, all of them) as bytes."""
+    found = re.fullmatch("([0-9]+)(?:([KMG])(?:I?B)?|B)?", text.upper())
+    if found is None or int(found[1]) == 0:
+        raise ValueError("expected a positive size in bytes, such as 65536, 64K, 64KiB or 4MB, in units of 1024")
+    return int(found[1]) << {None: 0, "K": 10, "M": 20, "G": 30}[found[2]]
+
+
+def _nbytes_or_none(text: str) -> int:
+    return 0 if text == "0" else parse_nbytes(text)
+
+
+def _positive_int(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise ValueError("expected a positive whole number")
+    return int(text)
+
+
+def _whole_number(text: str) -> int:
+    try:
+        return 0 if text == "0" else _positive_int(text)
+    except ValueError:
+        raise ValueError("expected a whole number, 0 or more") from None
+
+
+def _positive_float(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError("expected a number of seconds") from None
+    if not 0 < value < float("inf"):
+        raise ValueError("expected a positive number of seconds")
+    return value
+
+
+def _seconds_or_never(text: str) -> float | None:
+    return None if text == "0" else _positive_float(text)
+
+
+def _log_level(text: str) -> str:
+    level = _LOG_LEVELS.get(text.upper(), text.upper())
+    if level not in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"):
+        raise ValueError("expected one of debug, info, warning, error, critical")
+    return level
+
+
+def _switch(text: str) -> bool:
+    values = {"1": True, "on": True, "true": True, "yes": True, "0": False, "off": False, "false": False, "no": False}
+    if text.lower() not in values:
+        raise ValueError("expected 1 or 0")
+    return values[text.lower()]
+
+
+def _switch_or_auto(text: str) -> bool | None:
+    return None if text.lower() == "auto" else _switch(text)
+
+
+def _folder(text: str) -> str | None:
+    return None if text == "0" else text
+
+
+def _setting(variable: str, parse: Callable[[str], Any], default: Any) -> Any:
+    """Declare a field of `Config`: its variable, what reads that, and the value where it is not set."""
+    return field(default=default, metadata={"variable": variable, "parse": parse})
+
+
+def runtime_folder() -> Path:
+    """Return where processes of this user on this machine leave what others of them look for; it may not be there."""
+    own = os.environ.get("XDG_RUNTIME_DIR", "")
+    if os.access(own, os.W_OK):
+        return Path(own) / "ringreduce"
+    return Path(tempfile.gettempdir()) / f"ringreduce-{os.geteuid()}"
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Settings of a world; they must be equal on all ranks, and ``init`` checks that they are.
+
+    Attributes:
+        timeout_s: how long (seconds) any wait for a peer may last. ``RINGREDUCE_TIMEOUT``
+        node_size: treat every so many consecutive ranks as a node. ``RINGREDUCE_NODE_SIZE``
+        shared_memory: whether ranks of a node may share memory. ``RINGREDUCE_SHARED_MEMORY``
+        private_memory: whether ranks of a node may copy each other's private memory. ``RINGREDUCE_PRIVATE_MEMORY``
+        results_nbytes: new arrays that collectives return lie in memory that the ranks of the node share, as long as
+            those of a rank that live take no more than so many bytes together; None: a quarter of the machine's memory,
+            divided by the ranks of the node. ``RINGREDUCE_RESULTS``, 0 for none
+        algorithm: the allreduce algorithm to use wherever it can run. ``RINGREDUCE_ALGORITHM``
+        segment_nbytes: the most bytes of a block that travel at once, so that transfers overlap. ``RINGREDUCE_SEGMENT``
+        fusion_nbytes: small asynchronous allreduces travel together; a group that holds so many bytes is closed.
+            ``RINGREDUCE_FUSION``
+        stall_warning_s: warn about an operation that some rank has not submitted for so long (seconds); None: never.
+            ``RINGREDUCE_STALL_WARNING``, 0 for never
+        log_level: of the logger ``ringreduce``, which ``init`` sets; None: as it is. ``RINGREDUCE_LOG_LEVEL``
+        deterministic: whether allreduces add in the order of ranks, for the same bits wherever these run; see
+            `Communicator.allreduce`. Then wire formats are refused, those of ``compression=`` too.
+            ``RINGREDUCE_DETERMINISTIC``
+        timeline: the file into which `init` starts a timeline; None: none. ``RINGREDUCE_TIMELINE``
+        timeline_marks_batches: whether it has marks where operations that travel together start.
+            ``RINGREDUCE_TIMELINE_MARK_BATCHES``
+        bucket_nbytes: gradients travel together in buckets; a bucket that holds so many bytes is closed.
+            ``RINGREDUCE_BUCKET``
+        tuning: the folder of the tables that ``ringreduce tune`` makes and `init` looks for; None: none.
+            ``RINGREDUCE_TUNING``, 0 for none; else the folder ``ringreduce`` in that of the user's caches
+        cuda_aware: whether the MPI library takes addresses of GPU memory; None: ask it. ``RINGREDUCE_CUDA_AWARE``, 1, 0
+            or auto
+        conventions: whose numbers come out where Horovod's differ from the chain rule's. ``RINGREDUCE_CONVENTIONS``,
+            chain_rule or horovod; else those of `ringreduce.runtime.set_conventions`
+        standalone: whether this process is a world of its own, whatever has started it beside others.
+            ``RINGREDUCE_STANDALONE``
+        check_weights_every: so many steps of an optimizer come to one before which the ranks compare checksums of their
+            weights; None: never (but for the first few). ``RINGREDUCE_CHECK``
+        check_finite_every: the same for looking whether all gradients are numbers; gradients are then not reduced
+            during the backward pass. Not for programs that scale losses and leave out steps.
+            ``RINGREDUCE_CHECK_FINITE``
+        checksum: whether what travels in messages is compared with what was sent, by a CRC-32. ``RINGREDUCE_CHECKSUM``
+        status: whether `ringreduce top` sees the ranks. ``RINGREDUCE_STATUS``
+        dump: the folder into which a rank writes what it has done last, when no call is possible any more, or on
+            SIGUSR1; None: none. ``RINGREDUCE_DUMP``
+        audit: the file to which rank 0 appends a record of the run (see `ringreduce.observe.audit`); None: none.
+            ``RINGREDUCE_AUDIT``
+        object_limit_nbytes: the most bytes that the objects of one call, of all ranks together, may take once they are
+            pickled. ``RINGREDUCE_OBJECT_LIMIT``
+        least_size: elastic training ends once fewer ranks are left. ``RINGREDUCE_MIN_NP``
+        reset_limit: how often at most ranks go on without others, before elastic training ends; None: as often as need
+            be. ``RINGREDUCE_RESET_LIMIT``
+        launched_size: how many ranks the launcher says it started, None when there was no launcher.
+    """
+
+    timeout_s: float = _setting("RINGREDUCE_TIMEOUT", _positive_float, 300.0)
+    node_size: int | None = _setting("RINGREDUCE_NODE_SIZE", _positive_int, None)
+    shared_memory: bool = _setting("RINGREDUCE_SHARED_MEMORY", _switch, True)
+    private_memory: bool = _setting("RINGREDUCE_PRIVATE_MEMORY", _switch, True)
+    results_nbytes: int | None = _setting("RINGREDUCE_RESULTS", _nbytes_or_none, None)
+    algorithm: str | None = _setting("RINGREDUCE_ALGORITHM", str, None)
+    segment_nbytes: int = _setting("RINGREDUCE_SEGMENT", parse_nbytes, 256 << 10)
+    # On one node, 1 to 100 MiB differ by no more than the measurement does; this is small enough for gradients that are
+    # copied into a bucket to be still in the last-level cache when it is reduced.
+    bucket_nbytes: int = _setting("RINGREDUCE_BUCKET", parse_nbytes, 4 << 20)
+    fusion_nbytes: int = _setting("RINGREDUCE_FUSION", parse_nbytes, 1 << 20)
+    stall_warning_s: float | None = _setting("RINGREDUCE_STALL_WARNING", _seconds_or_never, 60.0)
+    log_level: str | None = _setting("RINGREDUCE_LOG_LEVEL", _log_level, None)
+    deterministic: bool = _setting("RINGREDUCE_DETERMINISTIC", _switch, False)
+    timeline: str | None = _setting("RINGREDUCE_TIMELINE", str, None)
+    timeline_marks_batches: bool = _setting("RINGREDUCE_TIMELINE_MARK_BATCHES", _switch, False)
+    tuning: str | None = _setting("RINGREDUCE_TUNING", _folder, None)
+    cuda_aware: bool | None = _setting("RINGREDUCE_CUDA_AWARE", _switch_or_auto, None)
+    conventions: Conventions = _setting("RINGREDUCE_CONVENTIONS", Conventions.parse, Conventions.CHAIN_RULE)  # noqa: RUF009
+    standalone: bool = _setting("RINGREDUCE_STANDALONE", _switch, False)
+    check_weights_every: int | None = _setting("RINGREDUCE_CHECK", _positive_int, None)
+    check_finite_every: int | None = _setting("RINGREDUCE_CHECK_FINITE", _positive_int, None)
+    checksum: bool = _setting("RINGREDUCE_CHECKSUM", _switch, False)
+    status: bool = _setting("RINGREDUCE_STATUS", _switch, True)
+    dump: str | None = _setting("RINGREDUCE_DUMP", _folder, None)
+    audit: str | None = _setting("RINGREDUCE_AUDIT", str, None)
+    object_limit_nbytes: int = _setting("RINGREDUCE_OBJECT_LIMIT", parse_nbytes, 4 << 30)
+    least_size: int = _setting("RINGREDUCE_MIN_NP", _positive_int, 1)
+    reset_limit: int | None = _setting("RINGREDUCE_RESET_LIMIT", _whole_number, None)
+    launched_size: int | None = None
+
+    @classmethod
+    def from_environ(
+        cls, environ: Mapping[str, str] = os.environ, conventions: Conventions = Conventions.CHAIN_RULE
+    ) -> Config:
+        """Read the settings; a variable that is unset or empty keeps its default.
+
+        Where Horovod has a variable of the same meaning, it is read if ours is not set; see `HOROVOD`.
+
+        Args:
+            environ: the variables.
+            conventions: the default of the field of that name.
+
+        Raises:
+            ConfigError: a variable holds something that cannot be understood.
+        """
+        standard = cls(conventions=conventions, tuning=_caches(environ))
+        sizes = [int(environ[each.size]) for each in LAUNCHERS if environ.get(each.size, "").isdigit()]
+        read = {
+            each.name: _read(environ, each.metadata["variable"], each.metadata["parse"], getattr(standard, each.name))
+            for each in _settings()
+        }
+        return cls(**read, launched_size=sizes[0] if sizes else None)
+
+
+def _settings() -> list[Field[Any]]:
+    """Return the fields of `Config` that have a variable."""
+    return [each for each in fields(Config) if each.metadata]
+
+
+def ignored_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the names of our variables and of Horovod's that are set and mean nothing here; for people, sorted."""
+    known = {
+        "HOROVOD_": {*HOROVOD, *_HOROVOD_ALWAYS},
+        "RINGREDUCE_": {each.metadata["variable"] for each in _settings()} | _ELSEWHERE,
+    }
+    return sorted(
+        _guess(name, prefix, meant)
+        for prefix, meant in known.items()
+        for name, text in environ.items()
+        if name.startswith(prefix) and text and name not in meant
+    )
+
+
+def _guess(name: str, prefix: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name.removeprefix(prefix), [each.removeprefix(prefix) for each in known], 1, 0.75)
+    return f"{name} (did you mean {prefix}{close[0]}?)" if close else name
+
+
+def launched_rank(environ: Mapping[str, str] = os.environ) -> int:
+    """Return which of its processes the launcher says this is, 0 without a launcher: for who speaks before ``init``."""
+    return next((int(environ[each.rank]) for each in LAUNCHERS if environ.get(each.rank, "").isdigit()), 0)
+
+
+def several_processes(environ: Mapping[str, str] = os.environ) -> tuple[Launcher, str] | None:
+    """Return what has started this process as one of several, and the variable that proves it; None: nothing.
+
+    An allocation of several processors, as of an interactive Slurm session, proves nothing: programs start there alone.
+    """
+    for launcher in (TORCHRUN, *LAUNCHERS):
+        size, rank = environ.get(launcher.size, ""), environ.get(launcher.rank, "")
+        if size.isdigit() and rank.isdigit():
+            if int(size) > 1:
+                return launcher, f"{launcher.size}={size}"
+            if launcher is not TORCHRUN:  # it has started this process alone, whatever the others have started
+                return None
+    rank = environ.get(_PMIX_RANK, "")
+    return (LAUNCHERS[0], f"{_PMIX_RANK}={rank}") if rank.isdigit() and int(rank) > 0 else None
+
+
+def job_folder(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the folder on this host that the launcher removes when the job ends, however it does, if there is one."""
+    folder = environ.get("PMIX_SERVER_TMPDIR", "")
+    return folder if os.access(folder, os.W_OK | os.X_OK) else None
+
+
+def survives_deaths(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the launcher lets the job go on when ranks die: Open MPI's ``mpirun --with-ft ulfm``."""
+    return environ.get("OMPI_MCA_mpi_ft_enable", "0") in ("1", "true")
+
+
+def begins_again(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the launcher reads marks, and starts the job again on other hosts when its ranks ask for that."""
+    return environ.get("RINGREDUCE_BEGINS_AGAIN") == "1"
+
+
+def gpu_switches(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the switches of MPI libraries and NCCL that concern GPUs, those that are set; they may differ by rank."""
+    return {name: environ[name] for name in _GPU_SWITCHES if environ.get(name)}
+
+
+def _read(environ: Mapping[str, str], name: str, parse: Callable[[str], _T], default: _T) -> _T:
+    """Read a variable of ours or, where that is not set, those of Horovod's of the same meaning."""
+    said = {name: environ.get(name, "")}
+    said |= {theirs: convert(environ.get(theirs, "")) for theirs, (ours, convert) in HOROVOD.items() if ours == name}
+    source = next((each for each, text in said.items() if text), None)
+    if source is None:
+        return default
+    try:
+        return parse(said[source])
+    except ValueError as error:
+        raise ConfigError(f"{source}={environ[source]!r} in the environment: {error}") from None
+
+
+def _caches(environ: Mapping[str, str]) -> str | None:
+    """Return the folder for our files in that of the user's caches, by the XDG base directory specification."""
+    caches = environ.get("XDG_CACHE_HOME")
+    if not caches and environ.get("HOME"):
+        caches = os.path.join(environ["HOME"], ".cache")
+    return os.path.join(caches, "ringreduce") if caches else None

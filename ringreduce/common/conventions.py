@@ -1,0 +1,63 @@
+"""Where the chain rule's numbers differ from those that Horovod's scripts were tuned to: the one place that decides.
+
+P is the number of ranks of the process set.
+
+| what                                        | CHAIN_RULE                   | HOROVOD                             |
+|---------------------------------------------|------------------------------|-------------------------------------|
+| gradient through allgather and broadcast    | the ranks' sum               | the ranks' average: 1/P of that     |
+| gradient through reducescatter              | what the ranks have (1)      | P times that                        |
+| average once ranks have joined              | over the ranks that are left | over all, the joined count as 0     |
+| gradients after `broadcast_optimizer_state` | as they were                 | zeros, if the optimizer had no state |
+
+(1) gathered; of an average, over P.
+
+All else is the same in both: gradients through allreduce and alltoall; and ranks that have joined count for nothing in
+sums, products, minima and maxima.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from ringreduce.common.errors import ConfigError
+from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
+
+__all__ = ["Conventions"]
+
+
+class Conventions(str, enum.Enum):  # a string in JSON
+    """Whose numbers come out; the table is in the module's docstring."""
+
+    CHAIN_RULE = "chain_rule"
+    HOROVOD = "horovod"
+
+    @classmethod
+    def parse(cls, conventions: Conventions | str) -> Conventions:
+        """Return ``conventions`` themselves, or those of that name.
+
+        Raises:
+            ConfigError: there are none of that name.
+        """
+        try:
+            return cls(conventions)
+        except ValueError:
+            names = " or ".join(member.value for member in cls)
+            raise ConfigError(f"conventions are {names}, got {conventions!r}") from None
+
+    @property
+    def gradient_op(self) -> ReduceOp:
+        """How the ranks' gradients of what was gathered or broadcast become one."""
+        return AVERAGE if self is Conventions.HOROVOD else SUM
+
+    def scattered_gradient_factor(self, size: int) -> int:
+        """By what to multiply the gradient of what ``size`` ranks have reduced and scattered."""
+        return size if self is Conventions.HOROVOD else 1
+
+    def averaged_over(self, active: int, size: int) -> int:
+        """Return over how many ranks averages are, when ``active`` of ``size`` have not joined."""
+        return size if self is Conventions.HOROVOD else active
+
+    @property
+    def broadcast_state_zeroes_gradients(self) -> bool:
+        """Whether `broadcast_optimizer_state` leaves zeros as gradients where an optimizer has no state."""
+        return self is Conventions.HOROVOD

@@ -1,0 +1,116 @@
+"""The observer interface: watch collectives from outside, at no cost while nobody does; and what is always counted.
+
+An observer overrides the methods it wants. It is called on the thread that does the thing; one that raises is removed
+and logged, and the collective goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Instrument", "Instruments", "Tally"]
+
+_log = logging.getLogger(__name__)
+
+_REMEMBERED = 256
+
+
+class Instrument:
+    """Base class of observers; every method may be overridden, none has to be.
+
+    A collective runs in steps, one after the other: each begins where the last one ended, or where the collective
+    began. An asynchronous operation is submitted, announced to the other ranks, and started together with others once
+    all ranks have submitted it; what starts together is finished together, with collectives and steps in between.
+    """
+
+    def collective_started(self, collective: str, algorithm: str, nbytes: int) -> None:
+        """A collective over ``nbytes`` bytes begins on this rank."""
+
+    def collective_finished(self, collective: str, algorithm: str, nbytes: int, duration_s: float) -> None:
+        """That collective has ended on this rank after ``duration_s`` seconds."""
+
+    def step_finished(self, step: str) -> None:
+        """A step has ended: of a collective, or of packing and unpacking what travels together."""
+
+    def operation_submitted(self, name: str) -> None:
+        """The program has submitted a named operation; on its thread, which may be any."""
+
+    def operation_described(self, name: str, parts: Sequence[str]) -> None:
+        """The operation that was submitted just now is over these: names of parameters, whose gradients it reduces."""
+
+    def operation_announced(self, name: str) -> None:
+        """The engine has taken in the oldest submitted operation of this name, and tells the other ranks."""
+
+    def rank_was_late(self, rank: int, seconds: float, batch: int) -> None:
+        """All other ranks have waited for one, to announce what starts next.
+
+        Args:
+            rank: among those of the communicator.
+            seconds: for how long.
+            batch: how many times operations have started before, the same on all ranks.
+        """
+
+    def operations_started(self, names: Sequence[str]) -> None:
+        """All ranks have announced these operations; they run now, as one."""
+
+    def operations_finished(self, names: Sequence[str]) -> None:
+        """These operations have come to an end, with results or errors, whether or not they were started."""
+
+
+class Instruments:
+    """The observers of one communicator, in the order in which they were added.
+
+    And what was called last, for `ringreduce.observe.flight_recorder`; lists of plain values, as these cost the least.
+
+    Attributes:
+        observers: looked at before each event; nothing else happens while it is empty.
+        calls: of the last blocking collectives: when it was started and ended (`time.perf_counter`; 0: it has not),
+            which, and bytes.
+        operations: of the last named ones: when it was submitted, started and ended, its name, its signature, where the
+            program submitted it, and the error with which it ended.
+        on_failure: called when no call is possible any more, with the reason.
+    """
+
+    def __init__(self) -> None:
+        self.observers: tuple[Instrument, ...] = ()
+        self.calls: deque[list[Any]] = deque(maxlen=_REMEMBERED)
+        self.operations: deque[list[Any]] = deque(maxlen=_REMEMBERED)
+        self.on_failure: Callable[[BaseException], object] = lambda error: None
+
+    def add(self, observer: Instrument) -> None:
+        self.observers += (observer,)
+
+    def remove(self, observer: Instrument) -> None:
+        self.observers = tuple(each for each in self.observers if each is not observer)
+
+    def tell(self, event: str, *what: object) -> None:
+        """Call the method ``event`` of all observers."""
+        for observer in self.observers:
+            try:
+                getattr(observer, event)(*what)
+            except Exception:
+                _log.exception("instrument %r raised and was removed", observer)
+                self.remove(observer)
+
+    def step(self, step: str) -> None:
+        """Tell that a step has ended; to be called only where there are observers."""
+        self.tell("step_finished", step)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the calls of one collective add up to.
+
+    Attributes:
+        calls: how many there were.
+        nbytes: how many bytes of this rank's they were over.
+        seconds: how long they took, waiting for other ranks included.
+    """
+
+    calls: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0

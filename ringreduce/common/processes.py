@@ -1,0 +1,257 @@
+"""Which processes this one belongs to: the launcher above it, and the rank that has started it, if it is none."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from types import FrameType
+
+__all__ = [
+    "BEGIN_AGAIN",
+    "WENT_ON",
+    "Forked",
+    "KeptSignal",
+    "ancestors",
+    "announce",
+    "at_exit",
+    "handles",
+    "is_multiprocessing_child",
+    "is_stopped",
+    "launcher",
+    "rank_above",
+    "tell_launcher",
+    "watch",
+]
+
+#: What starts ranks and stays with them until they end, as the kernel calls it, in at most 15 characters: the launchers
+#: of Open MPI, MPICH, Intel MPI and MVAPICH, Slurm, PALS, Flux and jsrun, and their daemons on other hosts.
+_LAUNCHERS = {
+    *("mpirun", "mpiexec", "prterun", "prted", "orterun", "orted"),
+    *("mpiexec.hydra", "hydra_pmi_proxy", "hydra_bstrap_pr", "mpiexec.mpd"),
+    *("srun", "slurmstepd"),
+    *("aprun", "apinit", "palsd"),
+    *("flux-shell", "jsrun", "jsmd"),
+}
+#: What ranks tell `ringreduce run`, which takes it out of what they write to standard error: that what they have done
+#: is on disk, and they end to begin again on other hosts; that they go on without some of them.
+BEGIN_AGAIN = b"\x1eringreduce: the ranks begin again\n"
+WENT_ON = b"\x1eringreduce: the ranks have gone on\n"
+
+_ANNOUNCED = "ringreduce-rank"
+_STANDARD_ERROR = 2
+_READ_NBYTES = 1 << 12
+_LOOK_EVERY_S = 1.0
+
+
+def announce(text: bytes) -> int | None:
+    """Let the descendants of this process read a text, for as long as it lives or until the returned file is closed.
+
+    It is a file in memory that this process holds open, so nothing is left of it afterwards, and it reaches descendants
+    whatever started them. None: a system without such files, where descendants find nothing.
+    """
+    try:
+        descriptor = os.memfd_create(_ANNOUNCED, os.MFD_CLOEXEC)
+    except (OSError, AttributeError):
+        return None
+    try:
+        os.write(descriptor, text)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def rank_above() -> bytes | None:
+    """Return what the nearest ancestor has announced; None: none has, or a launcher came in between."""
+    for pid, name in ancestors():
+        if name in _LAUNCHERS:
+            return None
+        with suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:  # it has ended, or is somebody else's
+            for entry in entries:
+                with suppress(OSError):
+                    if os.readlink(entry.path).startswith(f"/memfd:{_ANNOUNCED}"):
+                        with open(entry.path, "rb") as file:
+                            return file.read()
+    return None
+
+
+def launcher() -> int | None:
+    """Return the nearest ancestor that is a launcher or one of its daemons, None if there is none in sight."""
+    return next((pid for pid, name in ancestors() if name in _LAUNCHERS), None)
+
+
+def ancestors() -> Iterator[tuple[int, str]]:
+    """Yield the processes above this one, the nearest first, each with its name; as far as they can be seen."""
+    pid = os.getppid()
+    while pid > 0:
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                text = file.read().decode(errors="replace")
+        except OSError:
+            return
+        yield pid, text[text.index("(") + 1 : text.rindex(")")]
+        pid = int(text[text.rindex(")") + 2 :].split()[1])
+
+
+def handles(pid: int, number: int) -> bool:
+    """Return whether a process handles a signal by itself, so that it does not end by it."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+            caught = next((int(line.split()[1], 16) for line in file if line.startswith("SigCgt:")), 0)
+    except OSError:
+        return False
+    return bool(caught >> (number - 1) & 1)
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a process is there and was stopped, by a signal or a debugger."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] in ("T", "t")
+    except OSError:
+        return False
+
+
+def tell_launcher(mark: bytes) -> None:
+    """Write a mark to standard error, for `ringreduce run`; see `ringreduce.common.config.begins_again`."""
+    with suppress(OSError):  # whoever read it is gone
+        os.write(_STANDARD_ERROR, mark)
+
+
+class KeptSignal:
+    """A signal that is kept until somebody asks for it, on whatever thread.
+
+    The main thread and those that are started from now on block it, so it interrupts nothing there. Threads from before
+    (those of MPI) do not: there it comes in, and a call to the system that they wait in may end early. Python handles
+    it on the main thread alone, which may be waiting for others; what it writes when the signal comes in does not wait.
+
+    A launcher sends it to all that a rank has started, too. Programs that this process starts from now on, from its
+    main thread or younger ones, inherit that it is blocked, and do not end by it. When the interpreter ends, the signal
+    is ignored: there Python would let it end the process.
+
+    Made on the main thread, alone.
+
+    Args:
+        number: of the signal. A handler that the program sets later is called for what older threads get.
+    """
+
+    def __init__(self, number: signal.Signals) -> None:
+        self._number = number
+        self._came = False
+        self._lock = threading.Lock()
+        self._reader, self._writer = os.pipe()  # of the numbers of all signals that Python handles
+        os.set_blocking(self._reader, False)
+        os.set_blocking(self._writer, False)
+        atexit.register(signal.signal, number, signal.SIG_IGN)
+        before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        if before != -1:  # an event loop's, which keeps it: then the main thread must not wait
+            signal.set_wakeup_fd(before)
+        signal.signal(number, self._keep)  # as threads from before this do not block it
+        signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+
+    def take(self) -> bool:
+        """Return whether it came since this was called last."""
+        with self._lock:
+            waits = signal.sigtimedwait({self._number}, 0) is not None
+            written = self._number in self._written()
+            came, self._came = self._came, False
+        return came or waits or written
+
+    def _written(self) -> bytes:
+        found = b""
+        with suppress(BlockingIOError):
+            while True:
+                found += os.read(self._reader, _READ_NBYTES)
+        return found
+
+    def _keep(self, number: int, frame: FrameType | None) -> None:
+        """Take note of it, unless it is in the pipe: it would count twice, as Python may call this late."""
+        current = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        if current != self._writer:  # an event loop's
+            signal.set_wakeup_fd(current)
+            self._came = True
+
+
+class Forked:
+    """Processes that this one forks at one moment: made before the fork, and then told on which side it is."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ends: tuple[int, int] | None = None
+        self._ended = False
+        with suppress(OSError):  # no more descriptors: then nobody knows when they end
+            self._ends = os.pipe()  # whose writing end nobody closes but with the last of these processes
+
+    def in_parent(self) -> None:
+        """Let this process not be counted."""
+        if self._ends is not None:
+            os.close(self._ends[1])
+
+    def in_child(self) -> None:
+        """Be counted."""
+        if self._ends is not None:
+            os.close(self._ends[0])
+
+    @property
+    def ended(self) -> bool:
+        """Whether all have ended, those that they have forked themselves included; may be asked on any thread."""
+        with self._lock:
+            if not self._ended and self._ends is not None:
+                waiting = select.poll()
+                waiting.register(self._ends[0], 0)  # tells of the end all the same
+                if waiting.poll(0):
+                    os.close(self._ends[0])
+                    self._ended = True
+            return self._ended
+
+
+def is_multiprocessing_child() -> bool:
+    """Return whether `multiprocessing` has started this process, by any of its start methods."""
+    process = sys.modules.get("multiprocessing.process")  # is there in its children, and need not be elsewhere
+    if process is None:
+        return False
+    # While a child imports the script anew, the first is not set yet.
+    return process.parent_process() is not None or getattr(process.current_process(), "_inheriting", False)
+
+
+def at_exit(function: Callable[[], object]) -> None:
+    """Call a function when this process ends, not when one ends that it has forked."""
+    process = os.getpid()
+
+    def call() -> None:
+        if os.getpid() == process:
+            function()
+
+    atexit.register(call)
+    if is_multiprocessing_child():  # most of which skip the exit handlers
+        util = importlib.import_module("multiprocessing.util")
+        util.Finalize(None, call, exitpriority=0)
+
+
+def watch(pid: int, on_end: Callable[[], None]) -> None:
+    """Call a function, on a thread of its own, once a process has ended."""
+    thread = threading.Thread(target=_wait_for_end, args=(pid, on_end), name=f"ringreduce watches {pid}", daemon=True)
+    thread.start()
+
+
+def _wait_for_end(pid: int, on_end: Callable[[], None]) -> None:
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        pass
+    except (OSError, AttributeError):  # a kernel without process descriptors
+        while os.path.exists(f"/proc/{pid}"):
+            time.sleep(_LOOK_EVERY_S)  # there is nothing to wait on
+    else:
+        waiting = select.poll()
+        waiting.register(descriptor, select.POLLIN)
+        waiting.poll()
+    on_end()

@@ -1,0 +1,57 @@
+"""The reduce operations and what they mean for every kind of element.
+
+| op      | floats, complex        | integers                          | bool                 |
+|---------|------------------------|-----------------------------------|----------------------|
+| sum     | sum                    | sum, wraps around like NumPy's    | any                  |
+| average | sum / size             | exact sum / size, toward zero (1) | all                  |
+| min     | smallest, NaN wins (2) | smallest                          | all                  |
+| max     | largest, NaN wins (2)  | largest                           | any                  |
+| product | product                | product, wraps around             | all                  |
+
+(1) summed in 64 bits, so that averaging int8 cannot overflow; 64-bit integers wrap around like their sum.
+(2) a NaN on any rank gives NaN; complex numbers are ordered like NumPy's: by real, then by imaginary part.
+
+float16 and bfloat16 are accumulated in float32 and rounded once where the ranks' values meet in one place
+(within a node), and travel as float32 between nodes.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from ringreduce.common.errors import ConfigError
+
+__all__ = ["AVERAGE", "MAX", "MIN", "PRODUCT", "SUM", "ReduceOp"]
+
+
+class ReduceOp(enum.Enum):
+    """How the ranks' elements become one; the table is in the module's docstring."""
+
+    SUM = "sum"
+    AVERAGE = "average"
+    MIN = "min"
+    MAX = "max"
+    PRODUCT = "product"
+
+    @classmethod
+    def parse(cls, op: ReduceOp | str) -> ReduceOp:
+        """Return ``op`` itself, or the operation of that name (``"avg"`` and ``"prod"`` are understood too).
+
+        Raises:
+            ConfigError: there is no such operation.
+        """
+        if isinstance(op, cls):
+            return op
+        name = {"avg": "average", "prod": "product"}.get(str(op).lower(), str(op).lower())
+        try:
+            return cls(name)
+        except ValueError:
+            names = ", ".join(member.value for member in cls)
+            raise ConfigError(f"unknown reduce operation {op!r}; choose one of {names}") from None
+
+
+SUM = ReduceOp.SUM
+AVERAGE = ReduceOp.AVERAGE
+MIN = ReduceOp.MIN
+MAX = ReduceOp.MAX
+PRODUCT = ReduceOp.PRODUCT

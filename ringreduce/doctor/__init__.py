@@ -1,0 +1,1 @@
+"""What a machine, a job, a trace or a dump tells people."""

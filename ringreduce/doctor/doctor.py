@@ -1,0 +1,194 @@
+"""``doctor``: what this machine and this job offer, what is wrong there, and what to do about it.
+
+Every rank collects `ringreduce.doctor.facts`; those of all ranks become `ringreduce.doctor.findings`; these are
+printed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+import ringreduce
+from ringreduce.bench.cases import plural
+from ringreduce.buffers.device_driver import Driver
+from ringreduce.collectives.communicator import Communicator
+from ringreduce.common.config import VERSION, launched_rank
+from ringreduce.common.errors import MismatchError, RingReduceError
+from ringreduce.doctor import dumps, torch_traces
+from ringreduce.doctor.facts import Facts, World, collect, stranger
+from ringreduce.doctor.findings import LEVELS, Finding, by_rank, examine
+from ringreduce.gpu.cupy_driver import cuda_driver
+from ringreduce.gpu.ipc import join_devices
+from ringreduce.runtime.worlds import tuning_key
+from ringreduce.training.objects import gather
+from ringreduce.transport.memory import MemoryWorld
+from ringreduce.transport.messages import Messages
+from ringreduce.transport.shared.node import Node, host_name, join
+from ringreduce.transport.shared.segments import MemfdSegments
+from ringreduce.transport.waiting import Waiter
+
+__all__ = ["command", "probe_ipc", "to_json", "to_text"]
+
+
+@click.command("doctor", short_help="Say what this machine offers, and what is wrong.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: the findings, and what they were made of.")
+@click.option("--probe", is_flag=True, help="Try whether the ranks can open each other's GPU memory.")
+@click.option(
+    "--dump",
+    "folder",
+    type=click.Path(exists=True, file_okay=False),
+    help="Say what ranks waited for, from what they have written to RINGREDUCE_DUMP=...",
+)
+@click.option(
+    "--torch-traces",
+    "traces",
+    type=click.Path(file_okay=False),
+    help="With --dump: write it into this folder, too, as files that torch's flight recorder tools read.",
+)
+def command(as_json: bool, probe: bool, folder: str | None, traces: str | None) -> int:
+    """Say what this machine offers to the ranks of this job, what is wrong, and what to do about it.
+
+    Run it alone, and as the job will run: mpirun -np N python -m ringreduce doctor. Where ranks differ, the report
+    names them. The exit status is 1 if there is a problem; warnings are about speed.
+
+    With --dump, run it alone, after a job that ran with RINGREDUCE_DUMP=FOLDER has failed, or after `kill -USR1` to its
+    ranks. With --torch-traces OUT, torch's tool reads the same: python -m
+    torch.distributed.flight_recorder.fr_trace OUT -p ringreduce_rank_
+    """
+    if traces is not None and folder is None:
+        raise click.UsageError("--torch-traces writes what --dump FOLDER has found; give both")
+    if folder is not None:
+        found_there = dumps.load(folder)
+        if traces is not None:
+            torch_traces.write(found_there, traces)
+        said = dumps.diagnose(found_there)
+        click.echo(json.dumps(said) if as_json else "\n".join(said))
+        return 0
+    foreign = stranger(os.environ)
+    world = World(nodes=((launched_rank(),),)) if foreign else _start_world()
+    mine = collect(world, ringreduce.rank() if ringreduce.is_initialized() else launched_rank(), foreign)
+    ranks = gather(ringreduce.world(), mine) if ringreduce.is_initialized() else [mine]
+    found = examine(ranks)
+    if probe and ringreduce.is_initialized():
+        found["GPU"].append(_probe(ringreduce.world(), len(mine.gpu.devices)))
+    if mine.rank or launched_rank():
+        return 0  # rank 0 speaks for all, and must have spoken before a launcher hears of a failure
+    # A launcher lends its ranks a terminal, wherever its own output goes: colours would be letters in a file.
+    colours = False if mine.launcher[0] else None  # None: on terminals
+    click.echo(to_json(found, ranks) if as_json else to_text(found), nl=False, color=colours)
+    return int(any(each.level == "problem" for row in found.values() for each in row))
+
+
+def probe_ipc(messages: Messages, node: Node, waiter: Waiter, find_driver: Callable[[], Driver]) -> Finding:
+    """Try whether each rank can open the GPU memory of its neighbours. Collective.
+
+    Args:
+        messages: the ranks.
+        node: this one's.
+        waiter: how it waits.
+        find_driver: gives this rank's GPU, or raises `RingReduceError` saying why there is none.
+    """
+    with _heard() as said:
+        devices = join_devices(messages, node, find_driver)
+    if devices is None:
+        reason = said[0].split(": ", 1)[-1] if said else "no rank has a GPU to try it with"
+        remedy = "Arrays on GPUs go through host memory: start containers with --ipc=host and --pid=host."
+        return Finding("CUDA IPC", reason, "warning" if said else "ok", remedy if said else "")
+    gpus = plural(len(devices.launching), "GPU")
+    devices.close(waiter)
+    return Finding("CUDA IPC", f"works between the ranks of a machine, on {gpus} here")
+
+
+def _probe(world: Communicator, gpus: int) -> Finding:
+    """Set up what `probe_ipc` needs, apart from what the world uses. Collective."""
+    waiter = Waiter(world.config.timeout_s)
+    if world.size == 1:
+        messages: Messages = MemoryWorld(1).messages(0)
+    else:
+        from ringreduce.transport import mpi
+
+        messages = mpi.MpiMessages(mpi.world(), waiter)
+    node = join(messages, waiter, world.config, host_name(), MemfdSegments, warn=False)
+    local = world.hosts.local_rank(world.rank)
+    finding = probe_ipc(messages, node, waiter, lambda: cuda_driver(local % gpus if gpus else None))
+    messages.exchange(b"")  # nobody closes the board while others still look at it
+    node.arena.close()
+    messages.close()
+    return finding
+
+
+def _start_world() -> World:
+    """Start the world, and keep what is said meanwhile; a failure becomes a complaint. Collective."""
+    try:
+        with _heard() as said, warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            ringreduce.init()
+    except RingReduceError as error:
+        return World(nodes=((launched_rank(),),), complaint=_complaint(error))
+    said += [str(each.message) for each in warned if issubclass(each.category, RuntimeWarning)]
+    here, config = ringreduce.world(), ringreduce.config()
+    table = Path(config.tuning) / tuning_key(here).file_name if config.tuning else None
+    return World(
+        nodes=here.hosts.nodes,
+        shared=here.topology == here.hosts,
+        config=config,
+        tuning=str(table or ""),
+        tuned=table is not None and os.path.exists(table),
+        said=tuple(said),
+    )
+
+
+@contextmanager
+def _heard() -> Iterator[list[str]]:
+    """Keep the warnings that the log gets meanwhile."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("ringreduce")
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+
+
+def _complaint(error: RingReduceError) -> str:
+    """Write an error in one line."""
+    if isinstance(error, MismatchError):
+        return f"the ranks disagree: {by_rank(error.values, len(error.values))}"
+    return " ".join(str(error).split())
+
+
+def to_text(found: Mapping[str, Sequence[Finding]]) -> str:
+    """Write the report, in colours: a line for each finding, and one more for each remedy.
+
+    Args:
+        found: section -> findings.
+    """
+    lines = [f"ringreduce {VERSION}"]
+    width = max(len(each.topic) for row in found.values() for each in row)
+    for section, row in found.items():
+        lines += ["", section] if row else []
+        for each in row:
+            level = click.style(f"{each.level:<7}", fg=LEVELS[each.level])
+            lines.append(f"  {level}  {each.topic:<{width}}  {each.value}")
+            lines += [f"  {'':7}  {'':{width}}  -> {each.remedy}"] if each.remedy else []
+    levels = [each.level for row in found.values() for each in row]
+    counts = [plural(levels.count(level), level) for level in ("problem", "warning") if level in levels]
+    return "\n".join([*lines, "", (", ".join(counts) or "No problems") + ".", ""])
+
+
+def to_json(found: Mapping[str, Sequence[Finding]], ranks: Sequence[Facts]) -> str:
+    """Write the findings, and the facts that they were made of, as a JSON document."""
+    findings = [{"section": section, **asdict(each)} for section, row in found.items() for each in row]
+    document = {"version": VERSION, "findings": findings, "ranks": [asdict(facts) for facts in ranks]}
+    return json.dumps(document, indent=2) + "\n"

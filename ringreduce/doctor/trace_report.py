@@ -1,0 +1,268 @@
+"""``ringreduce timeline report``: where the time of training steps went, on each rank, and who came last."""
+
+from __future__ import annotations
+
+import html
+import json
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from ringreduce.common.errors import ConfigError
+
+__all__ = ["PARTS", "command", "load", "report", "to_html"]
+
+_WIDE = 1000  # columns, which no table takes
+
+Event = dict[str, Any]
+Span = tuple[float, float]  # begin and end, in microseconds
+
+#: Of the table.
+_HEADINGS = "rank", "steps", "step ms", "forward", "backward", "optimizer", "comm", "rest", "hidden", "last", "late ms"
+#: What a step's time is divided into, and the colours of these parts.
+PARTS = {
+    "forward": "#4c78a8",
+    "backward": "#72b7b2",
+    "optimizer": "#54a24b",
+    "communication": "#e45756",
+    "rest": "#bab0ac",
+}
+
+
+@click.group("timeline", short_help="Look at a trace.")
+def command() -> None:
+    """Look at a trace that RINGREDUCE_TIMELINE or start_timeline has written."""
+
+
+@command.command("report", short_help="Say where the time of steps went.")
+@click.argument("trace", type=click.Path(exists=True, dir_okay=False))
+@click.option("--html", "page", type=click.Path(dir_okay=False), metavar="FILE", help="Write a page to look at.")
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+@click.option("--skip", type=click.IntRange(0), default=1, show_default=True, help="Leave out the first steps.")
+def _report(trace: str, page: str | None, as_json: bool, skip: int) -> int:
+    """Say where the time of the training steps in TRACE went, on each rank.
+
+    Medians over the steps, in milliseconds. "comm" is the time in which only communication went on; "hidden" is
+    communication that ran during forward, backward or optimizer. "rest" is all else: loading data, Python. A rank was
+    "last" in a step if it was the last to end its backward pass; "late" is by how much it came after the first one, on
+    average over all steps.
+    """
+    found = report(load(trace), skip)
+    if page is not None:
+        try:
+            Path(page).write_text(to_html(found, trace), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{page} cannot be written: {error.strerror}") from None
+    if as_json:
+        click.echo(json.dumps(found, indent=1))
+        return 0
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in _HEADINGS:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for each in found["ranks"]:
+        times = [each["step"], *(each[part] for part in PARTS), each["hidden"]]
+        table.add_row(
+            str(each["rank"]), str(each["steps"]), *(f"{ms:.2f}" for ms in times), f"{each['last']:.0%}",
+            f"{each['late']:.2f}",
+        )  # fmt: skip
+    # At least as wide as the table: a number is whole, or it is misread.
+    width = Console(width=_WIDE).measure(table).maximum
+    Console(highlight=False, width=max(Console().width, width)).print(table)
+    return 0
+
+
+def load(path: str | Path) -> list[Event]:
+    """Return the events of a trace.
+
+    Raises:
+        ConfigError: it is none of ringreduce's.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    try:
+        events: list[Event] = json.loads(text)
+        if "job" in events[0]["args"]:
+            return events
+    except ValueError:
+        if text.startswith('[\n{"name": "trace"'):
+            raise ConfigError(f"{path} ends in the middle of a trace: was it copied while the job wrote it?") from None
+    except (KeyError, IndexError, TypeError):
+        pass  # JSON of something else
+    raise ConfigError(f"{path} is no trace of ringreduce")
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A training step of a rank: how much of it was what, in microseconds; and when its backward pass ended."""
+
+    number: int
+    took: float
+    parts: dict[str, float]
+    hidden: float
+    ready: float
+
+
+def report(events: Sequence[Event], skip: int = 0) -> dict[str, Any]:
+    """Return where the time of steps went.
+
+    Args:
+        events: of a trace.
+        skip: steps at the beginning that do not count.
+
+    Returns:
+        ``ranks``: for each rank ``rank``, ``steps`` (how many), medians in milliseconds of ``step``, the `PARTS` and
+        ``hidden``, ``last`` (the share of steps in which it was the last to be ready to communicate) and ``late``
+        (milliseconds after the first, on average).
+
+    Raises:
+        ConfigError: there are no steps in it.
+    """
+    steps = {rank: _steps(rank, events, skip) for rank in sorted({event["pid"] for event in events[1:]})}
+    steps = {rank: found for rank, found in steps.items() if found}
+    if not steps:
+        if any("step" in event.get("args", {}) for event in events):
+            raise ConfigError(f"all training steps of this trace are among the first {skip}, which are left out")
+        raise ConfigError(
+            "there are no training steps in this trace: they are there where ringreduce.torch is imported, and "
+            "optimizers of torch step"
+        )
+    common = set.intersection(*({each.number for each in found} for found in steps.values()))
+    ready = {rank: {each.number: each.ready for each in found} for rank, found in steps.items()}
+    last = Counter(max(ready, key=lambda rank: ready[rank][number]) for number in common)
+    first = {number: min(ready[rank][number] for rank in ready) for number in common}
+    ranks = []
+    for rank, found in steps.items():
+        late = [ready[rank][number] - first[number] for number in common]
+        ranks.append(
+            {
+                "rank": rank,
+                "steps": len(found),
+                "step": _median_ms(each.took for each in found),
+                **{part: _median_ms(each.parts[part] for each in found) for part in PARTS},
+                "hidden": _median_ms(each.hidden for each in found),
+                "last": last[rank] / len(common) if common and len(steps) > 1 else 0.0,
+                "late": statistics.fmean(late) / 1e3 if late else 0.0,
+            }
+        )
+    return {"ranks": ranks}
+
+
+def _steps(rank: int, events: Sequence[Event], skip: int) -> list[_Step]:
+    mine = [event for event in events if event["pid"] == rank]
+    rows = {event["tid"]: event["args"]["name"] for event in mine if event["name"] == "thread_name"}
+    spans = [event for event in mine if event["ph"] == "X"]
+    program = [each for each in spans if rows.get(each["tid"]) == "program"]
+    busy = {
+        name: _union(_span(each) for each in program if each["name"] == name)
+        for name in ("forward", "backward", "optimizer")
+    }
+    working = _union(span for each in busy.values() for span in each)
+    moving = _union(_span(each) for each in spans if ": " in rows.get(each["tid"], ""))
+    found = []
+    for each in program:
+        if "step" not in each["args"] or each["args"]["step"] < skip:
+            continue
+        whole = [_span(each)]
+        parts = {name: _length(_within(spans, whole)) for name, spans in busy.items()}
+        moved = _length(_within(moving, whole))
+        hidden = _length(_within(_within(moving, working), whole))
+        parts["communication"] = moved - hidden
+        took = _length(whole)
+        parts["rest"] = max(took - sum(parts.values()), 0.0)
+        passes = _within(busy["backward"], whole)
+        ready = passes[-1][1] if passes else whole[0][0]
+        found.append(_Step(each["args"]["step"], took, parts, hidden, ready))
+    return found
+
+
+def _span(event: Event) -> Span:
+    return event["ts"], event["ts"] + event["dur"]
+
+
+def _union(spans: Iterable[Span]) -> list[Span]:
+    """Return spans that do not overlap, ascending, and cover the same."""
+    merged: list[Span] = []
+    for begin, end in sorted(spans):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def _within(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
+    """Return what two lists, each as `_union` returns it, have in common."""
+    found, index = [], 0
+    for begin, end in spans:
+        while index < len(others) and others[index][1] <= begin:
+            index += 1
+        at = index
+        while at < len(others) and others[at][0] < end:
+            found.append((max(begin, others[at][0]), min(end, others[at][1])))
+            at += 1
+    return found
+
+
+def _length(spans: Iterable[Span]) -> float:
+    return sum(end - begin for begin, end in spans)
+
+
+def _median_ms(microseconds: Iterable[float]) -> float:
+    return statistics.median(microseconds) / 1e3
+
+
+def to_html(found: dict[str, Any], title: str) -> str:
+    """Return a report as a page that needs nothing else: a bar for each rank, and a table."""
+    longest = max(sum(each[part] for part in PARTS) for each in found["ranks"]) or 1.0
+    bars, y = [], 0
+    for each in found["ranks"]:
+        x = 60.0
+        bars.append(f'<text x="50" y="{y + 15}" text-anchor="end">rank {each["rank"]}</text>')
+        for part, colour in PARTS.items():
+            width = each[part] / longest * 700
+            place = f'x="{x:.1f}" y="{y}" width="{width:.1f}" height="20" fill="{colour}"'
+            bars.append(f"<rect {place}><title>rank {each['rank']}, {part}: {each[part]:.2f} ms</title></rect>")
+            x += width
+        y += 26
+    legend = "".join(f'<span><i style="background:{colour}"></i>{part}</span>' for part, colour in PARTS.items())
+    rows = "".join(
+        "<tr>"
+        + "".join(
+            f"<td>{value}</td>"
+            for value in (
+                each["rank"],
+                each["steps"],
+                f"{each['step']:.2f}",
+                *(f"{each[part]:.2f}" for part in (*PARTS, "hidden")),
+                f"{each['last']:.0%}",
+                f"{each['late']:.2f}",
+            )
+        )
+        + "</tr>"
+        for each in found["ranks"]
+    )
+    return f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title><style>
+body {{ font: 14px system-ui, sans-serif; margin: 2em; }}
+td, th {{ text-align: right; padding: 2px 10px; }}
+i {{ display: inline-block; width: 1em; height: 1em; margin: 0 .4em 0 1em; vertical-align: middle; }}
+</style></head><body>
+<h1>{html.escape(title)}</h1>
+<p>Where the time of a training step went on each rank: medians in milliseconds.</p>
+<svg width="780" height="{y}" role="img" aria-label="time of a step by part">{"".join(bars)}</svg>
+<p>{legend}</p>
+<table><tr>{"".join(f"<th>{each}</th>" for each in _HEADINGS)}</tr>{rows}</table>
+<p>comm: the time in which only communication went on; hidden: communication that ran during forward, backward or
+optimizer. last: in how many steps the rank was the last to end its backward pass; late: by how much it came after the
+first one, on average.</p>
+</body></html>
+"""

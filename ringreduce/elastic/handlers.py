@@ -1,0 +1,439 @@
+"""What elastic training keeps besides values: objects with a state dict.
+
+See `ringreduce.elastic` for the states and the loop that they serve.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+from collections.abc import Mapping
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from ringreduce.common.arguments import whole_number
+from ringreduce.common.errors import ConfigError
+from ringreduce.elastic import CommitStore, HostsUpdatedInterrupt, ObjectState
+from ringreduce.observe.audit import fingerprint
+from ringreduce.runtime import audited, rank, record, size
+from ringreduce.training.epochs import EpochDivision
+from ringreduce.training.generators import Generators
+from ringreduce.training.objects import allgather_object, broadcast_object
+
+__all__ = ["HandlingState", "OwnStateHandler", "SamplerStateHandler", "StateHandler"]
+
+
+class StateHandler:
+    """Keeps one object by its state dict: a learning-rate scheduler, a GradScaler.
+
+    Subclasses keep objects of other kinds. A state that is given an object saves it at once. A subclass with a `save`
+    or `restore` of its own overrides `copy_small`, `stands` and `restore_small`, too, if it is to serve in a state that
+    does not copy the weights in each commit (`HandlingState.keep_in_memory`).
+
+    Args:
+        value: the object.
+
+    Attributes:
+        own: whether each rank has a state of its own.
+        made_anew: whether the object makes a state dict that it does not keep, nor what is in it, and takes none over,
+            so that nothing has to be copied.
+        notes_steps: whether `stands` says if there was a step of this optimizer; None: it is none.
+    """
+
+    own = False
+    made_anew = False
+    notes_steps: bool | None = None
+    _saved: Any = None  # the copy that was taken last, which nobody changes; subclasses may keep theirs elsewhere
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def save(self) -> None:
+        """Take a copy."""
+        self._saved = self._copied(self.value.state_dict())
+
+    def restore(self) -> None:
+        """Go back to the copy that was taken last."""
+        self.value.load_state_dict(self._copied(self._saved))  # a copy: the object may keep these arrays
+
+    def _copied(self, state: Any) -> Any:
+        return state if self.made_anew else copy.deepcopy(state)
+
+    def copy_small(self) -> Any:
+        """Return a copy of all but what only steps change, and note where that is."""
+        return self._copied(self.value.state_dict())
+
+    def stands(self) -> bool:
+        """Return whether what `copy_small` has left out last is as it was then."""
+        return True
+
+    def restore_small(self, copied: Any) -> None:
+        """Go back to what `copy_small` has returned last, as the rest `stands`."""
+        self.value.load_state_dict(self._copied(copied))
+
+    def sync(self) -> None:
+        """Make it equal to rank 0's. Collective."""
+        state = broadcast_object(self.value.state_dict())
+        if rank() != 0:
+            self.value.load_state_dict(state)
+
+    def reset(self) -> None:
+        """Prepare for other ranks. Collective."""
+
+
+class SamplerStateHandler(StateHandler):
+    """Keeps an `EpochDivision`."""
+
+    made_anew = True
+
+    def sync(self) -> None:
+        """Put together what the ranks have processed of rank 0's epoch. Collective."""
+        mine = np.zeros(len(self.value.dataset), bool)
+        mine[list(self.value.processed_indices)] = True
+        # A bit for each index: millions of them go to thousands of ranks.
+        everyone = allgather_object((self.value.epoch, np.packbits(mine).tobytes()))
+        epoch = everyone[0][0]
+        bits = [np.frombuffer(each, np.uint8) for number, each in everyone if number == epoch]
+        processed = np.unpackbits(np.bitwise_or.reduce(bits), count=len(mine))
+        self.value.load_state_dict({"epoch": epoch, "processed_indices": set(np.flatnonzero(processed).tolist())})
+
+    def reset(self) -> None:
+        self.value.reset()
+
+    def share(self) -> None:
+        """Let all ranks know what each has processed since they shared last: what a rank knows dies with it."""
+        for each in allgather_object(self.value.news()):
+            self.value.learn(each)
+
+
+class OwnStateHandler(StateHandler):
+    """Keeps the `Generators` that each rank has of its own."""
+
+    own = made_anew = True
+
+    def sync(self) -> None:
+        pass
+
+
+class HandlingState(ObjectState):
+    """Attributes: a `StateHandler` keeps those that are objects with a state; the others are kept by value.
+
+    When the program assigns another object to an attribute, that one is kept.
+
+    Args:
+        **kwargs: the attributes; those that are None are left out.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        self._handlers: dict[str, StateHandler] = {}
+        self._store: CommitStore | None = None
+        self._every = self._whole_every = 1
+        self._whole = 0  # the commit that was copied whole last
+        self._whole_is_due = False
+        self._small: tuple[dict[str, Any], dict[str, Any]] | None = None  # of the last, if it was not: handlers, values
+        self._own: dict[int, dict[str, Any]] = {}  # what is this rank's own, by the commits that others may go on from
+        super().__init__(broadcast_object, rank, **{name: value for name, value in kwargs.items() if value is not None})
+
+    def keep_in_memory(self, every: int) -> None:
+        """Copy the weights, and what optimizers keep of them, in every so many commits, and not in each.
+
+        The commits between copy everything else. They count on it that nothing but a step of an optimizer in the state
+        changes weights. After a death, training goes on from the last commit if one of the ranks that are left has not
+        stepped since, as its weights are those of the commit still: the step that was cut short is repeated. If all
+        have, training goes back to the last whole copy. The first commit copies everything, and so does the first
+        after an object was assigned.
+
+        Args:
+            every: how many commits there are to one that copies everything; those that go to disk do, too. Must agree
+                on all ranks.
+
+        Raises:
+            ConfigError: it is not a positive whole number; there is no optimizer in the state, or one that does not
+                tell when it steps; or a handler has a `save` of its own and no `copy_small`. Also where such an object
+                is given to the state later.
+        """
+        every = whole_number("every", every, 1)
+        if every > 1:
+            self._require_steps_are_noted(self._handlers)
+        self._whole_every = every
+
+    @staticmethod
+    def _require_steps_are_noted(handlers: Mapping[str, StateHandler]) -> None:
+        opaque = [name for name, each in handlers.items() if _copies_by_itself(type(each))]
+        if opaque:
+            raise ConfigError(f"the handlers of {', '.join(opaque)} have a save() of their own, but no copy_small()")
+        silent = [name for name, each in handlers.items() if each.notes_steps is False]
+        if silent or all(each.notes_steps is None for each in handlers.values()):
+            who = f"{', '.join(silent)} does not tell when it steps" if silent else "there is no optimizer in the state"
+            raise ConfigError(f"{who}; weights have to be copied in each commit, which is keep_in_memory(every=1)")
+
+    def keep_on_disk(self, folder: str | os.PathLike[str], every: int = 1, keep: int = 3) -> int | None:
+        """Write commits to a folder from now on, and begin with the last one that is there whole. Collective.
+
+        Rank 0 reads and writes what is common to the ranks, beside the training; what each has of its own
+        (`ringreduce.training.generators.Generators`), each reads and writes. Where a commit is truncated or was
+        changed, an error is logged that names it, and the one before it is used. See `ringreduce.elastic.CommitStore`
+        for what is in the folder.
+
+        Args:
+            folder: the same on all ranks; made if need be. Ranks of all machines see it, if parts of their own count.
+            every: how many commits there are to one that is written. A commit for which there was no time is left out.
+            keep: how many stay.
+
+        Returns:
+            The number of the commit with which training begins; None: there is none.
+
+        Raises:
+            ConfigError: on all ranks, if a rank cannot use the folder, what is there is another program's, an argument
+                makes no sense, or something in the state could not be read again.
+        """
+        every, keep = whole_number("every", every, 1), whole_number("keep", keep, 1)
+        store = CommitStore(folder, keep, self._write, self._read)
+        mine = f".rank-{rank()}"
+        whole: list[int] = []
+        common: list[int] = []
+        reason = ""
+        try:
+            self._require_storable()
+            store.prepare()
+            whole = store.whole(mine) if any(each.own for each in self._handlers.values()) else []
+            common = store.whole() if rank() == 0 else []
+        except (ConfigError, OSError) as error:
+            reason = str(error)
+        everyone = allgather_object((reason, whole, common))
+        self._refuse({number: said for number, (said, _, _) in enumerate(everyone) if said}, folder)
+        common = everyone[0][2]
+        with_parts = [number for number in common if all(number in theirs for _, theirs, _ in everyone)]
+        chosen = self._choose(store, common, with_parts) if rank() == 0 else None
+        number: int | None = broadcast_object(chosen)
+        if number is not None:
+            if rank() == 0:
+                reason = self._begin_with(store, number)
+            reason = broadcast_object(reason)
+            self._refuse({0: reason} if reason else {}, folder)
+            self.commits = number
+            self.sync()
+            if number in with_parts and whole:
+                own = store.load(number, mine)
+                if own["size"] == size():
+                    self._take(own)
+        self._every, self._store = every, store
+        return number
+
+    @staticmethod
+    def _choose(store: CommitStore, common: list[int], with_parts: list[int]) -> int | None:
+        """Return the last commit; a whole one before it, if it is of as many ranks as now and lacks parts of theirs."""
+        if with_parts:
+            for number in reversed(common):
+                if number in with_parts or store.load(number)["size"] != size():
+                    return number
+        return max(common, default=None)
+
+    def _begin_with(self, store: CommitStore, number: int) -> str:
+        """Take what is common to the ranks from a commit; return why that cannot be, or nothing."""
+        content = store.load(number)
+        names = {*self._names, *(name for name, each in self._handlers.items() if not each.own)}
+        lacking = names - set(content["objects"]) - set(content["values"])
+        if lacking:
+            return f"commit {number} lacks {', '.join(sorted(lacking))}; is it another program's?"
+        try:
+            self._take(content)
+        except Exception as error:  # whatever a framework says of another model's state
+            return f"commit {number} does not fit: {error}"
+        return ""
+
+    @staticmethod
+    def _refuse(reasons: dict[int, str], folder: object) -> None:
+        if reasons:
+            said = "; ".join(f"rank {rank}: {reason}" for rank, reason in reasons.items())
+            raise ConfigError(f"commits cannot be kept in {folder}: {said}")
+
+    def committed(self) -> None:
+        if audited() and self._small is None:
+            self._audit()
+        if self._store is not None and self._goes_to_disk(self.commits):
+            self._put(self._store)
+
+    def _put(self, store: CommitStore) -> None:
+        objects = {name: handler for name, handler in self._handlers.items() if handler._saved is not None}
+        common = {name: handler._saved for name, handler in objects.items() if not handler.own}
+        own = {name: handler._saved for name, handler in objects.items() if handler.own}
+        if own:
+            store.put(self.commits, {"objects": own, "values": {}, "size": size()}, f".rank-{rank()}")
+        if rank() == 0:
+            store.put(self.commits, {"objects": common, "values": self._saved, "size": size()})
+
+    def _audit(self) -> None:
+        """Record what was committed."""
+        hashes = {}
+        for name, handler in self._handlers.items():
+            # The indices that a sampler holds are many, and tell nothing of the model.
+            if handler._saved is None or handler.own or isinstance(handler, SamplerStateHandler):
+                continue
+            try:
+                hashes[name] = fingerprint(handler._saved)
+            except ConfigError as error:
+                hashes[name] = str(error)
+        record("commit", {"number": self.commits, "sha256": hashes})
+
+    def settle(self) -> None:
+        if self._store is not None:
+            self._store.settle()
+
+    @property
+    def outlives_job(self) -> bool:
+        return self._store is not None
+
+    def keep_for_next_job(self) -> bool:
+        if self._store is None:
+            return False
+        self.save()
+        self.commits += 1
+        self._whole = self.commits
+        if audited():
+            self._audit()
+        self._put(self._store)
+        self._store.settle()
+        mine = [f".rank-{rank()}"] if any(each.own for each in self._handlers.values()) else []
+        parts = [*mine, *([""] if rank() == 0 else [])]
+        return all(allgather_object(all(self._store.has(self.commits, part) for part in parts)))
+
+    def _take(self, content: dict[str, Any]) -> None:
+        """Go on from what was read."""
+        for name, saved in content["objects"].items():
+            if name in self._handlers:
+                self._handlers[name]._saved = saved
+                self._handlers[name].restore()
+        for name, value in content["values"].items():
+            if name in self._names:
+                setattr(self, name, value)
+        ObjectState.save(self)
+
+    def _require_storable(self) -> None:
+        """Raise a `ConfigError` for what could not be written, or not be read again."""
+        hidden = [name for name, handler in self._handlers.items() if handler._saved is None]
+        if hidden:
+            raise ConfigError(f"the handlers of {', '.join(hidden)} keep their copies elsewhere than in _saved")
+        for name, value in self._saved.items():
+            try:
+                file = io.BytesIO()
+                self._write(value, file)
+                file.seek(0)
+                self._read(file)
+            except Exception as error:
+                raise ConfigError(
+                    f"{name} of the state cannot be kept on disk ({error}); keep what has a state dict, tensors, "
+                    "and plain numbers, texts, lists and dicts"
+                ) from error
+
+    def _write(self, content: Any, file: BinaryIO) -> None:
+        pickle.dump(content, file, pickle.HIGHEST_PROTOCOL)
+
+    def _read(self, file: BinaryIO) -> Any:
+        return pickle.load(file)  # written by this program; a binding that has a safer way overrides both
+
+    def _find_handler(self, value: Any) -> StateHandler | None:
+        """Return a handler for an object; None: it is kept by value."""
+        if isinstance(value, EpochDivision):
+            return SamplerStateHandler(value)
+        if isinstance(value, Generators):
+            return OwnStateHandler(value)
+        return StateHandler(value) if hasattr(value, "state_dict") and hasattr(value, "load_state_dict") else None
+
+    def copy_for_commit(self) -> None:
+        number = self.commits + 1
+        if number % self._whole_every == 0 or self._whole_is_due or self._goes_to_disk(number):
+            self.save()
+            self._whole = number
+        else:
+            self._small = None  # what it says is gone once the first handler has noted something new
+            handlers = {name: handler.copy_small() for name, handler in self._handlers.items()}
+            self._small, self._own = (handlers, self._copied_values()), {}
+
+    def _goes_to_disk(self, number: int) -> bool:
+        return self._store is not None and number % self._every == 0
+
+    def save(self) -> None:
+        for handler in self._handlers.values():
+            handler.save()
+        super().save()
+        self._whole, self._whole_is_due, self._small, self._own = self.commits, False, None, {}
+
+    def restore(self) -> None:
+        if not self._own:
+            self._own = self._copied_own()
+        if self._small is not None and all(handler.stands() for handler in self._handlers.values()):
+            handlers, values = self._small
+            for name, handler in self._handlers.items():
+                handler.restore_small(handlers[name])
+            self._take_values(values)
+            return
+        for handler in self._handlers.values():
+            handler.restore()
+        super().restore()
+        self.commits, self._small = self._whole, None
+
+    def _copied_own(self) -> dict[int, dict[str, Any]]:
+        """Return this rank's own at its last commit, and now: as the next one has it, if another rank has made that."""
+        own = {name: handler for name, handler in self._handlers.items() if handler.own}
+        last = {name: handler._saved if self._small is None else self._small[0][name] for name, handler in own.items()}
+        return {self.commits: last, self.commits + 1: {name: handler.copy_small() for name, handler in own.items()}}
+
+    def sync(self) -> None:
+        if rank() != 0:
+            self._small = None  # what arrives is written where nobody counts changes
+        # Nothing is saved, and no number of commits taken over, before all is there: rank 0 may die in the midst.
+        for handler in self._handlers.values():
+            handler.sync()
+        self._sync_values()
+        for name, copied in self._own.get(self.commits, {}).items():
+            self._handlers[name].restore_small(copied)
+        HandlingState.save(self)
+
+    def commit(self) -> None:
+        for handler in self._handlers.values():
+            if isinstance(handler, SamplerStateHandler):
+                handler.share()
+        super().commit()
+
+    def check_host_updates(self) -> None:
+        try:
+            super().check_host_updates()
+        except HostsUpdatedInterrupt:
+            # Now, while ranks that will go can still say what they have processed, and because a sync may be skipped.
+            for handler in self._handlers.values():
+                if isinstance(handler, SamplerStateHandler):
+                    handler.sync()
+            raise
+
+    def reset(self) -> None:
+        """Let all handlers prepare for the ranks there are now: divide what is left of the epoch, rejoin."""
+        for handler in self._handlers.values():
+            handler.reset()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        known = None if name.startswith("_") else self._handlers.get(name)
+        if name.startswith("_") or (known is not None and known.value is value):
+            return
+        handler = self._find_handler(value)
+        if handler is not None and self._whole_every > 1:
+            self._require_steps_are_noted({**self._handlers, name: handler})
+        if handler is not None:
+            self._whole_is_due, self._small = True, None
+            self._handlers[name] = handler
+            handler.save()
+            if name in self._names:
+                self._names.remove(name)
+        elif self._handlers.pop(name, None) is not None:
+            self._whole_is_due, self._small = True, None
+            self._names.append(name)
+
+
+def _copies_by_itself(kind: type[StateHandler]) -> bool:
+    """Return whether a kind of handler has its own way to copy an object, and cannot say what is small in it."""
+    changed = kind.save is not StateHandler.save or kind.restore is not StateHandler.restore
+    return changed and kind.copy_small is StateHandler.copy_small

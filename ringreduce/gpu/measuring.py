@@ -1,0 +1,80 @@
+"""What measuring on a GPU takes beside its driver: memory of CuPy's own, and times between events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from ringreduce.buffers.device_driver import Driver, Stream
+from ringreduce.gpu.cupy_driver import cuda_driver
+
+__all__ = ["CupyTools", "cupy_tools"]
+
+
+def cupy_tools(local_rank: int = 0) -> CupyTools:
+    """Make a GPU this process's current one and return what measures on it.
+
+    Args:
+        local_rank: ranks of a node take its GPUs in turn.
+
+    Raises:
+        UnsupportedBufferError: CuPy is missing, or finds no GPU.
+    """
+    cuda_driver()  # which says what is missing
+    import cupy
+
+    number = local_rank % cupy.cuda.runtime.getDeviceCount()
+    cupy.cuda.Device(number).use()
+    return CupyTools(cuda_driver(number))
+
+
+@dataclass(frozen=True, slots=True)
+class _Foreign:
+    """A stream by the protocol in which libraries hand each other theirs."""
+
+    stream: Stream
+
+    def __cuda_stream__(self) -> tuple[int, Stream]:
+        return 0, self.stream  # the protocol's version
+
+
+class CupyTools:
+    """Plain arrays and a stopwatch on one GPU, which is the current one; all on CuPy's current stream.
+
+    Attributes:
+        driver: the GPU's.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        import cupy
+
+        self.driver = driver
+        self._cupy = cupy
+        self._begin, self._end = cupy.cuda.Event(), cupy.cuda.Event()
+
+    def empty(self, nbytes: int) -> Any:
+        """Return an uninitialised uint8 array that no peer can reach."""
+        return self._cupy.empty(nbytes, "uint8")
+
+    def on(self, stream: Stream, *_: object) -> AbstractContextManager[object]:
+        """Make a stream the current one inside a ``with``."""
+        cuda = self._cupy.cuda
+        # Since CuPy 14, which warns of the other one.
+        convert = getattr(cuda.Stream, "from_external", None)
+        lent: AbstractContextManager[object]
+        lent = cuda.ExternalStream(stream) if convert is None else convert(_Foreign(stream))
+        return lent
+
+    def ready(self) -> None:
+        """Return when the current stream has nothing left to do."""
+        self._cupy.cuda.get_current_stream().synchronize()
+
+    def time(self, call: Callable[[], object]) -> float:
+        """Return the seconds between events before and after a call, for the GPU; waits until all of it is done."""
+        self._begin.record()
+        call()
+        self._end.record()
+        self._end.synchronize()
+        return float(self._cupy.cuda.get_elapsed_time(self._begin, self._end)) / 1e3

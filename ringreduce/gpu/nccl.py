@@ -1,0 +1,272 @@
+"""NCCL, through CuPy: what ringreduce asks of it, and how the ranks of a process set find each other in it.
+
+NCCL waits without limit for ranks that do not come, so the ranks first make sure, over messages, that each of them can
+come. A rank that fails all the same leaves the others waiting in a thread, up to a limit.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from ringreduce.buffers.device_arrays import INSTALL
+from ringreduce.buffers.device_driver import Driver, Stream
+from ringreduce.buffers.dtypes import DType
+from ringreduce.common.errors import CollectiveTimeoutError, TransportError, UnsupportedBufferError
+from ringreduce.common.reduce_ops import ReduceOp
+from ringreduce.transport.messages import Messages, StepFailedError, exchange_json, together
+from ringreduce.transport.waiting import Waiter
+
+__all__ = ["Nccl", "NcclRanks", "code_of_dtype", "code_of_op", "cupy_nccl", "join_nccl", "version_text"]
+
+# As nccl.h numbers them. CuPy passes on whatever it is given, and has no names for the last dtype and the last op.
+_DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "bfloat16")
+_OPS = {ReduceOp.SUM: 0, ReduceOp.PRODUCT: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3, ReduceOp.AVERAGE: 4}
+_OLDEST_WITH_AVERAGE = _OLDEST_WITH_BFLOAT16 = 21000
+#: The first that takes several ranks on one GPU, and the variable in which "1" asks for that.
+_OLDEST_WITH_SHARED_GPUS = 23000
+_SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
+
+#: The longest that a rank waits for the others to connect.
+_CONNECTING_S = 60.0
+
+#: What CuPy raises; a KeyError where NCCL has a newer kind of error than CuPy has a name for.
+_ERRORS = (RuntimeError, KeyError)
+
+
+class NcclRanks(Protocol):
+    """The ranks of a process set, connected by NCCL. All calls are enqueued and return at once.
+
+    Errors become `TransportError`.
+    """
+
+    def allreduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: Stream) -> None:
+        """Reduce ``count`` elements; ``dtype`` and ``op`` are NCCL's numbers, the target may be the source."""
+
+    def error(self) -> str | None:
+        """Return what went wrong since in what was enqueued, None if nothing did."""
+
+    def abort(self) -> None:
+        """End what is under way; nothing can be called any more."""
+
+    def close(self) -> None:
+        """Give everything back, when all that was enqueued is done."""
+
+
+class Nccl(Protocol):
+    """NCCL on one GPU.
+
+    Attributes:
+        version: of the library, 22203 for 2.22.3.
+    """
+
+    version: int
+
+    def unique_id(self) -> bytes:
+        """Return what ranks find each other by; one of them asks, and tells the others."""
+
+    def connect(self, size: int, unique_id: bytes, rank: int) -> NcclRanks:
+        """Connect; blocks until all ranks do, without limit."""
+
+
+def code_of_dtype(dtype: DType, version: int) -> int | None:
+    """Return NCCL's number of a dtype, None if that version has none."""
+    if dtype.name == "bfloat16" and version < _OLDEST_WITH_BFLOAT16:
+        return None
+    return _DTYPES.index(dtype.name) if dtype.name in _DTYPES else None
+
+
+def code_of_op(op: ReduceOp, dtype: DType, version: int) -> int | None:
+    """Return NCCL's number of an op, None if it does something else than this package has it do.
+
+    NCCL leaves open what MIN and MAX make of a NaN, and rounds averages of integers as it likes.
+    """
+    floating = dtype.kind in ("float", "complex")
+    if op in (ReduceOp.MIN, ReduceOp.MAX) and floating:
+        return None
+    if op is ReduceOp.AVERAGE and (not floating or version < _OLDEST_WITH_AVERAGE):
+        return None
+    return _OPS[op]
+
+
+def join_nccl(
+    messages: Messages,
+    waiter: Waiter,
+    driver: Driver,
+    find: Callable[[int], Nccl],
+    switches: Mapping[str, str],
+) -> tuple[Nccl, NcclRanks] | str:
+    """Connect the ranks over NCCL. Collective over ``messages``.
+
+    Args:
+        messages: the ranks.
+        waiter: how long they wait.
+        driver: this rank's GPU.
+        find: returns NCCL on a GPU by its ordinal, or raises `RingReduceError`, saying why there is none.
+        switches: this rank's variables that NCCL reads.
+
+    Returns:
+        NCCL and the ranks; on all ranks, if it fails on one of them, the reason in words.
+    """
+    try:
+        nccl = together(messages, lambda: find(driver.device.number))
+        shares = switches.get(_SHARED_GPUS) == "1"
+        why_not = _refusal(exchange_json(messages, [nccl.version, driver.device.uuid, shares]))
+        if why_not is not None:
+            return why_not
+        unique_id = together(messages, lambda: nccl.unique_id().hex() if messages.rank == 0 else "")
+        unique_id = exchange_json(messages, unique_id)[0]
+        connect = partial(_connect, nccl, messages, waiter, bytes.fromhex(unique_id))
+        return nccl, together(messages, connect, lambda ranks: ranks.abort())  # to close them would take all the others
+    except StepFailedError as error:
+        return str(error)
+
+
+def _refusal(everyone: Sequence[tuple[int, str, bool]]) -> str | None:
+    """Say why ranks with these versions, GPUs and switches do not go on to connect; None if they do."""
+    versions = {version for version, _, _ in everyone}
+    if len(versions) > 1:
+        return f"the ranks have NCCL {', '.join(map(version_text, sorted(versions)))}"
+    first: dict[str, int] = {}
+    for rank, (version, uuid, _) in enumerate(everyone):
+        other = first.setdefault(uuid, rank)
+        if other == rank:
+            continue
+        if version < _OLDEST_WITH_SHARED_GPUS:
+            found = version_text(version)
+            return f"ranks {other} and {rank} share a GPU, which NCCL takes from 2.30 on; here it is {found}"
+        if not all(shares for _, _, shares in everyone):
+            return (
+                f"ranks {other} and {rank} share a GPU, where NCCL's kernels wait for each other in turns at best; "
+                f"{_SHARED_GPUS}=1 on all ranks lets NCCL try"
+            )
+    return None
+
+
+def _connect(nccl: Nccl, messages: Messages, waiter: Waiter, unique_id: bytes) -> NcclRanks:
+    """Connect in a thread, and leave it there if the others do not come in time.
+
+    Raises:
+        TransportError: NCCL failed, or the others did not come.
+    """
+    made: Future[NcclRanks] = Future()
+
+    def connect() -> None:
+        try:
+            ranks = nccl.connect(messages.size, unique_id, messages.rank)
+        except BaseException as error:
+            if made.set_running_or_notify_cancel():
+                made.set_exception(error)
+            return
+        if made.set_running_or_notify_cancel():
+            made.set_result(ranks)
+        else:
+            with suppress(TransportError):  # nobody is there to hear of it
+                ranks.abort()  # left to Python, it would wait for all the others once more
+
+    threading.Thread(target=connect, name="ringreduce nccl", daemon=True).start()
+    # Shorter than the ranks wait for each other over messages, where one that failed at once is by then.
+    brief = Waiter(min(_CONNECTING_S, waiter.timeout_s / 2), waiter.crowded)
+    try:
+        brief.until(made.done, lambda: "all ranks to connect over NCCL")
+    except CollectiveTimeoutError as error:
+        if not made.cancel() and made.exception() is None:
+            made.result().abort()
+        raise TransportError(str(error)) from error
+    failure = made.exception()
+    if failure is not None and not isinstance(failure, TransportError):
+        raise TransportError(f"NCCL: {failure}") from failure
+    return made.result()
+
+
+def version_text(code: int) -> str:
+    """Return 2.22.3 for 22203; versions before 2.9 have one digit less."""
+    if code < 10000:
+        return f"{code // 1000}.{code // 100 % 10}.{code % 100}"
+    return f"{code // 10000}.{code // 100 % 100}.{code % 100}"
+
+
+# ---- CuPy ----
+
+
+def cupy_nccl(number: int) -> Nccl:
+    """Return NCCL as CuPy has it, for a GPU by its ordinal.
+
+    Raises:
+        UnsupportedBufferError: CuPy is missing, or was built without NCCL.
+    """
+    try:
+        import cupy
+    except ImportError as error:
+        raise UnsupportedBufferError(f"NCCL takes CuPy: {INSTALL} ({error})") from error
+    try:
+        import cupy.cuda.nccl as library
+    except ImportError:  # with CuPy, but the shared library is missing
+        library = None
+    if not getattr(library, "available", False):
+        raise UnsupportedBufferError(
+            f"CuPy {cupy.__version__} finds no NCCL: pip install nvidia-nccl-cu12, or nvidia-nccl-cu13"
+        )
+    return _CupyNccl(cupy, library, number)
+
+
+class _CupyNccl:
+    def __init__(self, cupy: Any, library: Any, number: int) -> None:
+        self._cupy, self._library, self._number = cupy, library, number
+        self.version = int(_ask(library.get_version))
+
+    def unique_id(self) -> bytes:
+        made = _ask(self._library.get_unique_id)
+        # Bytes since CuPy 14, a tuple of C's chars before, which have a sign on some machines.
+        return made if isinstance(made, bytes) else bytes(each & 0xFF for each in made)
+
+    def connect(self, size: int, unique_id: bytes, rank: int) -> NcclRanks:
+        # For good: this is a thread of its own, and to go back to the GPU that it has never chosen would make a context
+        # there, which takes memory.
+        self._cupy.cuda.Device(self._number).use()
+        return _CupyRanks(self._cupy, self._number, _ask(lambda: self._communicator(size, unique_id, rank)))
+
+    def _communicator(self, size: int, unique_id: bytes, rank: int) -> Any:
+        make = self._library.NcclCommunicator
+        if int(self._cupy.__version__.split(".")[0]) >= 14:
+            return make(size, unique_id, rank)
+        try:
+            return make(size, tuple(np.frombuffer(unique_id, np.int8).tolist()), rank)
+        except OverflowError:  # chars without a sign; nothing was asked of NCCL yet
+            return make(size, tuple(unique_id), rank)
+
+
+class _CupyRanks:
+    def __init__(self, cupy: Any, number: int, communicator: Any) -> None:
+        self._cupy, self._number, self._communicator = cupy, number, communicator
+
+    def allreduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: Stream) -> None:
+        with self._cupy.cuda.Device(self._number):
+            _ask(self._communicator.allReduce, source, target, count, dtype, op, stream)
+
+    def error(self) -> str | None:
+        try:
+            self._communicator.check_async_error()
+        except _ERRORS as error:
+            return f"error {error}"
+        return None
+
+    def abort(self) -> None:
+        _ask(self._communicator.abort)
+
+    def close(self) -> None:
+        _ask(self._communicator.destroy)
+
+
+def _ask(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call NCCL, and translate its errors."""
+    try:
+        return function(*arguments)
+    except _ERRORS as error:
+        raise TransportError(f"NCCL: {error}") from error

@@ -1,0 +1,1 @@
+"""Starts ranks: hosts, allocations, the mpirun that is there, restarts."""

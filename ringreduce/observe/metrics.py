@@ -1,0 +1,158 @@
+"""What this rank's collectives and asynchronous operations add up to since `init`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ringreduce.collectives.communicator import Communicator
+from ringreduce.runtime.process_sets import ProcessSet
+
+__all__ = ["Metrics", "Total"]
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """The calls of one collective.
+
+    Attributes:
+        calls: how many there were, those that carried out asynchronous operations and optimizer steps included.
+        nbytes: how many bytes of this rank's they were over.
+        seconds: how long they took, waiting for other ranks included.
+    """
+
+    calls: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """A snapshot of this rank's counters, over the process sets that are registered and the groups that are open.
+
+    Attributes:
+        collectives: by name; those that were not called are left out.
+        operations: asynchronous operations and optimizer steps that have come to an end.
+        batches: in how many pieces they ran; what is fused runs in one.
+        operations_s: how long those took (seconds).
+        overlapped_s: how much of that while the program did something else than wait.
+        waited_s: how long the program has waited for them, in a wait that goes on, too.
+        late_rank: the rank of the world that others last had to wait for, for more than a millisecond, with an
+            asynchronous operation or an optimizer step; None: there was none.
+        late_s: how long (seconds).
+    """
+
+    collectives: dict[str, Total]
+    operations: int
+    batches: int
+    operations_s: float
+    overlapped_s: float
+    waited_s: float
+    late_rank: int | None
+    late_s: float
+
+    def scalars(self) -> dict[str, float]:
+        """Return all of it as numbers by name: ``allreduce/seconds``, ``operations``, ``overlap``, ...; NaN: none."""
+        found = {
+            f"{name}/{field.name}": float(getattr(total, field.name))
+            for name, total in self.collectives.items()
+            for field in fields(Total)
+        }
+        for name in (
+            "operations",
+            "batches",
+            "operations_s",
+            "overlapped_s",
+            "waited_s",
+            "overlap",
+            "late_rank",
+            "late_s",
+        ):
+            value = getattr(self, name)
+            found[name] = math.nan if value is None else float(value)
+        return found
+
+    def add_to(self, writer: Any, step: int) -> None:
+        """Add all `scalars` to a log of TensorBoard.
+
+        Args:
+            writer: has a method ``add_scalar(name, value, step)``, as torch's ``SummaryWriter``.
+            step: of the training.
+        """
+        for name, value in self.scalars().items():
+            writer.add_scalar(f"ringreduce/{name}", value, step)
+
+    def to_json(self) -> str:
+        """Return all `scalars` as a JSON object; what there is none of is null."""
+        return json.dumps({name: None if math.isnan(value) else value for name, value in self.scalars().items()})
+
+    def to_openmetrics(self, rank: int) -> str:
+        """Return it in the text format of OpenMetrics 1.0, for a collector that reads files.
+
+        Args:
+            rank: becomes a label.
+        """
+        families = [
+            ("collective_calls", "Calls of a collective.", "calls"),
+            ("collective_bytes", "Bytes of this rank's that these were over.", "nbytes"),
+            ("collective_seconds", "How long they took, waiting for other ranks included.", "seconds"),
+        ]
+        lines = []
+        for name, meaning, field in families:
+            lines += [f"# TYPE ringreduce_{name} counter", f"# HELP ringreduce_{name} {meaning}"]
+            for collective, total in self.collectives.items():
+                labels = f'{{collective="{collective}",rank="{rank}"}}'
+                lines.append(f"ringreduce_{name}_total{labels} {getattr(total, field)}")
+        singles = [
+            ("operations", "Asynchronous operations and optimizer steps that have come to an end.", self.operations),
+            ("operation_batches", "In how many pieces these ran.", self.batches),
+            ("operation_seconds", "How long these took.", self.operations_s),
+            ("overlapped_seconds", "How much of that while the program did something else.", self.overlapped_s),
+        ]
+        for name, meaning, value in singles:
+            lines += [f"# TYPE ringreduce_{name} counter", f"# HELP ringreduce_{name} {meaning}"]
+            lines.append(f'ringreduce_{name}_total{{rank="{rank}"}} {value}')
+        return "\n".join([*lines, "# EOF", ""])
+
+    @property
+    def overlap(self) -> float:
+        """The part of the time of asynchronous operations that cost the program nothing, 0 to 1."""
+        return self.overlapped_s / self.operations_s if self.operations_s else 0.0
+
+    @classmethod
+    def of(cls, process_sets: Iterable[ProcessSet], others: Sequence[Communicator] = ()) -> Metrics:
+        """Add up what this process has done as a member of some process sets, and with other communicators."""
+        members = [each for each in process_sets if each.included()]
+        engines = [each.engine for each in members]
+        communicators = [each.communicator for each in members] + [each.communicator for each in engines]
+        communicators += others
+        collectives = {}
+        counted = [{**each.tallies, **each.message_tallies} for each in communicators]
+        for name in counted[0] if counted else ():
+            tallies = [each[name] for each in counted]
+            total = Total(
+                calls=sum(each.calls for each in tallies),
+                nbytes=sum(each.nbytes for each in tallies),
+                seconds=sum(each.seconds for each in tallies),
+            )
+            if total.calls:
+                collectives[name] = total
+        late: list[tuple[float, int, float]] = []
+        for each in members:
+            if each.engine.tally.late is not None:
+                at, member, seconds = each.engine.tally.late
+                late.append((at, (each.ranks or [])[member], seconds))
+        _, late_rank, late_s = max(late, default=(0.0, None, 0.0))
+        return cls(
+            collectives=collectives,
+            operations=sum(engine.tally.operations for engine in engines),
+            batches=sum(engine.tally.batches for engine in engines),
+            operations_s=sum(engine.tally.seconds for engine in engines),
+            overlapped_s=sum(engine.tally.overlapped_s for engine in engines),
+            waited_s=sum(engine.waited_s for engine in engines),
+            late_rank=late_rank,
+            late_s=late_s,
+        )

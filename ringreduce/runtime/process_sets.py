@@ -1,0 +1,273 @@
+"""Process sets: some of the ranks of a world, with collectives of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+from ringreduce.collectives import Context, close_all
+from ringreduce.collectives.communicator import Communicator
+from ringreduce.common.arguments import whole_number
+from ringreduce.common.call_sites import Called
+from ringreduce.common.config import Config
+from ringreduce.common.errors import ConfigError
+from ringreduce.common.processes import Forked
+from ringreduce.engine import Engine
+from ringreduce.observe.flight_recorder import Watched
+from ringreduce.transport.checked import CheckedMessages
+from ringreduce.transport.control import SharedControlChannel
+from ringreduce.transport.messages import Messages
+from ringreduce.transport.shared.node import host_name, join
+from ringreduce.transport.shared.segments import MemfdSegments
+from ringreduce.transport.waiting import Waiter
+
+__all__ = ["Parts", "ProcessSet", "connect", "context_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a rank has as a member of a registered process set.
+
+    Attributes:
+        communicator: blocking collectives.
+        engine: named asynchronous operations, on a communicator of its own.
+    """
+
+    communicator: Communicator
+    engine: Engine
+
+    def close(self) -> None:
+        """Give everything back. Collective."""
+        close_all(self.engine.close, self.communicator.close)
+
+
+class ProcessSet:
+    """Some ranks of the world, ascending, that work together; sets may overlap.
+
+    It can be used once it is registered, by `init` or `add_process_set`, on all ranks of the world.
+
+    Args:
+        ranks: of the world, in any order, or an mpi4py communicator of them.
+
+    Attributes:
+        process_set_id: 0 for all ranks, a number of its own for every other set, None while it is not registered.
+
+    Raises:
+        ConfigError: no rank, or one twice.
+    """
+
+    def __init__(self, ranks: Iterable[int] | Any) -> None:
+        if hasattr(ranks, "Get_group"):
+            from ringreduce.transport import mpi_job
+
+            ranks = mpi_job.world_ranks(cast(Any, ranks))
+        if not isinstance(ranks, Iterable):
+            raise ConfigError(f"a process set is made of a list of ranks, got {ranks!r}")
+        listed = [whole_number("a rank of a process set", rank) for rank in ranks]
+        if not listed or min(listed) < 0 or len(set(listed)) < len(listed):
+            raise ConfigError(f"a process set is made of one or more ranks, each once; got {listed}")
+        self._ranks: list[int] | None = sorted(listed)
+        self._world_rank: int | None = None
+        self._parts: Parts | None = None
+        self._barred = ""  # why this process, though its rank is a member, is none
+        self._sharing: list[ProcessSet] = []  # equal sets that stand for this one
+        self._number: int | None = None
+        self._find_world: Callable[[], object] | None = None
+
+    @classmethod
+    def of_world(cls, find_world: Callable[[], object]) -> ProcessSet:
+        """Return the set of all ranks, however many there will be.
+
+        Args:
+            find_world: registers it if this process has a world without having started one; called while it has none.
+        """
+        made = cls([0])
+        made._ranks, made._find_world = None, find_world
+        return made
+
+    @property
+    def process_set_id(self) -> int | None:
+        self._look()
+        return self._number
+
+    @property
+    def ranks(self) -> list[int] | None:
+        """The members, ascending; None for all ranks while there is no world."""
+        self._look()
+        return None if self._ranks is None else list(self._ranks)
+
+    def included(self) -> bool:
+        """Return whether this process is a member, or was started by one.
+
+        Raises:
+            ConfigError: the set is not registered.
+        """
+        self._require_registered()
+        return self._world_rank in (self._ranks or ())
+
+    def size(self) -> int:
+        """Return the number of members.
+
+        Raises:
+            ConfigError: the set is not registered.
+        """
+        self._require_registered()
+        return len(self._ranks or ())
+
+    def rank(self) -> int:
+        """Return this process's number among the members, or that of the member that has started it.
+
+        Raises:
+            ConfigError: it is no member, or the set is not registered.
+        """
+        self._require_registered()
+        return self.rank_of(self._world_rank or 0)
+
+    def rank_of(self, world_rank: int) -> int:
+        """Return a member's number among the members.
+
+        Raises:
+            ConfigError: that rank of the world is no member, or no whole number.
+        """
+        self._require_registered()
+        world_rank = whole_number("the root", world_rank)
+        if world_rank not in (self._ranks or ()):
+            raise ConfigError(f"rank {world_rank} does not belong to the process set of ranks {self._ranks}")
+        return (self._ranks or []).index(world_rank)
+
+    def watched(self) -> Watched:
+        """Return what is seen of it; of one that is `connected`."""
+        name = f"process set {self._number}" if self._number else "world"
+        communicators = {"blocking": self.communicator, "asynchronous": self.engine.communicator}
+        return Watched(self._number or 0, name, self._ranks or (), communicators, lambda: self.connected)
+
+    @property
+    def communicator(self) -> Communicator:
+        """Blocking collectives of the members.
+
+        Raises:
+            ConfigError: this process is no member, or the set is not registered.
+        """
+        return self._member_parts().communicator
+
+    @property
+    def engine(self) -> Engine:
+        """Asynchronous operations of the members.
+
+        Raises:
+            ConfigError: this process is no member, or the set is not registered.
+        """
+        return self._member_parts().engine
+
+    @property
+    def connected(self) -> bool:
+        """Whether this process has a `communicator` and an `engine`."""
+        return self._parts is not None
+
+    def register(self, number: int, ranks: list[int], world_rank: int, parts: Parts | None, barred: str = "") -> None:
+        """Make the set usable; for `ringreduce.runtime.worlds`.
+
+        Args:
+            number: the same on all ranks.
+            ranks: the members.
+            world_rank: this process's, or that of the rank that has started it.
+            parts: what it has as a member.
+            barred: why a member has none.
+        """
+        self._number, self._ranks, self._world_rank = number, ranks, world_rank
+        self._parts, self._barred = parts, barred
+
+    def share(self, other: ProcessSet) -> None:
+        """Let another set of the same ranks stand for this one, for as long as this is registered."""
+        assert self._number is not None and self._ranks is not None and self._world_rank is not None
+        other.register(self._number, self._ranks, self._world_rank, self._parts, self._barred)
+        self._sharing.append(other)
+
+    def unregister(self) -> Parts | None:
+        """Make the set unusable; return what is to be closed."""
+        parts, self._parts, self._world_rank = self._parts, None, None
+        if self._number == 0:
+            self._ranks = None
+        self._number = None
+        for other in self._sharing:
+            other.unregister()
+        self._sharing.clear()
+        return parts
+
+    def forked(self, processes: Forked) -> None:
+        """Take note that the member has just forked others."""
+        if self._parts is not None:
+            for communicator in (self._parts.engine.communicator, self._parts.communicator):
+                communicator.forked(processes)
+
+    def disown(self, reason: str) -> None:
+        """Communicate no more, as this process was forked by the member."""
+        if self._parts is not None:
+            self._parts.engine.disown(reason)
+            for communicator in (self._parts.engine.communicator, self._parts.communicator):
+                communicator.disown(reason)
+
+    def _member_parts(self) -> Parts:
+        if self._parts is None:
+            self.rank()  # raises where this process is no member
+            raise ConfigError(self._barred)
+        return self._parts
+
+    def _require_registered(self) -> None:
+        self._look()
+        if self._number is None:
+            if self._ranks is None:
+                raise ConfigError("ringreduce has not been initialized; call ringreduce.init() first")
+            raise ConfigError(f"the process set of ranks {self._ranks} is not registered; call add_process_set first")
+
+    def _look(self) -> None:
+        """Find the world, if this set is all of it and is not registered."""
+        if self._number is None and self._find_world is not None:
+            self._find_world()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ProcessSet) and self._ranks == other._ranks
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._ranks or ()))
+
+    def __repr__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self._ranks})"
+
+
+def connect(make: Callable[[Waiter], Messages], settings: Config) -> Parts:
+    """Set up what the members of a set need. Collective.
+
+    Args:
+        make: makes a new transport between them, given how its collective calls wait; called up to four times, as
+            often on all of them.
+        settings: equal on all of them.
+    """
+    blocking_context = context_of(make, settings, Called.here)
+    # The engine's calls are in one order on all ranks, wherever in the program they come from.
+    context = context_of(make, settings, Called, warn=False)
+    shared = context.topology.single_node and context.topology.size > 1
+    channel = SharedControlChannel(context.node, context.messages) if shared else make(Waiter(settings.timeout_s))
+    between_two = make(Waiter(settings.timeout_s))
+    checked = CheckedMessages(between_two) if settings.checksum else between_two
+    blocking, asynchronous = Communicator(blocking_context, checked), Communicator(context)
+    engine = Engine(asynchronous, channel, find_lost=context.board.find_lost, threads=context.messages.concurrent)
+    return Parts(blocking, engine)
+
+
+def context_of(
+    make: Callable[[Waiter], Messages], settings: Config, called: Callable[[str], Called], *, warn: bool = True
+) -> Context:
+    """Set up what a communicator needs. Collective over its ranks.
+
+    Args:
+        make: makes a new transport between them, given how its collective calls wait.
+        settings: equal on all of them.
+        called: says what this rank calls, and where; see `Context`.
+        warn: whether to say why ranks of one machine cannot share memory.
+    """
+    waiter = Waiter(settings.timeout_s)
+    messages = CheckedMessages(make(waiter)) if settings.checksum else make(waiter)
+    node = join(messages, waiter, settings, host_name(), MemfdSegments, warn=warn)
+    return Context(messages, waiter, node, settings, called)

@@ -1,0 +1,255 @@
+"""How the end of a rank becomes the end of the job, promptly and with the reason: errors, exit codes, signals, orphans.
+
+MPI's own exit handler waits for the other ranks, which may wait for this one, for ever. So what ends a rank before it
+has shut down ends the job: an uncaught exception, with the traceback; `sys.exit` with a code other than 0, with that
+code; SIGTERM and Ctrl-C, with one line. And a rank whose launcher is gone ends itself, as nobody else will.
+
+Not seen are exits that do not go through `sys.exit` as it is after `init`: ``raise SystemExit(3)``, the ``exit(3)`` of
+interactive sessions, and a ``from sys import exit`` before. Then this rank shuts down as at a good end, and the others
+find it gone once they wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from traceback import format_exception
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
+
+from ringreduce.common import processes
+from ringreduce.common.errors import PeerLostError
+
+__all__ = ["Termination"]
+
+_ORPHANED = 70  # the exit code of a rank whose launcher is gone: EX_SOFTWARE of sysexits.h
+_TO_END_S = 3.0
+_INTERRUPTED = 128 + signal.SIGINT
+_STANDARD_ERROR = 2
+_MARK = "_ringreduce"  # the attribute of an exit that knows when it ends the program
+
+
+class Termination:
+    """The ends of this process, a rank of a job of several. Installed once, for all worlds that it is in.
+
+    Args:
+        abort: ends all ranks of the job at once, or this one alone, with an exit code.
+        flush: saves what is only in memory, for whoever looks into why the job has ended.
+        leave: lets the other ranks know that this one ends, and why; returns whether it is the first of its node.
+        others_go_on: whether ``abort`` ends this process alone.
+
+    Attributes:
+        who: names this rank in what is written: ``rank 1 of 4``. Empty while there is no world; then everything ends as
+            it would without this.
+    """
+
+    def __init__(
+        self,
+        abort: Callable[[int], None],
+        flush: Callable[[], None],
+        leave: Callable[[str], bool],
+        *,
+        others_go_on: bool = False,
+    ) -> None:
+        self.who = ""
+        self._then = "the others may go on" if others_go_on else "ending the job"
+        self._others_go_on = others_go_on
+        self._abort = abort
+        self._flush = flush
+        self._leave = leave
+        self._process = os.getpid()
+        self._exit_code: int | None = None  # with which `sys.exit` ends the program, once it does
+        self._exit_words = ""  # which it was given in place of a code
+        self._except_hook = sys.excepthook
+        self._exit = sys.exit
+        self._last_error: object = getattr(sys, "last_value", None)  # the last uncaught one from before this
+
+    def install(self) -> None:
+        """Take part in every end of this process from now on; in SIGTERM if this is the main thread.
+
+        And end this rank soon after its launcher, if there is one in sight.
+        """
+        sys.excepthook = self._on_exception
+        sys.exit = _named_like(self._exit, self._on_sys_exit)
+        if threading.current_thread() is threading.main_thread() and _is_default(signal.SIGTERM):
+            signal.signal(signal.SIGTERM, self._on_signal)
+        pid = processes.launcher()
+        if pid is not None:
+            processes.watch(pid, lambda: self._on_orphaned(pid))
+
+    def at_exit(self) -> bool:
+        """Look at how the program ends, at the interpreter's exit; returns whether it ends well.
+
+        A rank that exits with another code than 0, or for an exception that a hook of the program's own has taken, ends
+        the job.
+        """
+        if not self._acts():
+            return True
+        # The interpreter keeps the exception that ends the program there, before it calls any hook.
+        error = getattr(sys, "last_value", None)
+        if self._exit_code:
+            said = f": {self._exit_words}" if self._exit_words else ""
+            code, why = self._exit_code, f"exits with code {self._exit_code}{said}"
+        elif error is not self._last_error and _ends_program(getattr(sys, "last_traceback", None)):
+            code = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+            why = f"failed: {type(error).__name__}"
+        else:
+            return True
+        try:
+            self._leave(f"it {why}")
+            _say(f"{self.who} {why}; {self._then}")
+            self._flush()
+        finally:
+            self._abort(code)
+        return False
+
+    def _acts(self) -> bool:
+        """Return whether this is the rank, and not a process that it has forked, and has a world."""
+        return bool(self.who) and os.getpid() == self._process
+
+    def _on_exception(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if not (self._acts() and _ends_program(traceback)):
+            self._except_hook(kind, error, traceback)
+            return
+        code = _INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1
+        try:
+            self._tell(kind, error, traceback)
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):  # whoever read it is gone, or the program has closed it
+                    stream.flush()
+            self._flush()  # what led here is what the trace is for
+        finally:
+            self._abort(code)
+
+    def _tell(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        """Let the other ranks and the user know of an exception that ends this one."""
+        if issubclass(kind, KeyboardInterrupt):
+            if self._leave("it was interrupted"):
+                _say(f"{self.who} was interrupted; {self._then}")
+        elif isinstance(error, PeerLostError) and error.ends_job and not self._others_go_on:
+            _say(f"{self.who} ends: {error}")
+            time.sleep(_TO_END_S)  # that rank ends the job, with its own exit code
+        else:
+            self._leave(f"it failed: {kind.__name__}: {error}")
+            if self._except_hook is sys.__excepthook__:
+                # In one piece, as the ranks write to one place.
+                _say(f"{self.who} failed; {self._then}\n" + "".join(format_exception(kind, error, traceback)))
+            else:
+                self._except_hook(kind, error, traceback)
+
+    def _on_sys_exit(self, status: Any = None, /) -> NoReturn:
+        try:
+            self._exit(status)
+        except SystemExit as error:
+            if self._acts() and threading.current_thread() is threading.main_thread():
+                setattr(error, _MARK, _Mark(lambda: self._keep_exit_code(status)))
+            raise
+
+    def _keep_exit_code(self, status: Any) -> None:
+        # An exit may have others as its context; it is freed before these.
+        if self._exit_code is None and self._acts():
+            self._exit_code = _exit_code(status)
+            self._exit_words = " ".join(status.split()) if isinstance(status, str) else ""
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        try:
+            if self._acts():
+                name = signal.Signals(number).name
+                if self._leave(f"it was ended by {name}"):
+                    _say(f"{self.who} was ended by {name}")
+                self._flush()
+        finally:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def _on_orphaned(self, pid: int) -> None:
+        if not self._acts():
+            return
+        _say(f"{self.who} ends, as its launcher (process {pid}) is gone")
+        self._flush()
+        self.who = ""
+        os.kill(os.getpid(), signal.SIGTERM)  # so that the program's own handler can save what it wants to
+        time.sleep(_TO_END_S)  # the time that it has for that
+        os._exit(_ORPHANED)
+
+
+class _Mark:
+    """Is part of an exit, and so is freed with it: if the interpreter does that itself, the exit ends the program.
+
+    Nobody else knows it: programs catch and drop exits, and exit handlers are not told. The interpreter frees the exit
+    that it ends with just before the exit handlers, when no code of Python runs any more. Whatever else frees one does
+    so from code that runs, or after the exit handlers. One that the program keeps is not freed in time, and not seen.
+
+    Args:
+        then: is called if the exit ends the program.
+    """
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self._then = then
+
+    def __del__(self) -> None:
+        try:
+            sys._getframe(1)
+        except ValueError:  # no code of Python runs
+            if threading.get_ident() == threading.main_thread().ident:
+                self._then()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let copies of the exit, and what it is elsewhere, be without this."""
+        return type(None), ()
+
+
+def _named_like(original: Callable[..., Any], function: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+    """Return a function that goes by the name of another, so that pickles of it mean what stands under that name."""
+
+    def exit(status: Any = None, /) -> NoReturn:
+        function(status)
+
+    exit.__module__, exit.__name__, exit.__qualname__, exit.__doc__ = "sys", "exit", "exit", original.__doc__
+    return exit
+
+
+def _exit_code(status: Any) -> int:
+    """Return what the system gets to see of the argument of `sys.exit`."""
+    if status is None or isinstance(status, int):
+        number = int(status or 0)
+        # The interpreter gives a C int to the system, which keeps 8 bits. It takes what fits in no C long for -1.
+        return (number if -(1 << 63) <= number < 1 << 63 else -1) & 0xFF
+    return 1
+
+
+def _ends_program(traceback: TracebackType | None) -> bool:
+    """Return whether an exception that went uncaught ends the program.
+
+    Interactive consoles and callbacks of C libraries have exceptions shown that end nothing; so do programs. Those
+    were caught by code that goes on, or by code that was called by such code.
+    """
+    if traceback is None or sys.flags.interactive or sys.flags.inspect:
+        return False
+    outermost = traceback.tb_frame
+    if outermost.f_back is not None:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame is not outermost:
+        frame = frame.f_back
+    return frame is None
+
+
+def _say(text: str) -> None:
+    """Write to standard error, past its buffer: this may be in a signal handler, in the midst of writing."""
+    rest = f"ringreduce: {text.rstrip()}\n".encode(errors="backslashreplace")
+    with contextlib.suppress(OSError):  # whoever read it is gone
+        while rest:
+            rest = rest[os.write(_STANDARD_ERROR, rest) :]
+
+
+def _is_default(number: int) -> bool:
+    """Return whether nothing handles a signal, in Python or below it (`faulthandler` does so unseen)."""
+    if signal.getsignal(number) is not signal.SIG_DFL:
+        return False
+    return not processes.handles(os.getpid(), number)

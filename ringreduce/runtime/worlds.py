@@ -1,0 +1,462 @@
+"""Worlds: the ranks that work together, their process sets, and what is done for all of them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ringreduce.algorithms import Collective, names
+from ringreduce.collectives import NCCL, VENDOR, close_all
+from ringreduce.collectives.communicator import Communicator
+from ringreduce.collectives.tuning import Key, Table
+from ringreduce.common.call_sites import GivenUp, refusal
+from ringreduce.common.config import VERSION, Config, ignored_variables, several_processes
+from ringreduce.common.errors import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    ConfigError,
+    MismatchError,
+    RingReduceError,
+)
+from ringreduce.common.processes import Forked
+from ringreduce.common.topology import Topology
+from ringreduce.observe.metrics import Metrics
+from ringreduce.observe.observer import Observation
+from ringreduce.observe.timeline import Clock, Program
+from ringreduce.runtime.bootstrap import Connection, RankAbove
+from ringreduce.runtime.groups import Group
+from ringreduce.runtime.process_sets import Parts, ProcessSet, connect
+from ringreduce.transport.messages import Messages, exchange_json
+from ringreduce.transport.waiting import Waiter
+
+__all__ = ["BorrowedWorld", "OwnWorld", "World", "tuning_key"]
+
+_log = logging.getLogger(__name__)
+
+#: Settings that each rank may have of its own.
+_OWN_SETTINGS = {"dump", "launched_size", "log_level", "status", "timeline", "tuning"}
+
+
+class World:
+    """The ranks that work together, as a process sees them: a rank its `OwnWorld`, a child of one a `BorrowedWorld`.
+
+    Args:
+        everyone: the set of all ranks.
+        rank: this process's number, or that of the rank that has started it.
+        hosts: which ranks run on one machine.
+        config: the settings in force.
+
+    Attributes:
+        rank, hosts, config: the arguments.
+        sets: the process sets that are registered, by number.
+    """
+
+    def __init__(self, everyone: ProcessSet, rank: int, hosts: Topology, config: Config) -> None:
+        self.rank = rank
+        self.hosts = hosts
+        self.config = config
+        self.sets: dict[int, ProcessSet] = {}
+        self._everyone = everyone
+        self._last_set = -1
+        self._groups: list[Group] = []
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.hosts.size
+
+    def add(self, process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+        """Register a process set, or several that have no rank in common; see `ringreduce.add_process_set`."""
+        raise NotImplementedError  # the two kinds of worlds know how
+
+    def group(self, ranks: Sequence[int], timeout_s: float | None = None) -> Group:
+        """Connect some ranks as a group. Collective over these alone; see `Group`."""
+        raise NotImplementedError  # the two kinds of worlds know how
+
+    def start_timeline(self, path: str | os.PathLike[str], *, mark_batches: bool) -> None:
+        """Begin to write a trace; see `ringreduce.start_timeline`."""
+        raise NotImplementedError  # the two kinds of worlds know how
+
+    def stop_timeline(self) -> None:
+        """Finish the trace; does nothing if there is none."""
+
+    def adopt(self, process_set: ProcessSet) -> None:
+        """Let a set that is equal to a registered one stand for it; register it if there is none. Collective."""
+        ranks = process_set.ranks or list(range(self.size))
+        known = next((each for each in self.sets.values() if each.ranks == ranks), None)
+        if known is None:
+            self.add(process_set)
+        elif known is not process_set:
+            known.share(process_set)
+
+    def metrics(self) -> Metrics:
+        """Return what this rank's calls add up to."""
+        return Metrics.of(self.sets.values(), [each.communicator for each in self._groups if not each.closed])
+
+    def _register(self, process_set: ProcessSet, ranks: list[int], parts: Parts | None, barred: str = "") -> None:
+        self._last_set += 1
+        process_set.register(self._last_set, ranks, self.rank, parts, barred)
+        self.sets[self._last_set] = process_set
+
+    def _unregister_all(self) -> list[Parts]:
+        registered = [each.unregister() for _, each in sorted(self.sets.items(), reverse=True)]
+        self.sets.clear()
+        return [parts for parts in registered if parts is not None]
+
+
+class OwnWorld(World):
+    """The world of a rank: what `init` makes and `shutdown` ends.
+
+    Args:
+        everyone: the set of all ranks.
+        connection: connects the ranks.
+        messages: between all ranks, for what concerns them all; closed with the world.
+        parts: what this rank has as a member of the set of all ranks; closed with the world.
+        clock: the job's.
+        config: equal on all ranks.
+        followers: of traces; see `Observation`.
+
+    Attributes:
+        communicator: blocking collectives of all ranks.
+        observation: what is seen of this rank from outside.
+    """
+
+    def __init__(
+        self,
+        everyone: ProcessSet,
+        connection: Connection,
+        messages: Messages,
+        parts: Parts,
+        clock: Clock,
+        config: Config,
+        followers: Sequence[Callable[[Program | None], object]],
+    ) -> None:
+        super().__init__(everyone, messages.rank, parts.communicator.hosts, config)
+        self.communicator = parts.communicator
+        self._messages = messages
+        self._connection = connection
+        self._numbers: Counter[tuple[int, ...]] = Counter()  # of groups that were made, by their ranks
+        self.observation = Observation(self.rank, self.size, clock, config, parts.communicator.neighbours(), followers)
+        self._register(everyone, list(range(messages.size)), parts)
+        self.observation.watch(everyone.watched())
+
+    @classmethod
+    def start(
+        cls,
+        everyone: ProcessSet,
+        connection: Connection,
+        config: Config,
+        followers: Sequence[Callable[[Program | None], object]] = (),
+    ) -> OwnWorld:
+        """Connect the ranks and agree on all that must agree. Collective.
+
+        Raises:
+            what `init` raises.
+        """
+        messages = connection.messages(Waiter(config.timeout_s))
+        undo: list[Callable[[], None]] = [messages.close]
+        try:
+            _check_versions(messages)
+            _check_settings(messages, config)
+            parts = connect(connection.messages, config)
+            undo.insert(0, parts.close)
+            world = cls(everyone, connection, messages, parts, Clock.agree(messages), config, followers)
+            undo = [world.close]
+            world._tell_what_was_chosen()
+            world._use_table()
+            world.observation.begin(messages, world.communicator.library, world.metrics)
+        except Exception:
+            with suppress(Exception):  # the first error is what is told
+                close_all(*undo)
+            raise
+        return world
+
+    # ---- process sets ----
+
+    def add(self, process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+        try:
+            made, refused = _as_set(process_set), None
+            mine = made.ranks or list(range(self.size))
+            if mine[-1] >= self.size:
+                raise ConfigError(f"there is no rank {mine[-1]}; the world has ranks 0 to {self.size - 1}")
+            if any(each.ranks == mine for each in self.sets.values()):
+                raise ConfigError(f"a process set of ranks {mine} is registered already")
+        except Exception as error:
+            mine, refused = [], error
+        sets = self._agree("add_process_set", mine, refused)
+        # Every rank takes part, members or not.
+        channels = [self._messages.subset(mine, Waiter(self.config.timeout_s)) for _ in range(4)]
+        parts = None
+        if self.rank in mine:
+            ready = filter(None, channels)
+            parts = connect(lambda waiter: next(ready), self.config)
+            for needless in ready:
+                needless.close()
+        self._messages.exchange(b"")  # nobody may use it, or remove it, before all have it
+        for ranks in sets:
+            each, its_parts = (made, parts) if ranks == mine else (ProcessSet(ranks), None)
+            self._register(each, ranks, its_parts)
+            if each.connected:
+                self.observation.watch(each.watched())
+        return made
+
+    def remove(self, process_set: ProcessSet | Any) -> bool:
+        """Give back a process set, or several, as they were added; see `ringreduce.remove_process_set`."""
+        refused, mine = None, []
+        if isinstance(process_set, ProcessSet):
+            mine = process_set.ranks or list(range(self.size))
+        else:
+            refused = ConfigError(f"remove_process_set takes what add_process_set returned, got {process_set!r}")
+        removed = False
+        for ranks in self._agree("remove_process_set", mine, refused):
+            number = next((number for number, each in self.sets.items() if number and each.ranks == ranks), None)
+            if number is None:  # also where there are no such ranks
+                continue
+            parts = self.sets.pop(number).unregister()
+            if ranks == mine:
+                process_set.unregister()  # which may be an equal one
+                removed = True
+            if parts is not None:
+                parts.close()
+        return removed
+
+    def group(self, ranks: Sequence[int], timeout_s: float | None = None) -> Group:
+        listed = list(ranks)
+        if self.rank not in listed or len(set(listed)) < len(listed) or not set(listed) <= set(range(self.size)):
+            raise ConfigError(
+                f"a group is made by its members, each once, out of ranks 0 to {self.size - 1}; rank {self.rank} got "
+                f"{listed}"
+            )
+        self._groups = [each for each in self._groups if not each.closed]
+        made = Group(self._connection, listed, self.config, timeout_s, self._advance)
+        self._groups.append(made)
+        self._numbers[tuple(listed)] += 1
+        self.observation.watch(made.watched(self._numbers[tuple(listed)]))
+        return made
+
+    def _advance(self) -> None:
+        """Move on the messages of all groups; whoever waits, for whatever, must not keep a peer waiting for these."""
+        for each in self._groups:
+            each.advance()
+
+    def _agree(self, call: str, mine: list[int], refused: Exception | None) -> list[list[int]]:
+        """Return the sets that the ranks speak of: one that all have named, or each member's own. Collective.
+
+        Raises:
+            MismatchError: they have named different ones.
+            Exception: ``refused``, which is why this rank has named none.
+        """
+        try:
+            said = exchange_json(self._messages, mine if refused is None else refusal(call, refused))
+        except CollectiveTimeoutError as error:
+            raise CollectiveTimeoutError(f"{call}({mine}): {error}") from None
+        if refused is not None:
+            raise refused
+        refusals = [rank for rank, each in enumerate(said) if isinstance(each, str)]
+        if not refusals:
+            sets = sorted({tuple(each) for each in said})
+            if len(sets) == 1 or all(_is_own(rank, said) for rank in range(len(said))):
+                return [list(each) for each in sets]
+        raise MismatchError({rank: each if rank in refusals else f"{call}({each})" for rank, each in enumerate(said)})
+
+    # ---- its begin ----
+
+    def _tell_what_was_chosen(self) -> None:
+        """Log, on rank 0, what the job runs on, so that a log says by itself what happened."""
+        if self.rank != 0 or not _log.isEnabledFor(logging.INFO):
+            return
+        versions = f"ringreduce {VERSION}, Python {platform.python_version()}, NumPy {np.__version__}"
+        if "torch" in sys.modules:
+            versions += f", torch {sys.modules['torch'].__version__}"
+        several = several_processes()
+        launcher = "no launcher" if several is None else several[0].name
+        shares = "shared memory" if max(map(len, self.communicator.topology.nodes)) > 1 else "no shared memory"
+        _log.info("%s", versions)
+        between = self.communicator.library if self.size > 1 else "nothing"
+        ranks = f"{self.hosts.describe()}, started by {launcher}"
+        _log.info("%s; %s within nodes, %s between them", ranks, shares, between)
+        standard = Config(launched_size=self.config.launched_size, tuning=self.config.tuning)
+        settings = {each.name: getattr(self.config, each.name) for each in fields(Config)}
+        changed = [f"{name}={value}" for name, value in settings.items() if value != getattr(standard, name)]
+        _log.info("settings: %s", ", ".join(changed) or "as they come")
+
+    def _use_table(self) -> None:
+        """Choose from the table that ``ringreduce tune`` left for these ranks, if there is one: rank 0 reads it."""
+        if self.size == 1:
+            return
+        text = ""
+        if self.rank == 0 and self.config.tuning is not None:
+            key = tuning_key(self.communicator)
+            path = Path(self.config.tuning) / key.file_name
+            try:
+                # Unlike this, Path.exists raises where the folder may not be looked into.
+                text = Table.load(path, key).to_json() if os.path.exists(path) else ""
+            except ConfigError as error:
+                _log.warning("going on without a tuning table: %s", error)
+            else:
+                _log.info("tuning table: %s", path if text else f"none for these ranks ({path.parent})")
+        text = self._messages.exchange(text.encode())[0].decode()
+        if text:
+            table = Table.from_json(text)
+            for each in (self.communicator, self._everyone.engine.communicator):
+                each.use(table)
+
+    # ---- its end ----
+
+    def leave(self, reason: str) -> bool:
+        """Let the ranks of the node know that this one ends; return whether it is the first of them that does so."""
+        self.observation.end_audit(reason)
+        why = GivenUp(reason, self.rank)
+        first = [each.communicator.leave(why) for each in self.sets.values() if each.connected]
+        first += [each.communicator.leave(why) for each in self._groups if not each.closed]
+        return all(first)
+
+    def forked(self, forked: Forked) -> None:
+        """Take note that this process has just forked others."""
+        for each in self.sets.values():
+            each.forked(forked)
+        for group in self._groups:
+            group.forked(forked)
+
+    def lend(self) -> BorrowedWorld:
+        """Return the world of this process, which the rank has forked. Takes no lock, and waits for none.
+
+        What this process writes to memory that the ranks share stays its own.
+        """
+        self.observation.detach()
+        borrowed = BorrowedWorld(self._everyone, self.rank, self.hosts, self.config, "forked")
+        borrowed.sets, borrowed._last_set = self.sets, self._last_set
+        for each in self.sets.values():
+            each.disown(borrowed.barred)
+        for group in self._groups:
+            group.disown(borrowed.barred)
+        return borrowed
+
+    def start_timeline(self, path: str | os.PathLike[str], *, mark_batches: bool) -> None:
+        self.observation.start_timeline(path, mark_batches=mark_batches)
+
+    def stop_timeline(self) -> None:
+        self.observation.stop_timeline()
+
+    def abandon(self, error: CollectiveError) -> None:
+        """End the world after the loss of a rank. Local: what the other ranks have under way fails later."""
+        with suppress(ConfigError, OSError):  # it is the trace alone that cannot be written
+            self.observation.end(str(error))
+        for group in self._groups:
+            group.give_up(error)
+            with suppress(RingReduceError):
+                group.close()
+        for parts in self._unregister_all():
+            parts.communicator.give_up(error)
+            parts.engine.fail(error)
+            with suppress(RingReduceError):
+                parts.close()
+
+    def close(self) -> None:
+        """End the world. Collective."""
+        self.observation.end()
+        groups = (each.close for each in reversed(self._groups))
+        close_all(*groups, *(parts.close for parts in self._unregister_all()), self._messages.close)
+
+
+class BorrowedWorld(World):
+    """The world of a process that a rank has started, and that is no rank: it can be asked, and not communicate.
+
+    Args:
+        everyone, rank, hosts, config: as for `World`.
+        how: what the rank has done to start this process.
+
+    Attributes:
+        barred: why this process cannot communicate.
+    """
+
+    def __init__(self, everyone: ProcessSet, rank: int, hosts: Topology, config: Config, how: str) -> None:
+        super().__init__(everyone, rank, hosts, config)
+        self.barred = (
+            f"this process was {how} by rank {rank} of {hosts.size} and is no rank itself: it can ask for ranks and "
+            "sizes, but not communicate. Communicate in the ranks, or start more of them with the launcher"
+        )
+
+    @classmethod
+    def of(cls, above: RankAbove, everyone: ProcessSet, config: Config) -> BorrowedWorld:
+        """Return the world of a rank that has started this process by `multiprocessing`."""
+        world = cls(everyone, above.rank, Topology(above.nodes), config, "started")
+        world._register(everyone, list(range(world.size)), None, world.barred)
+        return world
+
+    @property
+    def communicator(self) -> Communicator:
+        """Blocking collectives, for those that a forked process has inherited; they raise.
+
+        Raises:
+            ConfigError: this process is no rank.
+        """
+        return self._everyone.communicator
+
+    def add(self, process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+        made = _as_set(process_set)
+        self._register(made, made.ranks or list(range(self.size)), None, self.barred)
+        return made
+
+    def group(self, ranks: Sequence[int], timeout_s: float | None = None) -> Group:
+        """Raise, as this process is no rank."""
+        raise ConfigError(self.barred)
+
+    def remove(self, process_set: ProcessSet | Any) -> bool:
+        """Raise, as this process is no rank."""
+        raise ConfigError(self.barred)
+
+    def start_timeline(self, path: str | os.PathLike[str], *, mark_batches: bool) -> None:
+        """Raise, as this process is no rank."""
+        raise ConfigError(self.barred)
+
+    def close(self) -> None:
+        """Forget it. Local."""
+        self._unregister_all()
+
+
+def tuning_key(communicator: Communicator) -> Key:
+    """Return what a tuning table of these ranks is valid for."""
+    return Key(communicator.topology, communicator.library, VERSION)
+
+
+def _check_versions(messages: Messages) -> None:
+    """Ranks of different versions do not speak the same language."""
+    everyone = exchange_json(messages, [VERSION, platform.node()])
+    if len({version for version, _ in everyone}) > 1:
+        raise MismatchError({rank: f"ringreduce {version} on {host}" for rank, (version, host) in enumerate(everyone)})
+
+
+def _check_settings(messages: Messages, settings: Config) -> None:
+    """Settings steer algorithms, so ranks with different ones would wait for each other in vain."""
+    common = [each for each in fields(Config) if each.name not in _OWN_SETTINGS]
+    said = [f"{each.metadata.get('variable', each.name)}={getattr(settings, each.name)!r}" for each in common]
+    everyone = exchange_json(messages, said)
+    if different := [each for each in zip(*everyone, strict=True) if len(set(each)) > 1]:
+        raise MismatchError({rank: ", ".join(each) for rank, each in enumerate(zip(*different, strict=True))})
+    if settings.algorithm is not None and settings.algorithm not in (*names(Collective.ALLREDUCE), VENDOR, NCCL):
+        known = ", ".join((*names(Collective.ALLREDUCE), VENDOR, NCCL))
+        raise ConfigError(f"RINGREDUCE_ALGORITHM={settings.algorithm!r} in the environment: expected one of {known}")
+    ignored = ignored_variables()
+    if ignored and messages.rank == 0:
+        _log.warning("these variables have no meaning here: %s", ", ".join(ignored))
+
+
+def _as_set(process_set: ProcessSet | Sequence[int] | Any) -> ProcessSet:
+    return process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+
+
+def _is_own(rank: int, said: Sequence[Sequence[int]]) -> bool:
+    """Return whether a rank has named a set that it belongs to, and whose other members have named it, too."""
+    named = said[rank]
+    return rank in named and all(peer < len(said) and said[peer] == named for peer in named)

@@ -1,0 +1,136 @@
+"""What `torch.distributed` calls works: collectives and messages that are under way, or done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Work
+
+from ringreduce.common.serial import Task
+from ringreduce.runtime.groups import Group
+from ringreduce.transport.point_to_point import Transfer
+
+__all__ = ["CollectiveWork", "MessageWork", "seconds"]
+
+_Tensors = Sequence[torch.Tensor]
+
+
+def seconds(timeout: timedelta | None) -> float | None:
+    """Return a time limit of torch's, None if it stands for none: torch writes those as 0 or less."""
+    if timeout is None or timeout <= timedelta(0):
+        return None
+    return timeout.total_seconds()
+
+
+class _Work(Work):
+    """What both kinds have in common.
+
+    Args:
+        result: what its future gives.
+    """
+
+    def __init__(self, result: _Tensors) -> None:
+        super().__init__()
+        self._result = list(result)
+        self._future: Any = None
+
+    def task(self) -> Task:
+        """Return what ends when this is done, without anybody waiting for it."""
+        raise NotImplementedError
+
+    def get_future(self) -> Any:
+        """Return a future of the tensors; where the work fails, of its error."""
+        if self._future is None:
+            task, result, base = self.task(), self._result, torch.futures.Future[Any]()
+
+            def value(_: object) -> _Tensors:
+                if task.error is not None:
+                    raise task.error
+                return result
+
+            # A future that is given an exception crashes DDP, one whose callback raises does not.
+            self._future = base.then(value)
+            task.when_done(lambda: base.set_result(None))
+        return self._future
+
+    getFuture = get_future  # noqa: N815  # C++ has called it so, too
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the tensors."""
+        return self._result
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+        self.wait()
+
+
+class CollectiveWork(_Work):
+    """A collective.
+
+    Args:
+        task: carries it out.
+        result: its tensors.
+    """
+
+    def __init__(self, task: Task, result: _Tensors) -> None:
+        super().__init__(result)
+        self._task = task
+
+    def task(self) -> Task:
+        return self._task
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._task.wait(seconds(timeout))
+        return True
+
+    def is_completed(self) -> bool:
+        return self._task.done
+
+    def is_success(self) -> bool:
+        return self._task.done and self._task.error is None
+
+    def exception(self) -> BaseException | None:
+        return self._task.error
+
+
+class MessageWork(_Work):
+    """A message.
+
+    Args:
+        group: whose.
+        transfer: moves it.
+        result: its tensors.
+    """
+
+    def __init__(self, group: Group, transfer: Transfer, result: _Tensors) -> None:
+        super().__init__(result)
+        self._group = group
+        self._transfer = transfer
+
+    def task(self) -> Task:
+        return self._group.delivered(self._transfer)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._group.wait(self._transfer, seconds(timeout))
+        return True
+
+    def is_completed(self) -> bool:
+        if not self._transfer.done:
+            self._group.advance()
+        return self._transfer.done
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._transfer.error is None
+
+    def exception(self) -> BaseException | None:
+        return self._transfer.error
+
+    def source_rank(self) -> int:
+        """Return the rank of the group that has sent it."""
+        assert self._transfer.peer is not None
+        return self._transfer.peer
+
+    _source_rank = source_rank

@@ -1,0 +1,123 @@
+"""What `lightning.pytorch` and `pytorch_lightning` are told of the ranks: the same for both, which share no classes."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import torch
+
+import ringreduce_torch_backend
+from ringreduce import runtime
+from ringreduce.common.errors import ConfigError
+from ringreduce.training.objects import broadcast_object
+
+__all__ = ["BACKEND", "Ranks", "RanksStrategy"]
+
+BACKEND = "ringreduce"
+
+
+class Ranks:
+    """The ranks of the world, as a cluster environment of Lightning; starts the world if there is none. Collective.
+
+    Numbers that Lightning works out from devices and nodes are ignored: those of MPI count.
+    """
+
+    def __init__(self) -> None:
+        runtime.init()
+        self._address: str = broadcast_object(socket.gethostname())
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        """Rank 0's host."""
+        return self._address
+
+    @property
+    def main_port(self) -> int:
+        """0, as the ranks meet over MPI, and no port is opened."""
+        return 0
+
+    @staticmethod
+    def detect() -> bool:
+        """Return False: Lightning asks only environments that it knows, and the strategy brings this one."""
+        return False
+
+    def world_size(self) -> int:
+        return runtime.size()
+
+    def set_world_size(self, size: int) -> None:
+        """Ignored."""
+
+    def global_rank(self) -> int:
+        return runtime.rank()
+
+    def set_global_rank(self, rank: int) -> None:
+        """Ignored."""
+
+    def local_rank(self) -> int:
+        return runtime.local_rank()
+
+    def node_rank(self) -> int:
+        """Return the number of this rank's machine, in the order of their first ranks."""
+        hosts = runtime.world().hosts
+        return hosts.nodes.index(hosts.node_of(runtime.rank()))
+
+
+class RanksStrategy:
+    """What comes before Lightning's DDP strategy: its devices and nodes are those of MPI.
+
+    Lightning's defaults stand for "not said": ``devices="auto"``,
+    which is 1 on CPUs, and ``num_nodes=1``.
+    """
+
+    _parallel_devices: list[torch.device] | None
+
+    # Lightning sets both after it has made the strategy, from the arguments of the Trainer.
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """As many CPUs as this machine has ranks."""
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        self._parallel_devices = None
+        if not devices:
+            return  # which the base class sets; Lightning sets them where it finds none
+        for device in devices:
+            if device.type != "cpu":
+                raise ConfigError(
+                    f'the strategy "{BACKEND}" takes CPUs alone, got {device}: give the Trainer accelerator="cpu"'
+                )
+        ranks = runtime.local_size()
+        if len(devices) not in (1, ranks):
+            raise ConfigError(
+                f"the Trainer was given devices={len(devices)}, and MPI has started {ranks} ranks on this machine: "
+                "leave devices out"
+            )
+        self._parallel_devices = [torch.device("cpu")] * ranks
+
+    @property
+    def num_nodes(self) -> int:
+        """How many machines there are."""
+        return len(runtime.world().hosts.nodes)
+
+    @num_nodes.setter
+    def num_nodes(self, count: int) -> None:
+        if count not in (1, self.num_nodes):
+            raise ConfigError(
+                f"the Trainer was given num_nodes={count}, and MPI has started ranks on {self.num_nodes} machines: "
+                "leave num_nodes out"
+            )
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Which share of the data is this rank's; machines may have different numbers of ranks."""
+        return {"num_replicas": runtime.size(), "rank": runtime.rank()}
+
+
+ringreduce_torch_backend.register()  # where torch has not done so itself

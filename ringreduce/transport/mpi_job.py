@@ -1,0 +1,252 @@
+"""The ranks of an MPI job: who they are, how some of them make a world, and who is left when others have died."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from operator import index
+from typing import cast
+
+from ringreduce.transport import mpi  # before mpi4py.MPI, as it decides how MPI ends
+
+# isort: split
+
+from mpi4py import MPI
+
+from ringreduce.common import processes
+from ringreduce.common.config import survives_deaths
+from ringreduce.common.errors import CollectiveTimeoutError, ConfigError, TransportError, name_ranks
+from ringreduce.transport.messages import exchange_json
+from ringreduce.transport.mpi import HERE_TAG, LEFT_TAG, MpiMessages, library, translated, world
+from ringreduce.transport.shared.node import host_name, pid_namespace
+from ringreduce.transport.waiting import Waiter
+
+__all__ = ["MpiRanks", "subworld", "world_ranks"]
+
+_log = logging.getLogger(__name__)
+
+_MOST_BEHIND = 1000
+_TOLD_S = 2.0  # the library tells of a death within 0.1 s
+
+
+class MpiRanks:
+    """Ranks of the job as MPI connects them; see `ringreduce.runtime.bootstrap.Connection`.
+
+    Args:
+        comm: the ranks.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._given = comm
+        self._comm = comm  # those that are left
+        self._here: set[int] = set()  # who of the given ones has come to go on without the dead
+        self._awaited: dict[int, MPI.Request] = {}  # the note of each of the others that says so
+        self._processes: dict[int, int] = {}  # of the given ones that are on this host
+        if survives_deaths() and comm.rank == 0 and MPI.Comm.Get_parent() != MPI.COMM_NULL:
+            _log.warning(
+                "other ranks have started these, by MPI_Comm_spawn: %s tells nobody when one of them dies, and the"
+                " others then wait for its time limit. `ringreduce run --elastic` starts ranks, and adds to them, too",
+                library(),
+            )
+
+    @property
+    def name(self) -> str:
+        return f"rank {self._comm.rank}"
+
+    @property
+    def who(self) -> str:
+        job = world()
+        if job.size == 1 and MPI.COMM_WORLD.size == 1:
+            return ""
+        in_job = f" (rank {job.rank} of {job.size} in the job)" if self._comm.size != job.size else ""
+        return f"{self.name} of {self._comm.size}{in_job}"
+
+    def messages(self, waiter: Waiter) -> MpiMessages:
+        messages = MpiMessages(self._comm, waiter)
+        if survives_deaths() and not self._processes:
+            namespace = f"{host_name()} {pid_namespace()}"
+            given = self._given.Get_group()
+            numbers = self._comm.Get_group().Translate_ranks(list(range(self._comm.size)), given)
+            introduced = zip(numbers, exchange_json(messages, (namespace, os.getpid())), strict=True)
+            self._processes = {rank: pid for rank, (where, pid) in introduced if where == namespace}
+        return messages
+
+    def messages_among(self, ranks: Sequence[int], waiters: Sequence[Waiter]) -> list[MpiMessages]:
+        comm = _part(self._comm, ranks, waiters[0], "make a group with this rank")
+        made = [MpiMessages(comm, each) for each in waiters]
+        with translated():
+            comm.Free()
+        return made
+
+    def abort(self, code: int) -> None:
+        if survives_deaths():
+            os.kill(os.getpid(), signal.SIGKILL)  # the others live on; of other ends they would not be told
+        MPI.COMM_WORLD.Abort(code)
+
+    def go_on(self, seniority: int, waiter: Waiter) -> None:
+        mpi.revoke_all()
+        former, self._comm = self._comm, self._given
+        with translated():  # MPI knows of earlier deaths, too, and cannot say which is new
+            if former != self._given:
+                former.Revoke()
+            self._meet(waiter)
+            with self._killing_who_stops(waiter.timeout_s):
+                self._comm = self._left(seniority)
+        self._here.clear()
+        if self._given in (world(), MPI.COMM_WORLD):
+            mpi.keep_left(self._comm)
+
+    def _left(self, seniority: int) -> MPI.Intracomm:
+        """Return the ranks that are left, in the order of their seniority. Collective over these, without limit."""
+        left = cast("MPI.Intracomm", self._given.Shrink())
+        left.Set_errhandler(MPI.ERRORS_RETURN)
+        try:
+            # A number for MPI is a C int, and those of commits grow from job to job.
+            behind = left.allreduce(seniority, MPI.MAX) - seniority
+            key = min(behind, _MOST_BEHIND) * left.size + left.rank
+            ordered = cast("MPI.Intracomm", left.Split(0, key))
+        except MPI.Exception:
+            left.Revoke()  # or some would wait in there for those that it has failed for
+            raise
+        ordered.Set_errhandler(MPI.ERRORS_RETURN)
+        left.Free()
+        return ordered
+
+    @contextmanager
+    def _killing_who_stops(self, limit_s: float) -> Iterator[None]:
+        """Kill ranks of this host that are stopped when a time limit has passed, and again after each further one."""
+        over = threading.Event()
+
+        def look() -> None:
+            while not over.wait(limit_s):
+                for peer, pid in self._processes.items():
+                    if processes.is_stopped(pid):
+                        self._kill(peer)
+
+        threading.Thread(target=look, name="ringreduce looks who has stopped", daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()
+
+    def _kill(self, peer: int) -> None:
+        _log.warning("rank %d of the job does not go on, and is killed: process %d", peer, self._processes[peer])
+        with suppress(ProcessLookupError):
+            os.kill(self._processes[peer], signal.SIGKILL)
+
+    def _meet(self, waiter: Waiter) -> None:
+        """Return when all that are left look who is left: to find out takes all of them, and knows no time limit.
+
+        Ranks of this host that do not come in time are killed: nobody can go on while they might.
+        """
+        comm = self._given
+        waits: set[int] = set(range(comm.size)) - {comm.rank} - self._here
+        for peer in range(comm.size):
+            with suppress(MPI.Exception):  # that one is dead
+                if peer != comm.rank:
+                    comm.Isend([b"", MPI.BYTE], peer, LEFT_TAG)
+                    if peer not in self._awaited:
+                        self._awaited[peer] = comm.Irecv([bytearray(), MPI.BYTE], peer, LEFT_TAG)
+        quiet: dict[int, float] = {}  # ranks whose process has ended, and when that was seen
+
+        def all_heard() -> bool:
+            for peer in list(waits):
+                if self._has_come(peer):
+                    waits.discard(peer)
+                    self._here.add(peer)  # for good: it waits for the others without a time limit from then on
+            return not waits
+
+        def told_of_deaths() -> None:
+            for peer in waits & self._processes.keys():
+                if os.path.exists(f"/proc/{self._processes[peer]}"):
+                    continue
+                if time.monotonic() - quiet.setdefault(peer, time.monotonic()) > _TOLD_S:
+                    raise TransportError(
+                        f"rank {peer} of the job has ended, but not by a signal, and {library()} tells nobody of other "
+                        "ends: the others cannot go on. `ringreduce run --elastic` turns all but good ends into signals"
+                    )
+
+        patient = Waiter(waiter.timeout_s, waiter.crowded)
+        patient.watchers.append(told_of_deaths)
+        try:
+            patient.until(all_heard, lambda: f"{name_ranks(sorted(waits))} of the job to go on as well")
+        except CollectiveTimeoutError:
+            for peer in waits & self._processes.keys():
+                self._kill(peer)
+            patient.timeout_s = 2 * _TOLD_S
+            patient.until(all_heard, lambda: f"{name_ranks(sorted(waits))} of the job to go on without those that died")
+
+    def _has_come(self, peer: int) -> bool:
+        """Return whether a rank has said that it goes on, or is dead."""
+        request = self._awaited.get(peer)
+        try:
+            if request is not None and not request.Test():
+                return False
+        except MPI.Exception:
+            pass
+        self._awaited.pop(peer, None)
+        return True
+
+
+def world_ranks(comm: MPI.Intracomm) -> list[int]:
+    """Return the ranks of a communicator as ranks of the job."""
+    group = comm.Get_group()
+    return group.Translate_ranks(list(range(group.size)), world().Get_group())
+
+
+def subworld(ranks: Sequence[int], waiter: Waiter) -> MPI.Intracomm:
+    """Return a communicator of some ranks of the job; collective over these.
+
+    Raises:
+        ConfigError: there are no such ranks, or this is none of them.
+        CollectiveTimeoutError: not all of them called this within the time limit.
+    """
+    everyone = world()
+    listed = [index(rank) for rank in ranks]
+    if everyone.rank not in listed or not set(listed) <= set(range(everyone.size)) or len(set(listed)) < len(listed):
+        raise ConfigError(
+            f"a world can be made of different ranks of the job, 0 to {everyone.size - 1}, and by these; "
+            f"got {listed} on rank {everyone.rank}"
+        )
+    return _part(everyone, listed, waiter, "call init")
+
+
+def _part(comm: MPI.Intracomm, ranks: Sequence[int], waiter: Waiter, purpose: str) -> MPI.Intracomm:
+    """Return a communicator of some ranks of another one; collective over these.
+
+    Args:
+        comm: the other one.
+        ranks: of that, in the order of the new one.
+        waiter: how to wait until all have come here.
+        purpose: what they come to do, for the error.
+
+    Raises:
+        CollectiveTimeoutError: not all of them called this within the time limit.
+    """
+    # MPI would wait without limit for a rank that does not come. So all hear from all that they have come, and then
+    # that they have heard from all.
+    for _ in range(2):
+        _hear_from_all(comm, [rank for rank in ranks if rank != comm.rank], waiter, purpose)
+    with translated():
+        return comm.Create_group(comm.Get_group().Incl(list(ranks)))
+
+
+def _hear_from_all(comm: MPI.Intracomm, peers: Sequence[int], waiter: Waiter, purpose: str) -> None:
+    with translated():
+        sent = [comm.Isend([b"", MPI.BYTE], peer, HERE_TAG) for peer in peers]
+        heard = {peer: comm.Irecv([bytearray(), MPI.BYTE], peer, HERE_TAG) for peer in peers}
+        try:
+            waiter.until(
+                lambda: all(each.Test() for each in (*sent, *heard.values())),
+                lambda: f"{name_ranks([peer for peer, each in heard.items() if not each.Test()])} to {purpose}",
+            )
+        except CollectiveTimeoutError:
+            for each in heard.values():
+                if not each.Test():
+                    each.Cancel()
+            raise

@@ -1,0 +1,345 @@
+"""The arena: hands out pieces of the memory that a rank shares with its node, and says where arrays are."""
+
+from __future__ import annotations
+
+import bisect
+import os
+import resource
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ringreduce.buffers import address_of
+from ringreduce.common.errors import TransportError
+from ringreduce.common.processes import Forked
+from ringreduce.transport.shared.private import PrivateMemory, reads
+from ringreduce.transport.shared.segments import Segments
+
+__all__ = [
+    "MAILED",
+    "NOWHERE",
+    "Arena",
+    "Block",
+    "Location",
+    "memory_nbytes",
+]
+
+Array = npt.NDArray[Any]
+
+#: Places in the memory of a rank, as one number: not negative, a location in its arena, packed; less than these two,
+#: the negative of an address in the private memory of its process.
+NOWHERE = -1  # where no peer can reach it
+MAILED = -2  # in the rank's mailbox for this call
+
+_PAGE = 4096
+_KEPT_NBYTES = 256 << 20  # free memory that keeps its pages, of each of two kinds
+_OFFSET_BITS = 44  # 16 TiB; leaves 19 bits for the segment
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where something is in the memory of one rank: a segment of that rank and an offset (bytes) in it."""
+
+    segment: int
+    offset: int
+
+    @property
+    def packed(self) -> int:
+        """The same as one number, for a flag; see `unpack`."""
+        return self.segment << _OFFSET_BITS | self.offset
+
+    @classmethod
+    def unpack(cls, number: int) -> Location:
+        return cls(number >> _OFFSET_BITS, number & (1 << _OFFSET_BITS) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A piece of the arena: its bytes, as an array and as a memoryview, where they are, and where peers find them."""
+
+    memory: Array
+    view: memoryview
+    address: int
+    location: Location
+
+
+def memory_nbytes() -> int:
+    """Return how much memory this machine has, or the container in which this process runs."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # no such cgroup, or no limit: "max"
+            limits.append(int(Path(path).read_text(encoding="ascii")))
+    return min(limits)
+
+
+def _most_segments() -> int:
+    """Return how many segments there may be before no more are made for results."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft // 4
+
+
+class _Lease(weakref.ref[Array]):
+    """A reference to an array that was lent a block; its callback takes the block back.
+
+    Attributes:
+        block: of the array.
+        is_result: whether it counts as a result.
+        seen: the processes that were forked while the array lived, and may look at it still.
+    """
+
+    __slots__ = ("block", "is_result", "seen")
+
+    block: Block
+    is_result: bool
+    seen: list[Forked]
+
+
+class Arena:
+    """Hands out blocks of this rank's segments; makes segments as they are needed. Local, not collective; thread-safe.
+
+    Blocks of arrays that are gone are kept, up to 256 MiB, for arrays of the same size, which find their pages there.
+    Other free memory is handed out first fit. Its pages go back to the system once more than 256 MiB have become free,
+    and when nothing of it is large enough and a new segment has to be made.
+
+    What lives when the process forks is not handed out again before all processes that were forked have ended: they see
+    what is written here later.
+
+    Args:
+        segments: makes them.
+        results_nbytes: how much all results may take that live at once; beyond that they are private.
+
+    Attributes:
+        copies_private: whether the ranks of the node can copy each other's private memory; the same on all of them.
+    """
+
+    def __init__(self, segments: Segments, results_nbytes: int = 0) -> None:
+        self.copies_private = False
+        self._lock = threading.RLock()
+        self._segments = segments
+        self._results_nbytes = results_nbytes
+        self._result_nbytes_lent = 0
+        self._leases: dict[int, _Lease] = {}
+        self._returned: deque[_Lease] = deque()  # not taken back yet
+        self._kept: list[Block] = []
+        self._kept_nbytes = 0
+        self._seen: list[_Lease] = []  # by processes that were forked and have not ended
+        self._memory: dict[int, Array] = {}
+        self._free: dict[int, list[tuple[int, int]]] = {}  # segment -> (offset, nbytes) of holes, ascending
+        self._freed_nbytes = 0  # since the pages of holes went back
+        self._bases: list[tuple[int, int, int]] = []  # (address, nbytes, segment) of all segments, ascending
+
+    def allocate(self, nbytes: int, most_segments: Callable[[], int] | None = None) -> Block:
+        """Return a page-aligned block of at least one byte; its content is undefined.
+
+        Raises:
+            TransportError: there is no memory to share; or it would take a segment more than ``most_segments()``.
+        """
+        nbytes = max(1, -(-nbytes // _PAGE)) * _PAGE
+        with self._lock:
+            if self._returned:
+                self._take_back()
+            for index in range(len(self._kept) - 1, -1, -1):
+                if self._kept[index].memory.nbytes == nbytes:
+                    self._kept_nbytes -= nbytes
+                    return self._kept.pop(index)
+            segment, offset = self._take(nbytes, most_segments)
+            memory = self._memory[segment][offset : offset + nbytes]
+            return Block(memory, memory.data, address_of(memory), Location(segment, offset))
+
+    def release(self, block: Block) -> None:
+        """Take a block back."""
+        with self._lock:
+            holes = self._free[block.location.segment]
+            bisect.insort(holes, (block.location.offset, block.memory.nbytes))
+            merged: list[tuple[int, int]] = []
+            for offset, nbytes in holes:
+                if merged and sum(merged[-1]) == offset:
+                    merged[-1] = (merged[-1][0], merged[-1][1] + nbytes)
+                else:
+                    merged.append((offset, nbytes))
+            self._free[block.location.segment] = merged
+            self._freed_nbytes += block.memory.nbytes
+            if self._freed_nbytes > _KEPT_NBYTES:
+                self._discard_holes()
+
+    def array(self, nbytes: int) -> Array:
+        """Return a block as an array that takes its memory back to the arena when it and all its views are gone."""
+        return self._lend(self.allocate(nbytes), (nbytes,), np.dtype(np.uint8), is_result=False)
+
+    def result(self, shape: tuple[int, ...], dtype: np.dtype[Any], nbytes: int) -> tuple[Array, int] | None:
+        """Return such an array for what a collective returns, and its address; None: it is better private.
+
+        Results are private where those that live have reached their limit, or where it would take one more segment, and
+        those are as many as a quarter of the files that this process may have open.
+        """
+        with self._lock:
+            block = self._replaced(nbytes)
+            if block is None:
+                if self._returned:
+                    self._take_back()
+                if self._result_nbytes_lent + nbytes > self._results_nbytes:
+                    return None
+                try:
+                    block = self.allocate(nbytes, _most_segments)
+                except TransportError:
+                    return None
+                self._result_nbytes_lent += block.memory.nbytes
+            return self._lend(block, shape, dtype, is_result=True), block.address
+
+    def _replaced(self, nbytes: int) -> Block | None:
+        """Return the block of a result that has just come back, if it has the right size: the usual case."""
+        if len(self._returned) != 1:
+            return None
+        last = self._returned[0]
+        if last.seen or not last.is_result or not 0 <= last.block.memory.nbytes - nbytes < _PAGE:
+            return None
+        self._returned.popleft()
+        self._segments.settle()
+        return last.block
+
+    def _lend(self, block: Block, shape: tuple[int, ...], dtype: np.dtype[Any], *, is_result: bool) -> Array:
+        # Going through a memoryview makes `owner` the base of every view that is taken of it.
+        owner = np.frombuffer(block.view, dtype, prod(shape))
+        lease = _Lease(owner, self._end)
+        lease.block, lease.is_result, lease.seen = block, is_result, []
+        self._leases[id(lease)] = lease
+        return owner.reshape(shape)
+
+    def _end(self, lease: weakref.ref[Array]) -> None:
+        # The collector may call this in the middle of `release`, or on another thread: this much is safe.
+        self._returned.append(self._leases.pop(id(lease)))
+
+    def _take_back(self) -> None:
+        nreturned = len(self._returned)
+        self._segments.settle()
+        back, self._seen = self._seen, []
+        back += [
+            self._returned.popleft() for _ in range(nreturned)
+        ]  # none that comes back meanwhile: it is not settled
+        for lease in back:
+            if not all(each.ended for each in lease.seen):
+                self._seen.append(lease)
+                continue
+            if lease.is_result:
+                self._result_nbytes_lent -= lease.block.memory.nbytes
+            self._keep(lease.block)
+
+    def _keep(self, block: Block) -> None:
+        if block.memory.nbytes > _KEPT_NBYTES:
+            self.release(block)
+            return
+        self._kept.append(block)
+        self._kept_nbytes += block.memory.nbytes
+        while self._kept_nbytes > _KEPT_NBYTES:
+            oldest = self._kept.pop(0)
+            self._kept_nbytes -= oldest.memory.nbytes
+            self.release(oldest)
+
+    def forked(self, processes: Forked) -> None:
+        """Hand out nothing that lives now again before all ``processes`` have ended, which are forked just now."""
+        for lease in [*self._leases.values(), *self._returned]:
+            if processes not in lease.seen:
+                lease.seen.append(processes)
+
+    def locate(self, address: int, nbytes: int) -> Location | None:
+        """Return where ``nbytes`` bytes at ``address`` are in the arena, None if they are not part of it."""
+        index = bisect.bisect_right(self._bases, (address, 1 << 62, 0)) - 1
+        if index < 0:
+            return None
+        base, length, segment = self._bases[index]
+        return Location(segment, address - base) if address + nbytes <= base + length else None
+
+    def place(self, address: int, nbytes: int) -> int:
+        """Return the place of some memory of this rank's."""
+        location = self.locate(address, nbytes)
+        if location is not None:
+            return location.packed
+        readable = self.copies_private and reads(os.getpid(), address, nbytes)  # that of devices, perhaps, is not
+        return -address if readable else NOWHERE
+
+    def at(
+        self, rank: int, place: int, dtype: np.dtype[Any], count: int, present: Callable[[], object] = lambda: None
+    ) -> Array | PrivateMemory:
+        """Return elements of a peer's memory at a place that it has published; ``present`` as for `PrivateMemory`."""
+        if place < MAILED:
+            return PrivateMemory(rank, self._segments.pid(rank), -place, dtype, count, present)
+        return self.peer_view(rank, Location.unpack(place), dtype, count)
+
+    def private(self, rank: int, address: int, nbytes: int) -> PrivateMemory:
+        """Return bytes in the private memory of a peer."""
+        return PrivateMemory(rank, self._segments.pid(rank), address, np.dtype(np.uint8), nbytes)
+
+    def view(self, location: Location, dtype: np.dtype[Any], count: int) -> Array:
+        """Return elements of this rank's own memory, without holding on to the array that was made of it."""
+        return self._memory[location.segment][location.offset : location.offset + count * dtype.itemsize].view(dtype)
+
+    def peer_view(self, rank: int, location: Location, dtype: np.dtype[Any], count: int) -> Array:
+        """Return elements of a peer's memory."""
+        segment = self._segments.open(rank, location.segment)
+        return segment[location.offset : location.offset + count * dtype.itemsize].view(dtype)
+
+    def open(self, rank: int, location: Location) -> None:
+        """Map the segment of a peer's location.
+
+        Raises:
+            TransportError: this process cannot reach that memory.
+        """
+        self._segments.open(rank, location.segment)
+
+    def disown(self) -> None:
+        """Make this process's segments private copies; see `Segments.disown`."""
+        self._segments.disown()
+
+    def alive(self, rank: int) -> bool:
+        """Return whether the process of a peer on this node still runs."""
+        return self._segments.alive(rank)
+
+    def pid(self, rank: int) -> int:
+        """Return the process of a rank of the node."""
+        return self._segments.pid(rank)
+
+    def close(self) -> None:
+        """Give back the segments; arrays that users still hold stay valid."""
+        self._segments.close()
+
+    def _take(self, nbytes: int, most_segments: Callable[[], int] | None) -> tuple[int, int]:
+        found = self._first_fit(nbytes)
+        if found is None and self._kept:
+            kept, self._kept, self._kept_nbytes = self._kept, [], 0
+            for block in kept:
+                self.release(block)
+            found = self._first_fit(nbytes)
+        if found is not None:
+            return found
+        if most_segments is not None and len(self._memory) >= most_segments():
+            raise TransportError(f"there are {len(self._memory)} segments already")
+        self._discard_holes()
+        segment, memory = self._segments.create(max(nbytes, self._segments.nbytes))
+        self._memory[segment] = memory
+        self._free[segment] = [(nbytes, memory.nbytes - nbytes)] if memory.nbytes > nbytes else []
+        bisect.insort(self._bases, (address_of(memory), memory.nbytes, segment))
+        return segment, 0
+
+    def _first_fit(self, nbytes: int) -> tuple[int, int] | None:
+        for segment, holes in self._free.items():
+            for index, (offset, size) in enumerate(holes):
+                if size >= nbytes:
+                    holes[index : index + 1] = [(offset + nbytes, size - nbytes)] if size > nbytes else []
+                    return segment, offset
+        return None
+
+    def _discard_holes(self) -> None:
+        for segment, holes in self._free.items():
+            for offset, size in holes:
+                self._segments.discard(segment, offset, size)
+        self._freed_nbytes = 0

@@ -1,0 +1,393 @@
+"""The board: flag lines in shared memory through which the ranks of a node meet.
+
+Every rank owns two pages of flags and texts that only it writes, and areas that its peers read (or write, between
+barriers):
+
+    line 0, 1   arrival: call number, signature hash, places of input and result, four more numbers, for even and odd
+                calls
+    line 2      barrier: how many barriers this rank has reached
+    line 4      status: not 0 once the rank takes part in no further call; processors fetch lines in pairs, and nothing
+                beside this one is ever written in a call
+    line 6 ...  what this rank called, as text, written only when a mismatch was seen
+    page 1      why this rank takes part in no further call, written before its status
+    numbers     two of `_NUMBERS_NBYTES`: numbers said at arrival that the line cannot hold, for even and odd calls
+    mailboxes   two of `MAILBOX_NBYTES`: data of small collectives, for even and odd calls
+    staging     four of `STAGE_NBYTES`: pieces of private buffers on their way (two in, two out)
+
+Counters are 64-bit and never reset. A rank may be one call ahead of its peers, never two: it passes the arrival of
+call n + 1 only after they have arrived there, and they do so only after they are done with call n. Hence two lines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import threading
+from array import array
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from ringreduce.common.call_sites import Called, GivenUp, disagreement
+from ringreduce.common.errors import CollectiveError, PeerLostError
+from ringreduce.transport.shared.arena import NOWHERE, Arena, Location
+from ringreduce.transport.waiting import Waiter
+
+__all__ = ["MAILBOX_NBYTES", "STAGE_NBYTES", "Arrival", "Board", "fence", "signature_hash"]
+
+Array = npt.NDArray[Any]
+
+MAILBOX_NBYTES = 256 << 10
+STAGE_NBYTES = 1 << 20
+
+_LINE = 64  # bytes: what the cores' caches pass to one another
+_PAGE = 4096
+_BARRIER, _STATUS = 2, 4
+_CALLED, _WHY = slice(6 * _LINE, _PAGE), slice(_PAGE, 2 * _PAGE)
+_NUMBERS = 2 * _PAGE
+_NUMBERS_NBYTES = 2 * _PAGE  # a number for each of a thousand members
+_MAILBOXES = _NUMBERS + 2 * _NUMBERS_NBYTES
+_STAGES = _MAILBOXES + 2 * MAILBOX_NBYTES
+_BOARD_NBYTES = _STAGES + 4 * STAGE_NBYTES
+
+_POLLS = 100  # about 3 us
+_YIELDS = 200  # about 100 us, or as long as the ranks that share the core take
+
+_NUMBER, _SIGNATURE, _SOURCE, _TARGET, _SAID = range(5)
+_NSAID = _LINE // 8 - _SAID
+
+#: What a rank publishes in place of the hash of a signature, which is never negative, for a call that it cannot make.
+_REFUSED = -1
+
+
+def signature_hash(signature: str) -> int:
+    """Return 63 bits that stand for a signature; the same in every process."""
+    return int.from_bytes(blake2b(signature.encode(), digest_size=8).digest(), "little") >> 1
+
+
+class Arrival(NamedTuple):
+    """What a rank tells the other members when it comes to a call; quickest where the same object comes again.
+
+    Attributes:
+        signature: what it calls.
+        code: `signature_hash` of that.
+        source: the place of its input, see `ringreduce.transport.shared.arena`.
+        target: the place of its result.
+    """
+
+    signature: str
+    code: int
+    source: int = NOWHERE
+    target: int = NOWHERE
+
+
+class Board:
+    """The flag lines of one process set's ranks on one node.
+
+    Args:
+        arena: where this rank's own part is allocated.
+        members: the ranks on this node, ascending, as numbers of the process set.
+        locations: where each member's part is; see `Board.allocate`.
+        rank: this rank.
+        waiter: how to wait, and the watchers that may end a wait.
+
+    Attributes:
+        number: the calls that this rank has begun.
+        epoch: the barriers that it has reached.
+        called: says what this rank calls, and where, to members that call something else.
+    """
+
+    def __init__(
+        self, arena: Arena, members: Sequence[int], locations: Sequence[Location], rank: int, waiter: Waiter
+    ) -> None:
+        self.members = tuple(members)
+        self.index = self.members.index(rank)
+        self._rank = rank
+        self._arena = arena
+        self._waiter = waiter
+        self._parts = [
+            arena.view(location, np.dtype(np.uint8), _BOARD_NBYTES)
+            if member == rank
+            else arena.peer_view(member, location, np.dtype(np.uint8), _BOARD_NBYTES)
+            for member, location in zip(members, locations, strict=True)
+        ]
+        lines = [[part[line * _LINE :][:_LINE].data.cast("q") for line in range(5)] for part in self._parts]
+        self._mine = lines[self.index]
+        self._others = [(member, lines[i]) for i, member in enumerate(members) if member != rank]
+        # What `arrive` and `barrier` walk through: the peers' lines, by parity.
+        self._arrivals = tuple(tuple(line[parity] for _, line in self._others) for parity in (0, 1))
+        self._barriers = tuple(line[_BARRIER] for _, line in self._others)
+        # Where `say` puts what a line cannot hold, by parity and member.
+        self._longer = tuple(
+            [part[_NUMBERS + parity * _NUMBERS_NBYTES :][:_NUMBERS_NBYTES].data.cast("q") for part in self._parts]
+            for parity in (0, 1)
+        )
+        self._published: list[Arrival | None] = [None, None]  # in the arrival lines, by parity
+        self.number = 0
+        self.epoch = 0
+        self.called: Callable[[str], Called] = Called.here
+        self._waiting: tuple[Sequence[memoryview], int, str] | None = None
+        self._fence = fence()
+        waiter.watchers.append(self._watch)
+
+    @staticmethod
+    def allocate(arena: Arena) -> Location:
+        """Make this rank's part; every member does, and tells the others where, before any makes a `Board`."""
+        block = arena.allocate(_BOARD_NBYTES)
+        block.memory[:_MAILBOXES] = 0
+        return block.location
+
+    def mailboxes(self, parity: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> list[Array]:
+        """Return every member's mailbox as an array, in the order of ``members``."""
+        return self._areas(_MAILBOXES + parity * MAILBOX_NBYTES, MAILBOX_NBYTES, dtype, shape)
+
+    def stages(self, number: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> list[Array]:
+        """Return every member's staging area ``number`` (0 to 3) as an array, in the order of ``members``."""
+        return self._areas(_STAGES + number * STAGE_NBYTES, STAGE_NBYTES, dtype, shape)
+
+    def _areas(self, offset: int, limit: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> list[Array]:
+        nbytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        assert nbytes <= limit
+        return [part[offset : offset + nbytes].view(dtype).reshape(shape) for part in self._parts]
+
+    def say(self, numbers: Sequence[int]) -> None:
+        """Let the other members read numbers once this rank has arrived at its next call; see `said`."""
+        parity = self.number + 1 & 1
+        if len(numbers) > _NSAID:
+            self._longer[parity][self.index][: len(numbers)] = array("q", numbers)
+            return
+        line = self._mine[parity]
+        for index, number in enumerate(numbers, _SAID):
+            line[index] = number
+
+    def said(self, count: int) -> list[int]:
+        """Return what each of the other members has said to this call: ``count`` numbers each, in the order of `peers`.
+
+        Valid until this rank leaves the call.
+        """
+        parity = self.number & 1
+        if count <= _NSAID:
+            return [number for line in self._arrivals[parity] for number in line[_SAID : _SAID + count].tolist()]
+        longer = [area for index, area in enumerate(self._longer[parity]) if index != self.index]
+        return [number for area in longer for number in area[:count].tolist()]
+
+    def arrive(self, mine: Arrival) -> list[int]:
+        """Begin a call together with the other members: the barrier before any data is touched.
+
+        Args:
+            mine: what this rank tells the others.
+
+        Returns:
+            Source and target of each of the other members, in the order of `peers`.
+
+        Raises:
+            MismatchError: on every member, if any called something else.
+            CollectiveTimeoutError, PeerLostError: a member did not come.
+        """
+        number = self.number = self.number + 1
+        parity = number & 1
+        line = self._mine[parity]
+        if self._published[parity] is not mine:  # peers poll this line: each store makes it travel
+            _, line[_SIGNATURE], line[_SOURCE], line[_TARGET] = self._published[parity] = mine
+        if self._fence is not None:
+            self._fence()
+        line[_NUMBER] = number
+        lines = self._arrivals[parity]
+        for peer in lines:
+            if peer[_NUMBER] < number and not self._soon(peer, number):
+                self._wait(lines, number, mine.signature)
+        if self._fence is not None:
+            self._fence()
+        agreed, places, code = True, [], mine.code
+        for peer in lines:
+            if peer[_SIGNATURE] != code:
+                agreed = False
+            places.append(peer[_SOURCE])
+            places.append(peer[_TARGET])
+        if not agreed:
+            self._disagree(mine.signature)
+        return places
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Come to a call that this rank cannot make, so that it is over for all members.
+
+        Args:
+            reason: what the others hear instead of a signature.
+
+        Raises:
+            MismatchError: on every member.
+            CollectiveTimeoutError, PeerLostError: a member did not come.
+        """
+        self.arrive(Arrival(reason, _REFUSED))
+        self._disagree(reason)  # all have refused
+
+    @property
+    def peers(self) -> list[int]:
+        """The other members, ascending."""
+        return [member for member, _ in self._others]
+
+    def barrier(self, signature: str, *, wait: bool = True) -> None:
+        """Wait until every member has reached its n-th barrier, as this rank reaches its own.
+
+        A rank whose wait fails takes back that it came: its arrays are the program's again then, so a member that still
+        loads from them must not believe what it loaded, and finds that out when it comes here itself.
+
+        Args:
+            signature: what this rank calls.
+            wait: whether this rank waits; if not, it lets the others go on alone.
+        """
+        epoch = self.epoch = self.epoch + 1
+        if self._fence is not None:
+            self._fence()
+        mine = self._mine[_BARRIER]
+        mine[0] = epoch
+        if not wait:
+            return
+        try:
+            for line in self._barriers:
+                if line[0] < epoch and not self._soon(line, epoch):
+                    self._wait(self._barriers, epoch, signature)
+        except BaseException:
+            mine[0] = epoch - 1
+            if self._fence is not None:
+                self._fence()
+            raise
+        if self._fence is not None:
+            self._fence()
+
+    def resume(self, number: int, epoch: int) -> None:
+        """Count on from the most calls and barriers that any member has reached, after a call that not all came to.
+
+        No member may be on its way through a call; the same numbers on all.
+        """
+        self.number, self.epoch = number, epoch
+
+    def leave(self, why: GivenUp) -> bool:
+        """Let nobody wait for this rank in vain; return whether it is the first member that does so."""
+        if not self._mine[_STATUS][0]:
+            self._write_text(_WHY, json.dumps(why).encode())
+            if self._fence is not None:
+                self._fence()
+            self._mine[_STATUS][0] = 1
+        return not any(line[_STATUS][0] for _, line in self._others)
+
+    def close(self) -> None:
+        """Stop watching; the memory goes with the arena."""
+        self._waiter.watchers.remove(self._watch)
+
+    def _soon(self, line: memoryview, number: int) -> bool:
+        """Poll a flag, then give the core away some times: ranks in step are not further apart than that.
+
+        The long way round, `Waiter`, watches the peers and the clock, and takes longer than most waits.
+        """
+        tries = _POLLS if self._waiter.crowded else 0
+        while line[0] < number:
+            if tries >= _POLLS:
+                if tries == _POLLS + _YIELDS:
+                    return False
+                os.sched_yield()
+            tries += 1
+        return True
+
+    def _wait(self, lines: Sequence[memoryview], number: int, signature: str) -> None:
+        def missing() -> str:
+            late = [member for (member, _), line in zip(self._others, lines, strict=True) if line[0] < number]
+            return f"rank {', '.join(map(str, late))} in {signature}"
+
+        def everyone() -> bool:
+            return all(line[0] >= number for line in lines)
+
+        self._waiting = lines, number, signature
+        try:
+            self._waiter.until(everyone, missing)
+        finally:
+            self._waiting = None
+
+    def require_present(self, position: int, signature: str) -> None:
+        """Raise what ends this rank's call if a member has left.
+
+        Args:
+            position: of the member among ``peers``.
+            signature: what this rank calls.
+        """
+        if self._others[position][1][_STATUS][0]:
+            raise self._why(position).error(self._others[position][0], f"this rank called {signature}")
+
+    def find_lost(self, doing: str, among: Sequence[int] | None = None) -> CollectiveError | None:
+        """Return what to raise about a member that takes part in nothing any more, None if there is none.
+
+        One that has died without a word comes first: others may have ended because of it.
+
+        Args:
+            doing: what this rank does, for the error.
+            among: positions in ``peers``; None: all but those that have shut down.
+        """
+        reached = range(len(self._others)) if among is None else among
+        left = {position: self._why(position) for position in reached if self._left(position)}
+        for position in reached:
+            member = self._others[position][0]
+            if position not in left and not self._arena.alive(member) and not self._left(position):
+                return PeerLostError(member, f"its process has ended; {doing}")
+        for position, why in left.items():
+            if why.reason or among is not None:
+                return why.error(self._others[position][0], doing)
+        return None
+
+    def _left(self, position: int) -> bool:
+        flag = self._others[position][1][_STATUS][0]
+        if flag and self._fence is not None:
+            self._fence()
+        return bool(flag)
+
+    def _why(self, position: int) -> GivenUp:
+        return GivenUp(*json.loads(self._read_text(self.members.index(self._others[position][0]), _WHY)))
+
+    def _watch(self) -> None:
+        """Raise if a member that is waited for has left or died."""
+        if self._waiting is None:
+            return
+        lines, number, signature = self._waiting
+        late = [position for position, flag in enumerate(lines) if flag[0] < number]
+        lost = self.find_lost(f"this rank called {signature}", late)
+        if lost is not None:
+            raise lost
+
+    def _write_text(self, where: slice, text: bytes) -> None:
+        """Write what the others read once a flag tells them to."""
+        area = self._parts[self.index][where]
+        assert 8 + len(text) <= len(area)
+        area[8 : 8 + len(text)] = np.frombuffer(text, np.uint8)
+        area[:8].view(np.int64)[0] = len(text)
+
+    def _read_text(self, index: int, where: slice) -> bytes:
+        area = self._parts[index][where]
+        return area[8 : 8 + int(area[:8].view(np.int64)[0])].tobytes()
+
+    def _disagree(self, signature: str) -> NoReturn:
+        """Tell the others what was called, learn what they called, and raise."""
+        self._write_text(_CALLED, self.called(signature).to_json())
+        self.barrier(signature)
+        calls = {member: Called.from_json(self._read_text(index, _CALLED)) for index, member in enumerate(self.members)}
+        self.barrier(signature)
+        raise disagreement(calls)
+
+
+def fence(machine: str = platform.machine()) -> Callable[[], object] | None:
+    """Return what orders data and flags: None on x86, where they stay in order; a lock's barriers elsewhere.
+
+    Releasing orders what was done before, acquiring what comes after: in this order, on one lock, a full fence.
+    """
+    if machine in ("x86_64", "AMD64", "i686"):
+        return None
+    lock = threading.Lock()
+    lock.acquire()
+
+    def order() -> None:
+        lock.release()
+        lock.acquire()
+
+    return order

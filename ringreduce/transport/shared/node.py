@@ -1,0 +1,190 @@
+"""Joining the ranks of a node: who is here, and the memory that they share."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ringreduce.buffers import address_of
+from ringreduce.common.config import Config
+from ringreduce.common.errors import TransportError
+from ringreduce.common.topology import Topology
+from ringreduce.transport.messages import Messages, StepFailedError, exchange_json, together
+from ringreduce.transport.shared.arena import Arena, Block, Location, memory_nbytes
+from ringreduce.transport.shared.board import Board
+from ringreduce.transport.shared.segments import PrivateSegments, Segments
+from ringreduce.transport.waiting import Waiter
+
+__all__ = ["Node", "host_name", "join", "pid_namespace"]
+
+_log = logging.getLogger(__name__)
+
+_SECRET_NBYTES = 32
+#: Results of all ranks of a node may take this part of the memory, if the settings do not say otherwise: a quarter.
+_RESULTS_SHARE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A rank's place in the world, and what it shares with its neighbours.
+
+    Attributes:
+        topology: of all ranks: a node is what shares memory.
+        hosts: of all ranks: a node is a machine. The same, unless memory cannot be shared.
+        arena: where communication buffers come from; peers of the node can map them.
+        board: where the ranks of the node meet.
+    """
+
+    topology: Topology
+    hosts: Topology
+    arena: Arena
+    board: Board
+
+
+def host_name() -> str:
+    """Return what is equal for two processes if and only if they run on one machine (or one of its containers)."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()} {boot}"
+
+
+def join(
+    messages: Messages,
+    waiter: Waiter,
+    config: Config,
+    host: str,
+    make_segments: Callable[[Mapping[int, int]], Segments],
+    *,
+    warn: bool = True,
+) -> Node:
+    """Find out who shares memory and set it up. Collective over ``messages``.
+
+    Where any rank cannot make shared memory or map that of another rank of its machine (separate pid namespaces, say),
+    every rank becomes a node of its own and all bytes go as messages.
+
+    Args:
+        messages: the ranks.
+        waiter: how they will wait at the board.
+        config: equal on all ranks.
+        host: this rank's machine, in any words.
+        make_segments: makes this rank's segments, given the processes (rank -> pid) of its node.
+        warn: whether to say why ranks of one machine cannot share memory.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    introduction = {"host": host, "pid": os.getpid(), "namespace": pid_namespace(), "cores": cores}
+    everyone = exchange_json(messages, introduction)
+    node_size = config.node_size or messages.size
+    hosts = topology = Topology.from_hosts((each["host"], rank // node_size) for rank, each in enumerate(everyone))
+    members = hosts.node_of(messages.rank)
+    waiter.crowded = len(members) > len({core for member in members for core in everyone[member]["cores"]})
+    results_nbytes = config.results_nbytes
+    if results_nbytes is None:
+        results_nbytes = memory_nbytes() // (_RESULTS_SHARE * len(members))
+    arena = Arena(make_segments({member: everyone[member]["pid"] for member in members}), results_nbytes)
+    why_not = "" if config.shared_memory else "it is switched off"
+    if len({everyone[member]["namespace"] for member in members}) > 1:
+        why_not = why_not or "ranks of its machine run in separate pid namespaces"
+    try:
+        locations = _share(messages, arena, members, why_not)
+    except StepFailedError as reason:
+        if warn and messages.rank == 0 and messages.size > 1:
+            _log.warning("no shared memory between ranks, all bytes go over %s: %s", messages.name, reason)
+        arena.close()
+        topology = Topology.from_hosts(range(messages.size))
+        members = (messages.rank,)
+        arena = Arena(PrivateSegments(), results_nbytes)
+        locations = [Board.allocate(arena)]
+    else:
+        arena.copies_private = config.private_memory and _copies_private(messages, arena, members)
+    board = Board(arena, members, locations, messages.rank, waiter)
+    messages.exchange(b"")  # nobody may flag before everyone looks
+    return Node(topology, hosts, arena, board)
+
+
+def pid_namespace() -> str:
+    """Return what is equal for two processes of a machine if and only if a pid means the same to both."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _share(messages: Messages, arena: Arena, members: Sequence[int], why_not: str) -> list[Location]:
+    """Make every rank's part of its board and make sure that each member of a node reaches those of the others.
+
+    Pids and descriptors are small numbers. Where they mean something else than their sender thinks, a rank maps other
+    memory, or its own, without an error. So every rank writes a secret into its memory and tells the others what they
+    have to find there.
+
+    Args:
+        messages: all ranks.
+        arena: of this one.
+        members: of its node.
+        why_not: why memory cannot be shared, as far as this rank knows already.
+
+    Returns:
+        Where the boards of the members are.
+
+    Raises:
+        StepFailedError: on all ranks, if any rank of any node has a problem.
+    """
+    secret = secrets.token_hex(_SECRET_NBYTES // 2)
+
+    def make() -> tuple[Location, Block]:
+        if why_not:
+            raise TransportError(why_not)
+        board, block = Board.allocate(arena), arena.allocate(_SECRET_NBYTES)
+        block.memory[:_SECRET_NBYTES] = np.frombuffer(secret.encode(), np.uint8)
+        return board, block
+
+    def look() -> None:
+        for member in members:
+            if member != messages.rank:
+                place = Location(*everyone[member]["place"])
+                found = arena.peer_view(member, place, np.dtype(np.uint8), _SECRET_NBYTES)
+                if found.tobytes() != everyone[member]["secret"].encode():
+                    raise TransportError(f"it finds other memory in place of rank {member}'s")
+
+    board, block = together(messages, make)
+    everyone = exchange_json(messages, {"board": astuple(board), "place": astuple(block.location), "secret": secret})
+    together(messages, look)
+    arena.release(block)
+    return [Location(*everyone[member]["board"]) for member in members]
+
+
+def _copies_private(messages: Messages, arena: Arena, members: Sequence[int]) -> bool:
+    """Return whether the ranks of every node can copy each other's private memory. Collective.
+
+    Args:
+        messages: all ranks.
+        arena: of this one.
+        members: of its node.
+    """
+    secret = np.frombuffer(bytearray(secrets.token_bytes(_SECRET_NBYTES)), np.uint8)
+    mine = {"address": address_of(secret), "secret": secret.tolist()}
+    everyone = exchange_json(messages, mine)
+
+    def look() -> None:
+        found = np.empty_like(secret)
+        for member in members:
+            memory = arena.private(member, everyone[member]["address"], _SECRET_NBYTES)
+            memory.copy_to(found)()
+            if found.tolist() != everyone[member]["secret"]:
+                raise TransportError(f"it finds other memory in place of rank {member}'s")
+            memory.copy_from(found)()  # what is there already: only to try it
+
+    try:
+        together(messages, look)
+    except StepFailedError as reason:
+        _log.info("private arrays are copied twice between ranks of a node: %s", reason)
+        return False
+    return True
