@@ -16,7 +16,8 @@ Contenders, each with a copy of the same model on the same data:
     mpi         by hand: flatten the gradients, one MPI_Allreduce, copy them back
     ddp         torch's DistributedDataParallel on ringreduce as a backend of torch.distributed
     gloo        the same over Gloo
-    ddp-shared  DDP whose gradients are views of its buckets, on ringreduce, with the hook of ringreduce.torch.distributed.ddp
+    ddp-shared  DDP whose gradients are views of its buckets, on ringreduce, with the hook of
+                ringreduce.torch.distributed.ddp
     gloo-views  DDP whose gradients are views of its buckets, over Gloo
     fsdp        torch's fully_shard, each linear layer or convolution on its own, on ringreduce
     fsdp-gloo   the same over Gloo

@@ -1,6 +1,6 @@
 """The paths, which carry calls between ranks: each says whether it takes a call and what that costs, and runs it.
 
-A `Path` is for arrays in host memory; `Gpu` knows those for device memory.
+A `Path` is for arrays in host memory; `Devices` knows those for device memory.
 """
 
 from ringreduce.collectives.compressed import Feedback, Formats, codec_for
@@ -11,13 +11,11 @@ from ringreduce.collectives.paths import PATHS, Paths, path_for
 from ringreduce.collectives.repeat import BoundCalls
 from ringreduce.collectives.state import Standing
 from ringreduce.common.cleanup import close_all
-from ringreduce.gpu.devices import STAGED, Gpu, ordinal
 
 __all__ = [
     "DETERMINISTIC",
     "NCCL",
     "PATHS",
-    "STAGED",
     "VENDOR",
     "BoundCalls",
     "Call",
@@ -26,7 +24,6 @@ __all__ = [
     "Context",
     "Feedback",
     "Formats",
-    "Gpu",
     "Operands",
     "Path",
     "Paths",
@@ -35,6 +32,5 @@ __all__ = [
     "Work",
     "close_all",
     "codec_for",
-    "ordinal",
     "path_for",
 ]

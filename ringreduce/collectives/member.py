@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from ringreduce.algorithms import Collective
 from ringreduce.buffers import DType, new
-from ringreduce.collectives import NCCL, BoundCalls, Call, Choice, Context, Gpu, Operands, Standing, close_all, ordinal
+from ringreduce.collectives import NCCL, BoundCalls, Call, Choice, Context, Operands, Standing, close_all
+from ringreduce.collectives.devices import DevicesOf, NoDevices, ordinal
 from ringreduce.collectives.selection import Selection, forced
 from ringreduce.collectives.tuning import Table
 from ringreduce.common.arguments import array_shape, whole_number
@@ -21,8 +22,6 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.common.instruments import Tally
 from ringreduce.common.processes import Forked
 from ringreduce.common.reduce_ops import SUM, ReduceOp
-from ringreduce.gpu.cupy_driver import cuda_driver
-from ringreduce.gpu.nccl import cupy_nccl
 from ringreduce.transport.messages import Messages
 from ringreduce.transport.point_to_point import PointToPoint
 from ringreduce.transport.waiting import Waiter
@@ -33,7 +32,7 @@ __all__ = ["Member", "Running"]
 class Member:
     """All of a `Communicator` but its collectives; its attributes are described there."""
 
-    def __init__(self, context: Context, channel: Messages | None = None) -> None:
+    def __init__(self, context: Context, channel: Messages | None = None, devices: DevicesOf = NoDevices) -> None:
         self._context = context
         self._point_to_point: PointToPoint | None = None
         if channel is not None:
@@ -42,7 +41,7 @@ class Member:
             waiter.watchers.append(self._point_to_point.watch)
         self._selection = Selection(context)
         self._standing = Standing(context, self._selection.forget, lambda: self._bound.clear())
-        self.gpu = Gpu(context, self._standing, cuda_driver, cupy_nccl)
+        self.gpu = devices(context, self._standing)
         self._operands = Operands(self._standing, self.gpu, context.arena, shares_results=context.topology.size > 1)
         self.instruments = context.instruments
         self.tallies = {each.value: Tally() for each in Collective}

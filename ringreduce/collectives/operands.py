@@ -12,10 +12,10 @@ import numpy.typing as npt
 
 from ringreduce.buffers import DTYPES, DType, Operand, address_of, library_of, native, new, operand_of
 from ringreduce.buffers.device_arrays import DeviceOperand
+from ringreduce.collectives.devices import Devices
 from ringreduce.collectives.path import part_told
 from ringreduce.collectives.state import Standing
 from ringreduce.common.errors import UnsupportedBufferError
-from ringreduce.gpu.devices import Gpu
 from ringreduce.transport.shared.arena import Arena
 
 __all__ = [
@@ -52,7 +52,7 @@ class Operands:
         shares_results: whether anybody gains by that.
     """
 
-    def __init__(self, standing: Standing, gpu: Gpu, arena: Arena, *, shares_results: bool) -> None:
+    def __init__(self, standing: Standing, gpu: Devices, arena: Arena, *, shares_results: bool) -> None:
         self._standing = standing
         self._gpu = gpu
         self._arena = arena
@@ -67,7 +67,7 @@ class Operands:
         """
         self._standing.require_open()
         if isinstance(operand, DeviceOperand):
-            self._gpu.staging(operand.device)
+            self._gpu.require_usable(operand.device)
 
     def result(self, array: Any, source: AnyOperand, shape: tuple[int, ...], out: Any) -> tuple[Any, AnyOperand]:
         """Return where the result goes: ``out`` once it is checked, or a new array; and its memory.
@@ -141,7 +141,7 @@ class Operands:
             assert isinstance(target, Operand)
             return nullcontext((source, target))
         assert isinstance(target, DeviceOperand)
-        return self._gpu.staging(source.device).lend(source, target, fetch=fetch, store=store)
+        return self._gpu.lend(source, target, fetch=fetch, store=store)
 
 
 class RowsReceived:

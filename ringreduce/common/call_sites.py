@@ -35,7 +35,7 @@ __all__ = [
 #: The code of the program that was running and the instruction that each piece had come to, the innermost first.
 Stack = tuple[tuple[CodeType, int], ...]
 
-_PACKAGE = str(Path(__file__).parent) + os.sep
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _DEPTH = 16  # frames of the program: more cost more, and tell hardly any two calls apart that these do not
 _TEXT_LENGTH, _PLACE_LENGTH = 1200, 200  # also if JSON escapes every character, less than a page of the board
 

@@ -145,3 +145,8 @@ def name_ranks(ranks: list[int]) -> str:
             runs.append([rank])
     text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
     return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
+
+
+for _error in list(vars().values()):
+    if isinstance(_error, type) and issubclass(_error, RingReduceError):
+        _error.__module__ = "ringreduce"  # where users import it from, for tracebacks and pickles

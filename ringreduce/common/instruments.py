@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Instrument", "Instruments", "Tally"]
+__all__ = ["EngineTally", "Instrument", "Instruments", "Tally"]
 
 _log = logging.getLogger(__name__)
 
@@ -114,3 +114,23 @@ class Tally:
     calls: int = 0
     nbytes: int = 0
     seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class EngineTally:
+    """What an engine has done.
+
+    Attributes:
+        operations: how many have ended, well or not.
+        batches: in how many pieces they ran; operations that travel together are one piece.
+        seconds: how long those took.
+        overlapped_s: how much of that passed while the program did something else.
+        late: the rank that others last waited for: the clock when they heard of it, the rank, and how long they waited
+            (seconds); None: there was none.
+    """
+
+    operations: int = 0
+    batches: int = 0
+    seconds: float = 0.0
+    overlapped_s: float = 0.0
+    late: tuple[float, int, float] | None = None

@@ -17,9 +17,10 @@ from pathlib import Path
 from ringreduce.common.config import LAUNCHERS, Config
 from ringreduce.common.errors import TransportError
 from ringreduce.gpu.inventory import Inventory, take_inventory
+from ringreduce.launcher.launchers import clash
 from ringreduce.transport.shared.segments import MemfdSegments
 
-__all__ = ["LIBRARIES", "ROOT_ALLOWED", "Facts", "Mpi", "World", "clash", "collect", "family", "mpi_facts", "stranger"]
+__all__ = ["LIBRARIES", "ROOT_ALLOWED", "Facts", "Mpi", "World", "collect", "mpi_facts", "stranger"]
 
 _CHILD_S = 30.0  # for what is looked at in a process of its own
 
@@ -312,17 +313,3 @@ def _link(path: str) -> str:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or repr(error)).splitlines()[0]
-
-
-def family(text: str) -> str:
-    """Return whose a library or launcher is, by what it calls itself; empty if that is not known."""
-    lower = text.lower()
-    if "open mpi" in lower or "openrte" in lower or "prrte" in lower:
-        return "Open MPI"
-    return "MPICH" if any(name in lower for name in ("mpich", "hydra", "intel", "mvapich", "cray")) else ""
-
-
-def clash(launcher: str, library: str) -> bool:
-    """Return whether a launcher's family and a library are known to be strangers."""
-    theirs = family(library)
-    return bool(launcher and theirs) and launcher != theirs

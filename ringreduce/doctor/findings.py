@@ -10,8 +10,9 @@ from ringreduce.bench.cases import plural
 from ringreduce.buffers.device_arrays import INSTALL, install_command
 from ringreduce.common.config import ignored_variables
 from ringreduce.common.errors import name_ranks
-from ringreduce.doctor.facts import LIBRARIES, ROOT_ALLOWED, Facts, clash, family
+from ringreduce.doctor.facts import LIBRARIES, ROOT_ALLOWED, Facts
 from ringreduce.gpu.nccl import version_text
+from ringreduce.launcher.launchers import clash, family
 
 __all__ = ["LEVELS", "Finding", "by_rank", "examine"]
 

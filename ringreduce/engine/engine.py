@@ -13,9 +13,10 @@ from typing import Any
 
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import CollectiveError, ConfigError, RingReduceError
+from ringreduce.common.instruments import EngineTally
 from ringreduce.engine.driver import Driver
 from ringreduce.engine.operations import Operation, Refusal, UnderWay, Withdrawal, WithdrawnError
-from ringreduce.engine.progress import EngineTally, Progress
+from ringreduce.engine.progress import Progress
 from ringreduce.transport.control import ControlChannel
 
 __all__ = ["Engine", "Entrance"]

@@ -8,7 +8,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -25,6 +24,7 @@ from ringreduce.common.errors import (
     UnsupportedBufferError,
     name_ranks,
 )
+from ringreduce.common.instruments import EngineTally
 from ringreduce.engine.execution import Executor, RefusedError
 from ringreduce.engine.negotiation import Coordinator, Note, Participant
 from ringreduce.engine.operations import Join, Operation, Refusal, UnderWay, Withdrawal, WithdrawnError, is_unnamed
@@ -32,33 +32,13 @@ from ringreduce.engine.orders import Expired, Joined, Late, Lost, Order, Refuse,
 from ringreduce.engine.stall import StallWatch
 from ringreduce.transport.control import ControlChannel
 
-__all__ = ["EngineTally", "Progress"]
+__all__ = ["Progress"]
 
 _log = logging.getLogger(__name__)
 
 _COORDINATOR = 0
 _CHECK_S = 0.1
 _GRACE_S = 10.0  # how long after the time limit a rank waits for the coordinator to say so
-
-
-@dataclass(slots=True)
-class EngineTally:
-    """What an engine has done.
-
-    Attributes:
-        operations: how many have ended, well or not.
-        batches: in how many pieces they ran; operations that travel together are one piece.
-        seconds: how long those took.
-        overlapped_s: how much of that passed while the program did something else.
-        late: the rank that others last waited for: the clock when they heard of it, the rank, and how long they waited
-            (seconds); None: there was none.
-    """
-
-    operations: int = 0
-    batches: int = 0
-    seconds: float = 0.0
-    overlapped_s: float = 0.0
-    late: tuple[float, int, float] | None = None
 
 
 class Progress:

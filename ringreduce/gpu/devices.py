@@ -22,23 +22,23 @@ from ringreduce.common.cleanup import close_all
 from ringreduce.common.config import gpu_switches
 from ringreduce.common.errors import (
     CollectiveTimeoutError,
-    ConfigError,
     PeerLostError,
     TransportError,
     UnsupportedBufferError,
 )
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.gpu.aware_path import AwareAllreduce, awareness
+from ringreduce.gpu.cupy_driver import cuda_driver
 from ringreduce.gpu.ipc import DeviceNode, join_devices
 from ringreduce.gpu.kernels import Arithmetic
-from ringreduce.gpu.nccl import Nccl
+from ringreduce.gpu.nccl import Nccl, cupy_nccl
 from ringreduce.gpu.nccl_path import NcclAllreduce
 from ringreduce.gpu.path import OnDevice
 from ringreduce.gpu.peer_path import DeviceAllreduce
 from ringreduce.gpu.staging import Staging
 from ringreduce.transport.messages import StepFailedError, together
 
-__all__ = ["STAGED", "Gpu", "ordinal"]
+__all__ = ["STAGED", "Gpu"]
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ _FIRST_NCCL = Signature.of("the first use of NCCL: an allreduce of arrays in dev
 
 
 class Gpu:
-    """The GPU of this rank in one process set.
+    """The GPU of this rank in one process set; the `Devices` of a communicator.
 
     Args:
         context: the ranks.
@@ -73,8 +73,8 @@ class Gpu:
         self,
         context: Context,
         standing: Standing,
-        drivers: Callable[[int | None], Driver],
-        libraries: Callable[[int], Nccl],
+        drivers: Callable[[int | None], Driver] = cuda_driver,
+        libraries: Callable[[int], Nccl] = cupy_nccl,
     ) -> None:
         self._context = context
         self._standing = standing
@@ -105,6 +105,16 @@ class Gpu:
                 "call torch.cuda.set_device or cupy.cuda.Device(...).use() once, at its start"
             )
         return self._staging
+
+    def require_usable(self, number: int | None) -> None:
+        """Refuse a GPU that this rank cannot use, as `staging` does. Local."""
+        self.staging(number)
+
+    def lend(
+        self, source: DeviceOperand, target: DeviceOperand, *, fetch: bool, store: bool
+    ) -> AbstractContextManager[tuple[Operand, Operand]]:
+        """Lend host memory in place of two arrays; see `Staging.lend`."""
+        return self.staging(source.device).lend(source, target, fetch=fetch, store=store)
 
     def use(self, number: int | None, *, nccl: bool = False) -> None:
         """Find out what the ranks share of device memory, and of NCCL, if nobody did; collective then.
@@ -349,15 +359,3 @@ class _Allocation:
     def __init__(self, driver: Driver, nbytes: int) -> None:
         self.address = driver.allocate(nbytes)
         weakref.finalize(self, driver.free, self.address).atexit = False
-
-
-def ordinal(device: str) -> int | None:
-    """Return the number in ``"cuda:1"``; None for ``"cuda"``, the current GPU.
-
-    Raises:
-        ConfigError: it is neither.
-    """
-    kind, _, number = device.partition(":")
-    if kind != "cuda" or not (number.isdecimal() or device == "cuda"):
-        raise ConfigError(f"there are buffers on 'cpu', 'cuda', 'cuda:0', ...; got device={device!r}")
-    return int(number) if number else None

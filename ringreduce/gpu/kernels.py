@@ -83,7 +83,7 @@ FAMILIES: Final[Mapping[str, tuple[str, ...]]] = {
 @cache
 def source(family: str) -> str:
     """Return the whole text of a family's source, which includes nothing."""
-    files = resources.files("ringreduce.buffers.cuda") / "sources"
+    files = resources.files("ringreduce.gpu") / "sources"
     include = '#include "common.cuh"\n'
     text = (files / f"{family}.cu").read_text(encoding="utf-8")
     assert include in text

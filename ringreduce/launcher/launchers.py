@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ringreduce.common.errors import ConfigError
-from ringreduce.doctor.facts import clash, family
 
-__all__ = ["Launcher", "Network", "find"]
+__all__ = ["Launcher", "Network", "clash", "family", "find"]
 
 _LIMIT_S = 30.0
 _NAMES = ("mpirun", "mpiexec", "mpiexec.hydra")
@@ -252,3 +251,17 @@ def _fill(slots: Mapping[str, int], ranks: int) -> dict[str, int]:
         filled[host] = min(count, left)
         left -= filled[host]
     return {host: count for host, count in filled.items() if count}
+
+
+def family(text: str) -> str:
+    """Return whose a library or launcher is, by what it calls itself; empty if that is not known."""
+    lower = text.lower()
+    if "open mpi" in lower or "openrte" in lower or "prrte" in lower:
+        return "Open MPI"
+    return "MPICH" if any(name in lower for name in ("mpich", "hydra", "intel", "mvapich", "cray")) else ""
+
+
+def clash(launcher: str, library: str) -> bool:
+    """Return whether a launcher's family and a library are known to be strangers."""
+    theirs = family(library)
+    return bool(launcher and theirs) and launcher != theirs

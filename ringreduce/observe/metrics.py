@@ -6,12 +6,12 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Protocol
 
 from ringreduce.collectives.communicator import Communicator
-from ringreduce.runtime.process_sets import ProcessSet
+from ringreduce.common.instruments import EngineTally
 
-__all__ = ["Metrics", "Total"]
+__all__ = ["Counted", "Metrics", "Total"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,19 @@ class Total:
     calls: int
     nbytes: int
     seconds: float
+
+
+class Counted(Protocol):
+    """The counters of an engine; see `ringreduce.engine.Engine`."""
+
+    @property
+    def communicator(self) -> Communicator: ...
+
+    @property
+    def tally(self) -> EngineTally: ...
+
+    @property
+    def waited_s(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +136,16 @@ class Metrics:
         return self.overlapped_s / self.operations_s if self.operations_s else 0.0
 
     @classmethod
-    def of(cls, process_sets: Iterable[ProcessSet], others: Sequence[Communicator] = ()) -> Metrics:
-        """Add up what this process has done as a member of some process sets, and with other communicators."""
-        members = [each for each in process_sets if each.included()]
-        engines = [each.engine for each in members]
-        communicators = [each.communicator for each in members] + [each.communicator for each in engines]
-        communicators += others
+    def of(cls, communicators: Iterable[Communicator], engines: Sequence[tuple[Counted, Sequence[int]]]) -> Metrics:
+        """Add up the counters of this process.
+
+        Args:
+            communicators: those of blocking calls.
+            engines: those of asynchronous operations, each with its ranks of the world.
+        """
         collectives = {}
-        counted = [{**each.tallies, **each.message_tallies} for each in communicators]
+        carriers = [*communicators, *(engine.communicator for engine, _ in engines)]
+        counted = [{**each.tallies, **each.message_tallies} for each in carriers]
         for name in counted[0] if counted else ():
             tallies = [each[name] for each in counted]
             total = Total(
@@ -141,18 +156,18 @@ class Metrics:
             if total.calls:
                 collectives[name] = total
         late: list[tuple[float, int, float]] = []
-        for each in members:
-            if each.engine.tally.late is not None:
-                at, member, seconds = each.engine.tally.late
-                late.append((at, (each.ranks or [])[member], seconds))
+        for engine, ranks in engines:
+            if engine.tally.late is not None:
+                at, member, seconds = engine.tally.late
+                late.append((at, ranks[member], seconds))
         _, late_rank, late_s = max(late, default=(0.0, None, 0.0))
         return cls(
             collectives=collectives,
-            operations=sum(engine.tally.operations for engine in engines),
-            batches=sum(engine.tally.batches for engine in engines),
-            operations_s=sum(engine.tally.seconds for engine in engines),
-            overlapped_s=sum(engine.tally.overlapped_s for engine in engines),
-            waited_s=sum(engine.waited_s for engine in engines),
+            operations=sum(engine.tally.operations for engine, _ in engines),
+            batches=sum(engine.tally.batches for engine, _ in engines),
+            operations_s=sum(engine.tally.seconds for engine, _ in engines),
+            overlapped_s=sum(engine.tally.overlapped_s for engine, _ in engines),
+            waited_s=sum(engine.waited_s for engine, _ in engines),
             late_rank=late_rank,
             late_s=late_s,
         )

@@ -23,6 +23,7 @@ from ringreduce.common.errors import ConfigError, MismatchError, UnsupportedBuff
 from ringreduce.common.processes import Forked
 from ringreduce.common.reduce_ops import SUM, ReduceOp
 from ringreduce.common.serial import InOrder, Task
+from ringreduce.gpu.devices import Gpu
 from ringreduce.observe.flight_recorder import Watched
 from ringreduce.runtime.bootstrap import Connection
 from ringreduce.runtime.process_sets import context_of
@@ -87,7 +88,7 @@ class Group:
         making = Waiter(settings.timeout_s)
         messages, channel = connection.messages_among(ranks, (making, self._waiter))
         self._context = context_of(lambda waiter: messages, settings, self._place, warn=False)
-        self.communicator = Communicator(self._context)
+        self.communicator = Communicator(self._context, devices=Gpu)
         self.rank, self.size = self.communicator.rank, self.communicator.size
         self._waiter.crowded = self._context.waiter.crowded
         checked = CheckedMessages(channel) if settings.checksum else channel

@@ -14,6 +14,7 @@ from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.processes import Forked
 from ringreduce.engine import Engine
+from ringreduce.gpu.devices import Gpu
 from ringreduce.observe.flight_recorder import Watched
 from ringreduce.transport.checked import CheckedMessages
 from ringreduce.transport.control import SharedControlChannel
@@ -251,7 +252,10 @@ def connect(make: Callable[[Waiter], Messages], settings: Config) -> Parts:
     channel = SharedControlChannel(context.node, context.messages) if shared else make(Waiter(settings.timeout_s))
     between_two = make(Waiter(settings.timeout_s))
     checked = CheckedMessages(between_two) if settings.checksum else between_two
-    blocking, asynchronous = Communicator(blocking_context, checked), Communicator(context)
+    blocking, asynchronous = (
+        Communicator(blocking_context, checked, Gpu),
+        Communicator(context, devices=Gpu),
+    )
     engine = Engine(asynchronous, channel, find_lost=context.board.find_lost, threads=context.messages.concurrent)
     return Parts(blocking, engine)
 

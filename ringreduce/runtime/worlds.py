@@ -101,7 +101,10 @@ class World:
 
     def metrics(self) -> Metrics:
         """Return what this rank's calls add up to."""
-        return Metrics.of(self.sets.values(), [each.communicator for each in self._groups if not each.closed])
+        members = [each for each in self.sets.values() if each.included()]
+        communicators = [each.communicator for each in members]
+        communicators += [each.communicator for each in self._groups if not each.closed]
+        return Metrics.of(communicators, [(each.engine, each.ranks or []) for each in members])
 
     def _register(self, process_set: ProcessSet, ranks: list[int], parts: Parts | None, barred: str = "") -> None:
         self._last_set += 1

@@ -13,6 +13,7 @@ from ringreduce.common.call_sites import Called
 from ringreduce.common.config import Config
 from ringreduce.common.errors import RingReduceError
 from ringreduce.engine import Engine
+from ringreduce.gpu.devices import Gpu
 from ringreduce.runtime.process_sets import Parts, ProcessSet
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.messages import Messages
@@ -73,7 +74,7 @@ def _communicator(
     waiter.crowded = True  # threads of one interpreter run one at a time
     context = Context(messages, waiter, node, settings, called)
     context.agreement.patience_s = 0.0  # a false suspicion costs nothing here, a test that waits does
-    return Communicator(context, channel)
+    return Communicator(context, channel, Gpu)
 
 
 def run_engines(

@@ -94,7 +94,7 @@ class TorchParameters(Parameters):
 
     def require_usable(self, parameters: Sequence[torch.Tensor]) -> None:
         for number in {parameter.device.index for parameter in parameters if parameter.is_cuda}:
-            self._communicator.gpu.staging(number)
+            self._communicator.gpu.require_usable(number)
 
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         return parameter.grad
@@ -234,7 +234,7 @@ class TorchParameters(Parameters):
         if not grad.is_cuda:
             return False
         try:
-            self._communicator.gpu.staging(grad.device.index)
+            self._communicator.gpu.require_usable(grad.device.index)
         except UnsupportedBufferError as error:
             _log.warning("a gradient on %s cannot be reduced: %s", grad.device, error)
             return False

@@ -62,7 +62,7 @@ def require_usable(communicator: Communicator, tensor: torch.Tensor, *, writable
     operand = DeviceOperand.of(tensor) if tensor.is_cuda else Operand.of(tensor)
     assert operand is not None
     if isinstance(operand, DeviceOperand):
-        communicator.gpu.staging(operand.device)
+        communicator.gpu.require_usable(operand.device)
     if writable:
         operand.require_writable()
 

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from gpu_doubles.driver import HostDriver, HostMachine
 from ringreduce.collectives.communicator import Communicator
+from ringreduce.gpu.devices import Gpu
 from ringreduce.testing import run_ranks
 
 __all__ = ["run_gpu_ranks"]
@@ -45,6 +46,7 @@ def run_gpu_ranks(
 
     def run(communicator: Communicator) -> T:
         driver = drivers[communicator.rank]
+        assert isinstance(communicator.gpu, Gpu)
         communicator.gpu.drivers = lambda number: driver
         return function(communicator, driver)
 

@@ -17,7 +17,7 @@ def drawn(kind: type[Exception], prefix: str = "", below: str = "") -> list[str]
     """Return the tree below an exception as the module's docstring draws it, without the remarks."""
     builtins = [base.__name__ for base in kind.__bases__ if base.__module__ == "builtins"]
     lines = [prefix + kind.__name__ + (f" ({', '.join(builtins)})" if builtins else "")]
-    children = [child for child in kind.__subclasses__() if child.__module__ == errors.__name__]
+    children = [child for child in kind.__subclasses__() if child in vars(errors).values()]
     for child in children:
         last = child is children[-1]
         lines += drawn(child, below + ("└── " if last else "├── "), below + ("    " if last else "│   "))

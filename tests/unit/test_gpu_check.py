@@ -361,7 +361,7 @@ def test_verdicts(returncode: int | None, found: str | None, passed: bool, probl
 
 def test_the_reason_of_a_failure_is_not_the_launchers() -> None:
     """Of what a launcher and its ranks say, the first error's line is repeated."""
-    said = "Traceback ...\n  File x\nringreduce.errors.TransportError: lost\n-----\nprterun ended it\n-----\n"
+    said = "Traceback ...\n  File x\nringreduce.TransportError: lost\n-----\nprterun ended it\n-----\n"
     assert report.judge("part", 1, 1.0, None, said).problem == "exit status 1: ringreduce.TransportError: lost"
     assert report.judge("part", 1, 1.0, None, "").problem == "exit status 1: it said nothing"
 

@@ -91,7 +91,8 @@ def test_every_module_of_the_binding_has_horovods_name() -> None:
     """`horovod.torch` and all below it are our modules themselves, with one identity and one spec."""
     import ringreduce.torch
 
-    below = [each.name for each in pkgutil.walk_packages(ringreduce.torch.__path__, "torch.")]
+    ours = pkgutil.walk_packages(ringreduce.torch.__path__, "ringreduce.torch.")
+    below = [each.name.removeprefix("ringreduce.") for each in ours]
     assert {"torch.mpi_ops", "torch.optimizer", "torch.compression", "torch.functions"} <= set(below)
     aliased(f"""
         import importlib
@@ -470,7 +471,7 @@ def conventions(source: str, **environ: str) -> str:
 
 def test_numbers_are_horovods_by_its_name_alone() -> None:
     """A program that imports only ringreduce gets those of the chain rule."""
-    assert conventions("import ringreduce, ringreduce.config") == "chain_rule"
+    assert conventions("import ringreduce, ringreduce.common.config") == "chain_rule"
     assert conventions("import ringreduce.horovod") == "horovod"
     assert conventions("import ringreduce.horovod, horovod.common.exceptions") == "horovod"
 

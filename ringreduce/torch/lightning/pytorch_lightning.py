@@ -19,7 +19,8 @@ except ModuleNotFoundError as error:
     if error.name != "pytorch_lightning":
         raise
     raise ModuleNotFoundError(
-        "ringreduce.torch.lightning.pytorch_lightning needs Lightning, which is not installed: pip install pytorch-lightning",
+        "ringreduce.torch.lightning.pytorch_lightning needs Lightning, which is not installed: "
+        "pip install pytorch-lightning",
         name="pytorch_lightning",
     ) from None
 

@@ -1,0 +1,137 @@
+"""The seam between collectives and device memory: what a communicator asks of whoever knows the GPUs of its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from ringreduce.algorithms import Collective
+from ringreduce.buffers import DType, Operand
+from ringreduce.buffers.device_arrays import DeviceOperand
+from ringreduce.collectives.context import Context
+from ringreduce.collectives.path import Choice, Chosen
+from ringreduce.collectives.state import Standing
+from ringreduce.common.errors import ConfigError, UnsupportedBufferError
+from ringreduce.common.reduce_ops import ReduceOp
+
+__all__ = ["Devices", "DevicesOf", "NoDevices", "ordinal"]
+
+
+class Devices(Protocol):
+    """The device memory of one rank, in one communicator; `ringreduce.gpu` implements it.
+
+    Attributes:
+        description: how arrays there are reduced, in words; None before `use`.
+    """
+
+    @property
+    def description(self) -> str | None: ...
+
+    def require_usable(self, number: int | None) -> None:
+        """Refuse a device that this rank cannot use, by its ordinal; None: the current one. Local.
+
+        Raises:
+            UnsupportedBufferError: there is no such device, or this rank has used another one.
+        """
+
+    def use(self, number: int | None) -> None:
+        """Find out which device memory the ranks can share. Collective the first time.
+
+        Raises:
+            UnsupportedBufferError: as `require_usable` does.
+            MismatchError: not all ranks call this for the first time.
+        """
+
+    def empty(self, shape: Sequence[int], dtype: DType) -> Any:
+        """Return an uninitialised array, after `use`. Local."""
+
+    def segments(self, source: DeviceOperand) -> list[slice]:
+        """Return the segments in which an array goes through host memory."""
+
+    def in_c_order(
+        self, source: DeviceOperand, target: DeviceOperand
+    ) -> AbstractContextManager[tuple[DeviceOperand, DeviceOperand]]:
+        """Lend operands in C order for `allreduce`: the arrays themselves, or copies."""
+
+    def lend(
+        self, source: DeviceOperand, target: DeviceOperand, *, fetch: bool, store: bool
+    ) -> AbstractContextManager[tuple[Operand, Operand]]:
+        """Lend host memory in place of two arrays; see `Operands.on_host`."""
+
+    def allreduce(
+        self,
+        source: DeviceOperand,
+        target: DeviceOperand,
+        op: ReduceOp,
+        algorithm: str | None,
+        reducers: Mapping[int, Chosen],
+        running: Callable[[str], AbstractContextManager[None]],
+    ) -> Choice:
+        """Reduce arrays in C order and return what did it.
+
+        Args:
+            source: the input.
+            target: the output, the same memory or apart from it.
+            op: how.
+            algorithm: the one that the caller asked for, None for any.
+            reducers: for segments in host memory, by their number of elements.
+            running: returns the context in which an algorithm runs.
+        """
+
+    def choice(self, dtype: DType, op: ReduceOp, algorithm: str | None) -> Choice:
+        """Return what reduces such arrays where there are several ranks."""
+
+    def explain(self, collective: Collective) -> str:
+        """Say how such arrays are reduced, why, and what else could do it."""
+
+    def remark(self, collective: Collective) -> str:
+        """Return a line to add to `Communicator.explain`; empty where no device memory was used."""
+
+    def close(self) -> None:
+        """Give everything back. On all ranks, in any order."""
+
+    def abandon(self) -> None:
+        """Give up after a failure, without waiting for other ranks or the device. Local."""
+
+
+#: Makes the devices of a communicator from its context and its state.
+DevicesOf = Callable[[Context, Standing], Devices]
+
+
+class NoDevices:
+    """A rank without devices: arrays in device memory are refused."""
+
+    description: str | None = None
+
+    def __init__(self, context: Context, standing: Standing) -> None:
+        pass
+
+    def _refuse(self, *arguments: object, **options: object) -> Any:
+        raise UnsupportedBufferError("this communicator was made without devices; it takes arrays in host memory")
+
+    require_usable = use = empty = segments = in_c_order = lend = allreduce = choice = _refuse
+
+    def explain(self, collective: Collective) -> str:
+        return "arrays in device memory are refused"
+
+    def remark(self, collective: Collective) -> str:
+        return ""
+
+    def close(self) -> None:
+        pass
+
+    def abandon(self) -> None:
+        pass
+
+
+def ordinal(device: str) -> int | None:
+    """Return the number in ``"cuda:1"``; None for ``"cuda"``, the current GPU.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    kind, _, number = device.partition(":")
+    if kind != "cuda" or not (number.isdecimal() or device == "cuda"):
+        raise ConfigError(f"there are buffers on 'cpu', 'cuda', 'cuda:0', ...; got device={device!r}")
+    return int(number) if number else None
