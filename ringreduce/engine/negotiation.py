@@ -383,7 +383,7 @@ class Coordinator:
             differ = any(each != first for each in signatures.values())
             if refused or differ or (len(taken) < self._size and first.kind is Kind.CALL):
                 texts = {rank: signatures[rank].text if rank in taken else "joined" for rank in range(self._size)}
-                notes.append(["refuse", name, texts, tuple(signatures), refused])
+                notes.append(["refuse", name, texts, tuple(signatures)])
                 continue
             entry = self._entry(Named(name, first), notes)
             groups = {claim.group for claim in taken.values()}

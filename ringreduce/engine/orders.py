@@ -107,13 +107,11 @@ class Refuse(NamedTuple):
         name: which.
         values: what each rank submitted, in words.
         submitted: the ranks that did; the others have joined.
-        refused: whether one of them cannot make the call.
     """
 
     name: str
     values: dict[int, str]
     submitted: tuple[int, ...]
-    refused: bool
 
 
 class Joined(NamedTuple):

@@ -226,19 +226,19 @@ class Progress:
     def _refuse(self, order: Refuse) -> None:
         """End an operation that differs between the ranks; end all if a rank may have left out an earlier call.
 
-        Equal names say that calls belong together, but a rank that cannot make its call may have reached another one
-        than the others. Then, and where there is no name, the ranks are in step if all submitted from the same lines.
+        A name says which operations belong together, so nothing but that name is concerned. Operations without one
+        match in order: then the ranks are in step if all submitted from the same lines.
         """
-        title = "" if is_unnamed(order.name) else f"{order.name}: "
-        texts = {rank: title + text for rank, text in order.values.items()}
-        if title and not order.refused:
-            self._end(order.name, MismatchError(texts))
+        if not is_unnamed(order.name):
+            self._end(order.name, MismatchError({rank: f"{order.name}: {text}" for rank, text in order.values.items()}))
             return
         queue = self._pending.get(order.name)  # it stays there, to be ended with all others if this fails
         mine = Called.at("", queue[0].stack).to_json() if queue else b""
         places = self._communicator.allgather(np.array([[len(mine)]], np.int64))[:-1, 0].cumsum()
         everyone = np.split(self._communicator.allgather(np.frombuffer(mine, np.uint8)), places)
-        error = disagreement({rank: Called.from_json(everyone[rank].tobytes()) for rank in order.submitted}, texts)
+        error = disagreement(
+            {rank: Called.from_json(everyone[rank].tobytes()) for rank in order.submitted}, order.values
+        )
         self._end(order.name, error)
         if not error.in_step:
             with suppress(Exception):  # who gave up at once would end the allgather of those that are slower

@@ -483,7 +483,7 @@ def test_a_call_that_a_rank_cannot_make_is_refused_on_all(before: int) -> None:
             coordinator.hear(rank, ["new", "x", right.encode()])
     assert coordinator.hear(0, ["new", "x", refused.encode()]) == []
     (note,) = coordinator.hear(1, ["known", 1] if before else ["new", "x", right.encode()])
-    assert participant.hear(_sent(note)) == Refuse("x", {0: refused.text, 1: right.text}, (0, 1), True)
+    assert participant.hear(_sent(note)) == Refuse("x", {0: refused.text, 1: right.text}, (0, 1))
     for rank in range(2):
         told = coordinator.hear(rank, ["new", "x", refused.encode()])
     assert [each[0] for each in told] == ["refuse"]
