@@ -106,11 +106,10 @@ class Communicator(Messaging):
                 size, algorithm, the nodes of the ranks, fusion or segments. Between nodes with several ranks each this
                 sends more. Also by ``RINGREDUCE_DETERMINISTIC``; must agree.
             wire: a format in `ringreduce.buffers.codecs.CODECS` in which ranks of different nodes send each other
-            floats, for
-                sums and averages; must agree. Every element is encoded twice: when it is sent to the rank that sums
-                it up, in float32, and when that one sends the sum to all. On one node nothing is encoded. None: as
-                they are. Where ``RINGREDUCE_DETERMINISTIC`` is set no format can be asked for, on one node either: what
-                is rounded depends on which ranks share a node.
+                floats, for sums and averages; must agree. Every element is encoded twice: when it is sent to the rank
+                that sums it up, in float32, and when that one sends the sum to all. On one node nothing is encoded.
+                None: as they are. Where ``RINGREDUCE_DETERMINISTIC`` is set no format can be asked for, on one node
+                either: what is rounded depends on which ranks share a node.
             feedback: keeps what rounding lost, and adds it the next time, for an array that is reduced again and
                 again; on all ranks or none.
 

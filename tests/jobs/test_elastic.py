@@ -80,11 +80,11 @@ import os, signal
 import numpy as np
 import ringreduce as rr
 from ringreduce.elastic import ObjectState, run
-from ringreduce.transport import job
+from ringreduce.transport import mpi_job
 
 rr.init()
 me = rr.rank()
-meet = job.MpiRanks._meet
+meet = mpi_job.MpiRanks._meet
 
 def meet_and_stop(self, waiter):
     meet(self, waiter)
@@ -100,7 +100,7 @@ def train(state):
         state.commit()
 
 if me == 2:
-    job.MpiRanks._meet = meet_and_stop
+    mpi_job.MpiRanks._meet = meet_and_stop
 state = ObjectState(rr.broadcast_object, rr.rank, step=0, total=0.0)
 train(state)
 print(rr.size(), state.total)

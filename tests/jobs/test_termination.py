@@ -63,7 +63,8 @@ def test_an_exception_in_init_ends_the_job(run_job):
         2,
         source="""
         from mpi4py import MPI
-        from ringreduce import process_sets, runtime
+        from ringreduce import runtime
+        from ringreduce.runtime import process_sets
         def broken(*arguments, **options):
             raise ValueError("the reason")
         if MPI.COMM_WORLD.rank == 1:
@@ -615,7 +616,8 @@ def test_ranks_of_different_versions_do_not_start(run_job):
         2,
         source="""
         from mpi4py import MPI
-        from ringreduce import runtime, worlds
+        from ringreduce import runtime
+        from ringreduce.runtime import worlds
         if MPI.COMM_WORLD.rank == 1:
             worlds.VERSION = "0.0.1"
         runtime.init()

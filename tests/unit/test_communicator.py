@@ -450,6 +450,32 @@ def test_repeats_follow_an_array_to_another_shape_and_dtype(count: int) -> None:
     in_world(2, None, check)
 
 
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("node_size", [None, 1])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_repeats_follow_an_array_to_other_strides_and_memory(node_size: int | None, count: int) -> None:
+    """An array whose strides or address a program changes between two calls is reduced as it is now."""
+
+    def check(communicator: rr.Communicator) -> None:
+        rank = communicator.rank
+        memory = np.arange(2 * count, dtype=np.float64) + rank
+        array = memory[:count]
+        for _ in range(2):
+            communicator.allreduce(array)
+        array.strides = (16,)
+        for _ in range(3):
+            assert_equal(communicator.allreduce(array), np.arange(0, 2 * count, 2) * 2.0 + 1)
+            assert_equal(communicator.broadcast(array, root=1), np.arange(0, 2 * count, 2) + 1.0)
+        own = np.zeros(count)
+        for _ in range(2):
+            communicator.allreduce(own, out=own)
+        own.__setstate__(np.arange(float(count)).__reduce__()[2])
+        communicator.allreduce(own, out=own)
+        assert_equal(own, np.arange(count) * 2.0)
+
+    in_world(2, node_size, check)
+
+
 @pytest.mark.parametrize("make", [lambda each, n: np.ones(n), lambda each, n: torch.ones(n), rr.Communicator.empty])
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("node_size", [None, 1])
