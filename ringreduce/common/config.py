@@ -213,6 +213,8 @@ class Config:
         check_finite_every: the same for looking whether all gradients are numbers; gradients are then not reduced
             during the backward pass. Not for programs that scale losses and leave out steps.
             ``RINGREDUCE_CHECK_FINITE``
+        check_data: whether the ranks compare checksums of their gradients in the first three steps of an optimizer, to
+            warn if all train on the same data. ``RINGREDUCE_CHECK_DATA``
         checksum: whether what travels in messages is compared with what was sent, by a CRC-32. ``RINGREDUCE_CHECKSUM``
         status: whether `ringreduce top` sees the ranks. ``RINGREDUCE_STATUS``
         dump: the folder into which a rank writes what it has done last, when no call is possible any more, or on
@@ -249,6 +251,7 @@ class Config:
     standalone: bool = _setting("RINGREDUCE_STANDALONE", _switch, False)
     check_weights_every: int | None = _setting("RINGREDUCE_CHECK", _positive_int, None)
     check_finite_every: int | None = _setting("RINGREDUCE_CHECK_FINITE", _positive_int, None)
+    check_data: bool = _setting("RINGREDUCE_CHECK_DATA", _switch, True)
     checksum: bool = _setting("RINGREDUCE_CHECKSUM", _switch, False)
     status: bool = _setting("RINGREDUCE_STATUS", _switch, True)
     dump: str | None = _setting("RINGREDUCE_DUMP", _folder, None)

@@ -110,6 +110,9 @@ class _Weights(Parameters):
     def checksum(self, parameters: Sequence[_Weight]) -> int:
         return zlib.crc32(b"".join(parameter.value.tobytes() for parameter in parameters))
 
+    def checksum_of_gradients(self, parameters: Sequence[_Weight]) -> int:
+        return zlib.crc32(repr([None if each.grad is None else each.grad.tobytes() for each in parameters]).encode())
+
     def is_finite(self, gradient: _Floats) -> bool:
         return bool(np.isfinite(gradient).all())
 

@@ -208,12 +208,18 @@ class TorchParameters(Parameters):
         ]
 
     def checksum(self, parameters: Sequence[torch.Tensor]) -> int:
-        checksum = 0
-        for parameter in parameters:
-            if parameter.layout is torch.strided:
-                values = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8)
-                checksum = zlib.crc32(values.numpy().data, checksum)
-        return checksum
+        return _checksum(parameters)
+
+    def checksum_of_gradients(self, parameters: Sequence[torch.Tensor]) -> int:
+        gradients = [parameter.grad for parameter in parameters]
+        parts: list[torch.Tensor] = [torch.tensor([gradient is not None for gradient in gradients])]
+        for gradient in gradients:
+            if gradient is not None and gradient.is_sparse:
+                coalesced = gradient.coalesce()
+                parts += [coalesced.indices(), coalesced.values()]
+            elif gradient is not None:
+                parts.append(gradient)
+        return _checksum(parts)
 
     def is_finite(self, gradient: torch.Tensor) -> bool:
         values = gradient.coalesce().values() if gradient.is_sparse else gradient
@@ -276,6 +282,16 @@ def _passes_on_the_stack() -> int:
 
 
 _passes = _Passes()
+
+
+def _checksum(tensors: Sequence[torch.Tensor]) -> int:
+    """Return a checksum of the values of tensors; those of other layouts than strided count for nothing."""
+    checksum = 0
+    for tensor in tensors:
+        if tensor.layout is torch.strided:
+            values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            checksum = zlib.crc32(values.numpy().data, checksum)
+    return checksum
 
 
 def shape_in_memory(tensor: torch.Tensor) -> torch.Size:

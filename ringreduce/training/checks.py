@@ -1,7 +1,8 @@
-"""Silent errors made loud: weights that differ between ranks, gradients that are no numbers."""
+"""Silent errors made loud: weights that differ between ranks, gradients that are no numbers, data that all share."""
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -15,13 +16,20 @@ from ringreduce.training.framework import Parameters
 
 __all__ = ["Checks"]
 
+_log = logging.getLogger(__name__)
+
+_FIRST_STEPS = 3  # that compare the ranks' gradients
+
 
 class _Ranks(Protocol):
+    rank: int
+    size: int
+
     def allgather(self, rows: Any) -> Any: ...
 
 
 class Checks:
-    """What the settings ask to be looked at every so many steps, before the gradients are reduced.
+    """What the settings ask to be looked at before the gradients of a step are reduced.
 
     Args:
         framework: the parameters'.
@@ -41,11 +49,20 @@ class Checks:
     ) -> None:
         self._framework, self._ranks, self._named, self._described = framework, ranks, named, described
         self._weights_every, self._finite_every = config.check_weights_every, config.check_finite_every
+        self._compares_data = config.check_data and ranks.size > 1
 
     @property
     def needs_own_gradients(self) -> bool:
         """Whether gradients must be this rank's own until they are looked at: none is reduced in the backward pass."""
         return self._finite_every is not None
+
+    def needs_own_gradients_in(self, step: int) -> bool:
+        """Return the same for one step; equal on all ranks."""
+        return self.needs_own_gradients or (self._compares_data and step < _FIRST_STEPS)
+
+    def after_join(self) -> None:
+        """Compare no data any more: ranks that had joined have made fewer steps."""
+        self._compares_data = False
 
     def look(self, step: int) -> None:
         """Look at what is due before a step. Collective.
@@ -61,6 +78,8 @@ class Checks:
             self._compare(step)
         if self._finite_every is not None and step % self._finite_every == 0:
             self._require_finite(step)
+        if self._compares_data:
+            self._compare_data(step)
 
     def _compare(self, step: int) -> None:
         named = self._named()
@@ -90,3 +109,19 @@ class Checks:
                 f"the gradient of {named[first][0]} holds NaN or infinity on {name_ranks(ranks)}, before it was "
                 f"reduced for step {step} of {self._described}"
             )
+
+    def _compare_data(self, step: int) -> None:
+        """Let rank 0 warn if the gradients of all ranks have been equal in each of the first steps."""
+        mine = self._framework.checksum_of_gradients([parameter for _, parameter in self._named()])
+        everyone: npt.NDArray[np.int64] = self._ranks.allgather(np.array([[mine]], np.int64))
+        self._compares_data = len(everyone) == self._ranks.size and bool((everyone == everyone[0]).all())
+        if self._compares_data and step == _FIRST_STEPS - 1:
+            self._compares_data = False
+            if self._ranks.rank == 0:
+                _log.warning(
+                    "%s: the gradients of all ranks were equal in each of the first %s steps, so all ranks seem to "
+                    "train on the same data. Give each rank a part of its own: DataLoader(data, sampler="
+                    "DistributedSampler(data, num_replicas=size(), rank=rank())); or set RINGREDUCE_CHECK_DATA=0",
+                    self._described,
+                    _FIRST_STEPS,
+                )

@@ -266,6 +266,9 @@ class Parameters(Protocol):
     def checksum(self, parameters: Sequence[Any]) -> int:
         """Return a checksum of 32 bits of the parameters' values."""
 
+    def checksum_of_gradients(self, parameters: Sequence[Any]) -> int:
+        """Return a checksum of 32 bits of the parameters' gradients, and of which of them have one."""
+
     def is_finite(self, gradient: Any) -> bool:
         """Return whether all elements are numbers, neither NaN nor infinity."""
 

@@ -209,6 +209,9 @@ class Gradients:
         if self.ranks.size == 1:
             self._states(self._parameters())  # which may make gradients dense
             return
+        if self._joins != self._engine.joins:
+            self._joins, self._steps, self._stepped = self._engine.joins, 1, 0  # ranks that had joined made fewer
+            self._checks.after_join()
         try:
             self._checks.look(self._steps)
             self._reduce_all(self._parameters())
@@ -234,7 +237,8 @@ class Gradients:
             if state >= SPARSE:
                 self._reduce_sparse(parameter, state - SPARSE, agreed)
         self._steps += 1
-        again, everyone = moved or bool(agreed.rows[1:3].any()), agreed.active == self.ranks.size
+        again = moved or bool(agreed.rows[1:3].any()) or self._checks.needs_own_gradients_in(self._steps)
+        everyone = agreed.active == self.ranks.size
         if self._overlap.next_step(agreed.said, self._buckets, again=again, everyone=everyone):
             self._warn_of_changes()
         self.watch()
@@ -290,8 +294,6 @@ class Gradients:
 
     def _agree(self, parameters: Sequence[Any]) -> _Agreed:
         """Tell the other ranks which gradients this one has, and what it knows of them; return what all have told."""
-        if self._joins != self._engine.joins:
-            self._joins, self._steps, self._stepped = self._engine.joins, 1, 0  # ranks that had joined made fewer
         rows, said = self._overlap.report(parameters, self.passes)
         found = self._states(parameters)
         now_and_then = self._steps & (self._steps + 1) == 0

@@ -1,4 +1,4 @@
-"""Weights that differ and gradients that are no numbers are found where the settings ask for it."""
+"""Weights that differ, gradients that are no numbers, and data that all ranks share are found."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import ringreduce as rr
 from ringreduce.testing import caught
 from ringreduce.testing.toy import Toy
+from ringreduce.training.requests import join
 
 ZEROS = {"matrix": np.zeros((3, 2), np.float32), "bias": np.zeros(2, np.float32), "extra": np.zeros(2, np.float32)}
 X, Y = np.ones((4, 3), np.float32), np.ones((4, 2), np.float32)
@@ -65,6 +66,18 @@ def test_weights_that_differ_name_parameter_and_rank(checked: None) -> None:
     assert len({error.values[0], error.values[last]}) == 2
 
 
+def test_steps_count_anew_for_all_ranks_when_some_have_joined(checked: None) -> None:
+    """Ranks that have made different numbers of steps look at the same ones after a join."""
+    toy = trained(2 + rr.rank() % 2)
+    join()
+    for weight in toy.weights():
+        rr.broadcast(weight, rr.size() - 1, out=weight)
+    for _ in range(4):
+        toy.zero_grad()
+        toy.backward(X, Y)
+        toy.step()
+
+
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 def test_what_is_no_number_names_gradient_and_rank(checked: None, wrong: float) -> None:
     """All ranks hear of it, before it has spoilt the sums; a step with gradients that are numbers works then."""
@@ -83,3 +96,56 @@ def test_what_is_no_number_names_gradient_and_rank(checked: None, wrong: float) 
     toy.zero_grad()
     toy.backward(X, Y)
     toy.step()
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if "DistributedSampler" in each.getMessage()]
+
+
+@pytest.mark.parametrize("differ_in", [None, 0, 1, 2, 3])
+@pytest.mark.parametrize("options", [{}, {"overlap": True}, {"reduce_in": "backward"}, {"passes": 2}], ids=str)
+def test_ranks_that_train_on_the_same_data_are_told(
+    options: dict[str, Any], differ_in: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 0 warns once if the gradients of all ranks were equal in each of the first three steps."""
+    caplog.set_level("WARNING", logger="ringreduce")
+    toy = Toy(ZEROS, bucket_nbytes=8, **options)
+    for step in range(6):
+        toy.zero_grad()
+        for _ in range(options.get("passes", 1)):
+            toy.backward(X + (rr.rank() if step == differ_in else 0), Y)
+        toy.step()
+    warns = rr.size() > 1 and rr.rank() == 0 and differ_in in (None, 3)
+    assert len(told(caplog)) == warns
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_a_rank_without_gradients_has_other_data(caplog: pytest.LogCaptureFixture) -> None:
+    """A rank that left out a parameter, or that has joined, did not compute the same as the others."""
+    caplog.set_level("WARNING", logger="ringreduce")
+    toy = Toy(ZEROS)
+    for step in range(4):
+        toy.zero_grad()
+        toy.backward(X, Y, extra=rr.rank() > 0 or step > 0)
+        toy.step()
+    other = Toy(ZEROS)
+    for _ in range(4 if rr.rank() else 1):
+        other.zero_grad()
+        other.backward(X, Y)
+        other.step()
+    join()
+    assert not told(caplog)
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_the_same_data_may_be_meant(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A setting turns the comparison off."""
+    caplog.set_level("WARNING", logger="ringreduce")
+    rr.shutdown()
+    with monkeypatch.context() as patch:
+        patch.setenv("RINGREDUCE_CHECK_DATA", "0")
+        rr.init()
+        trained(4)
+        rr.shutdown()
+    rr.init()
+    assert not told(caplog)

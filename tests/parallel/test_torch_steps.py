@@ -269,3 +269,28 @@ def test_the_other_waits_of_a_step_are_named_too(short_limits: None, kind: str, 
             optimizer.step()
     if rr.rank() == 0:
         assert f"{words} of SGD over 4 parameters, 0.weight to 2.bias" in str(caught.value)
+
+
+# ---- data ----
+
+
+@several
+@pytest.mark.parametrize("same", [True, False])
+def test_sparse_gradients_show_whether_the_ranks_have_the_same_data(
+    same: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A gradient of an embedding that holds other rows, or the same rows with other values, is another one."""
+    caplog.set_level(logging.WARNING, logger="ringreduce")
+    for other_rows in (True, False):
+        model = torch.nn.Embedding(3 * rr.size(), 2, sparse=True)
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.25), model.named_parameters())
+        mine = 0 if same else rr.rank()
+        for _ in range(4):
+            model.zero_grad()
+            rows = torch.tensor([1, 2]) + 3 * mine * other_rows
+            (model(rows).sum() * (1 + mine * (not other_rows))).backward()
+            optimizer.step()
+    assert len([each for each in caplog.records if "DistributedSampler" in each.getMessage()]) == (
+        2 if same and rr.rank() == 0 else 0
+    )

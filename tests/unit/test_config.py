@@ -42,6 +42,7 @@ VARIABLES = {
     "RINGREDUCE_STANDALONE": "standalone",
     "RINGREDUCE_CHECK": "check_weights_every",
     "RINGREDUCE_CHECK_FINITE": "check_finite_every",
+    "RINGREDUCE_CHECK_DATA": "check_data",
     "RINGREDUCE_CHECKSUM": "checksum",
     "RINGREDUCE_STATUS": "status",
     "RINGREDUCE_DUMP": "dump",
