@@ -122,8 +122,7 @@ class Choice:
 
     Attributes:
         algorithm: a name from `ringreduce.collectives.selection.names`; of arrays in device memory also ``"nccl"``,
-        ``"kernels"``,
-            ``"staged"``.
+            ``"kernels"``, ``"staged"``.
         path: what runs it.
         reason: why, in words.
     """
@@ -172,8 +171,7 @@ class Offer(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What an allreduce costs: the factors of the parameters of `ringreduce.collectives.tuning.Model`, in the same
-    order.
+    """What an allreduce costs: the factors of the parameters of `ringreduce.collectives.tuning.Model`, in its order.
 
     Attributes:
         rounds: of messages that wait for each other.

@@ -1,3 +1,1 @@
-"""What everything else stands on and nothing else knows: errors, settings, topology, arithmetic of blocks, checks of
-arguments.
-"""
+"""Errors, settings, topology, arithmetic of blocks, checks of arguments: what every other folder may import."""

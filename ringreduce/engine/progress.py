@@ -111,8 +111,9 @@ class Progress:
         outgoing: list[Note] = []
         inbox = self._under_way.inbox
         for _ in range(len(inbox)):  # not until it is empty, for other threads go on filling it
-            moved = True
-            outgoing += self._read(inbox.popleft())
+            did = inbox.popleft()
+            moved = moved or did is not None  # a program that polls only asks again: that is no news
+            outgoing += self._read(did)
         if self._lost is not None:
             self._end_lost(self._lost)
         elif outgoing:
@@ -383,8 +384,12 @@ class Progress:
         return f"this rank waits for {operations[0] if operations else 'a join'}{more}"
 
     def _awaits_word(self) -> bool:
-        """Return whether the coordinator owes this rank an answer: to speculative operations it need not give one."""
-        return any(not queue[0].signature.speculative for queue in self._pending.values())
+        """Return whether the coordinator owes this rank an answer: to speculative operations it need not give one.
+
+        To a join it does: it ends the join if no other rank submits anything within the time limit.
+        """
+        joined = self._under_way.join is not None
+        return joined or any(not queue[0].signature.speculative for queue in self._pending.values())
 
 
 def _encode(notes: list[Note]) -> bytes:

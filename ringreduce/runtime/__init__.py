@@ -333,8 +333,9 @@ def audited() -> bool:
 
 
 def dump(folder: str | os.PathLike[str]) -> Path:
-    """Write down what this rank has done last and does now; returns the file. Local. See
-    `ringreduce.observe.flight_recorder`.
+    """Write what this rank has done last and does now to a file, and return its path. Local.
+
+    See `ringreduce.observe.flight_recorder`.
     """
     own = _process.own()
     if own is None:

@@ -901,7 +901,24 @@ def test_after_a_time_out_nothing_runs(submitter: int) -> None:
     with_engines(2, program, clocks=lambda rank: lambda: now[0] if rank == 0 else 0.0)
 
 
-def test_a_coordinator_that_says_nothing_is_given_up() -> None:
+def _polled(engine: Engine, operation: Operation) -> None:
+    """Poll until an operation is done, and raise its error."""
+    engine.submit(operation)
+    while not engine.poll(operation):
+        pass
+    engine.wait(operation)
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda engine: engine.run(reduction("x", np.ones(3))),
+        lambda engine: _polled(engine, reduction("x", np.ones(3))),
+        lambda engine: engine.wait(engine.join()),
+    ],
+    ids=["operation", "poll", "join"],
+)
+def test_a_coordinator_that_says_nothing_is_given_up(wait: Callable[[Engine], object]) -> None:
     """Some time after the limit, when it should have said that a rank is missing."""
     notes = MemoryWorld(2)
     done = Gate()
@@ -910,7 +927,7 @@ def test_a_coordinator_that_says_nothing_is_given_up() -> None:
         if communicator.rank == 1:
             engine = Engine(communicator, notes.messages(1), clock=clocks({1: 0.5})(1))
             with pytest.raises(PeerLostError, match="rank 0 is lost: it has said nothing"):
-                engine.run(reduction("x", np.ones(3)))
+                wait(engine)
             engine.close()
             done.open()
         done.wait()
