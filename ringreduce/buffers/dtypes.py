@@ -32,6 +32,11 @@ class DType:
         return self.storage.itemsize
 
     @property
+    def integral(self) -> bool:
+        """Whether averages are truncated toward zero; booleans count as 0 and 1."""
+        return self.kind in ("int", "uint", "bool")
+
+    @property
     def half(self) -> bool:
         """Whether this is a 16-bit float, which is accumulated in float32."""
         return self.kind == "float" and self.itemsize == 2

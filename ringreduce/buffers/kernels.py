@@ -87,7 +87,7 @@ class Kernels(Protocol):
 
 def kernels_for(dtype: DType, op: ReduceOp, size: int) -> Kernels:
     """Return the kernels that serve ``dtype``; cheap, but worth caching in a plan."""
-    if op is ReduceOp.AVERAGE and dtype.kind in ("int", "uint", "bool"):
+    if op is ReduceOp.AVERAGE and dtype.integral:
         return IntegerMeanKernels(dtype, size)
     if not dtype.half:
         return UfuncKernels(dtype, op, size)
@@ -112,7 +112,7 @@ class UfuncKernels:
     """Every dtype that NumPy adds at memory speed."""
 
     def __init__(self, dtype: DType, op: ReduceOp, size: int) -> None:
-        assert not (op is ReduceOp.AVERAGE and dtype.kind in ("int", "uint", "bool")), "averaged in a wider type"
+        assert not (op is ReduceOp.AVERAGE and dtype.integral), "averaged in a wider type"
         self._ufunc = _UFUNCS[op]
         self._size = size if op is ReduceOp.AVERAGE and size > 1 else None
         self._scratch = _Scratch(dtype.storage)

@@ -96,7 +96,7 @@ class Call:
     @property
     def averages_integers(self) -> bool:
         """Whether an average is exact only if it is summed in a wider type and divided at the end."""
-        return self.op is ReduceOp.AVERAGE and self.dtype.kind in ("int", "uint", "bool")
+        return self.op is ReduceOp.AVERAGE and self.dtype.integral
 
     def widened(self) -> Call:
         """Return the same call on elements of the wider type (see `ringreduce.buffers.wider`)."""

@@ -89,7 +89,7 @@ def reproducible_allreduce(
     """
     with CheckingArguments(partial(communicator.refuse, _NAME)):
         source = Operand.of(array)
-        whole = source.dtype.kind in ("int", "uint", "bool")
+        whole = source.dtype.integral
         if not whole:
             _require_float(source.dtype)
         result = like(array) if out is None else out

@@ -8,8 +8,10 @@ P is the number of ranks of the process set.
 | gradient through reducescatter              | what the ranks have (1)      | P times that                        |
 | average once ranks have joined              | over the ranks that are left | over all, the joined count as 0     |
 | gradients after `broadcast_optimizer_state` | as they were                 | zeros, if the optimizer had no state |
+| integers averaged with a `postscale_factor` | averages, truncated, times it | sums times (factor / P), truncated (2) |
 
 (1) gathered; of an average, over P.
+(2) so sums that do not fit their dtype wrap around.
 
 All else is the same in both: gradients through allreduce and alltoall; and ranks that have joined count for nothing in
 sums, products, minima and maxima.
@@ -56,6 +58,10 @@ class Conventions(str, enum.Enum):  # a string in JSON
     def averaged_over(self, active: int, size: int) -> int:
         """Return over how many ranks averages are, when ``active`` of ``size`` have not joined."""
         return size if self is Conventions.HOROVOD else active
+
+    def scaled_average(self, postscale: float, size: int) -> tuple[ReduceOp, float]:
+        """Return the op and the factor that make scaled averages of integers over ``size`` ranks."""
+        return (SUM, postscale / size) if self is Conventions.HOROVOD else (AVERAGE, postscale)
 
     @property
     def broadcast_state_zeroes_gradients(self) -> bool:

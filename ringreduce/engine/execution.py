@@ -173,7 +173,7 @@ class Executor:
         """Average over fewer ranks than there are: sum in a dtype wide enough, then divide by their number."""
         own: npt.NDArray[Any] = np.zeros(count, dtype.storage)
         _pack(own, [source for source, _ in arrays])
-        exact = dtype.half or dtype.kind in ("int", "uint", "bool")
+        exact = dtype.half or dtype.integral
         total = widen(own, dtype) if exact else own
         self._communicator.allreduce(total, SUM, out=total)
         if total.dtype.kind in "iu":

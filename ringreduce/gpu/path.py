@@ -50,7 +50,7 @@ class OnDevice(ABC):
 
     def supports(self, dtype: DType, op: ReduceOp) -> bool:
         """Return whether `run` takes such elements; the same on all ranks."""
-        return not self._broken and not (op is ReduceOp.AVERAGE and dtype.kind in ("int", "uint", "bool"))
+        return not self._broken and not (op is ReduceOp.AVERAGE and dtype.integral)
 
     @abstractmethod
     def run(self, source: int, target: int, reduction: Arithmetic, stream: Stream, signature: Signature) -> bool:

@@ -45,7 +45,7 @@ def expected(arrays: list[Array], op: ReduceOp) -> Array:
         else:
             total = np.minimum(total, each) if op is ReduceOp.MIN else np.maximum(total, each)
     if op is ReduceOp.AVERAGE:
-        whole = row.kind in ("int", "uint", "bool")
+        whole = row.integral
         total = np.trunc(total / len(arrays)).astype(np.int64) if whole else total / len(arrays)
     return _as_dtype(total, row)
 

@@ -14,11 +14,12 @@ from functools import lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple, TypeVar, cast
 
-from ringreduce.buffers import DTYPES, Operand, operand_of
+from ringreduce.buffers import DTYPES, DType, Operand, operand_of
 from ringreduce.collectives.adasum import adasum
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.collectives.reproducible import reproducible_allreduce
 from ringreduce.common.arguments import real_number, row_counts, shown
+from ringreduce.common.conventions import Conventions
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
 from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
 from ringreduce.engine import BlockingCall, Engine, Operation, Reduction, Refusal, unnamed
@@ -273,6 +274,7 @@ class PreparingArrays(Preparing):
         on_host = arrays.device_of(sources) is None and (targets is sources or arrays.device_of(targets) is None)
         if not on_host:
             text = f"{text} on {', '.join(map(arrays.place, sources))}"
+        op, postscale = self._scaled(op, postscale, sources)
         before = None if prescale == 1.0 else partial(_scale, arrays, sources, prescale, targets)
         after = result if postscale == 1.0 else partial(_scale, arrays, targets, postscale, targets, result)
         given = sources if before is None else targets
@@ -356,19 +358,27 @@ class PreparingArrays(Preparing):
         prescale, postscale = real_number("prescale_factor", prescale), real_number("postscale_factor", postscale)
         self._require_rows(sources)
         self.require_usable(sources)
+        reduce_op, factor = self._scaled(kind, postscale, sources)
 
         def run(communicator: Communicator) -> Any:
             given = sources
             if prescale != 1.0:
                 given = [self._arrays.empty_like(each) for each in sources]
                 _scale(self._arrays, sources, prescale, given)
-            parts = [communicator.reduce_scatter(each, kind) for each in given]
-            if postscale != 1.0:
-                _scale(self._arrays, parts, postscale, parts)
+            parts = [communicator.reduce_scatter(each, reduce_op) for each in given]
+            if factor != 1.0:
+                _scale(self._arrays, parts, factor, parts)
             return result(parts)
 
         text = f"reducescatter({kind.value}, {in_words(*sources)}, scaled by {prescale} and {postscale})"
         return self.call_on(text, run, sources)
+
+    def _scaled(self, op: Op, postscale: float, sources: Sequence[Any]) -> tuple[Op, float]:
+        """Return the op and the factor with which these arrays are reduced, for those that the caller gave."""
+        if postscale == 1.0 or op != AVERAGE or not any(DType.of(each.dtype).integral for each in sources):
+            return op, postscale
+        conventions: Conventions = self._process_set.engine.communicator.config.conventions
+        return conventions.scaled_average(postscale, self._process_set.size())
 
     def call_on(
         self, text: str, run: Callable[[Communicator], Any], sources: Sequence[Any], targets: Sequence[Any] = ()

@@ -30,7 +30,7 @@ PRIVATE = MPI.COMM_WORLD.Dup()
 RANK, SIZE = PRIVATE.rank, PRIVATE.size
 
 COUNTS = (0, 1, 5, SIZE * 4, 1001, 70_001)
-DTYPES = ("float32", "float64", "int32", "int64", "uint8")
+DTYPES = ("float32", "float64", "int8", "int16", "int32", "int64", "uint8")
 OPS: dict[str, Callable[[list[np.ndarray]], np.ndarray]] = {
     "sum": lambda all_: np.sum(all_, axis=0),
     "average": lambda all_: np.mean(all_, axis=0),
@@ -78,8 +78,12 @@ class Call:
             op = draw.choice([*OPS])
             self.options["op"] = op if framework == "numpy" else getattr(hvd, op.capitalize())
             total = OPS[op](exact) if count else exact[0]
-            if op == "average" and not self.dtype.startswith("float"):
+            whole = not self.dtype.startswith("float")
+            if op == "average" and whole:
                 total = np.trunc(total)
+            if framework == "torch" and draw.random() < 0.3:
+                factor = self.options["postscale_factor"] = draw.choice((0.5, 2.0))
+                total = np.trunc(total * factor) if whole else total * factor
             self.expected = np.array_split(total, SIZE)[RANK] if kind == "reducescatter" else total
         elif kind in ("allgather", "gather"):
             self.expected = np.concatenate(exact)
@@ -118,7 +122,7 @@ class Call:
 
 def values(seed: int, count: int, dtype: str) -> np.ndarray:
     """Return small whole numbers, whose sums are exact."""
-    return np.random.default_rng(seed).integers(0, 20, count).astype(dtype)
+    return np.random.default_rng(seed).integers(0, 16, count).astype(dtype)
 
 
 def spoilt(call: Call, draw: random.Random) -> tuple[list[Any], dict[str, Any]]:
