@@ -273,7 +273,7 @@ def report(arguments: argparse.Namespace, contenders: list[Contender], times: An
             "steps": arguments.steps,
             "ranks": ringreduce.size(),
             "placement": ringreduce.world().topology.describe(),
-            "cores": len(os.sched_getaffinity(0)),
+            "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
             "ringreduce": ringreduce.__version__,
             "torch": torch.__version__,

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 import ringreduce
+from ringreduce.bench.bystanders import Bystanders, Usage, usage
 from ringreduce.bench.cases import COLLECTIVES, Case, sizes
 from ringreduce.bench.formats import WRITERS
 from ringreduce.bench.measure import Contender, Summary, iterations_for, time_in_turn, warmup_for
@@ -41,6 +42,7 @@ def run(
     write: Callable[[str], None],
     place: Place | None = None,
     progress: Callable[[int, int], None] | None = None,
+    read: Callable[[], Usage] = usage,
 ) -> Report:
     """Measure everything that ``settings`` ask for; collective.
 
@@ -50,6 +52,7 @@ def run(
         write: gets the text, row by row, on rank 0.
         place: where the arrays are; None: as the settings have it.
         progress: is told after each case how many have been measured, and of how many; 0: there is no end.
+        read: reads how much time processes took, for tests.
 
     Returns:
         The report; ranks can differ in the count of wrong elements only where they fail to tell each other.
@@ -68,6 +71,7 @@ def run(
         bench, rows = Bench(world, settings, peers, place), []
         machine = describe_machine(world, place)
         show(writer.head(machine))
+        bystanders = Bystanders(world, read)
         plan = list(bench.plan())
         for cycle in range(settings.cycles) if settings.cycles else itertools.count():
             for number, (case, algorithm) in enumerate(plan, 1 + cycle * len(plan)):
@@ -75,7 +79,8 @@ def run(
                 show(writer.row(rows[-1]))
                 if progress is not None:
                     progress(number, settings.cycles * len(plan))
-        report = Report(settings, machine, tuple(rows), tuple(bench.bounds[size] for size in sorted(bench.bounds)))
+        bounds = tuple(bench.bounds[size] for size in sorted(bench.bounds))
+        report = Report(settings, machine, tuple(rows), bounds, bystanders.look().text)
         show(writer.foot(report))
     return report
 
@@ -229,7 +234,7 @@ def describe_machine(world: Communicator, place: Place) -> Machine:
         nranks=world.size,
         placement=world.topology.describe(),
         nnodes=len(world.topology.nodes),
-        cores=len(os.sched_getaffinity(0)),
+        cores=os.cpu_count() or 1,  # of the machine: launchers bind ranks to some of them
         cpu=_cpu_name(),
         timestamp=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         gpu=place.describe(),

@@ -22,6 +22,7 @@ __all__ = ["Bystanders", "Found", "Usage", "usage"]
 _TOLERATED = 0.2
 #: Of the ranks' own time: so far two ways to count the same time may differ.
 _TOLERATED_SHARE = 0.01
+_SEEN_S = 1.0  # from which on a look at other processes says something: the system counts in hundredths of a second
 
 
 class Usage(NamedTuple):
@@ -59,8 +60,8 @@ class Found(NamedTuple):
 
     Attributes:
         elapsed_s: over how long.
-        cores: how many cores the others took on average; 0.0 if that is too little to matter.
-        text: this in words.
+        cores: how many cores the others took on average; 0.0 if that is little, or seen for less than a second.
+        text: this in words; empty if they are 0.0.
     """
 
     elapsed_s: float
@@ -88,7 +89,7 @@ class Bystanders:
         now = self._read()
         spent = [now.at - self._begin.at, now.everyone - self._begin.everyone, now.own - self._begin.own]
         rows = self._communicator.allgather(np.array([[*spent, float(now.machine)]]))
-        worst = Found(float(rows[:, 0].max()), 0.0, "other processes took no time that matters")
+        worst = Found(float(rows[:, 0].max()), 0.0, "")
         for machine in np.unique(rows[:, 3]):
             ranks = np.flatnonzero(rows[:, 3] == machine)
             elapsed, everyone = (float(each) for each in rows[ranks, :2].max(axis=0))
@@ -96,7 +97,7 @@ class Bystanders:
             others = everyone - own
             # Written so that NaN is too little.
             if (
-                elapsed > 0
+                elapsed >= _SEEN_S
                 and others > _TOLERATED * elapsed + _TOLERATED_SHARE * own
                 and others > worst.cores * elapsed
             ):

@@ -133,6 +133,7 @@ def page(reports: Sequence[Report]) -> str:
     parts = [f"<p>{html.escape(each)}</p>" for each in facts]
     if any(report.settings.peers for report in reports):
         parts.append(f"<h2>Where others were faster</h2><ul>{losses or '<li>nowhere</li>'}</ul>")
+    parts += [f"<p>{report.settings.collective}: {html.escape(report.busy)}</p>" for report in reports if report.busy]
     parts += [_section(report) for report in reports]
     wrong = sum(report.nwrong or 0 for report in reports)
     parts.append(f"<p>Wrong elements: {wrong}</p>")

@@ -78,7 +78,7 @@ class Machine:
         nranks: P.
         placement: ranks and nodes in words.
         nnodes: number of nodes.
-        cores: that rank 0 may run on.
+        cores: that the machine of rank 0 has.
         cpu: model name, as far as the system tells.
         timestamp: UTC, ISO 8601.
         gpu: of arrays on a GPU, which one it is and how allreduces are done there.
@@ -195,12 +195,17 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that one run found."""
+    """Everything that one run found.
+
+    Attributes:
+        busy: what other processes took of the machines' time meanwhile, in words; empty if nothing that matters.
+    """
 
     settings: Settings
     machine: Machine
     rows: tuple[Row, ...]
     bounds: tuple[Bound, ...]
+    busy: str = ""
 
     @property
     def results(self) -> list[Result]:
@@ -226,4 +231,5 @@ class Report:
             "results": [result.as_dict() for result in self.results],
             "out_of_bounds": self.nwrong,
             "average_bus_bandwidth": self.mean_bus_bw,
+            "busy": self.busy or None,
         }

@@ -56,7 +56,6 @@ _WARMUP = 1
 _KINDS = 2  # of buffers, of which each call takes one after the other
 _FIT_SHARE = 1 / 4  # of the time: the most that fitting the model may take
 _COMPLETE_SHARE = 1 / 10  # kept for measuring winners beside their sizes
-_SEEN_S = 1.0  # from which on a look at other processes says something
 _RANKS_WALKED = 32  # whose schedules are compared to find out whether two algorithms do the same
 _CONTENDING = 2.0  # an algorithm is measured if it should take at most so many times as long as the fastest
 
@@ -101,9 +100,8 @@ def tune(
     tuning = _Tuning(communicator, wanted, emit, measure or calls_of(communicator, wanted[-1]), clock, budget_s)
     bystanders = Bystanders(communicator, usage)
     tuning.fit()
-    found = bystanders.look()
-    if found.elapsed_s >= _SEEN_S and not even_if_busy:
-        _require_quiet(found)  # rather than measure on in vain
+    if not even_if_busy:
+        _require_quiet(bystanders.look())  # rather than measure on in vain
     tuning.sweep()
     tuning.complete()
     found = bystanders.look()

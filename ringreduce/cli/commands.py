@@ -15,6 +15,7 @@ from click.core import ParameterSource
 import ringreduce
 from ringreduce.bench import asynchronous, overlap, plots, recovery
 from ringreduce.bench import bench as benchmark
+from ringreduce.bench.bystanders import Bystanders
 from ringreduce.bench.cases import COLLECTIVES, NCCL_TYPES, OPS, TYPES, format_nbytes, native_dtype, sizes
 from ringreduce.bench.formats import WRITERS, to_json
 from ringreduce.bench.peers import PEERS
@@ -75,7 +76,9 @@ class _Other(NamedTuple):
 
 def _async(options: dict[str, Any]) -> int:
     ringreduce.init()
+    bystanders = Bystanders(ringreduce.world())
     found = asynchronous.run(options["iterations"], options["format"], _write)
+    _say_if_busy("async", bystanders.look().text)
     return int(any(each.nwrong for each in found))
 
 
@@ -83,7 +86,9 @@ def _overlap(options: dict[str, Any]) -> int:
     last = _last_size(options["min_nbytes"], options["max_nbytes"], 32 << 20)
     wanted = sizes(options["min_nbytes"], last, options["step_nbytes"], options["step_factor"])
     ringreduce.init()
+    bystanders = Bystanders(ringreduce.world())
     found = overlap.run(list(wanted), options["iterations"], options["peers"], options["format"], _write)
+    _say_if_busy("overlap", bystanders.look().text)
     return int(any(each.nwrong for each in found))
 
 
@@ -92,6 +97,12 @@ def _recovery(options: dict[str, Any]) -> int:
     speaks = ringreduce.rank() == 0  # which is never killed
     recovery.run(options["format"], lambda text: _write(text) if speaks else None)
     return 0
+
+
+def _say_if_busy(name: str, busy: str) -> None:
+    """Let rank 0 say that figures are those of a busy machine."""
+    if busy and ringreduce.rank() == 0:
+        click.echo(f"bench {name}: {busy}: these are not the times of this machine at rest", err=True)
 
 
 def _write(text: str) -> None:
@@ -280,6 +291,7 @@ def bench(**options: Any) -> int:
         )
         write = _ignore if several and as_json else _LaterCsv() if settings.format == "csv" and number > 1 else _write
         reports.append(benchmark.run(world, replace(settings, collective=name), write, progress=progress))
+        _say_if_busy(name, reports[-1].busy)
     if world.rank == 0:
         if several and as_json:
             _write(json.dumps([report.as_dict() for report in reports], indent=1) + "\n")
@@ -289,6 +301,9 @@ def bench(**options: Any) -> int:
             plots.save(reports[0], plot)
         if page:
             Path(page).write_text(plots.page(reports), encoding="utf-8")
+        for path in (settings.output_file, plot, page):
+            if path:
+                click.echo(f"bench: wrote {path}", err=True)
     return max(map(benchmark.exit_code, reports))
 
 

@@ -148,9 +148,11 @@ def test_all_collectives_on_a_page_with_pictures(mpirun: Run, tmp_path: Path) ->
     text = page.read_text()
     assert done.stdout.count("Out of bounds values : 0 OK") == text.count("<svg") == len(COLLECTIVES)
     assert all(f"<h2>{name}</h2>" in text for name in COLLECTIVES)
+    assert done.stderr.count(f"bench: wrote {page}\n") == 1
     for picture in (tmp_path / "allreduce.svg", tmp_path / "allreduce.png"):
         done = mpirun(2, "bench", "allreduce", *few, "--plot", str(picture))
         assert done.returncode == 0, done.stderr
+        assert done.stderr.count(f"bench: wrote {picture}\n") == 1
     assert "<svg" in (tmp_path / "allreduce.svg").read_text()
     done = mpirun(2, "bench", "all", *few, "--format", "json")
     assert [each["config"]["collective"] for each in json.loads(done.stdout)] == list(COLLECTIVES)

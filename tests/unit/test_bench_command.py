@@ -71,6 +71,7 @@ def test_bench_writes_json(tmp_path):
     report = json.loads(path.read_text())
     assert report["config"]["nranks"] == 1
     assert report["results"][0]["collective"] == "broadcast"
+    assert f"bench: wrote {path}\n" in result.stderr
 
 
 def test_wrong_elements_make_the_exit_status_1(monkeypatch):

@@ -189,7 +189,7 @@ def test_json_writer_is_silent_until_the_end():
 def test_json():
     """The report has the documented entries, with the types that they are documented to have."""
     made = json.loads(to_json(report(row())))
-    assert set(made) == {"config", "bound", "results", "out_of_bounds", "average_bus_bandwidth"}
+    assert set(made) == {"config", "bound", "results", "out_of_bounds", "average_bus_bandwidth", "busy"}
     assert made["config"]["versions"]["ringreduce"] == "0.1.0"
     assert {"mpi_library", "nranks", "nnodes", "cores", "cpu", "iterations", "algorithm"} <= set(made["config"])
     entry = {"nbytes": 64 << 20, "time_us": 5000.0, "method": "negate", "gb_per_s": pytest.approx(26.84, abs=0.01)}

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import threading
 
 import numpy as np
 import pytest
 
 from ringreduce.bench import bench
+from ringreduce.bench.bystanders import Usage
 from ringreduce.bench.cases import COLLECTIVES, OPS, TYPES
 from ringreduce.bench.measure import Contender, Summary
 from ringreduce.bench.progress import Progress
@@ -41,13 +44,15 @@ class Faulty:
         return call
 
 
-def run(settings: Settings, ranks: int = 2, fault: str | None = None, progress=None) -> tuple[list[Report], str]:
+def run(
+    settings: Settings, ranks: int = 2, fault: str | None = None, progress=None, **options
+) -> tuple[list[Report], str]:
     """Run the benchmark on ``ranks`` threads; return each rank's report and what was printed."""
     printed: list[str] = []
 
     def body(communicator):
         world = communicator if fault is None else Faulty(communicator, fault, ranks - 1)
-        return bench.run(world, settings, printed.append, progress=progress)
+        return bench.run(world, settings, printed.append, progress=progress, **options)
 
     return run_ranks(ranks, body), "".join(printed)
 
@@ -221,3 +226,30 @@ def test_bandwidth_in_the_layout_of_osu():
     for line, row in zip(lines, reports[0].rows, strict=True):
         case, time = row.best.case, row.best.time
         assert float(line[1]) == pytest.approx(case.nbytes / time.mean, abs=0.01)
+
+
+@pytest.mark.parametrize(("taken", "busy"), [(0.1, False), (1.5, True)])
+def test_a_busy_machine_is_told(taken: float, busy: bool):
+    """All ranks report what others took of their machine's time while they measured; the JSON report has it."""
+    begun: set[int] = set()  # the threads that have looked once
+
+    def read() -> Usage:
+        first = threading.get_ident() not in begun
+        begun.add(threading.get_ident())
+        return Usage(0.0, 0.0, 0.0, 7) if first else Usage(1.0, taken, 0.0, 7)
+
+    reports, _ = run(Settings("allgather", **FAST), read=read)
+    assert len({report.busy for report in reports}) == 1
+    assert ("other processes took 1.50 cores on average" in reports[0].busy) == busy
+    assert reports[0].as_dict()["busy"] == (reports[0].busy or None)
+
+
+def test_cores_are_those_of_the_machine():
+    """A launcher binds ranks to some cores; the machine has them all."""
+    free = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(free)})
+        (report, *_), _ = run(Settings("allgather", **FAST), ranks=1)
+    finally:
+        os.sched_setaffinity(0, free)
+    assert report.machine.cores == os.cpu_count()
