@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ringreduce.common.config import LAUNCHERS, Config
-from ringreduce.common.errors import TransportError
+from ringreduce.common.errors import ConfigError, TransportError
 from ringreduce.gpu.inventory import Inventory, take_inventory
-from ringreduce.launcher.launchers import clash
+from ringreduce.launcher.launchers import clash, find
 from ringreduce.transport.shared.segments import MemfdSegments
 
 __all__ = ["LIBRARIES", "ROOT_ALLOWED", "Facts", "Mpi", "World", "collect", "mpi_facts", "stranger"]
@@ -113,7 +113,8 @@ class Facts:
         core_numbers: the cores that this rank may run on, and ``quota`` how many it gets the time of; 0.0: all of them.
         root: whether it runs as root.
         environ: the variables that matter.
-        mpirun: what the one on the path says of itself; empty where there is none.
+        mpirun: what the one that ``ringreduce run`` starts says of itself, where no launcher has started this process;
+            empty where it finds none, and then ``no_mpirun`` says why.
         mpi: the MPI library; None without mpi4py.
         unshareable: why this process cannot lend memory to another, empty if it can.
         shm_nbytes: the size of /dev/shm.
@@ -135,6 +136,7 @@ class Facts:
     root: bool = False
     environ: Mapping[str, str] = field(default_factory=dict)
     mpirun: str = ""
+    no_mpirun: str = ""
     mpi: Mpi | None = None
     unshareable: str = ""
     shm_nbytes: int = 0
@@ -180,7 +182,6 @@ def collect(world: World, rank: int, foreign: Mpi | None = None, environ: Mappin
             for name, text in environ.items()
             if name.startswith(("RINGREDUCE_", "HOROVOD_")) or name in _OTHER_VARIABLES
         },
-        mpirun=_mpirun(),
         unshareable=_lend(),
         shm_nbytes=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0,
         gpu=take_inventory(),
@@ -189,7 +190,8 @@ def collect(world: World, rank: int, foreign: Mpi | None = None, environ: Mappin
     if "mpi4py" not in facts.packages:
         return facts
     if not facts.launcher[0]:
-        return replace(facts, mpi=_from_a_child(_STARTED))
+        mpirun, complaint = _mpirun()
+        return replace(facts, mpi=_from_a_child(_STARTED), mpirun=mpirun, no_mpirun=complaint)
     return replace(facts, mpi=foreign or mpi_facts(environ))
 
 
@@ -264,16 +266,13 @@ def _installed() -> dict[str, str]:
     return found
 
 
-def _mpirun() -> str:
-    """Return the first line that the mpirun on the path says of its version."""
-    path = shutil.which("mpirun")
-    if path is None:
-        return ""
+def _mpirun() -> tuple[str, str]:
+    """Return (the first line that the launcher says of its version, why there is none)."""
     try:
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=_CHILD_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{path} ({_first_line(error)})"
-    return next((line.strip() for line in done.stdout.splitlines() if line.strip()), path)
+        launcher = find()
+    except ConfigError as error:
+        return "", str(error)
+    return next((line.strip() for line in launcher.said.splitlines() if line.strip()), launcher.path), ""
 
 
 def _lend() -> str:

