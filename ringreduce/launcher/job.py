@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import re
 import select
 import signal
@@ -10,6 +12,8 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
+from types import FrameType
 from typing import NamedTuple
 
 import click
@@ -19,7 +23,7 @@ from ringreduce.launcher.failures import KEPT_NBYTES
 
 __all__ = ["SUPERVISOR", "Job", "Mark", "MarkReader"]
 
-_INTERRUPTED, _TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
+_INTERRUPTED = 128 + signal.SIGINT
 #: How often to look whether mpirun has ended (seconds).
 _LOOK_EVERY_S = 1.0
 
@@ -33,6 +37,8 @@ SUPERVISOR = (
     'if [ "$code" -eq 0 ]; then say "has ended well"; else say "has died"; kill -KILL $$; fi',
     "ringreduce-rank",
 )
+
+_PR_SET_PDEATHSIG = 1
 
 _BEGIN = b"\x1eringreduce: "
 _MARK = re.compile(
@@ -89,16 +95,26 @@ class Job:
         hear: is told of marks.
 
     Attributes:
-        stopped: whether it ends because this process was told to, by SIGTERM or an interrupt.
+        stopped: whether it ends because this process got SIGTERM, SIGHUP or an interrupt.
         written: the end of what it has written to standard error.
     """
 
     def __init__(self, line: Sequence[str], environment: Mapping[str, str], hear: Callable[[Mark], None]) -> None:
         self.stopped = False
         self.written = b""
+        self._ended_by: signal.Signals | None = None
         self._hear, self._reader = hear, MarkReader()
-        self._process = subprocess.Popen(line, env=environment, stderr=subprocess.PIPE, bufsize=0)
-        self._handled_before = signal.signal(signal.SIGTERM, lambda number, frame: self._stop())
+        keeps_on = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # as under nohup, which mpirun would undo
+        self._process = subprocess.Popen(
+            line,
+            env=environment,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=keeps_on,  # a hangup is sent to all processes of a session
+            preexec_fn=partial(_end_with_parent, os.getpid()),
+        )
+        ending = [signal.SIGTERM] if keeps_on else [signal.SIGTERM, signal.SIGHUP]
+        self._handled_before = {each: signal.signal(each, self._on_signal) for each in ending}
 
     def wait(self, look: Callable[[], object] = lambda: None, every_s: float | None = None) -> int:
         """Return its status, once it has ended; that of an interrupted program, if this is interrupted meanwhile.
@@ -120,10 +136,11 @@ class Job:
             self._process.wait()
             return _INTERRUPTED
         finally:
-            signal.signal(signal.SIGTERM, self._handled_before)
-        if self.stopped and status:
-            click.echo("ringreduce: told to end by SIGTERM; all ranks have ended", err=True)
-            return _TERMINATED
+            for number, handler in self._handled_before.items():
+                signal.signal(number, handler)
+        if self._ended_by is not None and status:
+            click.echo(f"ringreduce: ended by {self._ended_by.name}; all ranks have ended", err=True)
+            return 128 + self._ended_by
         return status if status >= 0 else 128 - status
 
     def tell_ranks(self, number: signal.Signals) -> None:
@@ -133,6 +150,10 @@ class Job:
     def end(self) -> None:
         """Have mpirun end all ranks."""
         self._process.send_signal(signal.SIGTERM)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._ended_by = signal.Signals(number)
+        self._stop()
 
     def _stop(self) -> None:
         self.stopped = True
@@ -165,6 +186,17 @@ class Job:
         self.written = (self.written + text)[-KEPT_NBYTES:]
         sys.stderr.buffer.write(text)
         sys.stderr.flush()
+
+
+_libc = ctypes.CDLL(None, use_errno=True)  # now: there must be no import between fork and exec
+
+
+def _end_with_parent(parent: int) -> None:
+    """Let this process, just forked, get SIGTERM when its parent ends in whatever way: mpirun ends its ranks then."""
+    if sys.platform == "linux":
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(128 + signal.SIGTERM)
 
 
 def _named(found: re.Match[bytes]) -> Mark:
