@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from types import FrameType, MethodType
 from typing import Any, Literal, NoReturn
@@ -107,7 +109,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         num_groups: how many groups of equal length to make of the parameters; older name of ``groups``.
         groups: lists of parameters, or the number of lists to make: what is in one list travels together. Must agree
             on all ranks.
-        sparse_as_dense: make sparse gradients dense before they are reduced. If not, what the ranks have is gathered.
+        sparse_as_dense: make sparse gradients dense before they are reduced. If not, what the ranks have is gathered;
+            so it is with SparseAdam, which takes no dense gradients.
         process_set: the ranks that train together. On others the optimizer steps as it does by itself.
         bucket_nbytes: gradients travel together in buckets; a bucket that holds so many bytes is closed. Must agree on
             all ranks. None: `Config.bucket_nbytes`.
@@ -159,15 +162,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # Optimizer.__init__ is not called: it would make parameter groups, state and hooks of its own. Whatever it
         # would have set is the wrapped optimizer's, by the properties and __getattr__ below.
         self._optimizer = optimizer
-        bind = partial(TorchParameters, sparse_as_dense=sparse_as_dense)
-        self._training = training = Training(_KIND, process_set, TENSORS, bind)
+        sparse_only = isinstance(optimizer, torch.optim.SparseAdam)
+        bind = partial(TorchParameters, sparse_as_dense=sparse_as_dense and not sparse_only)
+        self._make_training = partial(Training, _KIND, process_set, TENSORS, bind)
+        self._training = training = self._make_training()
         with training.checking(_KIND):
             require_process_set(process_set).included()  # raises unless it is registered
             if isinstance(optimizer, DistributedOptimizer):
                 raise ConfigError(
                     "this is a DistributedOptimizer already; wrapped twice, it would reduce gradients twice"
                 )
-            wrapping.require_optimizer(optimizer, sparse_as_dense=sparse_as_dense)
+            wrapping.require_optimizer(optimizer)
             options = Options(
                 op=op,
                 passes=backward_passes_per_step,
@@ -175,7 +180,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 predivide_factor=gradient_predivide_factor,
                 groups=num_groups if groups is None else groups,
                 bucket_nbytes=bucket_nbytes,
-                skip_unused=skip_unused or isinstance(optimizer, torch.optim.SparseAdam),
+                skip_unused=skip_unused or sparse_only,
                 overlap=overlap,
                 reduce_in=reduce_in,
             ).checked(training.communicator.config, self._parameters())
@@ -184,8 +189,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             names = checked_names(self._parameters(), named_parameters)
             # Neither of these refers to the wrapper, so that hooks end with it.
             self._named = partial(wrapping.named_parameters, optimizer, names)
-            settings = partial(hyperparameters, optimizer)
             TorchParameters(training.communicator).require_usable(self._parameters())
+        training.begin(type(optimizer).__name__, self._named, options, partial(hyperparameters, optimizer))
+        self._stand_ready(options)
+
+    def _stand_ready(self, options: Options) -> None:
         self._op, self._adasum = options.op, options.adasum
         self._synchronized = False
         self._clipped = False  # so that they are reduced
@@ -193,8 +201,28 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # The GradScaler for which this step's gradients were reduced, and the state that it keeps for the step.
         self._scaler: tuple[weakref.ref[Any], dict[str, Any]] | None = None
         self._skipping = False
-        training.begin(type(optimizer).__name__, self._named, options, settings)
-        self._unwatch = wrapping.watch_steps(optimizer, self._stepped_by_itself)
+        self._unwatch = wrapping.watch_steps(self._optimizer, self._stepped_by_itself)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedOptimizer:
+        """Return a wrapper of a copy of the wrapped optimizer, with the same options and process set.
+
+        The copy joins the other ranks' copies when it first clears, reduces or steps; these are collective then. It
+        begins without what compression has kept.
+        """
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
+        copied._optimizer = optimizer = copy.deepcopy(self._optimizer, memo)
+        copied._make_training = self._make_training
+        copied._training = training = self._make_training()
+        counterparts = list(zip(self._named(), wrapping.parameters_of(optimizer), strict=True))
+        names = {id(new): name for (name, _), new in counterparts}
+        copied._named = partial(wrapping.named_parameters, optimizer, names)
+        options = self._training.options
+        groups = {id(new): options.groups[id(old)] for (_, old), new in counterparts if id(old) in options.groups}
+        options = replace(options, groups=groups)
+        training.prepare(type(optimizer).__name__, copied._named, options, partial(hyperparameters, optimizer))
+        copied._stand_ready(options)
+        return copied
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Reduce the gradients, then step. Collective.
@@ -217,9 +245,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return result
         if not (self._skipping or self._clipped or self._reduced_for_scaler()) and self._training.gradients.pending:
             if self._synchronized and not self._training.alone:
-                again = "adds them up" if self._op is SUM else "averages them"
+                again = "adds them up twice" if self._op is SUM else "only costs time"
                 warnings.warn(
-                    f"step() after synchronize() {again} a second time; call it within skip_synchronize()", stacklevel=2
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "  # Horovod's words
+                    f"optimizer.synchronize(): it reduces the gradients again, which {again}",
+                    stacklevel=2,
                 )
             self.synchronize()
         self._forget_reductions()
@@ -425,9 +455,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a DistributedOptimizer belongs to the running job and can be neither copied nor pickled; save its "
-            "state_dict(), or copy the optimizer that it wraps, which is its attribute `wrapped`. An object that holds "
-            "one can be copied or pickled while `wrapped` is in its place, or if its __getstate__ leaves it out"
+            "a DistributedOptimizer belongs to the running job and cannot be pickled; save its state_dict(), or the "
+            "optimizer that it wraps, which is its attribute `wrapped`. An object that holds one can be pickled while "
+            "`wrapped` is in its place, or if its __getstate__ leaves it out. copy.deepcopy copies it within the job"
         )
 
     def _prepare_for_scaler(self, caller: FrameType) -> None:

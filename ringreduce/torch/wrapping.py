@@ -76,7 +76,7 @@ def is_optimizer(candidate: object) -> bool:
     return hasattr(candidate, "param_groups") and hasattr(candidate, "step")
 
 
-def require_optimizer(optimizer: Any, *, sparse_as_dense: bool) -> None:
+def require_optimizer(optimizer: Any) -> None:
     """Raise `ConfigError` unless this can be wrapped, with a message that shows how it is done.
 
     Raises:
@@ -88,8 +88,6 @@ def require_optimizer(optimizer: Any, *, sparse_as_dense: bool) -> None:
             f"DistributedOptimizer wraps an optimizer, and got {what}, of type {type(optimizer).__name__}; call it as "
             "DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())"
         )
-    if sparse_as_dense and isinstance(optimizer, torch.optim.SparseAdam):
-        raise ConfigError("SparseAdam takes no dense gradients; leave out sparse_as_dense, or use Adam")
     require_parameters(parameters_of(optimizer))
 
 

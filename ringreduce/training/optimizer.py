@@ -114,11 +114,9 @@ class Training:
 
     Attributes:
         communicator: the ranks; for what is done before the first step.
-        gradients: of the optimizer; from `begin` on.
-        described: what errors call the optimizer; likewise.
+        described: what errors call the optimizer; from `begin` on.
     """
 
-    gradients: Gradients
     described: str
 
     def __init__(
@@ -127,6 +125,7 @@ class Training:
         self._kind = kind
         self._process_set = set_to_tell(process_set)
         self._arrays, self._bind = arrays, bind
+        self._gradients: Gradients | None = None
         self._waited_s = 0.0
         self._take_place()
 
@@ -157,7 +156,7 @@ class Training:
         Raises:
             MismatchError: the ranks have different parameters or options.
         """
-        self._optimizer, self._named, self.options, self._settings = optimizer, named, options, settings
+        self.prepare(optimizer, named, options, settings)
         over = self.require_agreement()
         engine, topology = self._engine, self._engine.communicator.topology
         parameters = [parameter for _, parameter in named()]
@@ -165,7 +164,7 @@ class Training:
         overlap = options.overlap
         if overlap is None and (on_device or topology.single_node):
             overlap = on_device
-        self.gradients = Gradients(
+        self._gradients = Gradients(
             self._bind(engine.communicator),
             engine,
             named,
@@ -183,6 +182,25 @@ class Training:
             settings=settings,
         )
 
+    def prepare(
+        self,
+        optimizer: str,
+        named: Callable[[], Named],
+        options: Options,
+        settings: Callable[[], Mapping[str, str]] | None,
+    ) -> None:
+        """Note what `begin` takes, for `rejoin` or the first use of `gradients` to begin with."""
+        self._optimizer, self._named, self.options, self._settings = optimizer, named, options, settings
+
+    @property
+    def gradients(self) -> Gradients:
+        """Of the optimizer. Collective if nothing has begun yet."""
+        if self._gradients is None:
+            self.rejoin()
+        if self._gradients is None:
+            raise ConfigError(f"the process set of this {self._kind} is not registered")
+        return self._gradients
+
     def require_agreement(self) -> str:
         """Check that all ranks have the same parameters and options; return what errors call them. Collective.
 
@@ -199,11 +217,11 @@ class Training:
     def rejoin(self) -> bool:
         """Go on in the world there is now, if ``shutdown()`` and ``init()`` came since the last time. Collective.
 
-        What compression has kept is lost: it was of other buckets, and perhaps of other ranks. Does nothing while the
-        process set is not registered.
+        Begins what was only prepared. What compression has kept is lost: it was of other buckets, and perhaps of other
+        ranks. Does nothing while the process set is not registered.
 
         Returns:
-            Whether they came.
+            Whether they came, or it began.
 
         Raises:
             MismatchError: the ranks have different parameters.
@@ -211,26 +229,30 @@ class Training:
         process_set = self._process_set
         if process_set.process_set_id is None:
             return False
-        if process_set.engine is self._engine if process_set.included() else self._alone:
+        in_place = process_set.engine is self._engine if process_set.included() else self._alone
+        replaced = self._gradients
+        if in_place and replaced is not None:
             return False
         self._waited_s = self.seconds  # the new ones count from zero
-        self._take_place()
+        if not in_place:
+            self._take_place()
         with self.checking(self._kind):
             self._bind(self._engine.communicator).require_usable([parameter for _, parameter in self._named()])
-        replaced = self.gradients
         self.begin(self._optimizer, self._named, self.options, self._settings)
-        replaced.retire()
+        if replaced is not None:
+            replaced.retire()
         return True
 
     def declare_passes(self, passes: int) -> None:
         """Change how many backward passes come before each step; the same on all ranks."""
         self.options = replace(self.options, passes=whole_number("backward_passes_per_step", passes, 1))
-        self.gradients.passes = self.options.passes
+        if self._gradients is not None:
+            self._gradients.passes = self.options.passes
 
     @property
     def seconds(self) -> float:
         """Spent in collectives of this optimizer, waiting for others included."""
-        return self._waited_s + self.gradients.ranks.seconds
+        return self._waited_s + (0.0 if self._gradients is None else self._gradients.ranks.seconds)
 
     @property
     def alone(self) -> bool:
@@ -257,7 +279,7 @@ class Training:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what compression keeps on this rank, as ``buckets``, ``rank`` and ``size``; empty if nothing."""
-        kept = self.gradients.state_dict()
+        kept = {} if self._gradients is None else self._gradients.state_dict()
         return {"rank": self.communicator.rank, "size": self.communicator.size, "buckets": kept} if kept else {}
 
     def load_state_dict(self, rank: int, size: int, buckets: Mapping[int, State]) -> None:

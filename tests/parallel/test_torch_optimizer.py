@@ -25,6 +25,10 @@ STEPS = 4
 
 Model = Any
 Optimizer = Any
+#: How the warning begins; programs filter it by that.
+HOROVODS_WARNING = (
+    r"optimizer\.step\(\) called without optimizer\.skip_synchronize\(\) context after optimizer\.synchronize\(\)"
+)
 #: loss(model, inputs, targets, rank of the data, step) -> scalar
 Loss = Callable[[Model, Any, Any, int, int], Any]
 
@@ -567,15 +571,53 @@ def test_clipping_between_synchronize_and_step() -> None:
     assert_same(alone, together)
 
 
+@pytest.mark.parametrize("groups", [None, 2])
+def test_a_deep_copy_trains_on_its_own(groups: int | None) -> None:
+    """One rank may copy for itself; copies on all ranks go on like the original, which they do not touch."""
+    alone, together = pair()
+    single, many = sgd(alone.parameters()), distributed(sgd, together, groups=groups, op=hvd.Average)
+    for step in range(2):
+        train_step(alone, single, everyone(), step)
+        train_step(together, many, me(), step)
+    if rr.rank() == 0:
+        kept = copy.deepcopy(many)
+        assert kept.state_dict()["param_groups"] == many.state_dict()["param_groups"]
+        assert kept.param_groups[0]["params"][0] is not many.param_groups[0]["params"][0]
+    before = copy.deepcopy(together.state_dict())
+    model, optimizer = copy.deepcopy((together, many))
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert list(optimizer._parameter_names.values()) == [name for name, _ in model.named_parameters()]
+    lone_model, lone = copy.deepcopy((alone, single))
+    for step in range(2, STEPS):
+        train_step(lone_model, lone, everyone(), step)
+        train_step(model, optimizer, me(), step)
+    assert_same(lone_model, model)
+    assert all(torch.equal(before[name], each) for name, each in together.state_dict().items())
+    train_step(alone, single, everyone(), STEPS)
+    train_step(together, many, me(), STEPS)
+    assert_same(alone, together)
+
+
+def test_a_copy_can_begin_with_gradients_that_it_has() -> None:
+    """They are reduced by its first step."""
+    alone, together = pair()
+    model, optimizer = copy.deepcopy((together, distributed(sgd, together)))
+    train_step(alone, sgd(alone.parameters()), everyone(), 0)
+    inputs, targets = batch(0)
+    squared_error(model, inputs[rr.rank()], targets[rr.rank()], rr.rank(), 0).backward()
+    optimizer.step()
+    assert_same(alone, model)
+
+
 def test_step_after_synchronize_warns() -> None:
-    """Reducing twice is worth a warning; for averages it changes nothing."""
+    """Reducing twice is worth a warning, which filters of Horovod's find; for averages it changes nothing."""
     alone, together = pair()
     single, many = sgd(alone.parameters()), distributed(sgd, together)
     inputs, targets = batch(0)
     train_step(alone, single, everyone(), 0)
     squared_error(together, inputs[rr.rank()], targets[rr.rank()], rr.rank(), 0).backward()
     many.synchronize()
-    with nullcontext() if rr.size() == 1 else pytest.warns(UserWarning, match="skip_synchronize"):
+    with nullcontext() if rr.size() == 1 else pytest.warns(UserWarning, match=HOROVODS_WARNING):
         many.step()
     assert_same(alone, together)
 
