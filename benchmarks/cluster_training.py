@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import mnist
 import numpy as np
 import torch
 from torch import nn
@@ -37,9 +38,6 @@ from torch.nn.functional import cross_entropy
 import ringreduce
 import ringreduce.torch as hvd
 from ringreduce.bench.peers import gloo_process_group
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import mnist
 
 TURN = 8  # steps of a contender in a row
 LEAD = 2  # of them, how many are not timed

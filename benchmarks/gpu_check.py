@@ -82,7 +82,7 @@ PARTS = (
 
 #: Program of a part that is not a function here -> its arguments after those of Python, before those of `Part.command`.
 OTHERS = {
-    "mnist": [str(ROOT / "examples" / "mnist.py"), "--device", "cuda", "--epochs", "2"],
+    "mnist": [str(ROOT / "benchmarks" / "mnist.py"), "--device", "cuda", "--epochs", "2"],
     "training": [str(ROOT / "benchmarks" / "training.py"), "--device", "cuda", "--steps", "20"],
     "torch": [
         *("-m", "pytest", "-p", "no:cacheprovider", "-o", "minversion=7", "-W", "default", "-rpsfEX"),

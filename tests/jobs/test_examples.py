@@ -8,24 +8,34 @@ import sys
 from pathlib import Path
 
 import pytest
-from browser import look
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TRANSFORMER = [str(EXAMPLES / "char_transformer.py"), "--batch-size=12", "--every=1", "--sample=20"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_mnist_learns(run_job, tmp_path: Path, ranks: int):
-    """The CNN reaches 96 % on digits it has not seen, all ranks end with the same weights, and rank 0 draws it."""
+def test_mnist_learns(run_job, ranks: int):
+    """Four marked lines are all that the script needs, and its CNN recognises 95 % of digits that it has not seen."""
     pytest.importorskip("torch")
-    picture = tmp_path / "curves.svg"
-    job = run_job(ranks, str(EXAMPLES / "mnist.py"), "--plot", str(picture), limit_s=55)
+    source = (EXAMPLES / "mnist.py").read_text(encoding="utf-8")
+    marked = [line for line in source.splitlines() if re.search(r"  # \([1-4]\) ", line)]
+    calls = [line for line in source.splitlines() if "hvd." in line and "hvd.rank()" not in line]
+    assert calls == marked
+    assert len(marked) == 4
+    job = run_job(ranks, str(EXAMPLES / "mnist.py"), limit_s=55)
     assert job.returncode == 0, job.stderr
-    accuracy = re.search(r"test accuracy: ([\d.]+)% of 1000", job.stdout)
-    assert accuracy is not None, job.stdout
-    assert float(accuracy[1]) >= 96
-    assert f"weights: bitwise identical on {ranks} rank{'s' * (ranks != 1)}\n" in job.stdout
-    assert look(picture) == {}
+    shares = re.findall(r"epoch [0-9]: ([\d.]+)% of 1000", job.stdout)
+    assert len(shares) == 3, "rank 0 alone speaks"
+    assert float(shares[-1]) >= 95
+
+
+def test_the_demo_compares_the_weights_of_its_ranks(run_job):
+    """It trains, says what that took, and ends well where all ranks have the same weights."""
+    pytest.importorskip("torch")
+    job = run_job(2, str(EXAMPLES.parent / "benchmarks" / "mnist.py"), "--epochs=1", limit_s=55)
+    assert job.returncode == 0, job.stderr
+    assert re.search(r"throughput: [\d,]+ samples/s over all ranks\n", job.stdout)
+    assert "weights: bitwise identical on 2 ranks\n" in job.stdout
 
 
 def losses_of(output: str) -> list[float]:
