@@ -59,3 +59,8 @@ __all__ += runtime.__all__
 for _for_bindings in ("failure", "follow_timelines", "group", "rank_and_size"):
     __all__.remove(_for_bindings)
 __all__.sort(key=lambda name: (not name.isupper(), name))
+
+
+def __dir__() -> list[str]:
+    """Return the public names alone."""
+    return __all__

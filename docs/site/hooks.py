@@ -16,6 +16,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT)]
 
+from commands import commands  # noqa: E402
 from drawings import drawing  # noqa: E402
 
 #: Files of the repository that are pages, under the names that links to them get.
@@ -41,6 +42,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if path == "examples/README.md":
             text += "".join(map(_source, sorted(ROOT.glob("examples/*.py"))))
         files.append(File.generated(config, name, content=_linked(text, posixpath.dirname(path), "docs")))
+    files.append(File.generated(config, "reference/commands.md", content=commands()))
     for name in ASSETS:
         files.append(File.generated(config, f"assets/{name}", abs_src_path=str(HERE / name)))
     return files

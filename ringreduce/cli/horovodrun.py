@@ -18,7 +18,7 @@ from ringreduce.cli.horovod_options import NO_GLOO, OPTIONS, Option
 from ringreduce.common.errors import ConfigError
 from ringreduce.doctor.doctor import command as doctor
 
-__all__ = ["Plan", "main", "read"]
+__all__ = ["Plan", "help_text", "main", "read"]
 
 #: Holds a package ``horovod`` that is ringreduce's; see `ringreduce.horovod.alias`.
 _HOROVOD = Path(ringreduce.__file__).parent / "horovod" / "_path"
@@ -184,7 +184,8 @@ def _read_file(path: str, plan: Plan) -> None:
             plan.take(place, option, "")
 
 
-def _help() -> str:
+def help_text() -> str:
+    """Return what ``horovodrun --help`` prints."""
     lines = [
         "usage: horovodrun -np N [options] python train.py [arguments ...]",
         "",
@@ -212,7 +213,7 @@ def main() -> NoReturn:
         click.echo(f"Error: {error}", err=True)
         sys.exit(2)
     if plan.instead == "help":
-        click.echo(_help())
+        click.echo(help_text())
         sys.exit(0)
     if plan.instead == "version":
         click.echo(f"horovodrun of ringreduce {ringreduce.__version__}")

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from types import ModuleType
 from urllib.parse import urlsplit
 
 import click
@@ -170,3 +171,39 @@ def test_the_index_of_algorithms_is_complete() -> None:
         rows = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith(f"| [{algorithm.name}]")]
         assert len(rows) == 1, algorithm
         assert "; wins " in algorithm.summary
+
+
+def test_each_public_name_is_on_one_page_of_the_reference() -> None:
+    """The pages by topic hold all public names and nothing besides; torch's page leaves out what it shares."""
+    hvd = pytest.importorskip("ringreduce.torch")
+    text = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "reference").glob("*.md"))
+    wanted = {f"ringreduce.{name}" for name in rr.__all__} | {
+        f"ringreduce.torch.{name}"
+        for name in hvd.__all__
+        if getattr(hvd, name) is not getattr(rr, name, None) and not isinstance(getattr(hvd, name), ModuleType)
+    }
+    constants = {"AVERAGE", "MAX", "MIN", "PRODUCT", "SUM", "Adasum", "Average", "Max", "Min", "Product"}
+    constants |= {"ReproducibleSum", "Sum", "global_process_set"}
+    in_words = {name for name in wanted if name.rpartition(".")[2] in constants}
+    assert [name for name in in_words if f"{name.rpartition('.')[2]}`" not in text] == []
+    shown = re.findall(r"^::: (ringreduce(?:\.torch)?\.\w+)$", text, re.MULTILINE)
+    modules = {"ringreduce.testing", "ringreduce.torch.elastic"}
+    assert sorted(set(shown) - modules) == sorted(wanted - in_words)
+    assert len(shown) == len(set(shown))
+
+
+def test_the_site_has_each_command_and_a_link_to_the_repository() -> None:
+    """The page of commands is made of their own help: none is missing, and no option."""
+    make = "import sys; sys.path.insert(0, sys.argv[1]); from commands import commands; print(commands())"
+    command = [sys.executable, "-c", make, str(ROOT / "docs" / "site")]
+    page = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    sections = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
+    every: list[tuple[str, click.Command]] = [("ringreduce", command_line)]
+    for name, each in every:
+        options = [option for parameter in each.params for option in parameter.opts if option.startswith("-")]
+        assert [option for option in options if option not in sections[name]] == []
+        every += [(f"{name} {more}", inner) for more, inner in getattr(each, "commands", {}).items()]
+    assert "--config-file" in sections["horovodrun"]
+    metadata = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (repository,) = re.findall(r'^Source = "(.*)"$', metadata, re.MULTILINE)
+    assert f"\n  - Repository: {repository}\n" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import ringreduce
 from ringreduce import runtime
 
 PACKAGE = Path(__file__).parents[2] / "ringreduce"
@@ -63,3 +64,9 @@ def test_all_is_sorted_complete_and_true(path: Path, monkeypatch: pytest.MonkeyP
     assert sorted(set(module.__all__), key=rank_of) == list(module.__all__)
     assert set(defined_names(tree)) <= set(module.__all__)
     assert [name for name in module.__all__ if not hasattr(module, name)] == []
+
+
+def test_dir_shows_what_is_public():
+    """`dir(ringreduce)` is `__all__`, so that completion offers no internals; all names of it are there."""
+    assert dir(ringreduce) == sorted(ringreduce.__all__)
+    assert all(hasattr(ringreduce, name) for name in dir(ringreduce))
