@@ -114,12 +114,12 @@ def _words(context: click.Context, parameter: click.Parameter, text: str | None)
     type=click.FloatRange(0),
     metavar="SECONDS",
     show_default="600",
-    help="Wait so long for --min-np slots.",
+    help="Wait so long for --min-np slots, and from the first rank's init() for the last.",
 )
 @click.option("--network-interface", "interfaces", metavar="NAMES", help="For messages: eth0,eth1.")
 @click.option("--ssh-port", type=click.IntRange(1, 65535), show_default="ssh's own", help="Of the other hosts.")
 @click.option("--mpi-args", "more", metavar="OPTIONS", callback=_words, help="More options for mpirun, as in a shell.")
-@click.option("--verbose", is_flag=True, help="Show the command line of mpirun.")
+@click.option("--verbose", is_flag=True, help="Show the command line of mpirun, and the variables that are set for it.")
 @click.option("--dry-run", is_flag=True, help="Print the command, and what is set for it; start nothing.")
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
 def command(
@@ -149,7 +149,7 @@ def command(
 
     A PROGRAM that ends in .py and is no command runs under this Python.
 
-    Open MPI, MPICH or Intel MPI: whatever that wants on this machine is set, and one line says so. Inside an allocation
+    Open MPI, MPICH or Intel MPI: whatever that wants on this machine is set; --verbose shows it. Inside an allocation
     of Slurm, PBS or LSF, ranks run on its hosts. If a rank fails, the job ends, the traceback of that rank is shown
     last, and the exit status is the rank's; with --elastic it is 0 as long as some ranks have reached the end. Ctrl-C
     and SIGTERM end all ranks. On all hosts the program must lie in the same place.
@@ -169,7 +169,7 @@ def command(
         "--cooldown": cooldown,
         "--reset-limit": reset_limit,
     }
-    others = {"--min-np": least, "--slots": slots, "--start-timeout": start_timeout_s}
+    others = {"--min-np": least, "--slots": slots}
     given = [name for name, value in {**others, **growth}.items() if value is not None]
     if given and not elastic:
         raise ConfigError(f"{given[0]} is for elastic jobs; add --elastic")
@@ -228,6 +228,7 @@ def command(
         least=least,
         elastic=elastic,
         watches=watches,
+        start_timeout_s=_START_TIMEOUT_S if start_timeout_s is None else start_timeout_s,
         variables={name: value for name, value in variables.items() if value is not None},
         inherited=tuple(variables),
         folder=None if folder is None else os.path.abspath(folder),
@@ -241,8 +242,7 @@ def command(
         line, settings = start.line_and_settings(at_first, {})
         click.echo(f"{start.describe(settings)} {shlex.join(line)}".strip())
         return 0
-    timeout_s = _START_TIMEOUT_S if start_timeout_s is None else start_timeout_s
-    wishes = Wishes(rules, elastic, watches, restarts, reset_limit, timeout_s)
+    wishes = Wishes(rules, elastic, watches, restarts, reset_limit, start.start_timeout_s)
     discovery = Discovery(script, slots or 1) if script else None
     if discovery is not None:
         discovery.start()

@@ -7,6 +7,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -26,9 +27,12 @@ __all__ = [
     "ignored_variables",
     "job_folder",
     "launched_rank",
+    "marks_descriptor",
     "parse_nbytes",
+    "ranks_of_host",
     "runtime_folder",
     "several_processes",
+    "start_limit",
     "survives_deaths",
 ]
 
@@ -37,9 +41,17 @@ VERSION = "0.1.0"
 
 _T = TypeVar("_T")
 
-#: Variables of ours that are not settings: the name of a host that is simulated; whether `ringreduce run` starts the
-#: job again when the ranks ask for that, and how often it has; the time limit of a test.
-_ELSEWHERE = {"RINGREDUCE_HOST", "RINGREDUCE_BEGINS_AGAIN", "RINGREDUCE_RESTART", "RINGREDUCE_TEST_TIMEOUT"}
+#: Variables of ours that are not settings: the name of a host that is simulated; the time limit of a test; and what
+#: `ringreduce run` says: the file to which ranks write marks, whether it starts the job again when they ask for that,
+#: how often it has, and for how long ranks wait for each other at the start.
+_ELSEWHERE = {
+    "RINGREDUCE_HOST",
+    "RINGREDUCE_MARKS",
+    "RINGREDUCE_BEGINS_AGAIN",
+    "RINGREDUCE_RESTART",
+    "RINGREDUCE_START_TIMEOUT",
+    "RINGREDUCE_TEST_TIMEOUT",
+}
 
 
 class Launcher(NamedTuple):
@@ -339,6 +351,25 @@ def job_folder(environ: Mapping[str, str] = os.environ) -> str | None:
 def survives_deaths(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether the launcher lets the job go on when ranks die: Open MPI's ``mpirun --with-ft ulfm``."""
     return environ.get("OMPI_MCA_mpi_ft_enable", "0") in ("1", "true")
+
+
+def marks_descriptor(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Return the file descriptor to which ranks write marks for `ringreduce run`; None: nobody reads them."""
+    number = environ.get("RINGREDUCE_MARKS", "")
+    return int(number) if number.isdigit() else None
+
+
+def start_limit(settings: Config, environ: Mapping[str, str] = os.environ) -> tuple[float, str]:
+    """Return for how long (seconds) a rank waits in `init` for ranks that have not called it, and what sets that."""
+    with suppress(KeyError, ValueError):
+        return float(environ["RINGREDUCE_START_TIMEOUT"]), "--start-timeout"
+    return settings.timeout_s, "RINGREDUCE_TIMEOUT"
+
+
+def ranks_of_host(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Return how many ranks of the job run on this host, as Open MPI says it; None: that is not known."""
+    number = environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "")
+    return int(number) if number.isdigit() else None
 
 
 def begins_again(environ: Mapping[str, str] = os.environ) -> bool:

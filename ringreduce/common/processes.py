@@ -14,8 +14,11 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import FrameType
 
+from ringreduce.common.config import marks_descriptor
+
 __all__ = [
     "BEGIN_AGAIN",
+    "CONNECTED",
     "WENT_ON",
     "Forked",
     "KeptSignal",
@@ -40,8 +43,10 @@ _LAUNCHERS = {
     *("aprun", "apinit", "palsd"),
     *("flux-shell", "jsrun", "jsmd"),
 }
-#: What ranks tell `ringreduce run`, which takes it out of what they write to standard error: that what they have done
-#: is on disk, and they end to begin again on other hosts; that they go on without some of them.
+#: What ranks tell `ringreduce run`, which takes it out of what they write to standard error: that MPI connects them, so
+#: that it tells them of deaths; that what they have done is on disk, and they end to begin again on other hosts; that
+#: they go on without some of them.
+CONNECTED = b"\x1eringreduce: the ranks are connected\n"
 BEGIN_AGAIN = b"\x1eringreduce: the ranks begin again\n"
 WENT_ON = b"\x1eringreduce: the ranks have gone on\n"
 
@@ -121,9 +126,9 @@ def is_stopped(pid: int) -> bool:
 
 
 def tell_launcher(mark: bytes) -> None:
-    """Write a mark to standard error, for `ringreduce run`; see `ringreduce.common.config.begins_again`."""
+    """Write a mark for `ringreduce run`: to standard error, or where that says."""
     with suppress(OSError):  # whoever read it is gone
-        os.write(_STANDARD_ERROR, mark)
+        os.write(marks_descriptor() or _STANDARD_ERROR, mark)
 
 
 class KeptSignal:

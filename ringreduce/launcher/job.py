@@ -41,10 +41,15 @@ SUPERVISOR = (
 _PR_SET_PDEATHSIG = 1
 
 _BEGIN = b"\x1eringreduce: "
+_OF_ALL = {
+    processes.CONNECTED: "connected",
+    processes.BEGIN_AGAIN: "begin again",
+    processes.WENT_ON: "went on",
+}
 _MARK = re.compile(
     rb"\x1eringreduce: rank (?P<rank>[0-9]{1,9}) on (?P<host>[^\s\x1e]{1,255}) "
     rb"(?P<what>has begun|has ended well|has died)\n"
-    rb"|" + re.escape(processes.BEGIN_AGAIN) + rb"|" + re.escape(processes.WENT_ON)
+    rb"|" + b"|".join(re.escape(mark) for mark in _OF_ALL)
 )
 _MOST_NBYTES = 320  # of a mark
 _READ_NBYTES = 1 << 16
@@ -54,7 +59,8 @@ class Mark(NamedTuple):
     """What a rank, or the shell that has started it, says to the launcher.
 
     Attributes:
-        what: ``"has begun"``, ``"has ended well"``, ``"has died"``, ``"begin again"`` or ``"went on"``.
+        what: ``"has begun"``, ``"has ended well"``, ``"has died"``, ``"connected"``, ``"begin again"`` or
+            ``"went on"``.
         rank: which; -1 where it does not matter.
         host: on which it runs, by its name there.
     """
@@ -202,4 +208,4 @@ def _end_with_parent(parent: int) -> None:
 def _named(found: re.Match[bytes]) -> Mark:
     if found["what"] is not None:
         return Mark(found["what"].decode(), int(found["rank"]), found["host"].decode(errors="replace"))
-    return Mark("begin again" if found[0] == processes.BEGIN_AGAIN else "went on")
+    return Mark(_OF_ALL[found[0]])

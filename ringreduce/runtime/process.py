@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from ringreduce.common import logs, processes
 from ringreduce.common.config import Config, begins_again, survives_deaths
 from ringreduce.common.conventions import Conventions
-from ringreduce.common.errors import CollectiveError, CollectiveTimeoutError, ConfigError
+from ringreduce.common.errors import CollectiveError, CollectiveTimeoutError, ConfigError, RingReduceError
 from ringreduce.engine import Entrance
 from ringreduce.observe.timeline import Program
-from ringreduce.runtime.bootstrap import Connection, RankAbove, connect
+from ringreduce.runtime.bootstrap import Connection, RankAbove, connect, job_connection
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.runtime.termination import Termination
 from ringreduce.runtime.worlds import BorrowedWorld, OwnWorld
@@ -119,7 +119,14 @@ class Process:
     def _started(self, comm: MPI.Intracomm | Sequence[int] | None, settings: Config) -> OwnWorld:
         """Start a world. Collective."""
         logs.set_up(settings.log_level, "")
-        self._connection = connect(comm, settings)
+        try:
+            self._connection = connect(comm, settings)
+        except RingReduceError:
+            job = job_connection()
+            if job is not None:
+                self._end_with(job)  # or MPI would wait at the exit of this process for the others
+                self._take_part_in_ends_and_forks()
+            raise
         return self._begun(self._connection, settings)
 
     def _begun(self, connection: Connection, settings: Config) -> OwnWorld:

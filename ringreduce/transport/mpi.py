@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import sys
 import time
@@ -22,12 +23,13 @@ from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.transport.messages import Request, exchange_json
 from ringreduce.transport.waiting import Waiter
 
-# mpi4py ends MPI at the exit of every process that has it, those too that a rank has forked, and these would wait there
-# for the other ranks. So it is done here, unless the program has settled that before: what mpi4py has registered then
-# is a function of C, which runs after all of Python's and cannot be taken back.
-_ends_mpi = "mpi4py.MPI" not in sys.modules and mpi4py.rc.initialize and mpi4py.rc.finalize is None
-if _ends_mpi:
-    mpi4py.rc.finalize = False
+# mpi4py starts MPI at its import, with Python's lock held, and MPI waits there for all ranks of the job: no other
+# thread could look at the time. And it ends MPI at the exit of every process that has it, those too that a rank has
+# forked, and these would wait there for the other ranks. So both are done here, unless the program has settled that
+# before: what mpi4py has registered then is a function of C, which runs after all of Python's and cannot be taken back.
+_is_ours = "mpi4py.MPI" not in sys.modules and mpi4py.rc.initialize and mpi4py.rc.finalize is None
+if _is_ours:
+    mpi4py.rc.initialize = mpi4py.rc.finalize = False
 from mpi4py import MPI  # noqa: E402
 
 __all__ = ["HERE_TAG", "LEFT_TAG", "MpiMessages", "keep_left", "library", "revoke_all", "translated", "world"]
@@ -397,9 +399,20 @@ class MpiMessages:
 def world() -> MPI.Intracomm:
     """Return the communicator of all ranks, of those that are left if some have died, initialising MPI if need be."""
     if not MPI.Is_initialized():  # as with ``mpi4py.rc.initialize = False``
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        _start()
         at_exit(_finalize)
     return MPI.COMM_WORLD if _left is None else _left
+
+
+def _start() -> None:
+    """Start MPI as mpi4py does, but let other threads run meanwhile."""
+    wanted = mpi4py.rc.thread_level if mpi4py.rc.threads else "single"
+    level = getattr(MPI, f"THREAD_{wanted.upper()}")
+    code = ctypes.CDLL(MPI.__file__).MPI_Init_thread(None, None, level, ctypes.byref(ctypes.c_int()))
+    if code:
+        raise MPI.Exception(code)
+    for comm in (MPI.COMM_SELF, MPI.COMM_WORLD):
+        comm.Set_errhandler(MPI.ERRORS_RETURN)
 
 
 def keep_left(comm: MPI.Intracomm) -> None:
@@ -442,8 +455,8 @@ def _ends(request: MPI.Request) -> bool:
     return True
 
 
-if _ends_mpi:
-    at_exit(_finalize)
+if _is_ours:
+    world()
 
 
 def library() -> str:

@@ -117,6 +117,37 @@ def test_a_rank_that_stops_while_the_others_look_who_is_left_is_killed(tmp_path:
     assert "rank 2 of the job does not go on, and is killed" in done.stderr
 
 
+DIES_BEFORE_INIT = """
+import os, sys
+if os.environ["OMPI_COMM_WORLD_RANK"] == "1" and "RINGREDUCE_RESTART" not in os.environ:
+    {death}
+import ringreduce as rr
+rr.init()
+print(rr.allgather_object(rr.rank()))
+"""
+
+
+@pytest.mark.parametrize(
+    "death", ["import not_there", "os.kill(os.getpid(), 9)", "os.dup2(os.pipe()[0], 0); sys.stdin.read()"]
+)
+@pytest.mark.parametrize("log", [(), ("--log-dir", "logs")], ids=["", "files"])
+def test_a_rank_that_does_not_come_to_init_ends_the_attempt(tmp_path: Path, death: str, log: tuple[str, ...]) -> None:
+    """At once where it has died, else at --start-timeout: the others would wait in MPI; then the job begins again."""
+    program = tmp_path / "train.py"
+    program.write_text(DIES_BEFORE_INIT.format(death=death))
+    options = [*(str(tmp_path / each) if each == "logs" else each for each in log), "--max-restarts", 1]
+    done = run("--elastic", "-np", 3, "--start-timeout", 3, *options, sys.executable, program)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[0, 1, 2]"
+    if "stdin" not in death:
+        assert "rank 1 has died before all ranks came to init(), so the job is ended" in done.stderr
+    else:
+        assert (
+            "waited 3 s in init() for rank 1 to call it; --start-timeout sets this limit" in done.stderr + done.stdout
+        )
+    assert "starting it again (1 of 1)" in done.stderr
+
+
 NEVER_TOGETHER = """
 import ringreduce as rr
 from ringreduce.elastic import ObjectState, run

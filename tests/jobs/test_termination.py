@@ -610,6 +610,35 @@ def test_survivors_name_the_rank_that_died(run_job, tmp_path: Path, waiting: str
     assert set(named.values()) <= {"2"}, named
 
 
+@pytest.mark.parametrize(
+    ("absent", "present"),
+    [
+        ("sys.stdin.read()", "rr.init()"),
+        ("from mpi4py import MPI; MPI.COMM_WORLD.recv(source=1)", "rr.init()"),
+        ("from mpi4py import MPI; MPI.COMM_WORLD.recv(source=1)", "rr.init(comm=[0, 1])"),
+    ],
+    ids=["without MPI", "with MPI", "part"],
+)
+def test_ranks_do_not_wait_in_init_without_limit(run_job, absent: str, present: str):
+    """For one that has not started MPI, nor for one that never calls it; the error names that one, and the job ends."""
+    others = "12" if "comm" in present else "1"
+    job = run_job(
+        3,
+        source=f"""
+        import os, sys
+        if os.environ["OMPI_COMM_WORLD_RANK"] in {others!r}:
+            os.dup2(os.pipe()[0], 0)
+            {absent}
+        import ringreduce as rr
+        {present}
+        """,
+        RINGREDUCE_TIMEOUT="2",
+    )
+    assert job.returncode not in (0, 124)
+    assert job.seconds < PROMPT_S
+    assert re.search("waited 2 s (in init.. )?for rank 1 to (call|start)", job.stderr), job.stderr
+
+
 def test_ranks_of_different_versions_do_not_start(run_job):
     """They may not understand each other; all are told, with the hosts."""
     job = run_job(
