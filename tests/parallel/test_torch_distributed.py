@@ -539,6 +539,24 @@ def test_callbacks_of_futures_may_communicate(rank: int, size: int):
     assert found == (size * (size - 1) / 2, size - 1.0, 0.0)
 
 
+def test_results_and_futures_are_lists_of_tensors(rank: int, size: int):
+    """What a work and its future give are the tensors that the call wrote, in one list, as with Gloo."""
+    mine, whole = torch.full((2,), float(rank)), torch.empty(2 * size)
+    outs = [torch.empty(2) for _ in range(size)]
+    calls: list[tuple[Any, list[torch.Tensor]]] = [
+        (dist.all_gather(outs, mine, async_op=True), outs),
+        (all_gather_single(whole, mine, async_op=True), [whole]),
+        (dist.all_to_all(outs, [mine] * size, async_op=True), outs),
+        (dist.gather(mine, outs if rank == 0 else None, 0, async_op=True), outs if rank == 0 else []),
+        (dist.broadcast(mine, 0, async_op=True), [mine]),
+        (reduce_scatter_single(mine, whole, async_op=True), [mine]),
+        (dist.barrier(async_op=True), []),
+    ]
+    for work, wanted in calls:
+        for found in (work.get_future().wait(), work.result()):
+            assert [id(each) for each in found] == [id(each) for each in wanted]
+
+
 def test_threads_end_with_their_group():
     """A group has a thread once it has an asynchronous work, and none after it was destroyed."""
     before = threading.active_count()

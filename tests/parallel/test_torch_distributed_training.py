@@ -133,7 +133,7 @@ def test_ddp(form: str, accumulates: bool, gloo: Any):
     assert_like(*results)
 
 
-@pytest.mark.parametrize("hook", ["fp16", "powersgd"])
+@pytest.mark.parametrize("hook", ["fp16", "powersgd", "builtin allreduce", "builtin fp16"])
 def test_ddp_with_hooks(hook: str, gloo: Any):
     """Communication hooks, which get the futures of works, run as on Gloo."""
     results = []
@@ -143,6 +143,9 @@ def test_ddp_with_hooks(hook: str, gloo: Any):
         if hook == "powersgd":
             state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=1, start_powerSGD_iter=2)
             model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        elif hook.startswith("builtin"):
+            kinds = dist.BuiltinCommHookType
+            model._register_builtin_comm_hook(kinds.FP16_COMPRESS if "fp16" in hook else kinds.ALLREDUCE)
         else:
             model.register_comm_hook(group, getattr(default_hooks, f"{hook}_compress_hook"))
         losses = train(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -212,8 +212,8 @@ class Collectives:
             for each in listed:
                 call(*each) if isinstance(each, tuple) else call(each)
 
-        result = [each[0] if isinstance(each, tuple) else each for each in listed]
-        return self._run(name, result, options, run)
+        results = [each[0] if isinstance(each, tuple) else each for each in listed]
+        return self._run(name, [one for each in results for one in _listed(each)], options, run)
 
     # ---- reductions ----
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +17,24 @@ from ringreduce.transport.point_to_point import Transfer
 __all__ = ["CollectiveWork", "MessageWork", "seconds"]
 
 _Tensors = Sequence[torch.Tensor]
+
+# Futures that are made in Python hold a Python object, and torch's C++ hook for float16 takes a list of tensors alone.
+_TENSORS_AFTER = """
+def after(done: Future[None], tensors: List[Tensor]) -> List[Tensor]:
+    torch.jit.wait(done)
+    return tensors
+
+def tensors_after(done: Future[None], tensors: List[Tensor]) -> Future[List[Tensor]]:
+    return torch.jit.fork(after, done, tensors)
+"""
+
+
+@cache
+def _tensors_after() -> Callable[[Any, list[torch.Tensor]], Any]:
+    """Return what makes a future of tensors, in the type of torch's C++, that is done after another future."""
+    unit: Any = torch.jit.CompilationUnit(_TENSORS_AFTER)
+    made: Callable[[Any, list[torch.Tensor]], Any] = unit.tensors_after
+    return made
 
 
 def seconds(timeout: timedelta | None) -> float | None:
@@ -44,15 +63,14 @@ class _Work(Work):
     def get_future(self) -> Any:
         """Return a future of the tensors; where the work fails, of its error."""
         if self._future is None:
-            task, result, base = self.task(), self._result, torch.futures.Future[Any]()
+            task, base = self.task(), torch.futures.Future[Any]()
 
-            def value(_: object) -> _Tensors:
+            def check(_: object) -> None:
                 if task.error is not None:
                     raise task.error
-                return result
 
             # A future that is given an exception crashes DDP, one whose callback raises does not.
-            self._future = base.then(value)
+            self._future = _tensors_after()(base.then(check), self._result)
             task.when_done(lambda: base.set_result(None))
         return self._future
 
