@@ -74,7 +74,7 @@ class Plan:
 
         Ranks find Horovod's modules by PYTHONPATH, whatever the program is that starts Python.
         """
-        found = ["run"]
+        found = ["run", "--horovod-variables"]
         options = dict(self.options)
         if options.keys() & _RUN_ELASTIC:
             found.append("--elastic")

@@ -106,8 +106,10 @@ HOROVOD: dict[str, tuple[str, Callable[[str], str]]] = {
     "HOROVOD_TIMELINE": ("RINGREDUCE_TIMELINE", lambda text: "" if text == "DYNAMIC" else text),
     "HOROVOD_TIMELINE_MARK_CYCLES": ("RINGREDUCE_TIMELINE_MARK_BATCHES", str),
 }
-#: Variables of Horovod that ask for what is always so here.
-_HOROVOD_ALWAYS = {"HOROVOD_DYNAMIC_PROCESS_SETS"}
+#: Variables of Horovod that ask for what is always so here, or that ``horovodrun`` sets for the program.
+_HOROVOD_ALWAYS = {"HOROVOD_DYNAMIC_PROCESS_SETS"} | {
+    f"HOROVOD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME")
+}
 _LOG_LEVELS = {"TRACE": "DEBUG", "FATAL": "CRITICAL"}
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ringreduce.common.errors import ConfigError
 
-__all__ = ["Launcher", "Network", "clash", "family", "find"]
+__all__ = ["Launcher", "Network", "clash", "family", "fill", "find"]
 
 _LIMIT_S = 30.0
 _NAMES = ("mpirun", "mpiexec", "mpiexec.hydra")
@@ -113,7 +113,7 @@ class Launcher:
             line += ["-iface", network.interfaces] if network is not None and network.interfaces else []
             line += more
             if self.kind == "Intel MPI" and slots:  # it takes no numbers of slots with -hosts
-                blocks = [["-n", str(count), "-host", host, *program] for host, count in _fill(slots, ranks).items()]
+                blocks = [["-n", str(count), "-host", host, *program] for host, count in fill(slots, ranks).items()]
                 return line + [word for block in blocks for word in (":", *block)][1:]
             line += ["-np", str(ranks)]
             line += ["-hosts", ",".join(f"{host}:{count}" for host, count in slots.items())] if slots else []
@@ -244,7 +244,7 @@ def _library() -> tuple[str, str]:
     return said.get("library", ""), said.get("file", "")
 
 
-def _fill(slots: Mapping[str, int], ranks: int) -> dict[str, int]:
+def fill(slots: Mapping[str, int], ranks: int) -> dict[str, int]:
     """Return how many ranks each host gets, if they are filled in their order."""
     filled, left = {}, ranks
     for host, count in slots.items():

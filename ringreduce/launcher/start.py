@@ -11,7 +11,7 @@ import click
 
 from ringreduce.launcher.hosts import is_here
 from ringreduce.launcher.job import SUPERVISOR
-from ringreduce.launcher.launchers import Launcher, Network
+from ringreduce.launcher.launchers import Launcher, Network, fill
 
 __all__ = ["UNNAMED", "Start"]
 
@@ -38,6 +38,26 @@ _INTO_FILE = (
     "ringreduce-log",
 )
 
+#: The shell that tells a rank where it is, in Horovod's variables, and becomes it. Its first argument says how many
+#: ranks the nodes have, in their order; nothing: each has as many as this one.
+_IN_HOROVODS_WORDS = (
+    *("sh", "-c"),
+    "counts=$1; shift; "
+    "export HOROVOD_RANK=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-0}} HOROVOD_SIZE=${OMPI_COMM_WORLD_SIZE:-${PMI_SIZE:-1}} "
+    "HOROVOD_LOCAL_RANK=${OMPI_COMM_WORLD_LOCAL_RANK:-${MPI_LOCALRANKID:-0}} "
+    "HOROVOD_LOCAL_SIZE=${OMPI_COMM_WORLD_LOCAL_SIZE:-${MPI_LOCALNRANKS:-1}} "
+    "HOROVOD_HOSTNAME=${PMIX_HOSTNAME:-$(uname -n)} HOROVOD_CROSS_RANK=0 HOROVOD_CROSS_SIZE=0; "
+    "first=$((HOROVOD_RANK - HOROVOD_LOCAL_RANK)); start=0; "
+    '[ -n "$counts" ] || while [ "$start" -lt "$HOROVOD_SIZE" ]; do '
+    'counts="$counts $HOROVOD_LOCAL_SIZE"; start=$((start + HOROVOD_LOCAL_SIZE)); done; start=0; '
+    'for count in $counts; do if [ "$count" -gt "$HOROVOD_LOCAL_RANK" ]; then '
+    "HOROVOD_CROSS_SIZE=$((HOROVOD_CROSS_SIZE + 1)); "
+    '[ "$start" -ge "$first" ] || HOROVOD_CROSS_RANK=$((HOROVOD_CROSS_RANK + 1)); fi; '
+    "start=$((start + count)); done; "
+    'exec "$@"',
+    "ringreduce-horovod",
+)
+
 
 @dataclass
 class Start:
@@ -58,6 +78,7 @@ class Start:
         inherited: names of variables of this process that ranks on other hosts get, too.
         folder: for a file of each rank; None: all is shown.
         prefix: whether lines of output begin with the rank.
+        horovod: whether ranks find Horovod's variables of their place, ``HOROVOD_RANK`` and so on.
         network: the way between hosts.
         more: options for mpirun.
         verbose: whether to show the command line, and the variables that are set.
@@ -77,6 +98,7 @@ class Start:
     inherited: tuple[str, ...] = ()
     folder: str | None = None
     prefix: bool = False
+    horovod: bool = False
     network: Network = field(default_factory=Network)
     more: tuple[str, ...] = ()
     verbose: bool = False
@@ -116,6 +138,7 @@ class Start:
             for name in {**os.environ, **settings, **more}
             if name in sent or name.startswith(("RINGREDUCE_", "HOROVOD_", "OMP_"))
         )
+        nodes = " ".join(map(str, fill(named or self.slots, count).values()))
         line = self.launcher.command(
             count,
             named or self.slots,
@@ -128,6 +151,7 @@ class Start:
             program=(
                 *(SUPERVISOR if self.elastic else ()),
                 *((*_INTO_FILE, self.folder) if self.folder is not None else ()),
+                *((*_IN_HOROVODS_WORDS, nodes) if self.horovod else ()),
                 *self.program,
             ),
         )

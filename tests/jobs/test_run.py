@@ -247,9 +247,14 @@ def test_an_allocation_says_how_many_ranks(
 
 
 SCRIPT = """
+import os, socket
+names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+found = [int(os.environ["HOROVOD_" + name]) for name in names]  # before anything is imported
+assert os.environ["HOROVOD_HOSTNAME"] == socket.gethostname()
 import torch
 import horovod.torch as hvd
 hvd.init()
+assert found == [getattr(hvd, name.lower())() for name in names]
 config = __import__("ringreduce").config()
 total = hvd.allreduce(torch.ones(3) * hvd.rank(), op=hvd.Sum)
 if hvd.rank() == 0:
@@ -259,7 +264,7 @@ if hvd.rank() == 0:
 
 
 def test_a_script_of_horovod_runs_as_it_stands(tmp_path: Path) -> None:
-    """With Horovod's command, module names, options and numbers."""
+    """With Horovod's command, module names, options, variables and numbers."""
     pytest.importorskip("torch")
     (tmp_path / "train.py").write_text(SCRIPT)
     options = ["-np", 2, "--fusion-threshold-mb", 2, "--no-stall-check", "--log-level", "FATAL", "--cycle-time-ms", 1]

@@ -15,6 +15,8 @@ from ringreduce.cli import main
 from ringreduce.common import processes
 from ringreduce.launcher import discovery
 from ringreduce.launcher.job import SUPERVISOR, Mark, MarkReader
+from ringreduce.launcher.launchers import Launcher
+from ringreduce.launcher.start import UNNAMED, Start
 
 DIED = b"\x1eringreduce: rank 3 on n1.cluster has died\n"
 
@@ -53,6 +55,33 @@ def test_the_shell_of_a_rank_says_how_that_ends(program: list[str], code: int, e
     done = subprocess.run([*SUPERVISOR, *program], capture_output=True, check=False, env=environ)
     assert done.returncode == code
     assert MarkReader().feed(done.stderr) == (b"", [Mark("has begun", 5, "n1"), Mark(ends, 5, "n1")])
+
+
+@pytest.mark.parametrize(
+    ("slots", "sizes"),
+    [({"a": 3, "b": 1, "c": 4}, (3, 1, 2)), ({}, (6,)), ({}, (2, 2, 2))],
+    ids=["uneven hosts", "this machine", "hosts of a scheduler"],
+)
+@pytest.mark.parametrize("launcher", ["Open MPI", "MPICH"])
+def test_a_rank_of_horovodrun_finds_its_place(slots: dict[str, int], sizes: tuple[int, ...], launcher: str) -> None:
+    """Its number on the node, and that of the node among those which have a rank of this number."""
+    ask = ("sh", "-c", 'echo "$HOROVOD_RANK" "$HOROVOD_SIZE" "$HOROVOD_LOCAL_RANK" "$HOROVOD_LOCAL_SIZE" '
+           '"$HOROVOD_CROSS_RANK" "$HOROVOD_CROSS_SIZE" "$HOROVOD_HOSTNAME"')  # fmt: skip
+    start = Start(Launcher("mpirun", launcher, 5), ask, frozenset(), slots=slots, horovod=True)
+    line, _ = start.line_and_settings({UNNAMED: 6}, {})
+    names = {
+        "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+                     "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    }[launcher]  # fmt: skip
+    places = [(node, local) for node, count in enumerate(sizes) for local in range(count)]
+    for rank, (node, local) in enumerate(places):
+        told = dict(zip(names, map(str, (rank, 6, local, sizes[node])), strict=True))
+        environ = {"PATH": os.environ["PATH"], **told}
+        done = subprocess.run(line[line.index("sh") :], capture_output=True, text=True, check=True, env=environ)
+        peers = [other for other, each in places if each == local]
+        expected = [rank, 6, local, sizes[node], peers.index(node), len(peers), os.uname().nodename]
+        assert done.stdout.split() == list(map(str, expected))
 
 
 def test_the_signal_of_the_launcher_is_kept() -> None:
