@@ -49,11 +49,12 @@ _CYCLES = "nothing waits for a cycle here: what all ranks have submitted runs at
 _CACHE = "there is no cache of responses to size: ranks remember what they agreed on"
 _TUNE = "`mpirun ... ringreduce tune` measures once, beforehand, and later runs choose by its table"
 _SCHEDULE = "the algorithm is chosen for each size; see `ringreduce explain`, and RINGREDUCE_ALGORITHM"
+_SCHEDULES = ("hierarchical-allreduce", "hierarchical-allgather", "torus-allreduce")
 NO_GLOO = "there is only MPI here, and no Gloo"
 _NCCL = "see docs/gpu.md for what GPUs use"
 
 OPTIONS = (
-    Option(("-np", "--num-proc"), "N", "how many ranks", run="-np"),
+    Option(("-np", "--num", "--num-proc"), "N", "how many ranks", run="-np"),
     Option(("-H", "--hosts"), "h1:2,h2:2", "hosts and their slots", run="-H"),
     Option(("-hostfile", "--hostfile"), "FILE", "a file with lines: h1 slots=2", run="--hostfile"),
     Option(("-p", "--ssh-port"), "PORT", "where ssh reaches the other hosts", run="--ssh-port"),
@@ -132,26 +133,36 @@ OPTIONS = (
     Option(("--mpi", "--use-mpi"), "", "", unneeded="MPI is what there is"),
     Option(("--tcp", "--tcp-flag"), "", "", unneeded="messages of one machine take shared memory; see --mpi-args"),
     Option(("--binding-args",), "OPTIONS", "", unneeded="say it with --mpi-args"),
-    Option(("--mpi-threads-disable",), "", "", unneeded="ringreduce asks MPI for the threads that it needs"),
+    Option(
+        ("--mpi-threads-disable",),
+        unneeded="ringreduce asks MPI for the threads that it needs",
+        section="library_options",
+        key="mpi_threads_disable",
+    ),
     Option(("--no-mpi-threads-disable",), "", "", unneeded="ringreduce asks MPI for the threads that it needs"),
     Option(("--disable-cache",), "", "", unneeded="mpirun checks no hosts beforehand, so nothing is kept of that"),
     Option(("-i", "--ssh-identity-file"), "FILE", "", unneeded="name it in ~/.ssh/config"),
     Option(("-prefix-timestamp", "--prefix-output-with-timestamp"), "", "", unneeded="see --mpi-args"),
-    Option(("--log-with-timestamp",), "", "", unneeded="log lines carry the time if the program's logging does"),
-    Option(("--no-log-with-timestamp", "--log-hide-timestamp"), "", "", unneeded="the program's logging decides"),
+    Option(
+        ("--log-with-timestamp",),
+        unneeded="log lines carry the time if the program's logging does",
+        section="logging",
+        key="with_timestamp",
+    ),
+    Option(
+        ("--log-without-timestamp", "--log-hide-timestamp", "--no-log-with-timestamp"),
+        unneeded="the program's logging decides",
+    ),
     Option(("--no-timeline-mark-cycles",), "", "", unneeded="that is so already"),
     Option(("--stall-check",), "", "", unneeded="that is so already"),
     Option(("--cycle-time-ms",), "MS", "", unneeded=_CYCLES, section="params", key="cycle_time_ms"),
     Option(("--cache-capacity",), "N", "", unneeded=_CACHE, section="params", key="cache_capacity"),
-    *(
-        Option((f"--{no}{name}",), "", "", unneeded=_SCHEDULE)
-        for name in ("hierarchical-allreduce", "hierarchical-allgather", "torus-allreduce")
-        for no in ("", "no-")
-    ),
+    *(Option((f"--{name}",), unneeded=_SCHEDULE, section="params", key=name.replace("-", "_")) for name in _SCHEDULES),
+    *(Option((f"--no-{name}",), unneeded=_SCHEDULE) for name in _SCHEDULES),
     Option(("--autotune",), "", "", unneeded=_TUNE, section="autotune", key="enabled"),
     Option(("--no-autotune",), "", "", unneeded=_TUNE),
     *(
-        Option((f"--autotune-{name}",), "VALUE", "", unneeded=_TUNE)
+        Option((f"--autotune-{name}",), "VALUE", unneeded=_TUNE, section="autotune", key=name.replace("-", "_"))
         for name in (
             "log-file",
             "warmup-samples",
@@ -160,7 +171,13 @@ OPTIONS = (
             "gaussian-process-noise",
         )
     ),
-    Option(("--num-nccl-streams",), "N", "", unneeded=_NCCL),
-    Option(("--thread-affinity",), "CORES", "", unneeded="no thread of ours is bound to a core"),
-    Option(("--gloo-timeout-seconds",), "SECONDS", "", unneeded=NO_GLOO),
+    *(
+        Option((f"--{name}",), value, unneeded=why, section="library_options", key=name.replace("-", "_"))
+        for name, value, why in (
+            ("num-nccl-streams", "N", _NCCL),
+            ("thread-affinity", "CORES", "no thread of ours is bound to a core"),
+            ("ccl-bgt-affinity", "CORES", "there is no oneCCL here"),
+            ("gloo-timeout-seconds", "SECONDS", NO_GLOO),
+        )
+    ),
 )

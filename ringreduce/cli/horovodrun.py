@@ -100,10 +100,8 @@ def read(arguments: Sequence[str]) -> Plan:
         word = left.pop(0)
         if word == "--":
             break
-        name, has_value, text = word.partition("=")
+        name, has_value, text = _named(word)
         option = _NAMED.get(name)
-        if option is None and name not in _OTHERS:
-            raise ConfigError(_unknown(name))
         value = _OTHERS[name] if option is None else option.value
         if has_value and not value:
             raise ConfigError(f"{name} takes no value")
@@ -135,17 +133,38 @@ def read(arguments: Sequence[str]) -> Plan:
     return plan
 
 
+def _named(word: str) -> tuple[str, bool, str]:
+    """Return which option a word is, whether it holds a value, and that; as argparse, which Horovod uses, reads it.
+
+    A name may be cut where that leaves no doubt, and the value of a short one may follow at once: ``-np2``.
+
+    Raises:
+        ConfigError: there is no such option, or several begin like this.
+    """
+    name, equals, text = word.partition("=")
+    known = [*_NAMED, *_OTHERS]
+    if name in known:
+        return name, bool(equals), text
+    longer = [each for each in known if each.startswith(name) and (name.startswith("--") or not each.startswith("--"))]
+    if len(longer) == 1:
+        return longer[0], bool(equals), text
+    if longer:
+        raise ConfigError(f"{name} could be {' or '.join(sorted(longer))}")
+    short = [each for each in known if not each.startswith("--") and word.startswith(each)]
+    if not short:
+        close = difflib.get_close_matches(name, known, 1, 0.6)
+        hint = f"did you mean {close[0]}?" if close else "see horovodrun --help"
+        raise ConfigError(f"there is no option {name}; {hint}")
+    found = max(short, key=len)
+    return found, True, word.removeprefix(found).removeprefix("=")
+
+
 def _is_number(text: str) -> bool:
     try:
         float(text)
     except ValueError:
         return False
     return True
-
-
-def _unknown(name: str) -> str:
-    close = difflib.get_close_matches(name, [*_NAMED, *_OTHERS], 1, 0.6)
-    return f"there is no option {name}" + (f"; did you mean {close[0]}?" if close else "; see horovodrun --help")
 
 
 def _read_file(path: str, plan: Plan) -> None:
@@ -170,6 +189,10 @@ def _read_file(path: str, plan: Plan) -> None:
         key, place = key.replace("-", "_"), f"{path}: {key}"
         if not value or value.lower() in ("null", "~", "none"):
             continue
+        if (section, key) == ("", "controller"):
+            if value.lower() == "gloo":
+                raise ConfigError(f"{place}: {NO_GLOO}; leave it out")
+            continue  # MPI is what there is
         if (section, key) == ("stall_check", "enabled"):
             option, value = _NAMED["--no-stall-check"], {"true": "false", "false": "true"}.get(value.lower(), value)
         else:

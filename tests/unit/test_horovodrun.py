@@ -16,6 +16,9 @@ from ringreduce.common.errors import ConfigError
     [
         (["-np", "4"], {"-np": "4"}),
         (["--num-proc=4", "-H", "a:2,b:2"], {"-np": "4", "-H": "a:2,b:2"}),
+        (["-np2", "-p2222", "-Ha:2"], {"-np": "2", "--ssh-port": "2222", "-H": "a:2"}),
+        (["-np=2", "--verb", "--host-d", "s"], {"-np": "2", "--verbose": "", "--host-discovery-script": "s"}),
+        (["--num", "2"], {"-np": "2"}),
         (["-hostfile", "f"], {"--hostfile": "f"}),
         (["--hostfile", "f", "-p", "2222"], {"--hostfile": "f", "--ssh-port": "2222"}),
         (["--network-interface", "e0,e1"], {"--network-interface": "e0,e1"}),
@@ -69,6 +72,9 @@ def test_settings_reach_the_ranks(given: list[str], settings: dict[str, str]) ->
         ["--num-nccl-streams", "2"],
         ["--start-timeout", "30"],
         ["--disable-cache"],
+        ["--log-without-timestamp"],
+        ["--log-hide-timestamp"],
+        ["--log-with-timestamp"],
     ],
 )
 def test_what_means_nothing_here_is_said(given: list[str]) -> None:
@@ -88,6 +94,7 @@ def test_what_means_nothing_here_is_said(given: list[str]) -> None:
         (["--fusion-treshold-mb", "1", "true"], "did you mean --fusion-threshold-mb"),
         (["--fusion-threshold-mb", "x", "true"], "expected a number"),
         (["--zzz", "true"], "there is no option --zzz"),
+        (["--ver", "true"], "--ver could be --verbose or --version"),
         (["-np"], "takes a value"),
         (["--verbose=1", "true"], "takes no value"),
         (["-np", "2"], "there is no program"),
@@ -127,9 +134,36 @@ def test_a_file_says_what_the_command_line_does_not(tmp_path: Path) -> None:
     cycle, other = plan.warnings
     assert "cycle_time_ms is not needed" in cycle
     assert "key is not known" in other
+    file.write_text("controller: gloo\n")
+    with pytest.raises(ConfigError, match="controller: there is only MPI here"):
+        read(["--config-file", str(file), "true"])
     file.write_text("params\n")
     with pytest.raises(ConfigError, match="line 1: expected key: value"):
         read(["--config-file", str(file), "true"])
+
+
+def test_all_keys_of_horovods_file_are_known(tmp_path: Path) -> None:
+    """Each that is set and means nothing here has a warning with the reason."""
+    unneeded = {
+        "params": {"cycle_time_ms": 2, "cache_capacity": 9, "hierarchical_allreduce": True,
+                   "hierarchical_allgather": True, "torus_allreduce": True},
+        "autotune": {"enabled": True, "log_file": "f", "warmup_samples": 1, "steps_per_sample": 2,
+                     "bayes_opt_max_samples": 3, "gaussian_process_noise": 0.5},
+        "library_options": {"mpi_threads_disable": True, "num_nccl_streams": 2, "ccl_bgt_affinity": 1,
+                            "gloo_timeout_seconds": 3, "thread_affinity": 0},
+        "logging": {"with_timestamp": True},
+    }  # fmt: skip
+    file = tmp_path / "c.yaml"
+    lines = [
+        line
+        for section, keys in unneeded.items()
+        for line in (f"{section}:", *(f"  {k}: {v}" for k, v in keys.items()))
+    ]
+    file.write_text("\n".join(["controller: mpi", *lines, "stall_check:", "  warning_time_seconds: 7"]))
+    plan = read(["--config-file", str(file), "true"])
+    expected = [key for keys in unneeded.values() for key in keys]
+    assert [warning.split(": ")[1].removesuffix(" is not needed") for warning in plan.warnings] == expected
+    assert plan.settings == {"RINGREDUCE_STALL_WARNING": "7"}
 
 
 def test_what_it_sets_for_programs_is_not_set_in_vain() -> None:
