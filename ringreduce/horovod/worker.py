@@ -10,7 +10,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from ringreduce.common.config import launched_rank
+from ringreduce.common.config import earlier_starts, launched_rank
 from ringreduce.horovod.runner import find_pickle
 
 __all__ = ["main"]
@@ -18,13 +18,13 @@ __all__ = ["main"]
 
 def main(folder: Path) -> None:
     """Make the call that the folder holds, and leave there what it returns, or the traceback."""
-    rank = launched_rank()
+    place = f"{earlier_starts()}-{launched_rank()}"
     try:
         result = _call((folder / "call").read_bytes())
     except BaseException:
-        _leave(folder / f"{rank}.failure", traceback.format_exc().encode())
+        _leave(folder / f"{place}.failure", traceback.format_exc().encode())
         raise
-    _leave(folder / f"{rank}.result", result)
+    _leave(folder / f"{place}.result", result)
 
 
 def _call(pickled: bytes) -> bytes:

@@ -91,6 +91,21 @@ def fail(rank, how):
 def raise_it(): raise KeyError("the reason")
 def leave(): sys.exit(0)
 def die(): os.kill(os.getpid(), signal.SIGKILL)
+
+def go_on():
+    from ringreduce.elastic import ObjectState, run
+    rr.init()
+    @run
+    def train(state):
+        while state.step < 5:
+            if state.step == 2 and rr.rank() == 1 and rr.size() == 3:
+                die()
+            rr.barrier()
+            state.step += 1
+            state.commit()
+        return rr.size(), state.step
+    return train(ObjectState(rr.broadcast_object, rr.rank, step=0))
+
 def fail_early(): raise_it() if launched_rank() else rr.init()
 def fail_and_stay(): stay(); raise_it()
 def stay(): threading.Thread(target=threading.Event().wait, args=[40]).start()
@@ -143,12 +158,16 @@ def test_run_takes_what_horovods_does(run_script, tmp_path: Path) -> None:
         from horovod.runner import run
         environ = {**os.environ, "COLOUR": "blue"}
         assert run(os.getenv, ("COLOUR",), np=2, hosts="localhost:2", env=environ, use_mpi=True) == ["blue"] * 2
-        assert run(os.getenv, ("COLOUR",), num_proc=2, hostfile="hosts", use_gloo=True, start_timeout=5) == [None] * 2
-        assert len(run(os.getpid, num_proc=2, verbose=2, mpi_args="--bind-to none", executable=sys.executable)) == 2
+        assert run(os.getenv, ("COLOUR",), {}, 2, hostfile="hosts", use_gloo=True, disable_cache=True) == [None, None]
+        # By position, as Horovod has them: what follows num_proc are the numbers of elastic jobs.
+        positions = [None] * 9 + [None, None, "logs", 2, None, True, "--bind-to none", None, sys.executable]
+        assert len(run(os.getpid, (), {}, 2, *positions)) == 2
+        assert sorted(os.listdir("logs")) == ["rank-0.log", "rank-1.log"]
         """
     )
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("no meaning here: start_timeout, use_gloo") == 1
+    assert done.stderr.count("use_gloo has no meaning here") == 1
+    assert done.stderr.count("--disable-cache is not needed") == 1
     assert done.stderr.count("-m ringreduce.horovod.worker") == 1
 
 
@@ -185,10 +204,10 @@ def test_run_refuses_what_cannot_work(run_script) -> None:
     cases = {
         "len, num_proc=0": "run starts at least one rank, not 0",
         "len, hosts='a:1', hostfile='b'": "run takes hosts or hostfile, not both",
-        "len, hostfile='none'": "hostfile none: No such file or directory",
-        "len, hostfile='train.py'": "hostfile train.py: expected a host as in 'host1 slots=2', got 'import functions",
+        "len, hostfile='none'": "the job ended with status 2",
+        "len, (), {}, 2, 3, 2": "the job ended with status 2",  # fewer at most than at least
         "threading.Lock()": "run cannot send <unlocked _thread.lock object",
-        "len, executable='/none/python', env={'PATH': '/none'}": "run starts ranks by mpirun, which is not on the path",
+        "len, executable='/none/python'": "the job ended with status 2",
     }
     done = run_script(
         f"""
@@ -202,6 +221,16 @@ def test_run_refuses_what_cannot_work(run_script) -> None:
         """
     )
     assert done.returncode == 0, done.stderr
+    assert "'none' does not exist" in done.stderr
+    assert "--min-np 3 is more than" in done.stderr
+    assert "there is no program /none/python" in done.stderr
+
+
+def test_run_starts_elastic_jobs(run_script) -> None:
+    """They go on without a rank that dies, and return what the others did."""
+    done = run_script("print(horovod.run(go_on, (), {}, 3, 2, 3))")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[(2, 5), (2, 5)]\n"
 
 
 def test_run_cannot_send_what_no_file_defines() -> None:
