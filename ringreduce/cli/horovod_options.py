@@ -61,7 +61,12 @@ OPTIONS = (
     Option(("--network-interface", "--network-interfaces"), "NAMES", "for messages", run="--network-interface"),
     Option(("--mpi-args",), "OPTIONS", "more options for mpirun", run="--mpi-args"),
     Option(("--output-filename",), "FOLDER", "a file for each rank: rank-0.log", run="--log-dir"),
-    Option(("--start-timeout",), "SECONDS", "of elastic jobs: wait so long for --min-np slots", run="--start-timeout"),
+    Option(
+        ("--start-timeout",),
+        "SECONDS",
+        "wait so long for slots, and for all ranks to call init()",
+        run="--start-timeout",
+    ),
     Option(("--elastic-timeout",), "SECONDS", "the same", run="--start-timeout"),
     Option(("--verbose",), "", "show the command line of mpirun", run="--verbose"),
     Option(("--min-np", "--min-num-proc"), "N", "an elastic job ends with fewer ranks", run="--min-np"),

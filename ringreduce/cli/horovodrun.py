@@ -125,9 +125,6 @@ def read(arguments: Sequence[str]) -> Plan:
     plan.settings |= given.settings  # what is said on the command line counts
     plan.warnings += given.warnings
     plan.program = tuple(left)
-    if "--start-timeout" in plan.options and not plan.options.keys() & _RUN_ELASTIC:
-        del plan.options["--start-timeout"]
-        plan.warnings.append("--start-timeout is not needed: jobs that are not elastic wait for no hosts")
     if not left and not plan.instead:
         raise ConfigError("there is no program to start; horovodrun -np 2 python train.py")
     return plan

@@ -89,7 +89,7 @@ def run(
         hosts: ``"host1:2,host2:4"``, where to start how many; None: all here. They must share the folder for temporary
             files (``TMPDIR``), and this installation.
         hostfile: the path of a file with a line ``host1 slots=2`` for each, in place of ``hosts``.
-        start_timeout: for how many seconds to wait for enough slots.
+        start_timeout: for how many seconds to wait for enough slots, and for all ranks to call ``init()``.
         ssh_port: of the other hosts.
         ssh_identity_file, disable_cache: taken for Horovod's sake; a warning says what to do in their place.
         output_filename: a folder for a file of what each rank writes.
