@@ -7,11 +7,12 @@ has not loaded, starts nothing, and never raises. The package itself is imported
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 __all__ = ["register"]
 
@@ -39,6 +40,8 @@ def _register() -> None:
     # Without a store and an init_method torch looks for MASTER_ADDR and RANK, whatever the backend; only its own MPI
     # backend is spared. The ranks of this one know each other already.
     dist.init_process_group = distributed_c10d.init_process_group = _knowing_its_ranks(dist.init_process_group)
+    # This one asks for Gloo by name.
+    dist.monitored_barrier = distributed_c10d.monitored_barrier = _for_ours_too(dist.monitored_barrier)
 
 
 def _knowing_its_ranks(init: Callable[..., None]) -> Callable[..., None]:
@@ -58,6 +61,28 @@ def _knowing_its_ranks(init: Callable[..., None]) -> Callable[..., None]:
         return init(*bound.args, **bound.kwargs)
 
     return init_process_group
+
+
+def _for_ours_too(monitored_barrier: Callable[..., None]) -> Callable[..., None]:
+    """Return ``monitored_barrier`` for groups of this backend, and what it was for others."""
+    signature = inspect.signature(monitored_barrier)
+
+    @functools.wraps(monitored_barrier)
+    def monitored_barrier_of_any(*arguments: Any, **options: Any) -> None:
+        import torch
+        import torch.distributed as dist
+
+        bound = signature.bind(*arguments, **options)
+        group, timeout = bound.arguments.get("group") or dist.group.WORLD, bound.arguments.get("timeout")
+        ours = None
+        with contextlib.suppress(AttributeError, RuntimeError):  # this rank is no member; no backend is for the CPU
+            ours = cast("Any", group)._get_backend(torch.device("cpu"))
+        if ours is not None and ours.name() == _NAME:
+            ours.monitored_barrier(timeout)
+        else:
+            monitored_barrier(*arguments, **options)
+
+    return monitored_barrier_of_any
 
 
 def _meet(url: str, **options: Any) -> Iterator[Any]:

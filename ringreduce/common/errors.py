@@ -68,7 +68,10 @@ class MismatchError(CollectiveError, ValueError):
         values: what each rank called, rank -> description.
         in_step: whether later calls work.
         places: where the program made the calls, rank -> ``file:line``; empty if the ranks are in step.
+        remedy: what the program can do to go on if the ranks are not in step.
     """
+
+    remedy = "call shutdown() and init() on all ranks"
 
     def __init__(
         self, values: Mapping[int, str], *, in_step: bool = True, places: Mapping[int, str] | None = None
@@ -87,7 +90,7 @@ class MismatchError(CollectiveError, ValueError):
         if not self.in_step:
             lines.append(
                 "these are not the same call of the program, so nobody knows which calls belong together, and no more "
-                "are accepted; call shutdown() and init() on all ranks to go on"
+                f"are accepted; {self.remedy} to go on"
             )
         return "\n".join(lines)
 

@@ -113,7 +113,11 @@ class Group:
 
         def run() -> None:
             self._place.stack = stack
-            call()
+            try:
+                call()
+            except MismatchError as error:
+                error.remedy = "destroy this process group and make it anew on all its ranks"
+                raise
 
         task = Task(run, name)
         self._in_order.submit(task, here=here)

@@ -462,10 +462,31 @@ def test_a_rank_that_does_not_come_is_named(rank: int, size: int):
     group = dist.new_group()
     if rank != size - 1:
         with pytest.raises(CollectiveTimeoutError, match=rf"ranks? \[?{size - 1}"):
-            group.monitored_barrier(timedelta(seconds=0.3))
+            dist.monitored_barrier(group, timedelta(seconds=0.3))
         with pytest.raises(TransportError):
             dist.all_reduce(torch.ones(3), group=group)
     dist.barrier()
+    group = dist.new_group()
+    if rank != size - 1:
+        with pytest.raises(CollectiveTimeoutError, match=rf"waited 0 s .*ranks? \[?{size - 1}"):
+            dist.monitored_barrier(group, timedelta(0))
+    dist.monitored_barrier(wait_all_ranks=True)
+    dist.monitored_barrier(dist.new_group(backend="gloo"))
+
+
+@pytest.mark.sizes(2, 3)
+def test_groups_that_are_out_of_step_are_made_anew(rank: int, size: int):
+    """The error says what a program of torch.distributed can do to go on, and that works."""
+    with pytest.raises(MismatchError, match="destroy this process group and make it anew") as raised:
+        dist.all_reduce(torch.ones(3)) if rank else dist.barrier()
+    assert "shutdown()" not in str(raised.value)
+    with pytest.raises(TransportError, match="earlier"):
+        dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("ringreduce")
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [float(size)] * 3
 
 
 def test_ranks_of_torch_must_be_those_of_mpi(rank: int, size: int):

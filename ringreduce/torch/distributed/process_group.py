@@ -345,8 +345,13 @@ class Collectives:
         return self._run("barrier", [], opts, lambda: self._group.barrier(limit_s))
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks; the error names those that do not come, all of them."""
-        limit_s = seconds(timeout)
+        """Wait for all ranks; the error names those that do not come, all of them.
+
+        Args:
+            timeout: how long to wait at most, 0 too; None: as the group does.
+            wait_all_ranks: means nothing, as all are named in any case.
+        """
+        limit_s = None if timeout is None else max(timeout.total_seconds(), 0.0)
         self._group.submit(lambda: self._group.barrier(limit_s), "monitored_barrier", here=True).wait()
 
     monitoredBarrier = monitored_barrier  # noqa: N815
