@@ -4,7 +4,7 @@
     python examples/accelerate_digits.py              # alone, as a world of one rank
 
 One line is ringreduce's: it makes torch's process group before Accelerate looks for one. The rest is a script for
-Accelerate as it would run anywhere; `cpu=True` has it look for the ranks that mpirun has started.
+Accelerate as it would run anywhere.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> int:
     args = parser.parse_args()
 
     dist.init_process_group("ringreduce")
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    accelerator = Accelerator(gradient_accumulation_steps=2)
     set_seed(1)
     images, labels = load_digits()
     model = nn.Sequential(

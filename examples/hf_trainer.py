@@ -3,9 +3,8 @@
     mpirun -np 2 python examples/hf_trainer.py
     python examples/hf_trainer.py              # alone, as a world of one rank
 
-One line is ringreduce's: it makes torch's process group before the Trainer looks for one. `use_cpu=True` has it look
-for the ranks that mpirun has started; `ddp_backend` is left out, as the group is there. The text is Python's own
-reference, which comes with Python; nothing is downloaded.
+One line is ringreduce's: it makes torch's process group before the Trainer looks for one. `ddp_backend` is left out, as
+the group is there. The text is Python's own reference, which comes with Python; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ def main() -> int:
     dist.init_process_group("ringreduce")
     arguments = TrainingArguments(
         output_dir=args.folder,
-        use_cpu=True,
         max_steps=args.steps,
         per_device_train_batch_size=8,
         learning_rate=3e-3,

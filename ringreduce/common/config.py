@@ -6,7 +6,7 @@ import difflib
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
@@ -24,6 +24,7 @@ __all__ = [
     "Launcher",
     "begins_again",
     "earlier_starts",
+    "find_ranks_of_cpus",
     "gpu_switches",
     "ignored_variables",
     "job_folder",
@@ -383,6 +384,14 @@ def ranks_of_host(environ: Mapping[str, str] = os.environ) -> int | None:
 def begins_again(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether the launcher reads marks, and starts the job again on other hosts when its ranks ask for that."""
     return environ.get("RINGREDUCE_BEGINS_AGAIN") == "1"
+
+
+def find_ranks_of_cpus(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Have Accelerate, and what is made of it, look for ranks on CPUs; else each process would train alone.
+
+    To be called before an ``Accelerator`` is made. What a user has set stays.
+    """
+    environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 
 def gpu_switches(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -48,6 +48,7 @@ def test_accelerate_example(run_job: Callable, tmp_path: Path):
     accuracy = re.search(r"epoch 1: test accuracy ([\d.]+)%", said)
     assert accuracy is not None, said
     assert float(accuracy[1]) > 90
+    assert "on 2 ranks" in said, "each rank has trained alone"
     assert (tmp_path / "model.safetensors").exists()
 
 

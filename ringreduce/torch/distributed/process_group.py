@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from ringreduce import runtime
-from ringreduce.common.config import job_folder
+from ringreduce.common.config import find_ranks_of_cpus, job_folder
 from ringreduce.common.errors import ConfigError, TransportError, UnsupportedBufferError
 from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
 from ringreduce.runtime.groups import Group
@@ -124,6 +124,8 @@ def create(options: Any) -> Any:
             f"torch takes this process for rank {options.group_rank} of {options.group_size} in the group of ranks "
             f"{ranks}, and MPI for rank {mine} of {len(ranks)}: leave rank and world_size out of init_process_group"
         )
+    if len(ranks) > 1 and not torch.cuda.is_available():
+        find_ranks_of_cpus()
     group = runtime.group(ranks, timeout_s)
     made = _backend(group, options) if _has_others(options) else _ProcessGroup(group)
     made.timeout = options.timeout
