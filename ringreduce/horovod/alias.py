@@ -15,6 +15,7 @@ from types import ModuleType
 from ringreduce import runtime
 from ringreduce.common.config import launched_rank
 from ringreduce.common.conventions import Conventions
+from ringreduce.horovod.common.util import check_extension
 
 __all__ = ["install"]
 
@@ -85,6 +86,8 @@ class _Loader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         # It has run already, under its own name; that is what reload, pickle and relative imports shall see.
         module.__spec__ = self._spec
+        if self._ours == "ringreduce.torch":
+            vars(module).setdefault("check_extension", check_extension)  # which scripts import from there, too
 
 
 def _counterpart(name: str) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -32,6 +34,7 @@ from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.torch import ops
 from ringreduce.torch.compression import Compression
 from ringreduce.torch.ops import *  # noqa: F403  # what it exports is written down there, and not once more
+from ringreduce.training.requests import Handle
 
 __all__ = [
     "Compression",
@@ -66,6 +69,9 @@ __all__ = [
 ]
 __all__ += ops.__all__
 __all__.sort()
+
+#: What programs note of operations under way, by handle; forgotten with the handle. Operations here keep their tensors.
+_handle_map: WeakKeyDictionary[Handle, Any] = WeakKeyDictionary()
 
 _basics = sys.modules[__name__]  # in Horovod an object whose methods are the functions that are here
 

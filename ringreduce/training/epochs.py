@@ -95,6 +95,16 @@ class EpochDivision:
         self._mine = padded[self.rank :: self.num_replicas]
 
     @property
+    def num_samples(self) -> int:
+        """How many indices this rank gets; the same on all ranks."""
+        return len(self._mine)
+
+    @property
+    def total_size(self) -> int:
+        """How many indices all ranks get together, those that are given out twice counted twice."""
+        return self.num_samples * self.num_replicas
+
+    @property
     def processed_num(self) -> int:
         """How many indices of this epoch all ranks have processed, if they are as far as this one."""
         since = len(self.processed_indices) - self._known

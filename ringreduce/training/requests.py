@@ -73,7 +73,7 @@ class Handle:
     It is no number itself: `torch.compile` would take it for a constant, and compile again for every operation.
     """
 
-    __slots__ = ("_number", "engine", "finish", "operation")
+    __slots__ = ("__weakref__", "_number", "engine", "finish", "operation")
 
     def __init__(self, operation: Operation, engine: Engine, finish: Callable[[object], object] | None = None) -> None:
         self._number = next(_numbers)

@@ -309,7 +309,8 @@ def test_an_epoch_is_divided_among_the_ranks(world: rr.Communicator, count: int,
         share = -(-count // world.size)
         assert [len(each) for each in everyone] == [share] * world.size
         assert {index for each in everyone for index in each} == set(range(count))
-        assert len(sampler) == share
+        assert len(sampler) == sampler.num_samples == share
+        assert sampler.total_size == share * world.size
         if not shuffle:
             assert list(sampler) == [place % count for place in range(world.rank, share * world.size, world.size)]
 

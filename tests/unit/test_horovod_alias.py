@@ -37,12 +37,12 @@ NAMES = {
     "torch": """Adasum Average Compression DistributedOptimizer HorovodInternalError Max Min ProcessSet Product Sum
         SyncBatchNorm add_process_set allgather allgather_async allgather_object allreduce allreduce_ allreduce_async
         allreduce_async_ alltoall alltoall_async barrier broadcast broadcast_ broadcast_async broadcast_async_
-        broadcast_object broadcast_optimizer_state broadcast_parameters ccl_built cross_rank cross_size cuda_built
-        ddl_built elastic global_process_set gloo_built gloo_enabled grouped_allgather grouped_allgather_async
-        grouped_allreduce grouped_allreduce_ grouped_allreduce_async grouped_allreduce_async_ grouped_reducescatter
-        grouped_reducescatter_async init is_initialized join local_rank local_size mpi_built mpi_enabled
-        mpi_threads_supported nccl_built poll rank reducescatter reducescatter_async remove_process_set rocm_built
-        shutdown size sparse_allreduce_async start_timeline stop_timeline synchronize""",
+        broadcast_object broadcast_optimizer_state broadcast_parameters ccl_built check_extension cross_rank cross_size
+        cuda_built ddl_built elastic global_process_set gloo_built gloo_enabled grouped_allgather
+        grouped_allgather_async grouped_allreduce grouped_allreduce_ grouped_allreduce_async grouped_allreduce_async_
+        grouped_reducescatter grouped_reducescatter_async init is_initialized join local_rank local_size mpi_built
+        mpi_enabled mpi_threads_supported nccl_built poll rank reducescatter reducescatter_async remove_process_set
+        rocm_built shutdown size sparse_allreduce_async start_timeline stop_timeline synchronize""",
     "torch.compression": "Compression Compressor FP16Compressor NoneCompressor",
     "torch.elastic": "ElasticSampler ObjectState State TorchState run run_fn",
     "torch.elastic.sampler": "ElasticSampler",
@@ -50,22 +50,26 @@ NAMES = {
         get_handler_registry set_handler_registry""",
     "torch.functions": "allgather_object broadcast_object broadcast_optimizer_state broadcast_parameters",
     "torch.mpi_ops": """Adasum Average Compression HorovodInternalError Max Min ProcessSet Product Sum _basics
-        add_process_set allgather allgather_async allreduce allreduce_ allreduce_async allreduce_async_ alltoall
-        alltoall_async barrier broadcast broadcast_ broadcast_async broadcast_async_ ccl_built cross_rank cross_size
-        cuda_built ddl_built global_process_set gloo_built gloo_enabled grouped_allgather grouped_allgather_async
-        grouped_allreduce grouped_allreduce_ grouped_allreduce_async grouped_allreduce_async_ grouped_reducescatter
-        grouped_reducescatter_async init is_homogeneous is_initialized join local_rank local_size mpi_built mpi_enabled
-        mpi_threads_supported nccl_built poll rank reducescatter reducescatter_async remove_process_set rocm_built
-        shutdown size sparse_allreduce_async start_timeline stop_timeline synchronize""",
+        _handle_map add_process_set allgather allgather_async allreduce allreduce_ allreduce_async allreduce_async_
+        alltoall alltoall_async barrier broadcast broadcast_ broadcast_async broadcast_async_ ccl_built cross_rank
+        cross_size cuda_built ddl_built global_process_set gloo_built gloo_enabled grouped_allgather
+        grouped_allgather_async grouped_allreduce grouped_allreduce_ grouped_allreduce_async grouped_allreduce_async_
+        grouped_reducescatter grouped_reducescatter_async init is_homogeneous is_initialized join local_rank local_size
+        mpi_built mpi_enabled mpi_threads_supported nccl_built poll rank reducescatter reducescatter_async
+        remove_process_set rocm_built shutdown size sparse_allreduce_async start_timeline stop_timeline synchronize""",
     "torch.optimizer": "DistributedOptimizer _DistributedOptimizer",
     "torch.sync_batch_norm": "SyncBatchNorm",
     "common.basics": "HorovodBasics",
-    "common.elastic": "ObjectState State run_fn",
-    "common.exceptions": "HorovodInternalError HostsUpdatedInterrupt",
+    "common.elastic": "ObjectState State WorkerNotificationManager notification_manager run_fn",
+    "common.exceptions": """HorovodInternalError HorovodVersionMismatchError HostsUpdatedInterrupt
+        get_version_mismatch_message""",
     "common.process_sets": "ProcessSet add_process_set global_process_set remove_process_set",
-    "common.util": """ccl_built check_extension check_installed_version cuda_built ddl_built env extension_available
-        gloo_built gpu_available is_iterable is_version_greater_equal_than mpi_built nccl_built num_rank_is_power_2
-        rocm_built split_list""",
+    "common.util": """EXTENSIONS HorovodVersionMismatchError ccl_built check_extension check_installed_version
+        cuda_built ddl_built env extension_available get_average_backwards_compatibility_fun get_ext_suffix
+        get_extension_full_path get_version_mismatch_message gloo_built gpu_available is_iterable
+        is_version_greater_equal_than mpi_built nccl_built num_rank_is_power_2 rocm_built split_list""",
+    "data": "AsyncDataLoaderMixin BaseDataLoader",
+    "data.data_loader_base": "AsyncDataLoaderMixin BaseDataLoader",
     "runner": "run",
 }
 
@@ -245,6 +249,91 @@ def test_common_modules() -> None:
         else:
             raise AssertionError
         assert util.check_installed_version("pytorch", "2.0.0") is None
+    """)
+
+
+def test_a_loader_reads_ahead() -> None:
+    """As many batches as it may, not one after the program stops; its errors come where they belong."""
+    aliased("""
+        import threading
+        from horovod.data import AsyncDataLoaderMixin, BaseDataLoader
+        class Plain(BaseDataLoader):
+            def __init__(self, count, fails=False):
+                self.count, self.fails, self.read, self.threads = count, fails, [], set()
+            def __len__(self):
+                return self.count
+            def _iterate(self):
+                for batch in range(self.count):
+                    self.threads.add(threading.current_thread())
+                    self.read.append(batch)
+                    yield batch
+                if self.fails:
+                    raise KeyError("the reason")
+            def _process_batch(self, batch):
+                return batch * 10
+        class Loader(AsyncDataLoaderMixin, Plain):
+            pass
+        assert list(Plain(3)) == [0, 10, 20]
+        for ahead in (0, 1, 2, 50):
+            loader = Loader(ahead, 20)
+            for epoch in range(2):
+                assert list(loader) == [10 * batch for batch in range(20)], ahead
+            assert (threading.main_thread() in loader.threads) == (ahead == 0)
+            loader.read.clear()
+            batches = iter(loader)
+            assert [next(batches) for _ in range(3)] == [0, 10, 20]
+            loader.close_async_loader() if ahead else batches.close()
+            assert list(batches) == []
+            assert 3 <= len(loader.read) <= min(3 + ahead + 1, 20), (ahead, loader.read)
+            batches = iter(Loader(ahead, 2, fails=True))
+            assert [next(batches), next(batches)] == [0, 10]
+            try:
+                next(batches)
+            except KeyError:
+                pass
+            else:
+                raise AssertionError
+        assert threading.active_count() == 1
+    """)
+
+
+@needs_torch
+def test_what_programs_find_of_elastic_training_and_of_versions() -> None:
+    """The manager of notifications reaches states; the error of versions is an ImportError with the numbers."""
+    aliased("""
+        from horovod.common.elastic import ObjectState, notification_manager
+        from horovod.common.exceptions import HorovodVersionMismatchError, HostsUpdatedInterrupt
+        from horovod.common.util import get_average_backwards_compatibility_fun, get_extension_full_path, get_ext_suffix
+        import horovod.torch as hvd
+        hvd.init()
+        notification_manager.init()
+        state = ObjectState(lambda value: value, lambda: 0, step=0)
+        notification_manager.register_listener(state)
+        notification_manager.handle_hosts_updated(1.0, 2)
+        try:
+            state.commit()
+        except HostsUpdatedInterrupt as interrupt:
+            assert not interrupt.skip_sync
+        else:
+            raise AssertionError
+        notification_manager.remove_listener(state)
+        notification_manager.handle_hosts_updated(2.0, 2)
+        state.commit()
+        error = HorovodVersionMismatchError("torch", "2.1", "2.0")
+        assert isinstance(error, ImportError) and (error.name, error.version, error.installed_version) == (
+            "torch", "2.1", "2.0")
+        assert "torch 2.1" in str(error)
+        choose = get_average_backwards_compatibility_fun(hvd)
+        assert [choose(hvd.Max, None), choose(None, False), choose(None, True), choose(None, None)] == [
+            hvd.Max, hvd.Sum, hvd.Average, hvd.Average]
+        assert get_extension_full_path("/a/b.py", "c", "lib") == "/a/c/lib" + get_ext_suffix()
+        import torch
+        handle = hvd.allreduce_async(torch.ones(2))
+        hvd.mpi_ops._handle_map[handle] = "mine"
+        assert len(hvd.mpi_ops._handle_map) == 1
+        hvd.synchronize(handle)
+        del handle
+        assert not hvd.mpi_ops._handle_map
     """)
 
 

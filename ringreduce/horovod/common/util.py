@@ -5,12 +5,17 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise, zip_longest
 from typing import Any, TypeVar
 
+from ringreduce.horovod.common.exceptions import HorovodVersionMismatchError, get_version_mismatch_message
+
 __all__ = [
+    "EXTENSIONS",
+    "HorovodVersionMismatchError",
     "ccl_built",
     "check_extension",
     "check_installed_version",
@@ -18,6 +23,10 @@ __all__ = [
     "ddl_built",
     "env",
     "extension_available",
+    "get_average_backwards_compatibility_fun",
+    "get_ext_suffix",
+    "get_extension_full_path",
+    "get_version_mismatch_message",
     "gloo_built",
     "gpu_available",
     "is_iterable",
@@ -30,6 +39,35 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
+
+EXTENSIONS = ["torch"]
+
+
+def get_ext_suffix() -> str:
+    """Return how the names of compiled modules end."""
+    return str(sysconfig.get_config_var("EXT_SUFFIX"))
+
+
+def get_extension_full_path(pkg_path: str, *args: str) -> str:
+    """Return where a compiled module would be: in folders beside a file, under a name without its ending."""
+    return os.path.join(os.path.dirname(pkg_path), *args) + get_ext_suffix()
+
+
+def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[Any, bool | None], Any]:
+    """Return what chooses between ``op`` and the older ``average`` of a call.
+
+    Args:
+        reduce_ops: has the attributes ``Average`` and ``Sum``.
+    """
+
+    def choose(op: Any, average: bool | None) -> Any:
+        if op is not None and average is not None:
+            raise ValueError("give op or average, not both")
+        if op is not None:
+            return op
+        return reduce_ops.Sum if average is False else reduce_ops.Average
+
+    return choose
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
