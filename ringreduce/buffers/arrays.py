@@ -136,9 +136,9 @@ class Operand:  # a frozen dataclass would take three times as long to make
         """Return the elements in C order as one dimension: a view if they are contiguous, else a copy."""
         return np.ascontiguousarray(self.view).reshape(-1)  # alone, this leaves the gaps in one dimension as they are
 
-    def describe(self) -> str:
-        """Return dtype and shape in words."""
-        return _described(self.dtype.name, self.shape)
+    def describe(self, *, by_count: bool = False) -> str:
+        """Return dtype and shape in words; ``by_count``: as if it had one dimension."""
+        return _described(self.dtype.name, (self.count,) if by_count else self.shape)
 
     def unowned(self) -> Operand:
         """Return the same contiguous memory, which that one does not keep alive; see `unowned`."""

@@ -64,6 +64,8 @@ class Context:
         node: the ranks that share memory with this one.
         config: equal on all ranks.
         called: says what this rank calls, and where, to ranks that call something else.
+        counts_decide: whether arrays of different shapes are the same to an allreduce, a reduce and a broadcast, if
+            they have as many elements.
         agreement: compares signatures over messages, where not all ranks meet at one board.
         single_node: whether all ranks meet at one board.
         instruments: who is told of collectives and their steps.
@@ -75,6 +77,7 @@ class Context:
     node: Node
     config: Config
     called: Callable[[str], Called] = Called.here
+    counts_decide: bool = False
     agreement: Agreement = field(init=False)
     single_node: bool = field(init=False)
     instruments: Instruments = field(default_factory=Instruments)

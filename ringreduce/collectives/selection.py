@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from math import prod
+from typing import Any
 
 from ringreduce import algorithms
 from ringreduce.algorithms import Collective
@@ -386,22 +388,31 @@ class Selection:
             return found
         call = self.call(collective, nbytes, dtype, op)
         choice = self.choose(call, algorithm)
-        signature = _signature(call, choice, algorithm, shape, argument)
+        signature = _signature(call, choice, algorithm, self._agreed(collective, shape), argument)
         return self._keep(key, Chosen(choice, signature, self._paths.bind(call, choice, signature)))
 
     def _reduction(
         self, call: Call, algorithm: str | None, shape: tuple[int, ...], whole: tuple[int, ...], argument: str
     ) -> Chosen:
         choice = self.choose(call, algorithm)
-        signature = _signature(call, choice, algorithm, whole, argument)
+        signature = _signature(call, choice, algorithm, self._agreed(call.collective, whole), argument)
         reduction = self._paths.reduction(call, choice, shape, signature)
         return Chosen(choice, signature, reduction.run, reduction)
+
+    def _agreed(self, collective: Collective, shape: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
+        """Return what the signature says of a shape."""
+        by_count = self._context.counts_decide and collective in _OF_ONE_SHAPE
+        return (prod(shape),) if by_count and shape is not None else shape
 
     def _keep(self, key: tuple[object, ...], chosen: Chosen) -> Chosen:
         if len(self._chosen) > _REMEMBERED:
             self._chosen.clear()
         self._chosen[key] = chosen
         return chosen
+
+
+#: Those in which all ranks' arrays have the same shape.
+_OF_ONE_SHAPE = (Collective.ALLREDUCE, Collective.REDUCE, Collective.BROADCAST)
 
 
 def _signature(

@@ -87,12 +87,12 @@ class Group:
         self._waiter = Waiter(settings.timeout_s)  # of messages
         making = Waiter(settings.timeout_s)
         messages, channel = connection.messages_among(ranks, (making, self._waiter))
-        self._context = context_of(lambda waiter: messages, settings, self._place, warn=False)
+        self._context = context_of(lambda waiter: messages, settings, self._place, warn=False, counts_decide=True)
         self.communicator = Communicator(self._context, devices=Gpu)
         self.rank, self.size = self.communicator.rank, self.communicator.size
         self._waiter.crowded = self._context.waiter.crowded
         checked = CheckedMessages(channel) if settings.checksum else channel
-        self._messages = PointToPoint(checked, self._waiter, self._context.board.find_lost)
+        self._messages = PointToPoint(checked, self._waiter, self._context.board.find_lost, counts_decide=True)
         self._waiter.watchers += [self._messages.watch, advance]
         self._context.waiter.watchers.append(advance)
         self._in_order = InOrder(f"ringreduce group {self.ranks}", threads=messages.concurrent)
@@ -133,7 +133,7 @@ class Group:
         """Reduce arrays into the same arrays.
 
         Args:
-            array: shape and dtype must agree.
+            array: the number of elements and the dtype must agree.
             op: of `reduce_ops`, or of `BITWISE`; must agree.
             source: what to reduce in its place; None: the array itself.
         """
@@ -154,7 +154,7 @@ class Group:
             if self.rank == root:
                 _host(array).require_writable()
                 room = like(given, (self.size, operand.count))
-            text = f"reduce({op}, root {root}, {operand.describe()})"
+            text = f"reduce({op}, root {root}, {operand.describe(by_count=True)})"
         self.communicator.meet(text)
         self.communicator.gather(_rows(given, operand), root, out=room)
         if room is not None:
@@ -213,7 +213,7 @@ class Group:
         with self.preparing(name):
             source = _integers(array, op)
             every = like(array, (self.size, source.count))
-            text = f"{name}({op}, {source.describe()})"
+            text = f"{name}({op}, {source.describe(by_count=True)})"
         self.communicator.meet(text)
         self.communicator.allgather(_rows(array, source), out=every)
         return _bit_by_bit(every, op).reshape(source.shape)
@@ -221,7 +221,7 @@ class Group:
     # ---- moving ----
 
     def broadcast(self, array: Any, root: int) -> None:
-        """Give every rank the root's array; shape, dtype and ``root`` must agree."""
+        """Give every rank the root's array; the number of elements, dtype and ``root`` must agree."""
         self.communicator.broadcast(array, root, out=array)
 
     def allgather(self, out: Any, array: Any) -> None:
@@ -373,7 +373,7 @@ class Group:
         """Begin to send an array; it belongs to the transfer until that is done. Any thread may call this.
 
         Args:
-            array: of any strides.
+            array: of any strides; the number of elements and the dtype must agree.
             peer: another rank of the group.
             tag: at least 0, at most 2^63 - 1.
         """

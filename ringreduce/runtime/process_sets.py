@@ -261,7 +261,12 @@ def connect(make: Callable[[Waiter], Messages], settings: Config) -> Parts:
 
 
 def context_of(
-    make: Callable[[Waiter], Messages], settings: Config, called: Callable[[str], Called], *, warn: bool = True
+    make: Callable[[Waiter], Messages],
+    settings: Config,
+    called: Callable[[str], Called],
+    *,
+    warn: bool = True,
+    counts_decide: bool = False,
 ) -> Context:
     """Set up what a communicator needs. Collective over its ranks.
 
@@ -270,8 +275,9 @@ def context_of(
         settings: equal on all of them.
         called: says what this rank calls, and where; see `Context`.
         warn: whether to say why ranks of one machine cannot share memory.
+        counts_decide: see `Context`.
     """
     waiter = Waiter(settings.timeout_s)
     messages = CheckedMessages(make(waiter)) if settings.checksum else make(waiter)
     node = join(messages, waiter, settings, host_name(), MemfdSegments, warn=warn)
-    return Context(messages, waiter, node, settings, called)
+    return Context(messages, waiter, node, settings, called, counts_decide)

@@ -75,9 +75,18 @@ class PointToPoint:
         messages: the ranks, on a channel that nobody else uses; closed with this.
         waiter: how a rank waits, and for how long at most.
         find_lost: returns what to raise about a rank that takes part in nothing any more; None: there is none.
+        counts_decide: whether an array may be received into one of another shape that has as many elements.
     """
 
-    def __init__(self, messages: Messages, waiter: Waiter, find_lost: Callable[[str], CollectiveError | None]) -> None:
+    def __init__(
+        self,
+        messages: Messages,
+        waiter: Waiter,
+        find_lost: Callable[[str], CollectiveError | None],
+        *,
+        counts_decide: bool = False,
+    ) -> None:
+        self._counts_decide = counts_decide
         self._messages = messages
         self._waiter = waiter
         self._find_lost = find_lost
@@ -106,7 +115,8 @@ class PointToPoint:
             ConfigError: there is no such rank, or it is this one; or no such tag.
         """
         self._require_peer(peer)
-        return self.send(source.flat().view(np.uint8), source.describe(), peer, _require_tag(tag))
+        what = source.describe(by_count=self._counts_decide)
+        return self.send(source.flat().view(np.uint8), what, peer, _require_tag(tag))
 
     def recv_array(self, target: Operand, peer: int | None, tag: int) -> Transfer:
         """Begin to receive into an array.
@@ -121,7 +131,8 @@ class PointToPoint:
         if not target.contiguous:
             room = np.empty(target.shape, target.dtype.storage)
             store = partial(np.copyto, target.view, room)
-        return self.recv(room.reshape(-1).view(np.uint8), target.describe(), peer, _require_tag(tag), store)
+        what = target.describe(by_count=self._counts_decide)
+        return self.recv(room.reshape(-1).view(np.uint8), what, peer, _require_tag(tag), store)
 
     def send(self, data: Array, what: str, peer: int, tag: int) -> Transfer:
         """Begin to send an array.

@@ -440,6 +440,35 @@ def test_mismatches_are_errors_on_all_ranks(name: str, rank: int, size: int):
 
 
 @pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize("count", [6, 6000])
+def test_the_number_of_elements_decides(count: int, rank: int, size: int):
+    """Shapes may differ in reductions to one shape, broadcasts and messages, as with Gloo; strided ones, too."""
+
+    def ones(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        shape = (count,) if rank == 0 else (2, count // 2)
+        return torch.ones(shape, dtype=dtype) if rank < 2 else torch.ones(count // 2, 2, dtype=dtype).t()
+
+    for _ in range(3):
+        tensor = ones()
+        dist.all_reduce(tensor)
+        assert torch.equal(tensor, size * ones())
+        tensor = ones(torch.int32)
+        dist.all_reduce(tensor, dist.ReduceOp.BOR)
+        assert torch.equal(tensor, ones(torch.int32))
+        tensor = (rank + 1) * ones()
+        dist.broadcast(tensor, 1)
+        assert torch.equal(tensor, 2 * ones())
+        tensor = ones()
+        dist.reduce(tensor, 0)
+        assert rank or torch.equal(tensor, size * ones())
+        tensor = torch.empty_like(ones())
+        work = dist.irecv(tensor, (rank - 1) % size)
+        dist.send(3 * ones(), (rank + 1) % size)
+        work.wait()
+        assert torch.equal(tensor, 3 * ones())
+
+
+@pytest.mark.sizes(2, 3)
 def test_asynchronous_mismatches(rank: int, size: int):
     """The error comes where the work is waited for, and in its future; later works are right."""
     work = dist.all_reduce(torch.ones(5 + rank), async_op=True)
