@@ -214,7 +214,7 @@ class HandlingState(ObjectState):
                 reason = self._begin_with(store, number)
             reason = broadcast_object(reason)
             self._refuse({0: reason} if reason else {}, folder)
-            self.commits = number
+            self._commits = number
             self.sync()
             if number in with_parts and whole:
                 own = store.load(number, mine)
@@ -251,10 +251,10 @@ class HandlingState(ObjectState):
             said = "; ".join(f"rank {rank}: {reason}" for rank, reason in reasons.items())
             raise ConfigError(f"commits cannot be kept in {folder}: {said}")
 
-    def committed(self) -> None:
+    def _committed(self) -> None:
         if audited() and self._small is None:
             self._audit()
-        if self._store is not None and self._goes_to_disk(self.commits):
+        if self._store is not None and self._goes_to_disk(self._commits):
             self._put(self._store)
 
     def _put(self, store: CommitStore) -> None:
@@ -262,9 +262,9 @@ class HandlingState(ObjectState):
         common = {name: handler._saved for name, handler in objects.items() if not handler.own}
         own = {name: handler._saved for name, handler in objects.items() if handler.own}
         if own:
-            store.put(self.commits, {"objects": own, "values": {}, "size": size()}, f".rank-{rank()}")
+            store.put(self._commits, {"objects": own, "values": {}, "size": size()}, f".rank-{rank()}")
         if rank() == 0:
-            store.put(self.commits, {"objects": common, "values": self._saved, "size": size()})
+            store.put(self._commits, {"objects": common, "values": self._saved, "size": size()})
 
     def _audit(self) -> None:
         """Record what was committed."""
@@ -277,29 +277,29 @@ class HandlingState(ObjectState):
                 hashes[name] = fingerprint(handler._saved)
             except ConfigError as error:
                 hashes[name] = str(error)
-        record("commit", {"number": self.commits, "sha256": hashes})
+        record("commit", {"number": self._commits, "sha256": hashes})
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
         if self._store is not None:
             self._store.settle()
 
     @property
-    def outlives_job(self) -> bool:
+    def _outlives_job(self) -> bool:
         return self._store is not None
 
-    def keep_for_next_job(self) -> bool:
+    def _keep_for_next_job(self) -> bool:
         if self._store is None:
             return False
         self.save()
-        self.commits += 1
-        self._whole = self.commits
+        self._commits += 1
+        self._whole = self._commits
         if audited():
             self._audit()
         self._put(self._store)
         self._store.settle()
         mine = [f".rank-{rank()}"] if any(each.own for each in self._handlers.values()) else []
         parts = [*mine, *([""] if rank() == 0 else [])]
-        return all(allgather_object(all(self._store.has(self.commits, part) for part in parts)))
+        return all(allgather_object(all(self._store.has(self._commits, part) for part in parts)))
 
     def _take(self, content: dict[str, Any]) -> None:
         """Go on from what was read."""
@@ -343,8 +343,8 @@ class HandlingState(ObjectState):
             return OwnStateHandler(value)
         return StateHandler(value) if hasattr(value, "state_dict") and hasattr(value, "load_state_dict") else None
 
-    def copy_for_commit(self) -> None:
-        number = self.commits + 1
+    def _copy_for_commit(self) -> None:
+        number = self._commits + 1
         if number % self._whole_every == 0 or self._whole_is_due or self._goes_to_disk(number):
             self.save()
             self._whole = number
@@ -360,7 +360,7 @@ class HandlingState(ObjectState):
         for handler in self._handlers.values():
             handler.save()
         super().save()
-        self._whole, self._whole_is_due, self._small, self._own = self.commits, False, None, {}
+        self._whole, self._whole_is_due, self._small, self._own = self._commits, False, None, {}
 
     def restore(self) -> None:
         if not self._own:
@@ -374,13 +374,13 @@ class HandlingState(ObjectState):
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
-        self.commits, self._small = self._whole, None
+        self._commits, self._small = self._whole, None
 
     def _copied_own(self) -> dict[int, dict[str, Any]]:
         """Return this rank's own at its last commit, and now: as the next one has it, if another rank has made that."""
         own = {name: handler for name, handler in self._handlers.items() if handler.own}
         last = {name: handler._saved if self._small is None else self._small[0][name] for name, handler in own.items()}
-        return {self.commits: last, self.commits + 1: {name: handler.copy_small() for name, handler in own.items()}}
+        return {self._commits: last, self._commits + 1: {name: handler.copy_small() for name, handler in own.items()}}
 
     def sync(self) -> None:
         if rank() != 0:
@@ -389,7 +389,7 @@ class HandlingState(ObjectState):
         for handler in self._handlers.values():
             handler.sync()
         self._sync_values()
-        for name, copied in self._own.get(self.commits, {}).items():
+        for name, copied in self._own.get(self._commits, {}).items():
             self._handlers[name].restore_small(copied)
         HandlingState.save(self)
 

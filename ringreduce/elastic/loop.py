@@ -86,7 +86,7 @@ def _repeated(
     def repeated(state: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         _warn_of_srun()
         skip_sync = begun_anew = False
-        restarts, commits = 0, state.commits
+        restarts, commits = 0, state._commits
         failure: CollectiveError | None = None
         while True:
             try:
@@ -94,26 +94,26 @@ def _repeated(
                     state.on_reset()
                 if not skip_sync:
                     state.sync()
-                    commits = state.commits  # the same on all ranks by now
+                    commits = state._commits  # the same on all ranks by now
                 result = _until_other_hosts(func, state, *args, **kwargs)
                 _part()
             except HostsUpdatedInterrupt as interrupt:
                 skip_sync = interrupt.skip_sync
             except Exception as error:
                 failure = error if isinstance(error, CollectiveError) else _behind(error)
-                restarts = restarts + 1 if state.commits == commits else 1
+                restarts = restarts + 1 if state._commits == commits else 1
                 if failure is None or not _is_a_change_of_ranks(failure) or restarts > _VAIN_RESTARTS:
                     raise
                 state.restore()
                 skip_sync = False
             else:
-                state.settle()
+                state._settle()
                 return result
             if begin_anew(state, failure):
                 restarts = 0
             failure, begun_anew = None, True
             gc.collect()  # the error's traceback was part of what holds the memory of the old world
-            commits = state.commits
+            commits = state._commits
 
     return repeated
 
@@ -126,14 +126,14 @@ def _until_other_hosts(func: Callable[Concatenate[S, P], T], state: S, *args: P.
         except HostsUpdatedInterrupt:
             if not begins_again():
                 raise
-        if state.keep_for_next_job():
+        if state._keep_for_next_job():
             _end_for_next_job(state)
         # The state is as it was: the training goes on here.
 
 
 def _end_for_next_job(state: State) -> NoReturn:
     if runtime.rank() == 0:
-        _log.info("commit %d is on disk; the job ends, and begins again on the hosts that there are", state.commits)
+        _log.info("commit %d is on disk; the job ends, and begins again on the hosts that there are", state._commits)
     processes.tell_launcher(processes.BEGIN_AGAIN)
     with suppress(CollectiveError):  # a rank that dies now leaves nothing behind
         runtime.shutdown()
@@ -163,10 +163,10 @@ def _start_anew(state: State, failure: CollectiveError | None) -> bool:
         runtime.init()
         return False
     before = runtime.size()
-    _log.warning("a rank of %d may be lost, and the others go on from commit %d: %s", before, state.commits, failure)
+    _log.warning("a rank of %d may be lost, and the others go on from commit %d: %s", before, state._commits, failure)
     while True:  # each time, one more has died
         try:
-            runtime.go_on(failure, state.commits)
+            runtime.go_on(failure, state._commits)
         except PeerLostError as another:
             failure = another
         else:

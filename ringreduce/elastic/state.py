@@ -32,16 +32,27 @@ class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818  # Horovod's name
         self.skip_sync = skip_sync
 
 
+class _Commits:
+    """How often `State.commit` was called on this rank; an attribute of the same name hides it."""
+
+    def __get__(self, state: State | None, kind: type) -> Any:
+        return self if state is None else state._commits
+
+
 class State:
     """What training keeps. Subclasses say how: `save`, `restore` and `sync`.
+
+    Programs give states attributes, under names of their own; public here are Horovod's names alone, and `commits`.
 
     Args:
         bcast_object: returns rank 0's argument on all ranks; collective. None: this rank is alone.
         get_rank: returns this rank; taken for Horovod's sake.
 
     Attributes:
-        commits: how often `commit` was called on this rank.
+        commits: how often `commit` was called on this rank; unless a program names an attribute of its own so.
     """
+
+    commits = _Commits()
 
     def __init__(
         self, bcast_object: Callable[[Any], Any] | None = None, get_rank: Callable[[], int] | None = None
@@ -51,7 +62,7 @@ class State:
         self._updates = 0
         self._lock = threading.Lock()
         self._complained = False
-        self.commits = 0
+        self._commits = 0
 
     def save(self) -> None:
         """Take a copy of everything, in this process's memory."""
@@ -74,27 +85,27 @@ class State:
         Raises:
             HostsUpdatedInterrupt: they have, on all ranks.
         """
-        self.copy_for_commit()
-        self.commits += 1
-        self.committed()
+        self._copy_for_commit()
+        self._commits += 1
+        self._committed()
         self.check_host_updates()
 
-    def copy_for_commit(self) -> None:
+    def _copy_for_commit(self) -> None:
         """Take the copy of a commit: of everything, unless overridden."""
         self.save()
 
-    def committed(self) -> None:
+    def _committed(self) -> None:
         """Do what is to be done with a copy that was committed. Does nothing unless overridden."""
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """Return when what was committed is where it is to be. Does nothing unless overridden."""
 
     @property
-    def outlives_job(self) -> bool:
+    def _outlives_job(self) -> bool:
         """Whether another job can begin with what is committed; the same on all ranks. False unless overridden."""
         return False
 
-    def keep_for_next_job(self) -> bool:
+    def _keep_for_next_job(self) -> bool:
         """Commit, and return whether another job can begin with just this, on all ranks. Collective."""
         return False
 
@@ -120,7 +131,7 @@ class State:
             raise HostsUpdatedInterrupt(skip_sync=changes == _REMOVED)
 
     def _can_begin_again(self) -> bool:
-        if not self.outlives_job:
+        if not self._outlives_job:
             self._complain("takes commits on disk; call state.keep_on_disk(folder) before the training")
             return False
         if threading.current_thread() is not threading.main_thread():
@@ -171,7 +182,7 @@ class ObjectState(State):
         **kwargs: the attributes and their first values: anything that can be copied and pickled.
 
     Raises:
-        ConfigError: a name begins with an underscore, or means something else here.
+        ConfigError: a name begins with an underscore, or is that of a method of `State`.
     """
 
     def __init__(
@@ -181,7 +192,7 @@ class ObjectState(State):
         **kwargs: Any,
     ) -> None:
         super().__init__(bcast_object, get_rank)
-        taken = sorted(name for name in kwargs if name.startswith("_") or hasattr(State, name) or name == "commits")
+        taken = sorted(name for name in kwargs if name.startswith("_") or callable(getattr(State, name, None)))
         if taken:
             raise ConfigError(f"a state cannot keep what is called {', '.join(taken)}; give it another name")
         self._names = list(kwargs)
@@ -209,7 +220,7 @@ class ObjectState(State):
 
     def _sync_values(self) -> None:
         """Take the values of rank 0, and its number of commits: it has the latest. Collective."""
-        values = {name: getattr(self, name) for name in (*self._names, "commits")}
+        values = {name: getattr(self, name) for name in (*self._names, "_commits")}
         if self._bcast_object is not None:
             values = self._bcast_object(values)
         for name, value in values.items():

@@ -133,8 +133,8 @@ def test_ranks_go_on_with_their_own_random_numbers(world: rr.Communicator, ahead
     if world.rank == 0:
         for _ in range(ahead):  # a commit that only this rank has made: the others hear of a death within it
             torch.rand(1)
-            state.copy_for_commit()
-            state.commits += 1
+            state._copy_for_commit()
+            state._commits += 1
     else:
         one_step(model, optimizer)
         torch.rand(5)
@@ -433,6 +433,37 @@ def test_what_was_processed_is_known_to_all_though_sync_is_skipped(world: rr.Com
     assert sampler.processed_indices == set(range(2 * world.size))
 
 
+def test_programs_name_their_attributes_as_they_like(world: rr.Communicator, tmp_path_factory: Any) -> None:
+    """Horovod's methods alone are taken; what else a state does goes on beside such attributes."""
+    folder = hvd.broadcast_object(str(tmp_path_factory.mktemp("commits")))
+    horovods = {"check_host_updates", "commit", "on_hosts_updated", "on_reset", "register_reset_callbacks", "reset"}
+    horovods |= {"restore", "save", "sync", "model", "optimizer"}
+    ours = {name for name in dir(hvd.elastic.TorchState) if not name.startswith("_")} - horovods
+    names = sorted({"commits", "committed", "settle", "handlers", "names"} | ours)
+
+    def state_of(value: int) -> Any:
+        return hvd.elastic.TorchState(torch.nn.Linear(2, 1), None, **dict.fromkeys(names, value))
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        assert [getattr(state, name) for name in names] == [0] * len(names)  # rank 0's
+        for value in (6, 7):
+            for name in names:
+                setattr(state, name, value)
+            state.commit()
+        for name in names:
+            setattr(state, name, 8)
+        state.restore()
+
+    state, again = state_of(world.rank), state_of(9)
+    assert hvd.elastic.TorchState.keep_on_disk(state, folder) is None
+    train(state)
+    world.barrier()
+    assert hvd.elastic.TorchState.keep_on_disk(again, folder) == 2
+    for each in (state, again):
+        assert [getattr(each, name) for name in names] == [7] * len(names)
+
+
 def test_a_scheduler_is_kept_by_its_state_dict(world: rr.Communicator) -> None:
     """It stays the scheduler of its optimizer: a copy of one would move the rates of a copy of the other."""
     model, plain = trained(seed=0)
@@ -629,7 +660,7 @@ def test_a_job_that_begins_again_goes_on_from_the_disk(world: rr.Communicator, t
     state.sampler.record_batch(0, 2)
     state.step = 5
     state.commit()
-    state.settle()
+    state._settle()
     hvd.barrier()
     before, drawn = content(model, optimizer), torch.rand(3)
     with torch.no_grad():
@@ -654,11 +685,11 @@ def test_the_next_job_begins_with_just_this(world: rr.Communicator, tmp_path_fac
     folder = pathlib.Path(hvd.broadcast_object(str(tmp_path_factory.mktemp("commits")))) / "commits"
     generators = hvd.elastic.Generators()
     state = hvd.elastic.TorchState(generators=generators, step=0)
-    assert not state.keep_for_next_job()
+    assert not state._keep_for_next_job()
     state.keep_on_disk(folder, every=1000)
-    assert state.outlives_job
+    assert state._outlives_job
     state.step = 7
-    assert state.keep_for_next_job()
+    assert state._keep_for_next_job()
     drawn = torch.rand(3)
     again = hvd.elastic.TorchState(generators=generators, step=0)
     assert again.keep_on_disk(folder) == state.commits
@@ -667,7 +698,7 @@ def test_the_next_job_begins_with_just_this(world: rr.Communicator, tmp_path_fac
     if world.rank == world.size - 1:
         (folder / f"commit-{state.commits + 1:012}.rank-{world.rank}.pt").mkdir()
     hvd.barrier()
-    assert not state.keep_for_next_job()
+    assert not state._keep_for_next_job()
 
 
 def test_random_numbers_differ_between_ranks_and_come_again(world: rr.Communicator) -> None:
@@ -699,14 +730,14 @@ def test_folders_that_cannot_be_used_are_refused_on_all_ranks(world: rr.Communic
     other = hvd.elastic.TorchState(epoch=0)
     other.keep_on_disk(folder / "commits")
     other.commit()
-    other.settle()
+    other._settle()
     hvd.barrier()
     with pytest.raises(rr.ConfigError, match="another program"):
         hvd.elastic.TorchState(step=0).keep_on_disk(folder / "commits")
     wider = hvd.elastic.TorchState(model=torch.nn.Linear(3, 2), epoch=0)
     wider.keep_on_disk(folder / "models")
     wider.commit()
-    wider.settle()
+    wider._settle()
     hvd.barrier()
     with pytest.raises(rr.ConfigError, match="does not fit"):
         hvd.elastic.TorchState(model=torch.nn.Linear(4, 2), epoch=0).keep_on_disk(folder / "models")

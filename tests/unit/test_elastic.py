@@ -128,7 +128,7 @@ def test_ranks_do_not_begin_again_past_the_limit(
     monkeypatch.setattr("ringreduce.runtime.recoveries", lambda: recoveries)
 
     class Kept(Recorded):
-        outlives_job = True
+        _outlives_job = True
 
     rr.init()
     try:
@@ -160,7 +160,7 @@ def test_a_training_that_cannot_end_the_program_goes_on(
     monkeypatch.setenv("RINGREDUCE_BEGINS_AGAIN", "1")
 
     class Kept(Recorded):
-        outlives_job = True
+        _outlives_job = True
 
     state = Kept()
 
@@ -182,9 +182,9 @@ def test_a_state_that_cannot_be_kept_after_all_goes_on(world: None, monkeypatch:
     monkeypatch.setenv("RINGREDUCE_BEGINS_AGAIN", "1")
 
     class Full(Recorded):
-        outlives_job = True
+        _outlives_job = True
 
-        def keep_for_next_job(self) -> bool:
+        def _keep_for_next_job(self) -> bool:
             self.log.append("full")
             return False
 
@@ -207,9 +207,9 @@ def test_ranks_end_well_once_another_job_can_begin(
     monkeypatch.setenv("RINGREDUCE_BEGINS_AGAIN", "1")
 
     class Kept(Recorded):
-        outlives_job = True
+        _outlives_job = True
 
-        def keep_for_next_job(self) -> bool:
+        def _keep_for_next_job(self) -> bool:
             return True
 
     @run
@@ -372,7 +372,7 @@ def test_ranks_that_cannot_meet_anew_end_the_loop() -> None:
     assert state.log == ["sync", "restore"]
 
 
-@pytest.mark.parametrize("name", ["_hidden", "commit", "commits", "on_reset"])
+@pytest.mark.parametrize("name", ["_hidden", "commit", "sync", "on_reset"])
 def test_a_state_refuses_names_that_it_needs(name: str) -> None:
     """A value under such a name would not be kept, or would take a method's place."""
     with pytest.raises(rr.ConfigError, match=f"cannot keep what is called {name}"):

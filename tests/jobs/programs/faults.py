@@ -123,9 +123,9 @@ class Kept(HandlingState):
         self._killer.sharing = True
         super().commit()
 
-    def copy_for_commit(self) -> None:
+    def _copy_for_commit(self) -> None:
         self._killer.sharing = False
-        super().copy_for_commit()
+        super()._copy_for_commit()
 
     def _find_handler(self, value: Any) -> StateHandler | None:
         return Weights(value, self._killer) if isinstance(value, Model) else super()._find_handler(value)
