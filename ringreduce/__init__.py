@@ -24,6 +24,7 @@ from ringreduce.common.instruments import Instrument
 from ringreduce.common.moved import FormerNames as _FormerNames
 from ringreduce.common.reduce_ops import *  # noqa: F403
 from ringreduce.common.topology import Topology
+from ringreduce.launcher.function import run
 from ringreduce.observe.audit import fingerprint
 from ringreduce.observe.metrics import Metrics
 from ringreduce.runtime import *  # noqa: F403
@@ -50,6 +51,7 @@ __all__ = [
     "broadcast_object",
     "fingerprint",
     "reproducible_allreduce",
+    "run",
     "weighted_average",
 ]
 __all__ += errors.__all__

@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
-import math
-import multiprocessing
-import os
-import pickle
-import signal
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any, TypeVar
 
-from ringreduce.common.errors import CollectiveError, ConfigError
+from ringreduce.common.errors import ConfigError
+from ringreduce.launcher.function import call_on_ranks
 
-__all__ = ["find_pickle", "run"]
+__all__ = ["run"]
 
 _T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
 
 _HOROVODRUN = (sys.executable, "-c", "from ringreduce.cli.horovodrun import main; main()")
-#: The exit status of commands that have refused their arguments.
-_WRONG_USE = 2
-#: What a job gets to end by itself (seconds), once one has failed and once all have returned: the latter may
-#: still be writing files in exit handlers.
-_AFTER_FAILURE_S = 5.0
-_AFTER_SUCCESS_S = 60.0
-#: What it gets once it is told to end, before it is killed.
-_TO_END_S = 5.0
 
 
 def run(
@@ -140,119 +122,5 @@ def run(
         options["--min-np"] = size
     words = [f"{name}={value}" for name, value in options.items() if value is not None]
     words += [name for name, value in {"--disable-cache": disable_cache, "--verbose": verbose}.items() if value]
-    call = _pickled_call(func, tuple(args), dict(kwargs or {}))
-    # Readable by this user alone, as it must be: pickles are programs.
-    with tempfile.TemporaryDirectory(prefix="ringreduce-run-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        (folder / "call").write_bytes(call)
-        program = [executable or sys.executable, "-m", "ringreduce.horovod.worker", name]
-        status = _carry_out([*_HOROVODRUN, *words, *program], env, folder, None if elastic else size)
-        return _results(folder, None if elastic else size, status)
-
-
-def find_pickle() -> Any:
-    """Return cloudpickle if it is installed, else pickle: what calls and their results go by."""
-    try:
-        return importlib.import_module("cloudpickle")
-    except ImportError:
-        return pickle
-
-
-def _pickled_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """Return what a worker needs: a preparation for `multiprocessing.spawn.prepare`, and then the call."""
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise ConfigError(
-            "run was called by a rank that it started, while that imports the script; "
-            'put the call under if __name__ == "__main__":'
-        )
-    preparation: dict[str, Any] = {"sys_path": sys.path, "sys_argv": sys.argv, "dir": os.getcwd()}
-    pickler = find_pickle()
-    if pickler is pickle:  # the other takes along what the script defines
-        main = _main_module()
-        if not main and getattr(func, "__module__", None) == "__main__":
-            raise ConfigError(f"run can send {func!r}, which is not defined in a file, only by cloudpickle: install it")
-        preparation |= main
-    try:
-        return pickle.dumps((preparation, pickler.dumps((func, args, kwargs))))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        hint = "; cloudpickle, once installed, takes lambdas and local functions" if pickler is pickle else ""
-        raise ConfigError(f"run cannot send {func!r} and its arguments to the ranks: {error}{hint}") from error
-
-
-def _main_module() -> dict[str, str]:
-    """Return how a worker finds the script, which plain pickles of its functions refer to."""
-    main = sys.modules["__main__"]
-    name = getattr(main.__spec__, "name", None)
-    if name is not None:
-        return {"init_main_from_name": name}
-    file = os.path.abspath(getattr(main, "__file__", ""))
-    return {"init_main_from_path": file} if os.path.isfile(file) else {}
-
-
-def _carry_out(command: Sequence[str], env: Mapping[str, str] | None, folder: Path, size: int | None) -> int:
-    """Run a job until it ends, or until its time is over once a rank has failed or all have returned.
-
-    Args:
-        command: the launcher and its arguments.
-        env: its environment.
-        folder: where the ranks put what they return.
-        size: how many there are; None: the job goes on when some fail.
-
-    Returns:
-        Its status.
-    """
-    # Its own session: an interrupt is for this process, which ends the other.
-    process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
-    deadline = math.inf
-    try:
-        while time.monotonic() < deadline:
-            with suppress(subprocess.TimeoutExpired):
-                return process.wait(timeout=0.1)
-            if size is None:
-                continue
-            if any(folder.glob("*.failure")):
-                deadline = min(deadline, time.monotonic() + _AFTER_FAILURE_S)
-            elif len(list(folder.glob("*.result"))) == size:
-                deadline = min(deadline, time.monotonic() + _AFTER_SUCCESS_S)
-        _log.warning("the job has not ended by itself; ending it")
-        return -signal.SIGTERM
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(timeout=_TO_END_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-
-
-def _results(folder: Path, size: int | None, status: int) -> list[Any]:
-    """Return what the ranks left in the folder, or raise what the first that failed did.
-
-    Args:
-        folder: where they are; files begin with the number of the job, as one that grows is several, and the rank.
-        size: how many ranks had to return; None: those that did count, if the job has ended well.
-        status: of the job.
-    """
-    paths = sorted(folder.glob("*.result"), key=_job_and_rank)
-    if size is None and status == 0 and paths:
-        last, _ = _job_and_rank(paths[-1])
-        return [pickle.loads(path.read_bytes()) for path in paths if _job_and_rank(path)[0] == last]
-    failed = sorted(folder.glob("*.failure"), key=lambda path: path.stat().st_mtime)
-    if failed:
-        text = failed[0].read_text(encoding="utf-8")
-        raise CollectiveError(f"rank {_job_and_rank(failed[0])[1]} of {size or 'the job'} failed:\n{text}")
-    missing = set(range(size or 1)) - {_job_and_rank(path)[1] for path in paths}
-    if missing:
-        wrong_use = status == _WRONG_USE
-        said = f"the job ended with status {status}, and of {size or 'its'} ranks these had not returned: "
-        said += f"{', '.join(map(str, sorted(missing)))}; its output says why"
-        raise ConfigError(said) if wrong_use else CollectiveError(said)
-    if status:
-        _log.warning("all ranks returned, but the job ended with status %d", status)
-    return [pickle.loads(path.read_bytes()) for path in paths]
-
-
-def _job_and_rank(path: Path) -> tuple[int, int]:
-    job, rank = path.stem.split("-")
-    return int(job), int(rank)
+    program = [executable or sys.executable, "-m", "ringreduce.horovod.worker"]
+    return call_on_ranks([*_HOROVODRUN, *words], program, func, args, kwargs, None if elastic else size, env)

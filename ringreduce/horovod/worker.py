@@ -1,53 +1,11 @@
-"""One rank of `ringreduce.horovod.run`: ``python -m ringreduce.horovod.worker FOLDER``."""
+"""One rank of `horovod.run`, with Horovod's names and numbers: ``python -m ringreduce.horovod.worker FOLDER``."""
 
-from __future__ import annotations
-
-import multiprocessing
-import multiprocessing.spawn
-import pickle
 import sys
-import traceback
 from pathlib import Path
-from typing import Any
 
-from ringreduce.common.config import earlier_starts, launched_rank
-from ringreduce.horovod.runner import find_pickle
+from ringreduce.launcher.worker import main
 
 __all__ = ["main"]
-
-
-def main(folder: Path) -> None:
-    """Make the call that the folder holds, and leave there what it returns, or the traceback."""
-    place = f"{earlier_starts()}-{launched_rank()}"
-    try:
-        result = _call((folder / "call").read_bytes())
-    except BaseException:
-        _leave(folder / f"{place}.failure", traceback.format_exc().encode())
-        raise
-    _leave(folder / f"{place}.result", result)
-
-
-def _call(pickled: bytes) -> bytes:
-    preparation, call = pickle.loads(pickled)
-    # As in multiprocessing's own children: the script, if it is needed, runs under another name than __main__, and what
-    # it starts on the way is refused.
-    process: Any = multiprocessing.current_process()
-    process._inheriting = True
-    try:
-        multiprocessing.spawn.prepare(preparation)
-    finally:
-        del process._inheriting
-    function, args, kwargs = pickle.loads(call)
-    result: bytes = find_pickle().dumps(function(*args, **kwargs))
-    return result
-
-
-def _leave(path: Path, content: bytes) -> None:
-    """Write a file that is either whole or not there."""
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_bytes(content)
-    unfinished.rename(path)
-
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
