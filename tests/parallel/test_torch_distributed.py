@@ -219,6 +219,55 @@ def test_what_moves(dtype: torch.dtype, rank: int, size: int):
             assert torch.equal(out, every[(rank - 1) % size])
 
 
+def test_floats_of_8_bits_move(rank: int, size: int):
+    """They travel as bytes, in everything that does not compute with them."""
+    every = [torch.tensor([each + 1.0, -0.5, 448.0]).to(torch.float8_e4m3fn) for each in range(size)]
+
+    def bits(tensors: list[torch.Tensor]) -> list[list[int]]:
+        return [each.view(torch.uint8).tolist() for each in tensors]
+
+    def fresh() -> list[torch.Tensor]:
+        return [torch.empty_like(each) for each in every]
+
+    mine, root = every[rank], size - 1
+    out, outs, whole = mine.clone(), fresh(), torch.empty(3 * size, dtype=mine.dtype)
+    dist.broadcast(out, root)
+    assert bits([out]) == bits([every[root]])
+    dist.all_gather(outs, mine)
+    assert bits(outs) == bits(every)
+    all_gather_single(whole, mine)
+    assert bits([*whole.split(3)]) == bits(every)
+    dist.all_to_all_single(whole, torch.cat(every))
+    assert bits([*whole.split(3)]) == bits([mine] * size)
+    dist.all_to_all(outs, every)
+    assert bits(outs) == bits([mine] * size)
+    dist.gather(mine, outs if rank == root else None, root)
+    assert rank != root or bits(outs) == bits(every)
+    dist.scatter(out, every if rank == root else None, root)
+    assert bits([out]) == bits([mine])
+    if size > 1:
+        work = dist.irecv(out, (rank - 1) % size)
+        dist.send(mine, (rank + 1) % size)
+        work.wait()
+        assert bits([out]) == bits([every[rank - 1]])
+
+
+def test_sums_of_sparse_tensors(rank: int, size: int):
+    """They are the sums of the dense ones, where ranks have other rows, some twice, and rank 0 none."""
+    rows = [(7 * step + rank) % 5 for step in range(2 * rank)]
+    values = torch.full((len(rows), 3), rank + 1.0)
+    tensor = torch.sparse_coo_tensor([rows], values, (5, 3), check_invariants=True)
+    want = tensor.to_dense()
+    dist.all_reduce(want)
+    average = tensor.clone()
+    dist.all_reduce(tensor)
+    assert torch.equal(tensor.to_dense(), want)
+    dist.all_reduce(average, dist.ReduceOp.AVG, async_op=True).wait()
+    torch.testing.assert_close(average.to_dense(), want / size)
+    with pytest.raises(TypeError, match="summed and averaged"):
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+
+
 def test_gathering_of_uneven_lists(rank: int, size: int):
     """Every rank may give another number of elements, as long as all know how many."""
     outs = [torch.empty(each, 2) for each in range(size)]
@@ -380,9 +429,9 @@ def test_strided_views(rank: int, size: int):
     ("make", "reason"),
     [
         (lambda: torch.ones(1).expand(4), "share memory"),
-        (lambda: torch.eye(3).to_sparse(), "layout"),
+        (lambda: torch.ones(3, 3).to_mkldnn(), "layout"),
         (lambda: torch.ones(3, device="meta"), "CPU tensors"),
-        (lambda: torch.ones(3).to(torch.float8_e4m3fn), "float8"),
+        (lambda: torch.ones(3).to(torch.float8_e4m3fn), "float8.*bfloat16"),
     ],
     ids=["expanded", "sparse", "elsewhere", "float8"],
 )

@@ -133,6 +133,26 @@ def test_ddp(form: str, accumulates: bool, gloo: Any):
     assert_like(*results)
 
 
+def test_ddp_with_sparse_gradients(gloo: Any):
+    """An embedding whose gradients are sparse is trained as on Gloo; ranks look up other rows."""
+    results = []
+    for group in (None, gloo):
+        torch.manual_seed(0)
+        embedding = nn.Embedding(11, 4, sparse=True)
+        model = DistributedDataParallel(nn.Sequential(embedding, nn.Linear(4, 1)), process_group=group)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for step in range(STEPS):
+            loss = model(torch.arange(3 + dist.get_rank()) * (step + 1) % 11).square().mean()
+            loss.backward()
+            assert embedding.weight.grad.is_sparse
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        results.append((losses, weights(model)))
+    assert_like(*results)
+
+
 @pytest.mark.parametrize("hook", ["fp16", "powersgd", "builtin allreduce", "builtin fp16"])
 def test_ddp_with_hooks(hook: str, gloo: Any):
     """Communication hooks, which get the futures of works, run as on Gloo."""

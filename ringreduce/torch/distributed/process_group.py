@@ -53,6 +53,8 @@ _OPS: dict[Any, ReduceOp | str] = {
 
 _Tensors = Sequence[torch.Tensor]
 
+_FLOATS_OF_8_BITS = {getattr(torch, name) for name in dir(torch) if name.startswith("float8_")}
+
 #: Groups that are not shut down. Torch keeps the C++ half of them, which must not outlive this one.
 _groups: set[Any] = set()
 #: Where the ranks of one machine keep torch's store; removed with the process.
@@ -224,6 +226,9 @@ class Collectives:
         group = self._group
 
         def call(tensor: torch.Tensor) -> None:
+            if tensor.layout is torch.sparse_coo:
+                _sum_rows(group, tensor, op)
+                return
             with group.preparing("allreduce"):
                 source = _scaled(_usable(tensor), factor)
             group.allreduce(tensor, op, source)
@@ -283,7 +288,7 @@ class Collectives:
         def call(tensor: torch.Tensor) -> None:
             with group.preparing("broadcast"):
                 _usable(tensor)
-            group.broadcast(tensor, root)
+            group.broadcast(_movable(tensor), root)
 
         return self._each("broadcast", _listed(tensors), opts, call)
 
@@ -293,7 +298,12 @@ class Collectives:
     _allgather_base = all_gather_single
 
     def all_gather_single_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> CollectiveWork:
-        return self._each("allgather", list(zip(outputs, inputs, strict=True)), opts, self._group.allgather)
+        group = self._group
+
+        def call(output: torch.Tensor, given: torch.Tensor) -> None:
+            group.allgather(_movable(output), _movable(given))
+
+        return self._each("allgather", list(zip(outputs, inputs, strict=True)), opts, call)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -301,24 +311,32 @@ class Collectives:
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> CollectiveWork:
         lists = [outputs] if isinstance(inputs, torch.Tensor) else outputs
-        pairs = list(zip(lists, _listed(inputs), strict=True))
-        return self._each("allgather", pairs, opts, self._group.allgather_list)
+        return self._allgather_lists(list(zip(lists, _listed(inputs), strict=True)), opts)
 
     def allgather_coalesced(
         self, output_lists: Sequence[_Tensors], inputs: _Tensors, opts: Any = None
     ) -> CollectiveWork:
         pairs = [([each[index] for each in output_lists], tensor) for index, tensor in enumerate(inputs)]
-        return self._each("allgather", pairs, opts, self._group.allgather_list)
+        return self._allgather_lists(pairs, opts)
+
+    def _allgather_lists(self, pairs: Sequence[tuple[_Tensors, torch.Tensor]], options: Any) -> CollectiveWork:
+        group = self._group
+
+        def call(outputs: _Tensors, given: torch.Tensor) -> None:
+            group.allgather_list(_all_movable(outputs), _movable(given))
+
+        return self._each("allgather", pairs, options, call)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> CollectiveWork:
         root, outs = opts.rootRank, list(outputs[0]) if outputs else None
-        (tensor,) = inputs
-        return self._run("gather", outs or [], opts, lambda: self._group.gather(outs, tensor, root))
+        rooms, given = outs and _all_movable(outs), _movable(inputs[0])
+        return self._run("gather", outs or [], opts, lambda: self._group.gather(rooms, given, root))
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> CollectiveWork:
-        root, given = opts.rootRank, list(inputs[0]) if inputs else None
+        root, given = opts.rootRank, _all_movable(inputs[0]) if inputs else None
         (output,) = outputs
-        return self._run("scatter", [output], opts, lambda: self._group.scatter(output, given, root))
+        room = _movable(output)
+        return self._run("scatter", [output], opts, lambda: self._group.scatter(room, given, root))
 
     def all_to_all_single(
         self,
@@ -330,15 +348,16 @@ class Collectives:
         timeout: timedelta | None = None,
     ) -> CollectiveWork:
         received, splits = list(output_split_sizes), list(input_split_sizes)
-        return self._run("alltoall", [output], opts, lambda: self._group.alltoall(output, input, received, splits))
+        room, given = _movable(output), _movable(input)
+        return self._run("alltoall", [output], opts, lambda: self._group.alltoall(room, given, received, splits))
 
     alltoall_base = all_to_all_single
 
     def alltoall(
         self, outputs: _Tensors, inputs: _Tensors, opts: Any = None, timeout: timedelta | None = None
     ) -> CollectiveWork:
-        outs, given = list(outputs), list(inputs)
-        return self._run("alltoall", outs, opts, lambda: self._group.alltoall_list(outs, given))
+        rooms, given = _all_movable(outputs), _all_movable(inputs)
+        return self._run("alltoall", outputs, opts, lambda: self._group.alltoall_list(rooms, given))
 
     # ---- meeting ----
 
@@ -362,7 +381,7 @@ class Collectives:
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> MessageWork:
         (tensor,) = _listed(tensors)
-        return MessageWork(self._group, self._group.send(tensor, dst, tag), [tensor])
+        return MessageWork(self._group, self._group.send(_movable(tensor), dst, tag), [tensor])
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> MessageWork:
         return self._recv(tensors, src, tag)
@@ -374,7 +393,7 @@ class Collectives:
 
     def _recv(self, tensors: Any, source: int | None, tag: int) -> MessageWork:
         (tensor,) = _listed(tensors)
-        return MessageWork(self._group, self._group.recv(tensor, source, tag), [tensor])
+        return MessageWork(self._group, self._group.recv(_movable(tensor), source, tag), [tensor])
 
     # ---- coalescing: works come one after the other anyway, and the last of them stands for all ----
 
@@ -494,6 +513,44 @@ def _usable(tensor: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
                 "it yet. Pass tensor.cpu(), or use the collectives of ringreduce.torch, which take CUDA tensors"
             )
     return tensor
+
+
+def _movable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, floats of 8 bits as bytes: nothing computes with them, and they can move all the same."""
+    return tensor.view(torch.uint8) if tensor.dtype in _FLOATS_OF_8_BITS else tensor
+
+
+def _all_movable(tensors: _Tensors) -> list[torch.Tensor]:
+    return [_movable(each) for each in tensors]
+
+
+def _sum_rows(group: Group, tensor: torch.Tensor, op: ReduceOp | str) -> None:
+    """Reduce sparse tensors into the same tensors: each rank gets all ranks' rows, and adds them up.
+
+    Args:
+        group: carries it out.
+        tensor: of layout ``sparse_coo``; shape and dtype must agree, the rows need not.
+        op: SUM or AVERAGE; must agree.
+    """
+    with group.preparing("allreduce"):
+        if op not in (SUM, AVERAGE):
+            raise UnsupportedBufferError(f"sparse tensors can be summed and averaged, got {op}")
+        given = _usable(tensor).detach().coalesce()
+        indices, values = given.indices(), given.values()
+        counts = torch.empty(group.size, dtype=torch.int64)
+        text = f"allreduce({op}, sparse, shape {tuple(tensor.shape)}, {values.dtype}, {tensor.sparse_dim()} dimensions)"
+    group.communicator.meet(text)
+    group.allgather(counts, torch.tensor([values.shape[0]]))
+    all_indices = [indices.new_empty((indices.shape[0], rows)) for rows in counts.tolist()]
+    all_values = [values.new_empty((rows, *values.shape[1:])) for rows in counts.tolist()]
+    group.allgather_list(all_indices, indices)
+    group.allgather_list(all_values, values)
+    total = torch.cat(all_values)
+    if op is AVERAGE:
+        total = total / group.size
+    with torch.no_grad():
+        indices = torch.cat(all_indices, 1)
+        tensor.copy_(torch.sparse_coo_tensor(indices, total, tensor.shape, check_invariants=False).coalesce())
 
 
 def _op_of(options: Any) -> tuple[ReduceOp | str, Any]:
