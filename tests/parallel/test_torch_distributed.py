@@ -656,6 +656,21 @@ def test_results_and_futures_are_lists_of_tensors(rank: int, size: int):
             assert [id(each) for each in found] == [id(each) for each in wanted]
 
 
+def test_profiles_show_collectives(size: int):
+    """The profiler of torch shows each call with the bytes of its result and its group, asynchronous ones too."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        dist.all_reduce(torch.ones(7))
+        work = dist.all_gather([torch.empty(3) for _ in range(size)], torch.ones(3), async_op=True)
+        work.get_future().wait()
+        work.wait()
+    names = [each.name for each in profile.events() if each.name.startswith("ringreduce:")]
+    ranks = ", ".join(map(str, range(size)))
+    assert names == [
+        f"ringreduce:allreduce (28 bytes, group of ranks {ranks})",
+        f"ringreduce:allgather ({12 * size} bytes, group of ranks {ranks})",
+    ]
+
+
 def test_threads_end_with_their_group():
     """A group has a thread once it has an asynchronous work, and none after it was destroyed."""
     before = threading.active_count()

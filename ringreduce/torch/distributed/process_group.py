@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
+from torch.autograd import profiler
 
 from ringreduce import runtime
 from ringreduce.common.config import find_ranks_of_cpus, job_folder
@@ -205,8 +206,16 @@ class Collectives:
             call: does it.
         """
         self._sequence += 1
-        task = self._group.submit(call, name, here=not getattr(options, "asyncOp", True))
-        return CollectiveWork(task, result)
+        here = not getattr(options, "asyncOp", True)
+        if not profiler._is_profiler_enabled:
+            return CollectiveWork(self._group.submit(call, name, here=here), result)
+        group, nbytes = self._group, sum(each.nbytes for each in result if each.layout is torch.strided)
+        text = f"{_NAME}:{name} ({nbytes} bytes, group of ranks {', '.join(map(str, group.ranks))})"
+        with profiler.record_function(text) as span:
+            work = CollectiveWork(group.submit(call, name, here=here), result)
+            if not here:
+                span._call_end_callbacks_on_future(work.get_future())
+        return work
 
     def _each(self, name: str, tensors: Sequence[Any], options: Any, call: Callable[..., object]) -> CollectiveWork:
         """As `_run`, for several tensors, or tuples of such, each of which is a call of its own."""
