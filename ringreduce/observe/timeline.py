@@ -145,6 +145,7 @@ class Timeline:
         self._due_s = 0.0  # when to try next
         self._begun = False  # whether anything of this trace is in the file
         self._failed = False  # whether writing was given up
+        self._is_due_to_write = False  # whether a thread will write what the program leaves
         self._describe("process_name", name=f"rank {rank} ({host})")
         self._describe("process_sort_index", sort_index=rank)
         try:
@@ -195,6 +196,23 @@ class Timeline:
                 self._dropped += 1
         if len(self._events) >= _BUFFERED or perf_counter() > self._due_s:
             self._write_or_log(0.0)
+        elif not self._is_due_to_write:
+            self._write_later()
+
+    def _write_later(self) -> None:
+        """Write within a second, though no event follows: the program may wait, or be killed."""
+        self._is_due_to_write = True
+        timer = threading.Timer(_WRITE_EVERY_S, self._write_late)
+        timer.name, timer.daemon = "ringreduce writes the timeline", True
+        try:
+            timer.start()
+        except RuntimeError:  # no thread begins once the interpreter ends; what is left is flushed there
+            self._is_due_to_write = False
+
+    def _write_late(self) -> None:
+        self._is_due_to_write = False
+        if not self._write_or_log(0.0):
+            self._write_later()
 
     def span(self, name: str, begin_s: float, end_s: float, track: int, **arguments: Any) -> None:
         """Take down that something lasted from one time to another."""

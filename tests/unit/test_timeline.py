@@ -83,6 +83,30 @@ def test_the_file_is_complete_at_any_time_and_holds_all_ranks(tmp_path: Path) ->
     }
 
 
+def test_a_trace_is_on_disk_though_its_program_waits_and_is_killed(tmp_path: Path) -> None:
+    """Within a second, by the file's name, whatever the program does then; complete, as JSON and with all events."""
+    source = """
+import os, signal, sys
+from pathlib import Path
+import numpy as np
+import ringreduce as rr
+rr.init()
+path = Path(sys.argv[1])
+for name in ("allreduce", "allgather"):
+    getattr(rr, name)(np.ones(3))
+    while name not in path.read_text():  # the program has nothing more to tell meanwhile
+        os.sched_yield()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    path = tmp_path / "trace.json"
+    environ = {**os.environ, "RINGREDUCE_TIMELINE": str(path)}
+    command = [sys.executable, "-c", source, str(path)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=30)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    spans = [json.dumps(event) for event in json.loads(path.read_text())]
+    assert all(any(name in span for span in spans) for name in ("allreduce", "allgather"))
+
+
 def test_another_trace_begins_the_file_anew(tmp_path: Path) -> None:
     """Neither an earlier job's trace nor an earlier one of this job is left of a file; an empty one will do."""
     path = tmp_path / "trace.json"
