@@ -157,7 +157,9 @@ class Start:
         )
         return line, settings
 
-    @staticmethod
-    def describe(settings: Mapping[str, str]) -> str:
-        """Return settings as a shell takes them."""
-        return " ".join(f"{name}={shlex.quote(value)}" for name, value in settings.items())
+    def describe(self, settings: Mapping[str, str]) -> str:
+        """Return settings as a shell takes them, without the values of users' own variables, which may be secret."""
+        return " ".join(
+            f'{name}="${name}"' if name in self.variables else f"{name}={shlex.quote(value)}"
+            for name, value in settings.items()
+        )

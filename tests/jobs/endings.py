@@ -87,7 +87,7 @@ def main() -> int:
     parser.add_argument("--load", type=int, default=30, help="processes that compute meanwhile (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of who ends how (default: %(default)s)")
     arguments = parser.parse_args()
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(arguments.load)]
+    busy = [subprocess.Popen([sys.executable, "-c", "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"]) for _ in range(arguments.load)]
     chance = random.Random(arguments.seed)
     took: dict[str, list[float]] = {how: [] for how in HOWS}
     failed = 0

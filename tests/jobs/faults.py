@@ -248,7 +248,7 @@ def _every_row(steps: list[list[dict[str, Any]]]) -> str:
     from programs import faults as program
 
     epochs: defaultdict[int, Counter[int]] = defaultdict(Counter)
-    most = max(ranks[0]["size"] for ranks in steps)
+    most = max((ranks[0]["size"] for ranks in steps), default=0)  # a job may end before its first step
     for ranks in steps:
         for each in ranks:
             epochs[each["epoch"]].update(each["indices"])

@@ -193,6 +193,27 @@ def test_each_rank_has_a_file(tmp_path: Path) -> None:
     assert again.stdout == (tmp_path / "a" / "logs" / "rank-0.log").read_text() == "new\n"
 
 
+def test_values_of_variables_are_shown_nowhere(tmp_path: Path) -> None:
+    """Neither by the launcher, whatever happens, nor in what a rank writes about itself: they may be secret."""
+    program = f"""if True:
+        import os, ringreduce as rr
+        rr.init()
+        assert len(os.environ["TOKEN"]) == 4
+        rr.allreduce(1.0)
+        rr.dump({str(tmp_path)!r})
+        raise ValueError("the reason")
+    """
+    files = [f"RINGREDUCE_{name.upper()}={tmp_path / name}" for name in ("audit", "timeline")]
+    variables = [part for each in ("TOKEN=hush", *files) for part in ("-x", each)]
+    for options in (["--dry-run"], ["--verbose"], ["--verbose", "--elastic"]):
+        done = run("run", "-np", 2, *options, *variables, sys.executable, "-c", program)
+        assert (done.returncode == 0) == (options == ["--dry-run"])
+        assert "hush" not in done.stdout + done.stderr
+    written = [each.read_text() for each in tmp_path.iterdir()]
+    assert len(written) >= 4
+    assert not any("hush" in each for each in written)
+
+
 def test_lines_carry_the_rank() -> None:
     """All lines of all ranks, where that is asked for."""
     done = run("run", "-np", 2, "--prefix", sys.executable, "-c", SPEAKS)
