@@ -52,6 +52,9 @@ PROGRAM = textwrap.dedent("""\
         optimizer.step()
     """)
 
+#: Computes for as long as its parent lives.
+COMPUTES = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
+
 
 def run(how: str, victim: int, last: int, elastic: bool) -> tuple[float, str]:
     """Run one job; return the seconds from its ending to its end, and what was wrong; empty: nothing."""
@@ -87,7 +90,7 @@ def main() -> int:
     parser.add_argument("--load", type=int, default=30, help="processes that compute meanwhile (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of who ends how (default: %(default)s)")
     arguments = parser.parse_args()
-    busy = [subprocess.Popen([sys.executable, "-c", "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"]) for _ in range(arguments.load)]
+    busy = [subprocess.Popen([sys.executable, "-c", COMPUTES]) for _ in range(arguments.load)]
     chance = random.Random(arguments.seed)
     took: dict[str, list[float]] = {how: [] for how in HOWS}
     failed = 0
