@@ -73,6 +73,12 @@ OPTIONS = (
     Option(("--max-np", "--max-num-proc"), "N", "an elastic job grows to so many", run="--max-np"),
     Option(("--slots", "--slots-per-host"), "N", "of hosts listed without a number", run="--slots"),
     Option(("--host-discovery-script",), "FILE", "prints host:slots lines", run="--host-discovery-script"),
+    Option(
+        ("--commits",),
+        "FOLDER",
+        "where a job that grows keeps commits, shared by all hosts; without, for the time of the job, on this one",
+        variable="RINGREDUCE_COMMITS",
+    ),
     Option(("--reset-limit",), "N", "how often the ranks may change", run="--reset-limit"),
     Option(
         ("--blacklist-cooldown-range",), "MIN MAX", "seconds for which failing hosts are not used", run="--cooldown"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -240,5 +241,10 @@ def main() -> NoReturn:
         sys.exit(0)
     for warning in plan.warnings:
         click.echo(f"horovodrun: {warning}", err=True)
-    ringreduce_main([str(doctor.name)] if plan.instead == "check" else plan.arguments(), prog_name="ringreduce")
+    if plan.instead == "check":
+        ringreduce_main([str(doctor.name)], prog_name="ringreduce")
+    with tempfile.TemporaryDirectory(prefix="ringreduce-commits-", ignore_cleanup_errors=True) as folder:
+        if "--host-discovery-script" in plan.options:
+            plan.settings.setdefault("RINGREDUCE_COMMITS", folder)
+        ringreduce_main(plan.arguments(), prog_name="ringreduce")
     sys.exit(0)

@@ -23,6 +23,7 @@ __all__ = [
     "Config",
     "Launcher",
     "begins_again",
+    "commits_folder",
     "earlier_starts",
     "find_ranks_of_cpus",
     "gpu_switches",
@@ -50,6 +51,7 @@ _ELSEWHERE = {
     "RINGREDUCE_HOST",
     "RINGREDUCE_MARKS",
     "RINGREDUCE_BEGINS_AGAIN",
+    "RINGREDUCE_COMMITS",
     "RINGREDUCE_RESTART",
     "RINGREDUCE_START_TIMEOUT",
     "RINGREDUCE_TEST_TIMEOUT",
@@ -328,6 +330,11 @@ def _guess(name: str, prefix: str, known: Iterable[str]) -> str:
 def launched_rank(environ: Mapping[str, str] = os.environ) -> int:
     """Return which of its processes the launcher says this is, 0 without a launcher: for who speaks before ``init``."""
     return next((int(environ[each.rank]) for each in LAUNCHERS if environ.get(each.rank, "").isdigit()), 0)
+
+
+def commits_folder(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the folder in which ``horovodrun`` has elastic states keep their commits; None: it has not."""
+    return environ.get("RINGREDUCE_COMMITS") or None
 
 
 def earlier_starts(environ: Mapping[str, str] = os.environ) -> int:

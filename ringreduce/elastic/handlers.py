@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 import os
 import pickle
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from ringreduce.common.arguments import whole_number
+from ringreduce.common.config import commits_folder
 from ringreduce.common.errors import ConfigError
 from ringreduce.elastic import CommitStore, HostsUpdatedInterrupt, ObjectState
 from ringreduce.observe.audit import fingerprint
@@ -22,6 +25,8 @@ from ringreduce.runtime import audited, rank, record, size
 from ringreduce.training.epochs import EpochDivision
 from ringreduce.training.generators import Generators
 from ringreduce.training.objects import allgather_object, broadcast_object
+
+_log = logging.getLogger(__name__)
 
 __all__ = ["HandlingState", "OwnStateHandler", "SamplerStateHandler", "StateHandler"]
 
@@ -222,6 +227,29 @@ class HandlingState(ObjectState):
                     self._take(own)
         self._every, self._store = every, store
         return number
+
+    def _keep_as_launched(self) -> None:
+        folder = commits_folder()
+        if folder is None or self._store is not None:
+            return
+        probe = Path(folder) / f".shared.{os.getpid()}"
+        if rank() == 0:
+            probe.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            probe.touch()
+        probe = broadcast_object(probe)
+        seen = allgather_object(probe.exists())
+        if rank() == 0:
+            probe.unlink()
+        if not all(seen):
+            raise ConfigError(
+                f"commits of a job that grows are kept in {folder}, which rank {seen.index(False)} does not see; name "
+                "a folder that all hosts share, as in horovodrun --commits FOLDER"
+            )
+        try:
+            HandlingState.keep_on_disk(self, folder)
+        except ConfigError as error:  # on all ranks; the program trains on as one that does not grow
+            if rank() == 0:
+                _log.error("the job cannot grow: %s", error)
 
     @staticmethod
     def _choose(store: CommitStore, common: list[int], with_parts: list[int]) -> int | None:

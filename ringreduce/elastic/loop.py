@@ -85,6 +85,7 @@ def _repeated(
     @wraps(func)
     def repeated(state: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         _warn_of_srun()
+        state._keep_as_launched()
         skip_sync = begun_anew = False
         restarts, commits = 0, state._commits
         failure: CollectiveError | None = None

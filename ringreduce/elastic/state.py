@@ -97,6 +97,9 @@ class State:
     def _committed(self) -> None:
         """Do what is to be done with a copy that was committed. Does nothing unless overridden."""
 
+    def _keep_as_launched(self) -> None:
+        """Keep commits where the launcher says so. Collective. Does nothing unless overridden."""
+
     def _settle(self) -> None:
         """Return when what was committed is where it is to be. Does nothing unless overridden."""
 

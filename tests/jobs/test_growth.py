@@ -71,7 +71,7 @@ logging.getLogger("ringreduce").addHandler(Complaints())
 division = Division(range(ROWS))
 keeps = "no commits" not in sys.argv
 state = HandlingState(division=division, weights=np.zeros(ROWS, int), epoch=0, step=0)
-if keeps:
+if keeps and "by itself" not in sys.argv:
     state.keep_on_disk(folder / "commits", every=10**9)
 train(state)
 if rr.rank() == 0:
@@ -115,6 +115,26 @@ def test_a_job_grows_when_there_are_more_slots(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == said
     assert "there are slots for 3 ranks, and 2 live" in done.stderr
     assert "\x1e" not in done.stderr
+
+
+def test_a_program_of_horovod_grows_as_it_stands(tmp_path: Path) -> None:
+    """Its commits go to disk without a call, to a folder that is gone with the job."""
+    script = script_in(tmp_path, "localhost:2\n")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    command = [Path(sys.executable).with_name("horovodrun"), "-np2", "--max-np", 3, "--host-discovery-script", script]
+    command += [sys.executable, "-c", PROGRAM, tmp_path, "more slots", 3, "by itself"]
+    done = subprocess.run(
+        ["timeout", "--kill-after=5", "55", *map(str, command)],
+        env={**os.environ, "TMPDIR": str(temporary), "OMPI_MCA_mpi_yield_when_idle": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    said = ["2 ranks from step 0", "3 ranks from step 6", "3 ranks have seen each row {3} times"]
+    assert done.stdout.splitlines() == said
+    assert not list(temporary.glob("ringreduce-commits-*"))
 
 
 def test_a_job_leaves_slots_that_are_no_longer_there(tmp_path: Path) -> None:

@@ -433,6 +433,25 @@ def test_what_was_processed_is_known_to_all_though_sync_is_skipped(world: rr.Com
     assert sampler.processed_indices == set(range(2 * world.size))
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_commits_that_the_launcher_wants_go_where_all_ranks_see_them(
+    world: rr.Communicator, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    """In a folder that some rank does not see they are refused on all, with the remedy."""
+    place = hvd.broadcast_object(str(tmp_path)) if shared else str(tmp_path)
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("RINGREDUCE_COMMITS", "/proc/self/cwd/commits")
+    state = hvd.elastic.TorchState(torch.nn.Linear(2, 1), None, step=0)
+    train = hvd.elastic.run(lambda state: state.commit())
+    if not shared and world.size > 1:
+        with pytest.raises(rr.ConfigError, match="horovodrun --commits FOLDER"):
+            train(state)
+        return
+    train(state)
+    if world.rank == 0:
+        assert pathlib.Path(place, "commits", "commit-000000000001.json").exists()
+
+
 def test_programs_name_their_attributes_as_they_like(world: rr.Communicator, tmp_path_factory: Any) -> None:
     """Horovod's methods alone are taken; what else a state does goes on beside such attributes."""
     folder = hvd.broadcast_object(str(tmp_path_factory.mktemp("commits")))
