@@ -26,9 +26,9 @@ from ringreduce.training.epochs import EpochDivision
 from ringreduce.training.generators import Generators
 from ringreduce.training.objects import allgather_object, broadcast_object
 
-_log = logging.getLogger(__name__)
-
 __all__ = ["HandlingState", "OwnStateHandler", "SamplerStateHandler", "StateHandler"]
+
+_log = logging.getLogger(__name__)
 
 
 class StateHandler:
