@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -75,14 +76,15 @@ class CommitStore:
         """Make the folder, and remove what writers have left who died in the midst.
 
         Raises:
-            OSError: the folder cannot be used.
+            OSError: the folder cannot be used, belongs to another user, or others may write to it.
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _require_own(self.folder)
         for each in self.folder.glob(".commit-*"):
             if not os.path.exists(f"/proc/{each.suffix[1:]}"):
                 each.unlink(missing_ok=True)
         probe = self.folder / f".probe.{os.getpid()}"
-        probe.touch()
+        _create(probe).close()
         probe.unlink()
 
     def whole(self, part: str = "") -> list[int]:
@@ -110,7 +112,7 @@ class CommitStore:
 
     def load(self, number: int, part: str = "") -> Any:
         """Return the content of a part that is whole."""
-        with self._path(number, part).open("rb") as file:
+        with _open(self._path(number, part)) as file:
             return self._read(file)
 
     # ---- files ----
@@ -136,7 +138,8 @@ class CommitStore:
         return ""
 
     def _require_whole(self, number: int, part: str) -> None:
-        said = json.loads(self._path(number, part, "json").read_text(encoding="utf-8"))
+        with _open(self._path(number, part, "json")) as file:
+            said = json.loads(file.read())
         path = self._path(number, part)
         found = {"nbytes": path.stat().st_size, "sha256": _digest(path)}
         for what, value in found.items():
@@ -184,7 +187,7 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """
     new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(new, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        with _create(new) as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
@@ -198,9 +201,33 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
         os.close(folder)
 
 
+def _require_own(folder: Path) -> None:
+    """Raise an OSError if other users may write to a folder: what is read from it may be unpickled."""
+    found = folder.stat()
+    if found.st_uid != os.geteuid():
+        raise PermissionError(f"{folder} belongs to user {found.st_uid}, and this is user {os.geteuid()}")
+    if found.st_mode & 0o022:
+        raise PermissionError(f"other users may write to {folder}; chmod go-w {folder}")
+
+
+def _create(path: Path) -> BinaryIO:
+    """Open a new file for its owner alone, in place of what a process of the same number has left there."""
+    path.unlink(missing_ok=True)
+    return open(path, "xb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o600))
+
+
+def _open(path: Path) -> BinaryIO:
+    """Open a regular file to read it; nothing else is waited for, or followed."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise ValueError("it is no regular file")
+    return file
+
+
 def _digest(path: Path) -> str:
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with _open(path) as file:
         while chunk := file.read(_CHUNK_NBYTES):
             digest.update(chunk)
     return digest.hexdigest()

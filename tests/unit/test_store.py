@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -166,3 +168,43 @@ def test_what_dead_writers_have_left_is_removed(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
         store_in(tmp_path / "file")
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever owns it may put commits there, which are unpickled."""
+    store_in(tmp_path)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(PermissionError, match=r"belongs to user [0-9]+, and this is user 12345"):
+        store_in(tmp_path)
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707])
+def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path, mode: int) -> None:
+    """With the command that mends it."""
+    store_in(tmp_path).folder.chmod(mode)
+    with pytest.raises(PermissionError, match="chmod go-w"):
+        store_in(tmp_path)
+
+
+@pytest.mark.parametrize("part", ["pt", "json"])
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir])
+def test_what_is_no_file_among_commits_is_skipped_at_once(tmp_path: Path, part: str, make: Callable) -> None:
+    """Nobody waits for a FIFO, reads a device or follows a link; the commit before it counts."""
+    store = store_in(tmp_path)
+    put(store, 1, 2)
+    path = content_of(store, 2).with_suffix(f".{part}")
+    path.unlink()
+    make(path)
+    assert store_in(tmp_path).whole() == [1]
+
+
+def test_links_in_place_of_temporary_files_are_not_followed(tmp_path: Path) -> None:
+    """Neither to a file that would be overwritten, nor to one that would be made."""
+    store, other = store_in(tmp_path), tmp_path / "other"
+    other.write_text("keep")
+    names = [f".commit-{1:012}.{part}.{os.getpid()}" for part in ("pt", "json")] + [f".probe.{os.getpid()}"]
+    for name in names:
+        (store.folder / name).symlink_to(other)
+    put(store_in(tmp_path), 1)
+    assert store.whole() == [1]
+    assert other.read_text() == "keep"
