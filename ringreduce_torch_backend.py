@@ -11,6 +11,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -55,6 +56,9 @@ def _knowing_its_ranks(init: Callable[..., None]) -> Callable[..., None]:
         except TypeError:
             return init(*arguments, **options)  # which says what is wrong
         given = bound.arguments
+        unnamed = not {"backend", "init_method", "store"} & {name for name, value in given.items() if value is not None}
+        if unnamed and not {"RANK", "MASTER_ADDR"} & os.environ.keys() and "OMPI_COMM_WORLD_RANK" in os.environ:
+            given["backend"] = _NAME  # nothing else finds the ranks of mpirun without those variables
         ours = _NAME in str(given.get("backend")).lower().replace(",", ":").split(":")
         if ours and given.get("init_method") is None and given.get("store") is None:
             given["init_method"] = f"{_NAME}://"

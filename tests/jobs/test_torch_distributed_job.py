@@ -57,6 +57,13 @@ def test_a_program_needs_one_word(run_job: Callable, found: dict[str, str], rank
     assert job.stdout.splitlines() == [f"sum {float(ranks)}"] * ranks
 
 
+def test_a_program_needs_no_word_under_mpirun(run_job: Callable, found: dict[str, str]):
+    """Without a backend's name, and without the variables of torch's own launcher, ours is taken."""
+    job = run_job(2, source=PROGRAM.format(before="", after="").replace('"ringreduce"', ""), **found)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.splitlines() == ["sum 2.0"] * 2
+
+
 def test_a_job_that_is_killed_leaves_no_files(run_job: Callable, found: dict[str, str], tmp_path: Path):
     """Rank 0, which has made the file that all share, cannot remove it then; mpirun does."""
     room = tmp_path / "room"
