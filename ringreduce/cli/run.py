@@ -211,7 +211,7 @@ def command(
         _make(Path(folder))
     if not elsewhere:
         _require_room(max(ranks, most or 0))
-    launcher = find()
+    launcher = find(required=ranks > 1 or elastic or elsewhere or prefix or bool(more))
     if elastic:
         _require_ob1(os.environ)
         _require_open_mpi(launcher)

@@ -46,7 +46,7 @@ class Launcher:
     """An mpirun.
 
     Attributes:
-        path: the program.
+        path: the program; empty: there is none, and one rank runs without.
         kind: ``"Open MPI"``, ``"MPICH"`` or ``"Intel MPI"``; empty: unknown, and told only what all understand.
         major: the first part of its version; 0 if that is not known.
         said: what it says of its version, shortened.
@@ -105,6 +105,9 @@ class Launcher:
         Raises:
             ConfigError: there are fewer slots than ranks; Open MPI says that itself.
         """
+        if not self.path:
+            assert ranks == 1, "several ranks take an mpirun"
+            return [*program]
         line = [self.path, *(("--with-ft", "ulfm") if survives else ())]
         if self.kind in ("MPICH", "Intel MPI"):
             if slots and sum(slots.values()) < ranks:
@@ -200,10 +203,13 @@ class Launcher:
         return bool(known & ({scheduler, "tm"} if scheduler == "pbs" else {scheduler}))
 
 
-def find() -> Launcher:
+def find(*, required: bool = True) -> Launcher:
     """Return the launcher of the MPI library that mpi4py loads: that of its own folder, beside Python, or on the path.
 
     Nothing is kept: modules of a site, or pip, may bring another library before the next call.
+
+    Args:
+        required: whether the job takes one; if not, and there is none, the result runs a single rank without.
 
     Raises:
         ConfigError: there is none, or none of that library.
@@ -223,6 +229,8 @@ def find() -> Launcher:
             unknown.append(launcher)
     if unknown:
         return unknown[0]
+    if not required:
+        return Launcher("", "")
     if refused:
         raise ConfigError(
             f"mpi4py loads {library}, and there is no mpirun of that beside it, beside Python or on the path, only "

@@ -13,7 +13,8 @@ from click.testing import CliRunner
 
 from ringreduce.cli import main
 from ringreduce.common import processes
-from ringreduce.launcher import discovery
+from ringreduce.common.errors import ConfigError
+from ringreduce.launcher import discovery, launchers
 from ringreduce.launcher.job import SUPERVISOR, Mark, MarkReader
 from ringreduce.launcher.launchers import Launcher
 from ringreduce.launcher.start import UNNAMED, Start
@@ -209,3 +210,16 @@ def test_the_examples_of_the_help_are_lines() -> None:
     shown = CliRunner().invoke(main, ["run", "--help"], standalone_mode=False).output
     assert "\\" not in shown
     assert "  ringreduce run -np 4 python train.py --lr 0.1\n" in shown
+
+
+@pytest.mark.parametrize("options", [[], ["-np", "1"], ["-x", "A=1", "--log-dir", "logs"]])
+def test_one_rank_takes_no_mpirun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    """Where there is none, a single rank runs all the same; several say what to install."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launchers, "_NAMES", ("no-mpirun",))
+    assert main(["run", *options, "echo", "hi"], standalone_mode=False) == 0
+    assert "hi" in capfd.readouterr().out
+    with pytest.raises(ConfigError, match="there is no mpirun"):
+        main(["run", *options, "-np", "2", "echo", "hi"], standalone_mode=False)
