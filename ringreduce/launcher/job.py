@@ -144,6 +144,8 @@ class Job:
         finally:
             for number, handler in self._handled_before.items():
                 signal.signal(number, handler)
+            assert self._process.stderr is not None
+            self._process.stderr.close()
         if self._ended_by is not None and status:
             click.echo(f"ringreduce: ended by {self._ended_by.name}; all ranks have ended", err=True)
             return 128 + self._ended_by
