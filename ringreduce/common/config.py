@@ -383,9 +383,9 @@ def start_limit(settings: Config, environ: Mapping[str, str] = os.environ) -> tu
 
 
 def ranks_of_host(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return how many ranks of the job run on this host, as Open MPI says it; None: that is not known."""
-    number = environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "")
-    return int(number) if number.isdigit() else None
+    """Return how many ranks of the job run on this host, as Open MPI or torchrun says it; None: that is not known."""
+    numbers = (environ.get(name, "") for name in ("OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_WORLD_SIZE"))
+    return next((int(number) for number in numbers if number.isdigit()), None)
 
 
 def begins_again(environ: Mapping[str, str] = os.environ) -> bool:

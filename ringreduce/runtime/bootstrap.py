@@ -248,7 +248,9 @@ def _unconnected(launcher: Launcher, proof: str, library: str | None) -> str:
     if launcher.name == "srun":
         command = f"srun --mpi=pmix python {script} (srun --mpi=list says what there is)"
     elif launcher is TORCHRUN:
-        command = f"{mpirun} -np {proof.rpartition('=')[2]} python {script}"
+        size, here = proof.rpartition("=")[2], ranks_of_host()
+        hosts = f"-H HOST1:{here},HOST2:{here},... " if here is not None and str(here) != size else ""
+        command = f"ringreduce run -np {size} {hosts}python {script}"
     else:
         command = f"{mpirun} -np N python {script}: the launcher must be that of the MPI library"
     return (

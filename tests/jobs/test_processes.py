@@ -256,7 +256,7 @@ def test_torchrun_is_told_from_mpirun(run_alone) -> None:
     done = run_alone("torchrun", "--nproc-per-node=2", "--no-python", sys.executable, "-c", ALONE)
     assert done.returncode != 0
     assert "torchrun (or what sets its variables) has started several processes (WORLD_SIZE=2)" in done.stderr
-    assert "mpirun -np 2 python" in done.stderr
+    assert "ringreduce run -np 2 python" in done.stderr
     assert "RINGREDUCE_STANDALONE=1" in done.stderr
 
 

@@ -95,13 +95,18 @@ def test_without_the_entry_point(found: dict[str, str]):
     assert "ringreduce" not in run("import torch; print(torch.distributed.Backend.backend_list)", **off).stdout
 
 
-def test_torchrun_is_told_what_works(found: dict[str, str]):
+@pytest.mark.parametrize(
+    ("local", "command"),
+    [("4", "ringreduce run -np 4 python"), ("2", "ringreduce run -np 4 -H HOST1:2,HOST2:2,... python")],
+    ids=["one host", "several hosts"],
+)
+def test_torchrun_is_told_what_works(found: dict[str, str], local: str, command: str):
     """Each process would be a world of one: an error that names the command."""
-    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "LOCAL_RANK": "0"}
-    done = run(PROGRAM.format(before="", after=""), **found, **variables)
+    variables = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "LOCAL_RANK": "0"}
+    done = run(PROGRAM.format(before="", after=""), **found, **variables, LOCAL_WORLD_SIZE=local)
     assert done.returncode == 1
     assert "ConfigError" in done.stderr
-    assert "mpirun -np 2 python" in done.stderr
+    assert command in done.stderr
 
 
 def test_slurm_without_mpi_is_told_what_works(found: dict[str, str]):
