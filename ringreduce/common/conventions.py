@@ -8,6 +8,7 @@ P is the number of ranks of the process set.
 | gradient through reducescatter              | what the ranks have (1)      | P times that                        |
 | average once ranks have joined              | over the ranks that are left | over all, the joined count as 0     |
 | gradients after `broadcast_optimizer_state` | as they were                 | zeros, if the optimizer had no state |
+| gradients of parameters that no rank used  | None, as on one rank         | zeros                               |
 | integers averaged with a `postscale_factor` | averages, truncated, times it | sums times (factor / P), truncated (2) |
 
 (1) gathered; of an average, over P.
@@ -58,6 +59,11 @@ class Conventions(str, enum.Enum):  # a string in JSON
     def averaged_over(self, active: int, size: int) -> int:
         """Return over how many ranks averages are, when ``active`` of ``size`` have not joined."""
         return size if self is Conventions.HOROVOD else active
+
+    @property
+    def zeroes_unused(self) -> bool:
+        """Whether a step gives zeros as gradients to parameters that no rank used, so that weight decay moves them."""
+        return self is Conventions.HOROVOD
 
     def scaled_average(self, postscale: float, size: int) -> tuple[ReduceOp, float]:
         """Return the op and the factor that make scaled averages of integers over ``size`` ranks."""

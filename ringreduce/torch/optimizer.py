@@ -57,10 +57,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     1, 2, 4, 8 and so on, and their weights in the first of these, and in the others while buckets overlap; a warning
     says what differs.
 
-    Gradients of any number of backward passes add up locally until `step` reduces them, once. If only some ranks have
-    a gradient for a parameter, the others count as zeros; if none has, it becomes zeros as in Horovod, or stays None
-    as in torch with ``skip_unused``. With op `Average`, gradients that were reduced and then added to are right when
-    they are reduced again; with `Sum` they must be zeroed after every reduction.
+    Gradients of any number of backward passes add up locally until `step` reduces them, once. If only some ranks have a
+    gradient for a parameter, the others count as zeros; if none has, it stays None, as on one rank, or becomes zeros
+    under Horovod's conventions (see ``skip_unused``). With op `Average`, gradients that were reduced and then added to
+    are right when they are reduced again; with `Sum` they must be zeroed after every reduction.
 
     With ``reduce_in="backward"`` the gradients are averages when ``backward()`` returns, as with torch's DDP, so that a
     program may clip them, scale them or look at them before it steps; `step` does not reduce them again. All ranks then
@@ -114,7 +114,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         process_set: the ranks that train together. On others the optimizer steps as it does by itself.
         bucket_nbytes: gradients travel together in buckets; a bucket that holds so many bytes is closed. Must agree on
             all ranks. None: `Config.bucket_nbytes`.
-        skip_unused: leave the gradient of a parameter that no rank used None, so that the step does not touch it.
+        skip_unused: leave the gradient of a parameter that no rank used None, so that the step does not touch it;
+            False: give it zeros, which weight decay and momentum act on. None: True, and under Horovod's conventions
+            False.
         overlap: reduce buckets during the backward pass; see `ringreduce.training.overlap`. Not with ``powersgd``,
             ``topk`` or ``gradient_predivide_factor``. Must agree on all ranks. None: with parameters on a GPU, yes; on
             one node, no; between nodes both are tried in turn, six times six steps, and the quicker one stays.
@@ -155,7 +157,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         process_set: ProcessSet = global_process_set,
         *,
         bucket_nbytes: int | None = None,
-        skip_unused: bool = False,
+        skip_unused: bool | None = None,
         overlap: bool | None = None,
         reduce_in: Literal["step", "backward"] = "step",
     ) -> None:
@@ -180,7 +182,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 predivide_factor=gradient_predivide_factor,
                 groups=num_groups if groups is None else groups,
                 bucket_nbytes=bucket_nbytes,
-                skip_unused=skip_unused or sparse_only,
+                skip_unused=True if sparse_only else skip_unused,
                 overlap=overlap,
                 reduce_in=reduce_in,
             ).checked(training.communicator.config, self._parameters())

@@ -19,6 +19,7 @@ from ringreduce.collectives.adasum import adasum
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.arguments import CheckingArguments, real_number, shown, whole_number
 from ringreduce.common.config import Config
+from ringreduce.common.conventions import Conventions
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE, MAX, SUM, ReduceOp
 from ringreduce.engine import BlockingCall, Engine, Operation, Reduction
@@ -45,7 +46,8 @@ class Options:
         compression: as for `Gradients`, or the class of a compression that takes settings, for those it has by itself.
         groups: lists of parameters, or the number of lists to make; checked, as for `Gradients`.
         bucket_nbytes: as for `Gradients`; None: as the settings say.
-        predivide_factor, skip_unused: as for `Gradients`.
+        predivide_factor: as for `Gradients`.
+        skip_unused: likewise; None: as the conventions say.
         overlap: likewise; None: with parameters on a device, yes; on one node, no; else if it makes steps quicker.
         reduce_in: ``"step"`` or ``"backward"``.
     """
@@ -57,7 +59,7 @@ class Options:
     predivide_factor: Any = 1.0
     groups: Any = None
     bucket_nbytes: Any = None
-    skip_unused: bool = False
+    skip_unused: bool | None = None
     overlap: bool | None = None
     reduce_in: Any = "step"
 
@@ -161,6 +163,8 @@ class Training:
         engine, topology = self._engine, self._engine.communicator.topology
         parameters = [parameter for _, parameter in named()]
         on_device = self._arrays.device_of(parameters) is not None
+        conventions: Conventions = engine.communicator.config.conventions
+        skip_unused = not conventions.zeroes_unused if options.skip_unused is None else options.skip_unused
         overlap = options.overlap
         if overlap is None and (on_device or topology.single_node):
             overlap = on_device
@@ -175,7 +179,7 @@ class Training:
             compression=options.compression,
             predivide_factor=options.predivide_factor,
             groups=options.groups,
-            skip_unused=options.skip_unused,
+            skip_unused=skip_unused,
             overlap=False if options.adasum else overlap,
             in_backward=options.reduce_in == "backward" and not options.adasum,
             passes=options.passes,

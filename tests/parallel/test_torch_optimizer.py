@@ -226,17 +226,17 @@ def test_ranks_may_use_different_parameters(make: Any, set_to_none: bool) -> Non
     def loss(model: Model, inputs: Any, targets: Any, rank: int, step: int) -> Any:
         return (model(inputs, second=(rank + step) % 2 == 1) - targets).square().mean()
 
-    compare(make, loss, TwoHeads, wrap={"skip_unused": True}, set_to_none=set_to_none)
+    compare(make, loss, TwoHeads, set_to_none=set_to_none)
 
 
 @pytest.mark.parametrize("make", [sgd, adamw])
 def test_parameters_that_no_rank_used_are_left_alone(make: Any) -> None:
-    """With ``skip_unused``, a parameter without gradients keeps its value and gets no state, as in one process."""
+    """A parameter without gradients keeps its value and gets no state, as in one process."""
 
     def loss(model: Model, inputs: Any, targets: Any, rank: int, step: int) -> Any:
         return (model(inputs, second=step == 1) - targets).square().mean()
 
-    single, many = compare(make, loss, TwoHeads, wrap={"skip_unused": True})
+    single, many = compare(make, loss, TwoHeads)
     assert many.param_groups[0]["params"][-1].grad is None
     assert len(many.state) == len(single.state)
 
@@ -308,10 +308,10 @@ def test_gradients_that_the_user_assigns_are_used() -> None:
 
 
 def test_parameters_that_no_rank_used_get_zeros() -> None:
-    """As in Horovod: weight decay goes on, and all ranks agree; frozen parameters are left alone."""
+    """Where that is asked for: weight decay goes on, and all ranks agree; frozen parameters are left alone."""
     model = TwoHeads()
     frozen = next(model.parameters()).requires_grad_(False)
-    optimizer = distributed(adamw, model)
+    optimizer = distributed(adamw, model, skip_unused=False)
     inputs, targets = batch(0)
     (model(inputs[rr.rank()], second=False) - targets[rr.rank()]).square().mean().backward()
     optimizer.step()
