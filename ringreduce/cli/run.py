@@ -120,7 +120,7 @@ def _words(context: click.Context, parameter: click.Parameter, text: str | None)
 @click.option("--ssh-port", type=click.IntRange(1, 65535), show_default="ssh's own", help="Of the other hosts.")
 @click.option("--mpi-args", "more", metavar="OPTIONS", callback=_words, help="More options for mpirun, as in a shell.")
 @click.option("--verbose", is_flag=True, help="Show the command line of mpirun, and the variables that are set for it.")
-@click.option("--horovod-variables", "horovod", is_flag=True, hidden=True)  # horovodrun's
+@click.option("--horovod-variables", "horovod", is_flag=True, hidden=True, help="Set HOROVOD_RANK and its kin.")
 @click.option("--dry-run", is_flag=True, help="Print the command, and what is set for it; start nothing.")
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
 def command(

@@ -747,7 +747,7 @@ def test_works_leave_nothing_behind(size: int, growth: Callable[[Callable[[], ob
     before = left()
     grown = growth(lambda: work(10_000))
     threads, descriptors = (now - then for now, then in zip(left(), before, strict=True))
-    assert threads == 0
+    assert threads <= 0
     assert descriptors < size  # a rank opens one to see whether another lives, once it has waited for that one
     assert grown.nbytes < 64 << 10
     assert grown.blocks < 1000
