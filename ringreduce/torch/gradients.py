@@ -212,7 +212,7 @@ class TorchParameters(Parameters):
 
     def checksum_of_gradients(self, parameters: Sequence[torch.Tensor]) -> int:
         gradients = [parameter.grad for parameter in parameters]
-        parts: list[torch.Tensor] = [torch.tensor([gradient is not None for gradient in gradients])]
+        parts: list[torch.Tensor] = [torch.tensor([gradient is not None for gradient in gradients], device="cpu")]
         for gradient in gradients:
             if gradient is not None and gradient.is_sparse:
                 coalesced = gradient.coalesce()

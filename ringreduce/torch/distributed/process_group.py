@@ -546,10 +546,10 @@ def _sum_rows(group: Group, tensor: torch.Tensor, op: ReduceOp | str) -> None:
             raise UnsupportedBufferError(f"sparse tensors can be summed and averaged, got {op}")
         given = _usable(tensor).detach().coalesce()
         indices, values = given.indices(), given.values()
-        counts = torch.empty(group.size, dtype=torch.int64)
+        counts = torch.empty(group.size, dtype=torch.int64, device="cpu")
         text = f"allreduce({op}, sparse, shape {tuple(tensor.shape)}, {values.dtype}, {tensor.sparse_dim()} dimensions)"
     group.communicator.meet(text)
-    group.allgather(counts, torch.tensor([values.shape[0]]))
+    group.allgather(counts, torch.tensor([values.shape[0]], device="cpu"))
     all_indices = [indices.new_empty((indices.shape[0], rows)) for rows in counts.tolist()]
     all_values = [values.new_empty((rows, *values.shape[1:])) for rows in counts.tolist()]
     group.allgather_list(all_indices, indices)
