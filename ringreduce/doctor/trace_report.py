@@ -5,8 +5,8 @@ from __future__ import annotations
 import html
 import json
 import statistics
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from ringreduce.bench.cases import format_nbytes
 from ringreduce.common.errors import ConfigError
 
 __all__ = ["PARTS", "command", "load", "report", "to_html"]
@@ -64,14 +65,11 @@ def _report(trace: str, page: str | None, as_json: bool, skip: int) -> int:
         click.echo(json.dumps(found, indent=1))
         return 0
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in _HEADINGS:
+    headings, rows = _cells(found)
+    for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
-    for each in found["ranks"]:
-        times = [each["step"], *(each[part] for part in PARTS), each["hidden"]]
-        table.add_row(
-            str(each["rank"]), str(each["steps"]), *(f"{ms:.2f}" for ms in times), f"{each['last']:.0%}",
-            f"{each['late']:.2f}",
-        )  # fmt: skip
+    for row in rows:
+        table.add_row(*row)
     # At least as wide as the table: a number is whole, or it is misread.
     width = Console(width=_WIDE).measure(table).maximum
     Console(highlight=False, width=max(Console().width, width)).print(table)
@@ -121,20 +119,22 @@ def report(events: Sequence[Event], skip: int = 0) -> dict[str, Any]:
     Returns:
         ``ranks``: for each rank ``rank``, ``steps`` (how many), medians in milliseconds of ``step``, the `PARTS` and
         ``hidden``, ``last`` (the share of steps in which it was the last to be ready to communicate) and ``late``
-        (milliseconds after the first, on average).
+        (milliseconds after the first, on average). Without steps, as of programs without torch, ``collectives``: for
+        each rank and collective ``rank``, ``collective``, ``calls``, ``nbytes``, and milliseconds in all (``total``)
+        and of a call (``median``).
 
     Raises:
-        ConfigError: there are no steps in it.
+        ConfigError: there are neither steps nor collectives in it.
     """
     steps = {rank: _steps(rank, events, skip) for rank in sorted({event["pid"] for event in events[1:]})}
     steps = {rank: found for rank, found in steps.items() if found}
     if not steps:
         if any("step" in event.get("args", {}) for event in events):
             raise ConfigError(f"all training steps of this trace are among the first {skip}, which are left out")
-        raise ConfigError(
-            "there are no training steps in this trace: they are there where ringreduce.torch is imported, and "
-            "optimizers of torch step"
-        )
+        calls = _collectives(events)
+        if not calls:
+            raise ConfigError("there are neither training steps nor collectives in this trace")
+        return {"ranks": [], "collectives": calls}
     common = set.intersection(*({each.number for each in found} for found in steps.values()))
     ready = {rank: {each.number: each.ready for each in found} for rank, found in steps.items()}
     last = Counter(max(ready, key=lambda rank: ready[rank][number]) for number in common)
@@ -154,6 +154,51 @@ def report(events: Sequence[Event], skip: int = 0) -> dict[str, Any]:
             }
         )
     return {"ranks": ranks}
+
+
+def _collectives(events: Sequence[Event]) -> list[dict[str, Any]]:
+    found: defaultdict[tuple[int, str], list[Event]] = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X" and "nbytes" in event["args"]:
+            found[event["pid"], event["name"]].append(event)
+    return [
+        {
+            "rank": rank,
+            "collective": name,
+            "calls": len(calls),
+            "nbytes": sum(each["args"]["nbytes"] for each in calls),
+            "total": sum(each["dur"] for each in calls) / 1e3,
+            "median": _median_ms(each["dur"] for each in calls),
+        }
+        for (rank, name), calls in sorted(found.items())
+    ]
+
+
+def _cells(found: Mapping[str, Any]) -> tuple[Sequence[str], list[list[str]]]:
+    """Return the headings and the cells of the table of a report."""
+    if not found["ranks"]:
+        headings = ("rank", "collective", "calls", "size", "total ms", "median ms")
+        return headings, [
+            [
+                str(each["rank"]),
+                each["collective"],
+                str(each["calls"]),
+                format_nbytes(each["nbytes"]),
+                f"{each['total']:.2f}",
+                f"{each['median']:.3f}",
+            ]
+            for each in found["collectives"]
+        ]
+    return _HEADINGS, [
+        [
+            str(each["rank"]),
+            str(each["steps"]),
+            *(f"{each[part]:.2f}" for part in ("step", *PARTS, "hidden")),
+            f"{each['last']:.0%}",
+            f"{each['late']:.2f}",
+        ]
+        for each in found["ranks"]
+    ]
 
 
 def _steps(rank: int, events: Sequence[Event], skip: int) -> list[_Step]:
@@ -221,8 +266,8 @@ def _median_ms(microseconds: Iterable[float]) -> float:
 
 
 def to_html(found: dict[str, Any], title: str) -> str:
-    """Return a report as a page that needs nothing else: a bar for each rank, and a table."""
-    longest = max(sum(each[part] for part in PARTS) for each in found["ranks"]) or 1.0
+    """Return a report as a page that needs nothing else: a table, and a bar for each rank if there are steps."""
+    longest = max((sum(each[part] for part in PARTS) for each in found["ranks"]), default=0.0) or 1.0
     bars, y = [], 0
     for each in found["ranks"]:
         x = 60.0
@@ -234,22 +279,17 @@ def to_html(found: dict[str, Any], title: str) -> str:
             x += width
         y += 26
     legend = "".join(f'<span><i style="background:{colour}"></i>{part}</span>' for part, colour in PARTS.items())
-    rows = "".join(
-        "<tr>"
-        + "".join(
-            f"<td>{value}</td>"
-            for value in (
-                each["rank"],
-                each["steps"],
-                f"{each['step']:.2f}",
-                *(f"{each[part]:.2f}" for part in (*PARTS, "hidden")),
-                f"{each['last']:.0%}",
-                f"{each['late']:.2f}",
-            )
-        )
-        + "</tr>"
-        for each in found["ranks"]
-    )
+    headings, cells = _cells(found)
+    rows = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in cells)
+    table = f"<table><tr>{''.join(f'<th>{each}</th>' for each in headings)}</tr>{rows}</table>"
+    steps = f"""<p>Where the time of a training step went on each rank: medians in milliseconds.</p>
+<svg width="780" height="{y}" role="img" aria-label="time of a step by part">{"".join(bars)}</svg>
+<p>{legend}</p>
+{table}
+<p>comm: the time in which only communication went on; hidden: communication that ran during forward, backward or
+optimizer. last: in how many steps the rank was the last to end its backward pass; late: by how much it came after the
+first one, on average.</p>"""
+    calls = f"<p>Collectives on each rank. There are no training steps in this trace.</p>\n{table}"
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title><style>
 body {{ font: 14px system-ui, sans-serif; margin: 2em; }}
@@ -257,12 +297,6 @@ td, th {{ text-align: right; padding: 2px 10px; }}
 i {{ display: inline-block; width: 1em; height: 1em; margin: 0 .4em 0 1em; vertical-align: middle; }}
 </style></head><body>
 <h1>{html.escape(title)}</h1>
-<p>Where the time of a training step went on each rank: medians in milliseconds.</p>
-<svg width="780" height="{y}" role="img" aria-label="time of a step by part">{"".join(bars)}</svg>
-<p>{legend}</p>
-<table><tr>{"".join(f"<th>{each}</th>" for each in _HEADINGS)}</tr>{rows}</table>
-<p>comm: the time in which only communication went on; hidden: communication that ran during forward, backward or
-optimizer. last: in how many steps the rank was the last to end its backward pass; late: by how much it came after the
-first one, on average.</p>
+{steps if found["ranks"] else calls}
 </body></html>
 """

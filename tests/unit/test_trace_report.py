@@ -76,8 +76,31 @@ def test_first_steps_can_be_left_out():
     assert report(training(), skip=3)["ranks"][0]["steps"] == 1
     with pytest.raises(ConfigError, match="among the first 4, which are left out"):
         report(training(), skip=4)
-    with pytest.raises(ConfigError, match="no training steps in this trace"):
+    with pytest.raises(ConfigError, match="neither training steps nor collectives"):
         report(training(steps=0))
+
+
+def test_without_steps_the_collectives_are_reported(tmp_path: Path):
+    """As of a program that does not use torch: how many there were, how large they were, and how long they took."""
+    trace, page = tmp_path / "trace.json", tmp_path / "page.html"
+    calls = [
+        {"name": name, "ph": "X", "pid": rank, "tid": 1, "ts": 0.0, "dur": took, "args": {"nbytes": 1024}}
+        for rank in range(2)
+        for name, took in (("allreduce", 1000.0), ("allreduce", 3000.0), ("allreduce", 2000.0), ("barrier", 500.0))
+    ]
+    trace.write_text(json.dumps([*training(steps=0), *calls]))
+    first = {"rank": 0, "collective": "allreduce", "calls": 3, "nbytes": 3072, "total": 6.0, "median": 2.0}
+    found = report(load(trace))
+    assert found["ranks"] == []
+    assert found["collectives"][0] == first
+    assert [(each["rank"], each["collective"]) for each in found["collectives"]] == [
+        (rank, name) for rank in range(2) for name in ("allreduce", "barrier")
+    ]
+    command = ["timeline", "report", str(trace), "--html", str(page)]
+    shown = CliRunner().invoke(main, command, standalone_mode=False).output.splitlines()
+    assert shown[1].split() == ["0", "allreduce", "3", "3", "KiB", "6.00", "2.000"]
+    tree = ElementTree.fromstring(page.read_text().partition("\n")[2].replace('<meta charset="utf-8">', ""))
+    assert len(tree.findall(".//tr")) == 5
 
 
 def test_the_page_is_whole_and_needs_nothing_else():
