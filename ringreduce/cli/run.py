@@ -119,7 +119,9 @@ def _words(context: click.Context, parameter: click.Parameter, text: str | None)
 @click.option("--network-interface", "interfaces", metavar="NAMES", help="For messages: eth0,eth1.")
 @click.option("--ssh-port", type=click.IntRange(1, 65535), show_default="ssh's own", help="Of the other hosts.")
 @click.option("--mpi-args", "more", metavar="OPTIONS", callback=_words, help="More options for mpirun, as in a shell.")
-@click.option("--verbose", is_flag=True, help="Show the command line of mpirun, and the variables that are set for it.")
+@click.option(
+    "--verbose", is_flag=True, help="Show the command line of mpirun, what is set for it, and what it says of failures."
+)
 @click.option("--horovod-variables", "horovod", is_flag=True, hidden=True, help="Set HOROVOD_RANK and its kin.")
 @click.option("--dry-run", is_flag=True, help="Print the command, and what is set for it; start nothing.")
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
@@ -245,7 +247,7 @@ def command(
         line, settings = start.line_and_settings(at_first, {})
         click.echo(f"{start.describe(settings)} {shlex.join(line)}".strip())
         return 0
-    wishes = Wishes(rules, elastic, watches, restarts, reset_limit, start.start_timeout_s)
+    wishes = Wishes(rules, elastic, watches, restarts, reset_limit, start.start_timeout_s, verbose)
     discovery = Discovery(script, slots or 1) if script else None
     if discovery is not None:
         discovery.start()

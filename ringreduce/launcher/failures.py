@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["KEPT_NBYTES", "Failure", "find", "find_in_files"]
+__all__ = ["KEPT_NBYTES", "Failure", "find", "find_in_files", "find_killed"]
 
 #: So much of the end of what is written is looked at.
 KEPT_NBYTES = 1 << 16
@@ -27,6 +27,9 @@ _BLAMED = re.compile(
     r"(?:Process name: +\[[^\]]*,|MPI_ABORT was invoked on rank |due to process rank |"
     r"Abort\([0-9]+\) on node [0-9]+ \(rank )([0-9]+)"
 )
+
+
+_KILLED = re.compile(r"process rank ([0-9]+) with PID [0-9]+ on node \S+\s+exited on\s+signal ([0-9]+)")
 
 
 class Failure(NamedTuple):
@@ -64,6 +67,12 @@ def find(text: str) -> Failure | None:
             break
         first = before[-1]
     return Failure(lines[first][0] if lines[first][0] is not None else rank, _block(lines, first, traceback_at=first))
+
+
+def find_killed(text: str) -> tuple[int, int] | None:
+    """Return the first rank that a signal has ended, and the number of that signal, as Open MPI's mpirun says it."""
+    found = _KILLED.search(text)
+    return None if found is None else (int(found[1]), int(found[2]))
 
 
 def find_in_files(folder: Path) -> Failure | None:

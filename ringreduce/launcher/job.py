@@ -21,7 +21,7 @@ import click
 from ringreduce.common import processes
 from ringreduce.launcher.failures import KEPT_NBYTES
 
-__all__ = ["SUPERVISOR", "Job", "Mark", "MarkReader"]
+__all__ = ["SUPERVISOR", "Job", "Mark", "MarkReader", "Notices"]
 
 _INTERRUPTED = 128 + signal.SIGINT
 #: How often to look whether mpirun has ended (seconds).
@@ -51,6 +51,15 @@ _MARK = re.compile(
     rb"(?P<what>has begun|has ended well|has died)\n"
     rb"|" + b"|".join(re.escape(mark) for mark in _OF_ALL)
 )
+#: What frames a notice of Open MPI, and how those begin that only say that a rank has failed.
+_RULE = re.compile(rb"^(?:-{70,}\n|-+\Z)", re.MULTILINE)
+_NOTICES = (
+    b"MPI_ABORT was invoked on rank ",
+    b"prterun detected that one or more processes ",
+    b"prterun has exited due to process rank ",
+    b"prterun noticed that process rank ",
+)
+_MOST_OF_NOTICE = 4096
 _MOST_NBYTES = 320  # of a mark
 _READ_NBYTES = 1 << 16
 
@@ -92,6 +101,49 @@ class MarkReader:
         return self._held
 
 
+class Notices:
+    """Drops the boxes in which Open MPI says that a rank has failed, as `ringreduce run` says it; all else passes."""
+
+    def __init__(self) -> None:
+        self._held = b""
+        self._begins_line = True  # what comes next
+        self._after_box = False
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Return what is no notice; what may be the beginning of one waits for the next chunk."""
+        text, self._held, passed = self._held + chunk, b"", b""
+        while text:
+            if self._after_box:
+                text = text.lstrip(b"\0")  # which prterun writes behind a box
+                self._after_box = not text
+                continue
+            rule = _RULE.search(text, 0 if self._begins_line else 1)
+            before = text if rule is None else text[: rule.start()]
+            passed, self._begins_line = passed + before, before.endswith(b"\n") if before else self._begins_line
+            if rule is None:
+                break
+            text = text[rule.start() :]
+            body = text[len(rule[0]) :]
+            if not any(body.startswith(each) or each.startswith(body) for each in _NOTICES):
+                passed, text = passed + rule[0], body
+                continue
+            end = _RULE.search(body)
+            if end is None or not end[0].endswith(b"\n"):
+                if len(text) < _MOST_OF_NOTICE:
+                    self._held = text
+                    break
+                passed, text = passed + rule[0], body
+                continue
+            text, self._after_box = body[end.end() :], True
+        return passed
+
+    def rest(self) -> bytes:
+        """Return what still waits, as nothing follows, or not for long."""
+        held, self._held = self._held, b""
+        self._begins_line = held.endswith(b"\n") if held else self._begins_line
+        return held
+
+
 class Job:
     """An mpirun that has been started.
 
@@ -99,14 +151,25 @@ class Job:
         line: its command line.
         environment: of its ranks.
         hear: is told of marks.
+        verbose: whether mpirun's own notices of failures are shown.
 
     Attributes:
         stopped: whether it ends because this process got SIGTERM, SIGHUP or an interrupt.
         written: the end of what it has written to standard error.
+        ended_line: whether what is shown of that ends with a line.
     """
 
-    def __init__(self, line: Sequence[str], environment: Mapping[str, str], hear: Callable[[Mark], None]) -> None:
+    def __init__(
+        self,
+        line: Sequence[str],
+        environment: Mapping[str, str],
+        hear: Callable[[Mark], None],
+        *,
+        verbose: bool = False,
+    ) -> None:
+        self._notices = None if verbose else Notices()
         self.stopped = False
+        self.ended_line = True
         self.written = b""
         self._ended_by: signal.Signals | None = None
         self._hear, self._reader = hear, MarkReader()
@@ -185,15 +248,24 @@ class Job:
                     self._hear(mark)
             elif has_ended:
                 break
+            elif self._notices is not None:
+                self._show(self._notices.rest())
             if every_s is not None and time.monotonic() >= looked + every_s:
                 looked = time.monotonic()
                 look()
         self._write(self._reader.rest())
+        if self._notices is not None:
+            self._show(self._notices.rest())
 
     def _write(self, text: bytes) -> None:
         self.written = (self.written + text)[-KEPT_NBYTES:]
-        sys.stderr.buffer.write(text)
-        sys.stderr.flush()
+        self._show(text if self._notices is None else self._notices.feed(text))
+
+    def _show(self, text: bytes) -> None:
+        if text:
+            self.ended_line = text.endswith(b"\n")
+            sys.stderr.buffer.write(text)
+            sys.stderr.flush()
 
 
 _libc = ctypes.CDLL(None, use_errno=True)  # now: there must be no import between fork and exec

@@ -37,6 +37,7 @@ class Wishes:
         restarts: how often a job that has failed is started again.
         reset_limit: how often at most the ranks change, in whatever way; None: as often as need be.
         start_timeout_s: how long to wait for enough slots.
+        verbose: whether mpirun's own notices of failures are shown.
     """
 
     rules: Rules
@@ -45,6 +46,7 @@ class Wishes:
     restarts: int = 0
     reset_limit: int | None = None
     start_timeout_s: float = 600.0
+    verbose: bool = False
 
 
 class Restarts:
@@ -129,17 +131,28 @@ class Restarts:
         self._leaving = None
         self._said = ""
         self._asked = None
-        job = self._job = Job(line, environment, self._hear)
+        job = self._job = Job(line, environment, self._hear, verbose=self._wishes.verbose)
         status = job.wait(lambda: self._look(job), _LOOK_EVERY_S if self._wishes.watches else None)
         status = status or int(self._wishes.elastic and not self._any_ended_well)
         if status and not job.stopped and not self._begins_again:
-            failure = self._words(job.written.decode(errors="replace"))
-            if failure is not None:
-                who = "a rank" if failure.rank is None else f"rank {failure.rank}"
-                if job.written and not job.written.endswith(b"\n"):
-                    click.echo(err=True)
-                _say(f"{who} failed, and the job has ended with status {status}:\n{failure.words}")
+            if not job.ended_line:
+                click.echo(err=True)
+            self._tell_failure(job.written.decode(errors="replace"), status)
         return status, job.stopped
+
+    def _tell_failure(self, written: str, status: int) -> None:
+        """Say which rank has failed; what it has said only if that is in a file, and so was not shown."""
+        killed, failure = failures.find_killed(written), self._words(written)
+        ended = f"and the job has ended with status {status}"
+        if killed is not None:
+            rank, number = killed
+            name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+            hint = "; if nobody sent that, memory ran out: see dmesg" * (number == signal.SIGKILL)
+            _say(f"rank {rank} was ended by {name}, {ended}{hint}")
+        elif failure is not None:
+            who = "a rank" if failure.rank is None else f"rank {failure.rank}"
+            shown = failure.words.rpartition("\n")[2] in written
+            _say(f"{who} failed, {ended}" + ("" if shown else f":\n{failure.words}"))
 
     def _wait_for_slots(self) -> Mapping[str, int]:
         rules, wishes = self._wishes.rules, self._wishes

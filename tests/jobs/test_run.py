@@ -49,15 +49,42 @@ def run(*arguments: object, command: str = "ringreduce", cwd: Path | None = None
     )
 
 
-@pytest.mark.parametrize("option", ["", "--prefix", "--log-dir=logs"])
-def test_the_traceback_of_the_rank_that_failed_comes_last(tmp_path: Path, option: str) -> None:
-    """After what mpirun says, with the rank, and its exit status is the command's."""
+@pytest.mark.parametrize("option", ["", "--prefix", "--log-dir=logs", "--verbose"])
+def test_the_traceback_of_the_rank_that_failed_is_shown_once(tmp_path: Path, option: str) -> None:
+    """With one line that names the rank last, and nothing of mpirun's own, unless that is asked for."""
     done = run("run", "-np", 2, *filter(None, [option]), sys.executable, "-c", FAILS, cwd=tmp_path)
     assert done.returncode == 1
-    noise, last = done.stderr.rsplit("ringreduce: rank 1 failed, and the job has ended with status 1:\n", 1)
-    assert last.startswith("ringreduce: rank 1 of 2 failed; ending the job\nTraceback (most recent call last):\n")
-    assert last.endswith("KeyError: 'the reason'\n")
-    assert noise.endswith("\n")
+    assert done.stderr.count("KeyError: 'the reason'\n") == 1
+    assert ("MPI_ABORT was invoked" in done.stderr) == ("prterun" in done.stderr) == (option == "--verbose")
+    assert ("\0" in done.stderr) == (option == "--verbose")
+    said = done.stderr.splitlines()
+    last = said.index("ringreduce: rank 1 failed, and the job has ended with status 1" + ":" * ("log" in option))
+    assert (last == len(said) - 1) == ("log" not in option)
+
+
+@pytest.mark.parametrize(
+    ("death", "status", "last"),
+    [
+        (
+            "os.kill(os.getpid(), 9)",
+            137,
+            "rank 1 was ended by SIGKILL, and the job has ended with status 137; if nobody",
+        ),
+        ("raise ValueError(rank)", 1, "failed, and the job has ended with status 1"),
+        ("print('-' * 80, 'MPI_ABORT', chr(0), sep=chr(10), file=sys.stderr); sys.exit(3)", 3, "rank 1 failed, and"),
+    ],
+    ids=["kill -9", "two errors", "like a notice"],
+)
+def test_the_end_of_a_job_is_told_in_one_line(death: str, status: int, last: str) -> None:
+    """That names the signal of a rank that was killed; what ranks write passes as it is, errors of two ranks too."""
+    who = "in (0, 1)" if "raise" in death else "== 1"
+    program = f"import os, sys, ringreduce as rr; rr.init(); rank = rr.rank()\nif rank {who}: {death}\nrr.barrier()"
+    done = run("run", "-np", 2, sys.executable, "-c", program)
+    assert done.returncode == status
+    assert last in done.stderr.splitlines()[-1]
+    assert "prterun" not in done.stderr
+    assert "raise" not in death or {"ValueError: 0", "ValueError: 1"} <= set(done.stderr.splitlines())
+    assert "print" not in death or "-" * 80 + "\nMPI_ABORT\n\0\n" in done.stderr
 
 
 def test_an_exit_code_is_returned() -> None:
@@ -75,13 +102,13 @@ def test_an_exit_code_is_returned() -> None:
         (["-m", "not.there"], "No module named 'not'"),
     ],
 )
-def test_why_python_does_not_begin_comes_last(tmp_path: Path, arguments: list[str], words: str) -> None:
+def test_why_python_does_not_begin_is_shown(tmp_path: Path, arguments: list[str], words: str) -> None:
     """There is no traceback then."""
     done = run("run", "-n", 2, sys.executable, *arguments, cwd=tmp_path)
     assert done.returncode == 1 + (arguments == ["not_there.py"])
-    last = done.stderr.rpartition(f"the job has ended with status {done.returncode}:\n")[2]
-    assert words in last
-    assert "-----" not in last
+    assert words in done.stderr
+    assert done.stderr.endswith(f"failed, and the job has ended with status {done.returncode}\n")
+    assert "-----" not in done.stderr
 
 
 @pytest.mark.parametrize("name", ["speaks.py", "./speaks.py"])

@@ -40,8 +40,9 @@ class Jobs:
         class FakeJob:
             stopped = False
             written = b""
+            ended_line = True
 
-            def __init__(self, line: list[str], environment: Mapping[str, str], hear: Hear) -> None:
+            def __init__(self, line: list[str], environment: Mapping[str, str], hear: Hear, *, verbose: bool) -> None:
                 self._hear, self._tell = hear, left.pop(0)
                 jobs.asked.append(0)
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -15,7 +16,7 @@ from ringreduce.cli import main
 from ringreduce.common import processes
 from ringreduce.common.errors import ConfigError
 from ringreduce.launcher import discovery, launchers
-from ringreduce.launcher.job import SUPERVISOR, Mark, MarkReader
+from ringreduce.launcher.job import SUPERVISOR, Mark, MarkReader, Notices
 from ringreduce.launcher.launchers import Launcher
 from ringreduce.launcher.start import UNNAMED, Start
 
@@ -210,6 +211,30 @@ def test_the_examples_of_the_help_are_lines() -> None:
     shown = CliRunner().invoke(main, ["run", "--help"], standalone_mode=False).output
     assert "\\" not in shown
     assert "  ringreduce run -np 4 python train.py --lr 0.1\n" in shown
+
+
+def boxed(text: bytes) -> bytes:
+    """Return a notice as Open MPI writes it."""
+    return b"-" * 74 + b"\n" + text + b"\n\nmore\n" + b"-" * 74 + b"\n"
+
+
+@pytest.mark.parametrize("most", [1, 3, 60, 1000])
+def test_notices_of_open_mpi_are_dropped_and_the_rest_stays(most: int, rng: Any) -> None:
+    """In whatever pieces they come; lines and boxes that only look like them are passed on, NUL bytes too."""
+    own = boxed(b"mine") + b"x" + b"-" * 80 + b"\nMPI_ABORT was\0\n---\n--"
+    text = (
+        b"a\n"
+        + boxed(b"MPI_ABORT was invoked on rank 1 in")
+        + boxed(b"prterun noticed that process rank 1")
+        + b"\0"
+        + own
+    )
+    notices, passed = Notices(), b""
+    while text:
+        count = int(rng.integers(1, most + 1))
+        passed, text = passed + notices.feed(text[:count]), text[count:]
+    assert passed + notices.rest() == b"a\n" + own
+    assert notices.feed(b"\n" + boxed(b"prterun has exited due to process rank 0") + b"z") == b"\nz"
 
 
 @pytest.mark.parametrize("options", [[], ["-np", "1"], ["-x", "A=1"]])
