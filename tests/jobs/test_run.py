@@ -55,8 +55,9 @@ def test_the_traceback_of_the_rank_that_failed_is_shown_once(tmp_path: Path, opt
     done = run("run", "-np", 2, *filter(None, [option]), sys.executable, "-c", FAILS, cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr.count("KeyError: 'the reason'\n") == 1
-    assert ("MPI_ABORT was invoked" in done.stderr) == ("prterun" in done.stderr) == (option == "--verbose")
-    assert ("\0" in done.stderr) == (option == "--verbose")
+    if option != "--prefix":  # then each line of a rank's MPI library has one, too
+        assert ("MPI_ABORT was invoked" in done.stderr) == ("prterun" in done.stderr) == (option == "--verbose")
+        assert ("\0" in done.stderr) == (option == "--verbose")
     said = done.stderr.splitlines()
     last = said.index("ringreduce: rank 1 failed, and the job has ended with status 1" + ":" * ("log" in option))
     assert (last == len(said) - 1) == ("log" not in option)
