@@ -96,16 +96,27 @@ class Operand:  # a frozen dataclass would take three times as long to make
         if not tensor.is_cpu:
             raise UnsupportedBufferError(f"tensors on {tensor.device} are not supported here; pass a CPU tensor")
         dtype = DType.of(tensor.dtype)
-        plain = tensor.detach() if tensor.requires_grad else tensor
+        if tensor.is_neg() or tensor.is_conj():  # lazy views, which NumPy does not know: copy; let nobody store there
+            view = tensor.detach().resolve_conj().resolve_neg().numpy()
+            view.flags.writeable = False
+            return cls(view, dtype)
         try:
-            return cls(plain.view(torch.uint16).numpy() if dtype.name == "bfloat16" else plain.numpy(), dtype)
+            address, storage = tensor.data_ptr(), tensor.untyped_storage()
         except RuntimeError:
-            if not (plain.is_conj() or plain.is_neg()):
-                raise UnsupportedBufferError(not_plain(tensor)) from None
-        # Lazy views, which NumPy does not know: copy, and let nobody store there.
-        view = plain.resolve_conj().resolve_neg().numpy()
-        view.flags.writeable = False
-        return cls(view, dtype)
+            raise UnsupportedBufferError(not_plain(tensor)) from None
+        shape, strides, places = tensor.shape, None, tensor.numel()
+        if places and not tensor.is_contiguous():
+            steps = tensor.stride()
+            strides = tuple([each * dtype.itemsize for each in steps])
+            places = sum([(length - 1) * step for length, step in zip(shape, steps, strict=True)]) + 1
+        if places and (tensor.storage_offset() + places) * dtype.itemsize > storage.nbytes():
+            raise UnsupportedBufferError(
+                f"the tensor, shape {tuple(shape)}, has only {storage.nbytes()} bytes of memory: its storage was made "
+                "smaller, or a resize_ failed, after which torch keeps the new shape"
+            )
+        if places and not address:
+            raise UnsupportedBufferError(not_plain(tensor))
+        return cls(np.asarray(_TensorMemory(storage, address, dtype.storage, shape, strides)), dtype, address)
 
     @property
     def address(self) -> int:
@@ -156,6 +167,32 @@ class Operand:  # a frozen dataclass would take three times as long to make
             )
         if not self.contiguous:
             require_apart(self.view.shape, self.view.strides, self.view.itemsize)
+
+
+class _TensorMemory:
+    """The memory of a torch tensor as NumPy takes it; the storage lives as long as the arrays that are made of this.
+
+    Not `Tensor.numpy`, after which the storage can never be resized again.
+    """
+
+    __slots__ = ("__array_interface__", "_storage")
+
+    def __init__(
+        self,
+        storage: torch.UntypedStorage,
+        address: int,
+        dtype: np.dtype[Any],
+        shape: tuple[int, ...],
+        strides: tuple[int, ...] | None,
+    ) -> None:
+        self._storage = storage
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": shape,
+            "typestr": dtype.str,
+            "data": (address, False),
+            "strides": strides,
+        }
 
 
 @lru_cache(maxsize=1024)

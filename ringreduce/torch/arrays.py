@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ringreduce.buffers import DTYPES
+from ringreduce.buffers import DTYPES, Operand
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.torch.streams import beside_this_stream, gpu_of, on_host, on_this_stream, require_usable
@@ -48,6 +48,12 @@ class Tensors:
                 torch.mul(source, factor, out=target)
             else:
                 target.copy_(source.to(torch.float64) * factor)  # which truncates
+
+    def keep_in_place(self, arrays: Sequence[torch.Tensor]) -> None:
+        for each in arrays:
+            if each.is_cpu and (storage := each.untyped_storage()).resizable():
+                # For NumPy's sake torch never resizes it again; it cannot forbid that for a time.
+                torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
 
     def changed(self, array: torch.Tensor) -> torch.Tensor:
         """Tell autograd that a collective wrote into a tensor, so that it refuses to use a saved value that is gone."""
@@ -120,7 +126,7 @@ def _reduced(tensor: torch.Tensor) -> Any:
     stride = torch.empty_like(plain, device="meta").stride()
     if plain.stride() != stride:
         plain = plain.clone()
-    memory = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
+    memory = Operand.of(plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)).view
     return _rebuilt, (memory, tuple(plain.shape), stride, plain.dtype)
 
 

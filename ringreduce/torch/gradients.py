@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from ringreduce.buffers import Operand
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import TransportError, UnsupportedBufferError
 from ringreduce.torch.streams import Handover, current_stream, gpu_of, on_host, working_on
@@ -290,7 +291,7 @@ def _checksum(tensors: Sequence[torch.Tensor]) -> int:
     for tensor in tensors:
         if tensor.layout is torch.strided:
             values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-            checksum = zlib.crc32(values.numpy().data, checksum)
+            checksum = zlib.crc32(Operand.of(values).view.data, checksum)
     return checksum
 
 

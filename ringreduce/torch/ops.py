@@ -16,8 +16,11 @@ comes after the operation; nobody waits for the device where the data does not g
 are a group, and after a `join` they raise a `MismatchError`.
 
 ``*_async`` functions return a `Handle`; `synchronize` returns the result. Until then the tensors belong to the
-operation. Functions whose name ends in ``_`` work in place and out of autograd's sight, and so do the asynchronous
-ones; gradients flow through the others. They are those of the sum of all ranks' losses, as the chain rule gives them;
+operation. Torch refuses to resize the storage of a CPU tensor that was passed to one of them, during the operation and
+afterwards, as it does after `Tensor.numpy`.
+
+Functions whose name ends in ``_`` work in place and out of autograd's sight, and so do the asynchronous ones; gradients
+flow through the others. They are those of the sum of all ranks' losses, as the chain rule gives them;
 `DistributedOptimizer`, which averages over the ranks, makes of them the gradient of the mean loss. By Horovod's
 conventions those of `allgather`, `broadcast` and `reducescatter` differ by a factor; `ringreduce.common.conventions`
 says by which. Backward passes are collective too: a tensor must require gradients on all ranks or on none.

@@ -93,6 +93,12 @@ class Arrays(Protocol):
         Integers are multiplied in float64 and truncated toward zero. A factor of 1 copies. May be called on any thread.
         """
 
+    def keep_in_place(self, arrays: Sequence[Any]) -> None:
+        """Forbid that arrays in host memory get other memory, as an operation uses it that nobody waits for.
+
+        For as long as the operation lasts at least. Where the memory of arrays never changes, there is nothing to do.
+        """
+
     def changed(self, array: Any) -> Any:
         """Return an array that a collective has overwritten, after telling the framework so if it keeps versions."""
 

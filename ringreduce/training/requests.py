@@ -145,8 +145,9 @@ class Request(NamedTuple):
         operation: what is done; a `BlockingCall` if arrays are on a device.
         process_set: the ranks that take part.
         unique: whether its name must not be under way already.
-        arrays: the framework's, if a device is to do it in order with the caller's stream.
-        touched: then, the arrays that it reads and writes.
+        arrays: the framework's, if it reads or writes arrays.
+        touched: these, but for new results in host memory.
+        on_device: whether a device is to do it in order with the caller's stream.
     """
 
     operation: Operation
@@ -154,11 +155,15 @@ class Request(NamedTuple):
     unique: bool
     arrays: Arrays | None = None
     touched: Sequence[Any] = ()
+    on_device: bool = False
 
     def submit(self) -> Handle:
         """Start it; on another stream than the caller's."""
         engine, operation, finish = self.process_set.engine, self.operation, None
         if self.arrays is not None:
+            self.arrays.keep_in_place(self.touched)
+        if self.on_device:
+            assert self.arrays is not None
             assert isinstance(operation, BlockingCall)
             operation.run, finish = self.arrays.beside_callers_stream(operation.run, self.touched)
         engine.submit(operation, unique=self.unique)
@@ -170,7 +175,8 @@ class Request(NamedTuple):
         On a device it runs on the caller's stream, and the result is there once it is enqueued.
         """
         operation = self.operation
-        if self.arrays is not None:
+        if self.on_device:
+            assert self.arrays is not None
             assert isinstance(operation, BlockingCall)
             operation.run = self.arrays.on_callers_stream(operation.run, self.arrays.device_of(self.touched))
         return self.process_set.engine.run(operation, unique=self.unique)
@@ -218,10 +224,7 @@ class Preparing:
             text: what this rank wants; must agree on all ranks.
             run: takes the communicator; returns the result.
         """
-        return self._request(BlockingCall(self._key, text, run))
-
-    def _request(self, operation: Operation) -> Request:
-        return Request(operation, self._process_set, self._name is not None)
+        return Request(BlockingCall(self._key, text, run), self._process_set, self._name is not None)
 
     @property
     def _key(self) -> str:
@@ -282,7 +285,8 @@ class PreparingArrays(Preparing):
         if reduce is None:
             kind = ReduceOp.parse(op)
             if on_host:
-                return self._request(Reduction(self._key, text, kind, given, targets, before=before, after=after))
+                reduction = Reduction(self._key, text, kind, given, targets, before=before, after=after)
+                return Request(reduction, self._process_set, self._name is not None, arrays, sources)
             reduce = partial(arrays.reduce_on_device, op=kind)
         self.require_usable(sources, targets)
 
@@ -384,10 +388,11 @@ class PreparingArrays(Preparing):
         self, text: str, run: Callable[[Communicator], Any], sources: Sequence[Any], targets: Sequence[Any] = ()
     ) -> Request:
         """Return a request as `call` does, for a function that reads and writes arrays."""
-        request, touched = self.call(text, run), [*sources, *targets]
-        if self._arrays.device_of(touched) is None:
-            return request
-        return request._replace(arrays=self._arrays, touched=touched)
+        touched = [*sources, *targets]
+        on_device = self._arrays.device_of(touched) is not None
+        return self.call(text, run)._replace(
+            arrays=self._arrays, touched=touched if on_device else sources, on_device=on_device
+        )
 
     def row_counts(self, array: Any, splits: Any) -> list[int]:
         """Return how many rows of an array go to each rank of the set in an alltoall; None: equal parts."""

@@ -48,6 +48,9 @@ class NumpyArrays:
     def scale(self, source: Any, factor: float, target: Any) -> None:
         target[...] = source * factor
 
+    def keep_in_place(self, arrays: Sequence[Any]) -> None:
+        assert all(isinstance(each, np.ndarray) for each in arrays)
+
     def changed(self, array: Any) -> Any:
         return array
 

@@ -277,6 +277,32 @@ def test_what_one_rank_refuses_ends_for_all(name: str, named: bool) -> None:
 # ---- join ----
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda tensor: hvd.allreduce_async_(tensor, op=hvd.Sum),
+        lambda tensor: hvd.allreduce_async(tensor, op=hvd.Sum),
+        lambda tensor: hvd.allreduce_async(tensor, op=hvd.Sum, prescale_factor=1.0),
+        lambda tensor: hvd.grouped_allreduce_async([tensor], op=hvd.Adasum),
+        hvd.allgather_async,
+        hvd.alltoall_async,
+        hvd.reducescatter_async,
+        lambda tensor: hvd.broadcast_async_(tensor, 0),
+    ],
+)
+def test_the_memory_of_an_operation_under_way_cannot_be_replaced(start: Callable[[Any], Any], dtype: Any) -> None:
+    """To resize a tensor or its storage raises at once, and the operation ends as ever."""
+    tensor = torch.ones(4 * rr.size(), dtype=dtype)
+    handle = start(tensor)
+    for resize in (tensor.detach().resize_, tensor[1:].resize_, tensor.untyped_storage().resize_):
+        with pytest.raises(RuntimeError, match="not resizable"):
+            resize(1 << 20)
+    result = hvd.synchronize(handle)
+    (result,) = result if isinstance(result, list) else (result,)
+    assert result.flatten()[0].item() in (1, rr.size())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.uint8], ids=str)
 def test_join_takes_no_part_in_any_op(dtype: Any) -> None:
     """Ranks that have joined change no sum, average, minimum, maximum or product, and averages are over the others."""

@@ -186,3 +186,29 @@ def test_what_is_no_tensor_is_refused(wrong: Any) -> None:
     for call in calls:
         with pytest.raises(rr.UnsupportedBufferError, match=f"expected a torch tensor, got {type(wrong).__name__}"):
             call()
+
+
+def test_tensors_can_be_resized_after_blocking_calls() -> None:
+    """Neither operations, nor objects, nor steps of an optimizer, nor its checks, forbid it."""
+    size = rr.size()
+    model = torch.nn.Linear(3, 3)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    hvd.broadcast_parameters(model.state_dict())
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    state = [each for state in optimizer.state.values() for each in state.values()]
+    hvd.broadcast_optimizer_state(optimizer)
+    tensor, sums = torch.ones(size, 2), torch.empty(size, 2)
+    for _ in range(2):
+        for call in hvd.allreduce, hvd.allgather, hvd.alltoall, hvd.reducescatter:
+            call(tensor)
+        hvd.allreduce_(tensor)
+        hvd.grouped_allreduce_([tensor, sums.zero_()])
+        hvd.allreduce_(tensor, op=hvd.Adasum)
+        hvd.broadcast_(tensor, 0)
+        hvd.broadcast_object({"tensor": tensor})
+        rr.allreduce(tensor, out=sums)
+    for number, each in enumerate([tensor, sums, *model.parameters(), *state]):
+        assert each.untyped_storage().resizable(), number

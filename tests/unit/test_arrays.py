@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ringreduce.buffers import DTYPES, DType, Operand, like, new
 from ringreduce.common.errors import UnsupportedBufferError
@@ -33,6 +34,41 @@ def test_torch_tensors_are_viewed_in_place(name: str) -> None:
     operand.view[1, 2] = 1
     assert tensor[1, 2] != 0
     assert (tensor != 0).sum() == 1
+
+
+@pytest.mark.parametrize("name", TORCH_DTYPES)
+def test_a_tensor_can_be_resized_after_it_was_viewed(name: str) -> None:
+    """The view does not forbid it, and says where the elements are now when the tensor is viewed again."""
+    tensor = torch.ones(3, 2, dtype=getattr(torch, name)).t()
+    assert Operand.of(tensor).view.sum() != 0
+    tensor.resize_(100, 100).zero_()
+    assert (Operand.of(tensor).shape, Operand.of(tensor).address) == ((100, 100), tensor.data_ptr())
+
+
+@pytest.mark.parametrize("nbytes", [0, 15])
+def test_a_tensor_that_is_larger_than_its_memory_is_rejected(nbytes: int) -> None:
+    """So a storage that was made smaller leaves it, and a `resize_` that failed."""
+    tensor = torch.ones(5)
+    part = tensor[1:4:2]
+    tensor.untyped_storage().resize_(nbytes)
+    fixed = torch.from_numpy(np.ones(4, np.float32))
+    with pytest.raises(RuntimeError):
+        fixed.resize_(5)
+    for each in tensor, part, fixed:
+        with pytest.raises(UnsupportedBufferError, match=f"only {each.untyped_storage().nbytes()} bytes"):
+            Operand.of(each)
+    assert Operand.of(tensor[:0]).count == 0
+
+
+def test_a_view_keeps_the_memory_of_a_tensor() -> None:
+    """The tensor may be gone or have other memory, but the view's lives as long as the view."""
+    tensor = torch.arange(3.0)
+    storage, view = StorageWeakRef(tensor.untyped_storage()), Operand.of(tensor).view
+    tensor.data = torch.zeros(3)
+    assert view.tolist() == [0, 1, 2]
+    assert not storage.expired()
+    del view
+    assert storage.expired()
 
 
 def test_parameters_and_what_needs_gradients_are_accepted() -> None:

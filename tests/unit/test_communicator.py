@@ -394,8 +394,9 @@ def test_repeats_follow_a_tensor_to_other_memory(count: int) -> None:
             return tensor
 
         reduce()
-        tensor.resize_(count - 2)  # growing is refused by torch itself, once NumPy has seen the memory
-        reduce()
+        for resized in (count - 2, count + 5000):
+            tensor.resize_(resized)
+            reduce()
         other = torch.zeros(count)
         tensor.set_(other)
         reduce()
