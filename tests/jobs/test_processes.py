@@ -302,3 +302,31 @@ def test_the_mpirun_of_another_library_is_recognised(run_alone) -> None:
     assert done.returncode != 0
     assert "(PMI_SIZE=2), but Open MPI" in done.stderr
     assert "mpirun -np N python" in done.stderr
+
+
+def test_ranks_open_no_sockets(run_job) -> None:
+    """Ringreduce itself opens none; what MPI opens is MPI's."""
+    pytest.importorskip("torch")
+    job = run_job(
+        2,
+        source="""
+        import sys
+        import numpy as np, torch
+        opened = []
+        sys.addaudithook(lambda name, given: opened.append(name) if name.startswith("socket.") else None)
+        import ringreduce.torch as hvd
+        hvd.init()
+        model = torch.nn.Linear(4, 2)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        hvd.broadcast_object({"a": 1})
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+        torch.distributed.init_process_group("ringreduce")
+        torch.distributed.all_reduce(torch.ones(3))
+        torch.distributed.destroy_process_group()
+        hvd.shutdown()
+        print(sorted(set(opened) - {"socket.gethostname"}))
+        """,
+    )
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.splitlines() == ["[]", "[]"]

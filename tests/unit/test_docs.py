@@ -208,3 +208,13 @@ def test_the_site_has_each_command_and_a_link_to_the_repository() -> None:
     metadata = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     (repository,) = re.findall(r'^Source = "(.*)"$', metadata, re.MULTILINE)
     assert f"\n  - Repository: {repository}\n" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+
+
+def test_each_promise_of_security_has_a_test() -> None:
+    """The table names tests that exist."""
+    path = ""
+    named = re.findall(r"`([\w/]+\.py)?::(test_\w+)`", (ROOT / "SECURITY.md").read_text(encoding="utf-8"))
+    assert len(named) > 10
+    for file, test in named:
+        path = file or path
+        assert f"def {test}(" in (ROOT / path).read_text(encoding="utf-8"), (path, test)

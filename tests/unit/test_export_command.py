@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -112,3 +113,26 @@ def test_without_torch_it_says_what_to_install(folder: Path) -> None:
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert "needs PyTorch, which is not installed: pip install torch" in done.stderr
+
+
+class _Touch:
+    """Unpickled, makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_commit_runs_no_code(tmp_path: Path) -> None:
+    """Though its lengths and sums are right: torch's states are tensors, numbers and text, and read as such."""
+    store = CommitStore(tmp_path / "commits", 5, torch.save, lambda file: None)
+    store.prepare()
+    store.put(3, {"objects": {"model": _Touch(tmp_path / "ran")}, "values": {}, "size": 1})
+    store.settle()
+    assert store.examine() == {3: ""}
+    done = export(store.folder, tmp_path / "out.pt")
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "ran").exists()
