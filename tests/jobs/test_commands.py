@@ -47,6 +47,7 @@ ELSEWHERE = {
     "examples/README.md: pip install": "scripts/test, and scripts/first_hour",
     "examples/README.md: mpirun": "tests/jobs/ test_examples.py, test_training_loops.py, test_horovod.py",
     "examples/README.md: python examples/": "tests/jobs/test_examples.py",
+    "examples/README.md: ringreduce run -np 2 python examples/": "tests/jobs/test_examples.py",
     "examples/README.md: python -m venv .venv-yolo": "by hand: ultralytics is under another licence, and only there",
     "examples/README.md: .venv-yolo/": "by hand, as above",
 }

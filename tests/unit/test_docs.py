@@ -210,11 +210,14 @@ def test_the_site_has_each_command_and_a_link_to_the_repository() -> None:
     assert f"\n  - Repository: {repository}\n" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 
 
-def test_each_promise_of_security_has_a_test() -> None:
-    """The table names tests that exist."""
+@pytest.mark.parametrize("page", ["SECURITY.md", "docs/endings.md"])
+def test_tests_that_documents_name_exist(page: str) -> None:
+    """Each promise in a table has its test."""
     path = ""
-    named = re.findall(r"`([\w/]+\.py)?::(test_\w+)`", (ROOT / "SECURITY.md").read_text(encoding="utf-8"))
+    named = re.findall(r"`(tests/[\w/]+\.py)?(?:::(test_\w+))?`", (ROOT / page).read_text(encoding="utf-8"))
+    named = [each for each in named if any(each)]
     assert len(named) > 10
     for file, test in named:
         path = file or path
-        assert f"def {test}(" in (ROOT / path).read_text(encoding="utf-8"), (path, test)
+        source = (ROOT / path).read_text(encoding="utf-8")
+        assert not test or f"def {test}(" in source, (path, test)
