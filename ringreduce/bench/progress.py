@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
-
-import click
 
 __all__ = ["Progress"]
 
@@ -31,4 +30,5 @@ class Progress:
             return
         self._said = now
         left_s = (now - self._began) / done * (total - done)
-        click.echo(f"ringreduce: {self._of}: {done} of {total} measured, about {left_s:.0f} s to go", err=True)
+        sys.stderr.write(f"ringreduce: {self._of}: {done} of {total} measured, about {left_s:.0f} s to go\n")
+        sys.stderr.flush()

@@ -16,11 +16,9 @@ from itertools import starmap
 from pathlib import Path
 from typing import Any
 
-import click
 import numpy as np
 import numpy.typing as npt
 
-import ringreduce
 from ringreduce.algorithms import Collective, Step, schedule_for
 from ringreduce.bench.bystanders import Bystanders, Found, Usage
 from ringreduce.bench.bystanders import usage as usage_now
@@ -36,7 +34,7 @@ from ringreduce.common.topology import Topology
 from ringreduce.runtime.worlds import tuning_key
 from ringreduce.training.objects import gather
 
-__all__ = ["SIZES", "Measure", "calls_of", "command", "distinct", "tune"]
+__all__ = ["SIZES", "Measure", "calls_of", "distinct", "tune"]
 
 Array = npt.NDArray[Any]
 
@@ -378,29 +376,3 @@ def _summary(table: Table, rules: Mapping[int, str]) -> str:
             f"{format_seconds(model):>9}  {second[0]:<21} {second[1]:>9}  {rule:<21}  {gain:>8}"
         )
     return "\n".join(lines) + "\n"
-
-
-@click.command("tune", short_help="Find out what is the fastest here.")
-@click.option(
-    "--directory",
-    type=click.Path(file_okay=False, path_type=Path),
-    show_default="where later runs look: $RINGREDUCE_TUNING, or the user's caches",
-    help="Where the table goes.",
-)
-@click.option("--budget", type=click.FloatRange(1), default=60.0, help="Seconds that it may take, about.")
-@click.option(
-    "--even-if-busy", is_flag=True, help="Write the table although other processes took time meanwhile; it says so."
-)
-def command(directory: Path | None, budget: float, even_if_busy: bool) -> None:
-    """Measure the allreduce algorithms on these ranks, and write a table from which later runs choose.
-
-    The table is for this placement of the ranks on nodes, this MPI library and this version of ringreduce; run this
-    under mpirun just as the program that it is for. Later runs find it by themselves. Where other processes take more
-    than 0.2 cores of a machine meanwhile, no table is written.
-    """
-    ringreduce.init()
-    world = ringreduce.world()
-    folder = directory or world.config.tuning
-    if folder is None:
-        raise ConfigError("tune has no folder to write to: set RINGREDUCE_TUNING or name one with --directory")
-    tune(world, SIZES, Path(folder), lambda text: click.echo(text, nl=False), budget, even_if_busy=even_if_busy)

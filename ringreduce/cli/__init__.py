@@ -12,11 +12,9 @@ from typing import Any, NoReturn
 import click
 
 import ringreduce
-from ringreduce.bench import tune
-from ringreduce.cli import commands, export, run
+from ringreduce.cli import commands, export, reports, run
 from ringreduce.common.config import launched_rank
 from ringreduce.common.errors import ConfigError, RingReduceError, UnsupportedBufferError
-from ringreduce.doctor import doctor, top, trace_report
 
 __all__ = ["main"]
 
@@ -58,12 +56,12 @@ def main(context: click.Context) -> None:
 
 main.add_command(commands.bench)
 main.add_command(commands.explain)
-main.add_command(doctor.command)
+main.add_command(reports.doctor)
 main.add_command(export.command)
 main.add_command(run.command)
-main.add_command(trace_report.command)
-main.add_command(top.command)
-main.add_command(tune.command)
+main.add_command(reports.timeline)
+main.add_command(reports.top)
+main.add_command(commands.tune)
 
 
 def _leave(status: int, complaint: str | None = None) -> NoReturn:

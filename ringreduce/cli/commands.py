@@ -15,6 +15,7 @@ from click.core import ParameterSource
 import ringreduce
 from ringreduce.bench import asynchronous, overlap, plots, recovery
 from ringreduce.bench import bench as benchmark
+from ringreduce.bench import tune as tuner
 from ringreduce.bench.bystanders import Bystanders
 from ringreduce.bench.cases import COLLECTIVES, NCCL_TYPES, OPS, TYPES, format_nbytes, native_dtype, sizes
 from ringreduce.bench.formats import WRITERS, to_json
@@ -22,8 +23,9 @@ from ringreduce.bench.peers import PEERS
 from ringreduce.bench.progress import Progress
 from ringreduce.bench.results import Settings
 from ringreduce.common.config import parse_nbytes
+from ringreduce.common.errors import ConfigError
 
-__all__ = ["bench", "explain"]
+__all__ = ["bench", "explain", "tune"]
 
 
 class _Nbytes(click.ParamType[int]):
@@ -388,3 +390,31 @@ def _last_size(first: int, last: int | None, usual: int) -> int:
     if last < first:
         raise click.UsageError(f"--maxbytes {last} is smaller than --minbytes {first}")
     return last
+
+
+@click.command("tune", short_help="Find out what is the fastest here.")
+@click.option(
+    "--directory",
+    type=click.Path(file_okay=False, path_type=Path),
+    show_default="where later runs look: $RINGREDUCE_TUNING, or the user's caches",
+    help="Where the table goes.",
+)
+@click.option("--budget", type=click.FloatRange(1), default=60.0, help="Seconds that it may take, about.")
+@click.option(
+    "--even-if-busy", is_flag=True, help="Write the table although other processes took time meanwhile; it says so."
+)
+def tune(directory: Path | None, budget: float, even_if_busy: bool) -> None:
+    """Measure the allreduce algorithms on these ranks, and write a table from which later runs choose.
+
+    The table is for this placement of the ranks on nodes, this MPI library and this version of ringreduce; run this
+    under mpirun just as the program that it is for. Later runs find it by themselves. Where other processes take more
+    than 0.2 cores of a machine meanwhile, no table is written.
+    """
+    ringreduce.init()
+    world = ringreduce.world()
+    folder = directory or world.config.tuning
+    if folder is None:
+        raise ConfigError("tune has no folder to write to: set RINGREDUCE_TUNING or name one with --directory")
+    tuner.tune(
+        world, tuner.SIZES, Path(folder), lambda text: click.echo(text, nl=False), budget, even_if_busy=even_if_busy
+    )

@@ -16,8 +16,8 @@ import click
 import ringreduce
 from ringreduce.cli import main as ringreduce_main
 from ringreduce.cli.horovod_options import NO_GLOO, OPTIONS, Option
+from ringreduce.cli.reports import doctor
 from ringreduce.common.errors import ConfigError
-from ringreduce.doctor.doctor import command as doctor
 
 __all__ = ["Plan", "help_text", "main", "read"]
 

@@ -15,15 +15,12 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-import click
-
 import ringreduce
 from ringreduce.bench.cases import plural
 from ringreduce.buffers.device_driver import Driver
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.config import VERSION, launched_rank
 from ringreduce.common.errors import MismatchError, RingReduceError
-from ringreduce.doctor import dumps, torch_traces
 from ringreduce.doctor.facts import Facts, World, collect, stranger
 from ringreduce.doctor.findings import LEVELS, Finding, by_rank, examine
 from ringreduce.gpu.cupy_driver import cuda_driver
@@ -36,43 +33,17 @@ from ringreduce.transport.shared.node import Node, host_name, join
 from ringreduce.transport.shared.segments import MemfdSegments
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["command", "probe_ipc", "to_json", "to_text"]
+__all__ = ["look", "probe_ipc", "to_json", "to_text"]
 
 
-@click.command("doctor", short_help="Say what this machine offers, and what is wrong.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON: the findings, and what they were made of.")
-@click.option("--probe", is_flag=True, help="Try whether the ranks can open each other's GPU memory.")
-@click.option(
-    "--dump",
-    "folder",
-    type=click.Path(exists=True, file_okay=False),
-    help="Say what ranks waited for, from what they have written to RINGREDUCE_DUMP=...",
-)
-@click.option(
-    "--torch-traces",
-    "traces",
-    type=click.Path(file_okay=False),
-    help="With --dump: write it into this folder, too, as files that torch's flight recorder tools read.",
-)
-def command(as_json: bool, probe: bool, folder: str | None, traces: str | None) -> int:
-    """Say what this machine offers to the ranks of this job, what is wrong, and what to do about it.
+def look(*, probe: bool) -> tuple[Mapping[str, Sequence[Finding]], list[Facts]] | None:
+    """Collect what the ranks see, and return the findings and the facts that they were made of. Collective.
 
-    Run it alone, and as the job will run: mpirun -np N python -m ringreduce doctor. Where ranks differ, the report
-    names them. The exit status is 1 if there is a problem; warnings are about speed.
+    None: another rank speaks for all.
 
-    With --dump, run it alone, after a job that ran with RINGREDUCE_DUMP=FOLDER has failed, or after `kill -USR1` to its
-    ranks. With --torch-traces OUT, torch's tool reads the same: python -m
-    torch.distributed.flight_recorder.fr_trace OUT -p ringreduce_rank_
+    Args:
+        probe: whether to try if the ranks can open each other's GPU memory.
     """
-    if traces is not None and folder is None:
-        raise click.UsageError("--torch-traces writes what --dump FOLDER has found; give both")
-    if folder is not None:
-        found_there = dumps.load(folder)
-        if traces is not None:
-            torch_traces.write(found_there, traces)
-        said = dumps.diagnose(found_there)
-        click.echo(json.dumps(said) if as_json else "\n".join(said))
-        return 0
     foreign = stranger(os.environ)
     world = World(nodes=((launched_rank(),),)) if foreign else _start_world()
     mine = collect(world, ringreduce.rank() if ringreduce.is_initialized() else launched_rank(), foreign)
@@ -80,12 +51,7 @@ def command(as_json: bool, probe: bool, folder: str | None, traces: str | None) 
     found = examine(ranks)
     if probe and ringreduce.is_initialized():
         found["GPU"].append(_probe(ringreduce.world(), len(mine.gpu.devices)))
-    if mine.rank or launched_rank():
-        return 0  # rank 0 speaks for all, and must have spoken before a launcher hears of a failure
-    # A launcher lends its ranks a terminal, wherever its own output goes: colours would be letters in a file.
-    colours = False if mine.launcher[0] else None  # None: on terminals
-    click.echo(to_json(found, ranks) if as_json else to_text(found), nl=False, color=colours)
-    return int(any(each.level == "problem" for row in found.values() for each in row))
+    return None if mine.rank or launched_rank() else (found, ranks)
 
 
 def probe_ipc(messages: Messages, node: Node, waiter: Waiter, find_driver: Callable[[], Driver]) -> Finding:
@@ -168,18 +134,21 @@ def _complaint(error: RingReduceError) -> str:
     return " ".join(str(error).split())
 
 
-def to_text(found: Mapping[str, Sequence[Finding]]) -> str:
-    """Write the report, in colours: a line for each finding, and one more for each remedy.
+def to_text(
+    found: Mapping[str, Sequence[Finding]], paint: Callable[[str, str], str] = lambda text, colour: text
+) -> str:
+    """Write the report: a line for each finding, and one more for each remedy.
 
     Args:
         found: section -> findings.
+        paint: returns a text in a colour.
     """
     lines = [f"ringreduce {VERSION}"]
     width = max(len(each.topic) for row in found.values() for each in row)
     for section, row in found.items():
         lines += ["", section] if row else []
         for each in row:
-            level = click.style(f"{each.level:<7}", fg=LEVELS[each.level])
+            level = paint(f"{each.level:<7}", LEVELS[each.level])
             lines.append(f"  {level}  {each.topic:<{width}}  {each.value}")
             lines += [f"  {'':7}  {'':{width}}  -> {each.remedy}"] if each.remedy else []
     levels = [each.level for row in found.values() for each in row]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-import click
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
@@ -19,7 +17,7 @@ from ringreduce.bench.cases import format_nbytes
 from ringreduce.common.errors import ConfigError, name_ranks
 from ringreduce.observe.status import read_all
 
-__all__ = ["command", "prometheus_text", "rows"]
+__all__ = ["found", "prometheus_text", "rows", "serve", "show"]
 
 Status = dict[str, Any]
 
@@ -27,47 +25,24 @@ _WAITING_S = 1.0  # in one call; less is usual
 _OLD_S = 5.0  # a rank that has written nothing for so long is busy without letting go of Python, or stopped
 
 
-@click.command("top", short_help="Show what running jobs do.")
-@click.option("--job", help="Show the job whose name begins so.", metavar="NAME")
-@click.option("--once", is_flag=True, help="Print it once and end.")
-@click.option("--json", "as_json", is_flag=True, help="Print it once as JSON, a list of ranks.")
-@click.option(
-    "--every", "every_s", type=click.FloatRange(0.1), default=1.0, show_default=True, help="Seconds between two looks."
-)
-@click.option(
-    "--prometheus",
-    "port",
-    type=click.IntRange(0, 65535),
-    metavar="PORT",
-    help="Serve it at http://127.0.0.1:PORT/metrics, for Prometheus, until this is interrupted.",
-)
-def command(job: str | None, once: bool, as_json: bool, every_s: float, port: int | None) -> int:
-    """Show the ranks of your jobs on this machine: how fast they are, and whom they wait for.
+def found(job: str | None) -> list[dict[str, Any]]:
+    """Return what is shown of the ranks of this user's jobs on this machine; None: of all of them."""
+    return rows([each for each in read_all() if each["job"].startswith(job or "")])
 
-    Rates are those of the last ten seconds. Steps are those of torch's optimizers, samples those of hvd's
-    DistributedSampler; other programs tell of theirs by ringreduce.count(). The job writes a small file once a second
-    for this; RINGREDUCE_STATUS=0 turns that off.
-    """
 
-    def found() -> list[dict[str, Any]]:
-        return rows([each for each in read_all() if each["job"].startswith(job or "")])
-
-    if port is not None:
-        return _serve(port, lambda: prometheus_text(found()))
-    if as_json:
-        click.echo(json.dumps(found(), indent=1))
-        return 0
+def show(job: str | None, *, once: bool, every_s: float) -> None:
+    """Show it in the terminal, until it is interrupted; once, if there is no terminal."""
     console = Console(highlight=False)
     if once or not console.is_terminal:
-        console.print(_shown(found(), job))
-        return 0
-    with Live(_shown(found(), job), console=console, auto_refresh=False, screen=True) as live:
-        try:
-            while True:
-                time.sleep(every_s)  # nobody says when there is something new
-                live.update(_shown(found(), job), refresh=True)
-        except KeyboardInterrupt:
-            return 0
+        console.print(_shown(found(job), job))
+        return
+    with (
+        Live(_shown(found(job), job), console=console, auto_refresh=False, screen=True) as live,
+        suppress(KeyboardInterrupt),
+    ):
+        while True:
+            time.sleep(every_s)  # nobody says when there is something new
+            live.update(_shown(found(job), job), refresh=True)
 
 
 def rows(statuses: Sequence[Status]) -> list[dict[str, Any]]:
@@ -194,7 +169,18 @@ def prometheus_text(ranks: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _serve(port: int, text: Callable[[], str]) -> int:
+def serve(port: int, text: Callable[[], str], tell: Callable[[str], object]) -> None:
+    """Serve a text to Prometheus on this machine, until it is interrupted.
+
+    Args:
+        port: 0 for any.
+        text: is asked for at each request.
+        tell: gets the address.
+
+    Raises:
+        ConfigError: the port cannot be used.
+    """
+
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:  # the name that the base calls
             if self.path.partition("?")[0] != "/metrics":
@@ -215,7 +201,6 @@ def _serve(port: int, text: Callable[[], str]) -> int:
     except OSError as error:
         raise ConfigError(f"port {port} cannot be served: {error.strerror}; name another one, or 0 for any") from None
     with server:
-        click.echo(f"http://127.0.0.1:{server.server_port}/metrics", err=True)
+        tell(f"http://127.0.0.1:{server.server_port}/metrics")
         with suppress(KeyboardInterrupt):
             server.serve_forever()
-    return 0

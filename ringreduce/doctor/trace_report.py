@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import click
 from rich.console import Console
 from rich.table import Table
 
 from ringreduce.bench.cases import format_nbytes
 from ringreduce.common.errors import ConfigError
 
-__all__ = ["PARTS", "command", "load", "report", "to_html"]
+__all__ = ["PARTS", "load", "report", "show", "to_html"]
 
 _WIDE = 1000  # columns, which no table takes
 
@@ -37,33 +36,8 @@ PARTS = {
 }
 
 
-@click.group("timeline", short_help="Look at a trace.")
-def command() -> None:
-    """Look at a trace that RINGREDUCE_TIMELINE or start_timeline has written."""
-
-
-@command.command("report", short_help="Say where the time of steps went.")
-@click.argument("trace", type=click.Path(exists=True, dir_okay=False))
-@click.option("--html", "page", type=click.Path(dir_okay=False), metavar="FILE", help="Write a page to look at.")
-@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
-@click.option("--skip", type=click.IntRange(0), default=1, show_default=True, help="Leave out the first steps.")
-def _report(trace: str, page: str | None, as_json: bool, skip: int) -> int:
-    """Say where the time of the training steps in TRACE went, on each rank.
-
-    Medians over the steps, in milliseconds. "comm" is the time in which only communication went on; "hidden" is
-    communication that ran during forward, backward or optimizer. "rest" is all else: loading data, Python. A rank was
-    "last" in a step if it was the last to end its backward pass; "late" is by how much it came after the first one, on
-    average over all steps.
-    """
-    found = report(load(trace), skip)
-    if page is not None:
-        try:
-            Path(page).write_text(to_html(found, trace), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{page} cannot be written: {error.strerror}") from None
-    if as_json:
-        click.echo(json.dumps(found, indent=1))
-        return 0
+def show(found: Mapping[str, Any]) -> None:
+    """Print the table of a report."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     headings, rows = _cells(found)
     for heading in headings:
@@ -73,7 +47,6 @@ def _report(trace: str, page: str | None, as_json: bool, skip: int) -> int:
     # At least as wide as the table: a number is whole, or it is misread.
     width = Console(width=_WIDE).measure(table).maximum
     Console(highlight=False, width=max(Console().width, width)).print(table)
-    return 0
 
 
 def load(path: str | Path) -> list[Event]:

@@ -17,6 +17,7 @@ from gpu_doubles.driver import HostDriver, HostMachine
 
 import ringreduce
 from ringreduce.buffers.device_driver import Device
+from ringreduce.cli import reports
 from ringreduce.common.config import Config
 from ringreduce.common.errors import UnsupportedBufferError
 from ringreduce.doctor import doctor
@@ -425,11 +426,11 @@ def test_the_command_alone(monkeypatch: pytest.MonkeyPatch):
     """Text and JSON say the same; the exit status is 1 if and only if there is a problem."""
     monkeypatch.setattr(doctor, "collect", lambda world, rank, foreign: replace(SOUND, world=world))
     try:
-        report = CliRunner().invoke(doctor.command, ["--json", "--probe"], standalone_mode=False)
+        report = CliRunner().invoke(reports.doctor, ["--json", "--probe"], standalone_mode=False)
         assert report.exception is None
         assert report.return_value == 0
         document = json.loads(report.output)
-        text = CliRunner().invoke(doctor.command, [], standalone_mode=False).output
+        text = CliRunner().invoke(reports.doctor, [], standalone_mode=False).output
     finally:
         ringreduce.shutdown()
     assert [each["topic"] for each in document["findings"]][-1] == "CUDA IPC"
@@ -445,7 +446,7 @@ def test_a_folder_of_tables_that_cannot_be_looked_into_is_no_error(monkeypatch: 
     monkeypatch.setenv("RINGREDUCE_TUNING", 300 * "x")  # a name too long for file systems
     monkeypatch.setattr(doctor, "collect", lambda world, rank, foreign: replace(SOUND, world=world))
     try:
-        report = CliRunner().invoke(doctor.command, ["--json"], standalone_mode=False)
+        report = CliRunner().invoke(reports.doctor, ["--json"], standalone_mode=False)
         assert report.exception is None
         assert json.loads(report.output)["ranks"][0]["world"]["tuned"] is False
     finally:
@@ -456,7 +457,7 @@ def test_the_command_reports_what_keeps_the_world_from_starting(monkeypatch: pyt
     """A wrong setting is a finding with exit status 1, not an error of the command."""
     monkeypatch.setenv("RINGREDUCE_TIMEOUT", "soon")
     monkeypatch.setattr(doctor, "collect", lambda world, rank, foreign: replace(SOUND, world=world))
-    report = CliRunner().invoke(doctor.command, [], standalone_mode=False)
+    report = CliRunner().invoke(reports.doctor, [], standalone_mode=False)
     assert report.exception is None
     assert report.return_value == 1
     assert "RINGREDUCE_TIMEOUT='soon'" in report.output

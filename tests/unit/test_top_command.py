@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from ringreduce.cli import main
+from ringreduce.cli import main, reports
 from ringreduce.common.errors import ConfigError
-from ringreduce.doctor import top
 from ringreduce.doctor.top import prometheus_text, rows
 from ringreduce.observe import status
 
@@ -150,4 +149,4 @@ def test_a_port_that_is_taken_is_an_error(place: Path):
         taken.listen()
         port = str(taken.getsockname()[1])
         with pytest.raises(ConfigError, match=rf"port {port} cannot be served: Address already in use"):
-            top.command.main(["--prometheus", port], standalone_mode=False)
+            reports.top.main(["--prometheus", port], standalone_mode=False)

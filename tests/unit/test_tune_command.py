@@ -12,9 +12,9 @@ from click.testing import CliRunner
 
 import ringreduce
 from ringreduce.algorithms import Collective
-from ringreduce.bench import tune as command
 from ringreduce.bench.bystanders import Bystanders, Usage, usage
 from ringreduce.bench.tune import SIZES, calls_of, tune
+from ringreduce.cli import commands
 from ringreduce.collectives import Call
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.collectives.selection import choose
@@ -399,7 +399,7 @@ def test_a_real_run(tmp_path: Path):
 
 def test_help():
     """The command says what it does, within 120 columns, and starts no world."""
-    result = CliRunner().invoke(command.command, ["--help"], max_content_width=120)
+    result = CliRunner().invoke(commands.tune, ["--help"], max_content_width=120)
     assert result.exit_code == 0
     assert "mpirun" in result.stdout
     assert not ringreduce.is_initialized()
@@ -408,7 +408,7 @@ def test_help():
 def test_alone_the_command_refuses(tmp_path: Path):
     """Without mpirun there is nothing to tune."""
     try:
-        result = CliRunner().invoke(command.command, ["--directory", str(tmp_path)])
+        result = CliRunner().invoke(commands.tune, ["--directory", str(tmp_path)])
     finally:
         ringreduce.shutdown()
     assert isinstance(result.exception, ConfigError)
