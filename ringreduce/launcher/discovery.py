@@ -8,9 +8,8 @@ import subprocess
 import threading
 from collections.abc import Mapping
 
-import click
-
 from ringreduce.launcher.hosts import parse_hosts
+from ringreduce.launcher.job import say
 
 __all__ = ["Discovery"]
 
@@ -56,7 +55,7 @@ class Discovery:
         except Exception as error:  # whatever a script does, the next answer may be good
             complaint = str(error) or type(error).__name__
         if complaint and complaint != self._complaint:  # once, however often it fails in the same way
-            click.echo(f"ringreduce: {self._script} failed, and its last answer counts: {complaint}", err=True)
+            say(f"{self._script} failed, and its last answer counts: {complaint}")
         self._complaint = complaint
 
 

@@ -16,12 +16,10 @@ from functools import partial
 from types import FrameType
 from typing import NamedTuple
 
-import click
-
 from ringreduce.common import processes
 from ringreduce.launcher.failures import KEPT_NBYTES
 
-__all__ = ["SUPERVISOR", "Job", "Mark", "MarkReader", "Notices"]
+__all__ = ["SUPERVISOR", "Job", "Mark", "MarkReader", "Notices", "say"]
 
 _INTERRUPTED = 128 + signal.SIGINT
 #: How often to look whether mpirun has ended (seconds).
@@ -144,6 +142,12 @@ class Notices:
         return held
 
 
+def say(text: str) -> None:
+    """Write a line of this command's own to standard error; nothing, if nobody reads it any more."""
+    with suppress(OSError):
+        print(f"ringreduce: {text}", file=sys.stderr, flush=True)
+
+
 class Job:
     """An mpirun that has been started.
 
@@ -156,7 +160,6 @@ class Job:
     Attributes:
         stopped: whether it ends because this process got SIGTERM, SIGHUP or an interrupt.
         written: the end of what it has written to standard error.
-        ended_line: whether what is shown of that ends with a line.
     """
 
     def __init__(
@@ -169,7 +172,7 @@ class Job:
     ) -> None:
         self._notices = None if verbose else Notices()
         self.stopped = False
-        self.ended_line = True
+        self._ended_line = True
         self.written = b""
         self._ended_by: signal.Signals | None = None
         self._hear, self._reader = hear, MarkReader()
@@ -196,7 +199,7 @@ class Job:
             self._forward_errors(look, every_s)
             status = self._process.wait()
         except KeyboardInterrupt:  # which mpirun has got as well from a terminal, but not from who sends a signal
-            click.echo("ringreduce: interrupted; ending all ranks", err=True)
+            say("interrupted; ending all ranks")
             self._stop()
             with suppress(KeyboardInterrupt):  # of somebody who does not wait
                 self._forward_errors(lambda: None, None)  # or mpirun would wait for someone to read it
@@ -210,7 +213,7 @@ class Job:
             assert self._process.stderr is not None
             self._process.stderr.close()
         if self._ended_by is not None and status:
-            click.echo(f"ringreduce: ended by {self._ended_by.name}; all ranks have ended", err=True)
+            say(f"ended by {self._ended_by.name}; all ranks have ended")
             return 128 + self._ended_by
         return status if status >= 0 else 128 - status
 
@@ -261,11 +264,17 @@ class Job:
         self.written = (self.written + text)[-KEPT_NBYTES:]
         self._show(text if self._notices is None else self._notices.feed(text))
 
+    def end_line(self) -> None:
+        """End the line that the job has written last, if it has not."""
+        if not self._ended_line:
+            self._show(b"\n")
+
     def _show(self, text: bytes) -> None:
         if text:
-            self.ended_line = text.endswith(b"\n")
-            sys.stderr.buffer.write(text)
-            sys.stderr.flush()
+            self._ended_line = text.endswith(b"\n")
+            with suppress(OSError):  # whoever read it is gone, as after `disown -h`: the ranks go on
+                sys.stderr.buffer.write(text)
+                sys.stderr.flush()
 
 
 _libc = ctypes.CDLL(None, use_errno=True)  # now: there must be no import between fork and exec

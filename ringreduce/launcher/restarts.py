@@ -8,13 +8,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-import click
-
 from ringreduce.common.errors import ConfigError
 from ringreduce.launcher import failures
 from ringreduce.launcher.failures import Failure
 from ringreduce.launcher.hosts import Hosts, Rules
-from ringreduce.launcher.job import Job, Mark
+from ringreduce.launcher.job import Job, Mark, say
 
 __all__ = ["Restarts", "Wishes"]
 
@@ -99,12 +97,12 @@ class Restarts:
             if status == 0 or stopped or failures == self._wishes.restarts:
                 return status
             if self._at_limit:
-                _say(f"the job has ended with status {status}, {self._limit_said}: it is not started again")
+                say(f"the job has ended with status {status}, {self._limit_said}: it is not started again")
                 return status
             failures += 1
             self._changes += 1
             self._hosts = self._hosts.failed(self._clock(), self._wishes.rules)
-            _say(f"the job has ended with status {status}; starting it again ({failures} of {self._wishes.restarts})")
+            say(f"the job has ended with status {status}; starting it again ({failures} of {self._wishes.restarts})")
 
     @property
     def _at_limit(self) -> bool:
@@ -135,8 +133,7 @@ class Restarts:
         status = job.wait(lambda: self._look(job), _LOOK_EVERY_S if self._wishes.watches else None)
         status = status or int(self._wishes.elastic and not self._any_ended_well)
         if status and not job.stopped and not self._begins_again:
-            if not job.ended_line:
-                click.echo(err=True)
+            job.end_line()
             self._tell_failure(job.written.decode(errors="replace"), status)
         return status, job.stopped
 
@@ -148,11 +145,11 @@ class Restarts:
             rank, number = killed
             name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
             hint = "; if nobody sent that, memory ran out: see dmesg" * (number == signal.SIGKILL)
-            _say(f"rank {rank} was ended by {name}, {ended}{hint}")
+            say(f"rank {rank} was ended by {name}, {ended}{hint}")
         elif failure is not None:
             who = "a rank" if failure.rank is None else f"rank {failure.rank}"
             shown = failure.words.rpartition("\n")[2] in written
-            _say(f"{who} failed, {ended}" + ("" if shown else f":\n{failure.words}"))
+            say(f"{who} failed, {ended}" + ("" if shown else f":\n{failure.words}"))
 
     def _wait_for_slots(self) -> Mapping[str, int]:
         rules, wishes = self._wishes.rules, self._wishes
@@ -169,7 +166,7 @@ class Restarts:
                     f"{rules.least} (--min-np){self._failing_said}; add hosts, or wait longer with --start-timeout"
                 )
             if not said and self._clock() - begin > _LOOK_EVERY_S:
-                _say(f"waiting for {rules.least} slots; {there} can be used{self._failing_said}")
+                say(f"waiting for {rules.least} slots; {there} can be used{self._failing_said}")
                 said = True
             # No job runs, and hosts do not say when they come: all there is to do is ask.
             time.sleep(_LOOK_EVERY_S / 10)
@@ -207,7 +204,7 @@ class Restarts:
         """End a job in which the other ranks would wait for a dead one, as MPI does not know of it yet."""
         if self._job is not None:
             self._is_connected = True  # once is enough
-            _say(f"rank {rank} has died before all ranks came to init(), so the job is ended")
+            say(f"rank {rank} has died before all ranks came to init(), so the job is ended")
             self._job.end()
 
     def _look(self, job: Job) -> None:
@@ -229,7 +226,7 @@ class Restarts:
             self._asked = self._clock() if self._asked is None else self._asked
             if self._clock() - self._asked >= _ANSWER_S and not self._has_warned:
                 self._has_warned = True
-                _say(
+                say(
                     f"no rank has begun again {_ANSWER_S:g} s after they were asked to: they do with the next "
                     "state.commit() or state.check_host_updates(), and not at all if the program ignores SIGUSR2, has "
                     "handled it since before init(), or has called that on another thread than the main one"
@@ -238,8 +235,4 @@ class Restarts:
     def _say_once(self, text: str) -> None:
         if text != self._said:
             self._said = text
-            _say(text)
-
-
-def _say(text: str) -> None:
-    click.echo(f"ringreduce: {text}", err=True)
+            say(text)

@@ -7,10 +7,8 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import click
-
 from ringreduce.launcher.hosts import is_here
-from ringreduce.launcher.job import SUPERVISOR
+from ringreduce.launcher.job import SUPERVISOR, say
 from ringreduce.launcher.launchers import Launcher, Network, fill
 
 __all__ = ["UNNAMED", "Start"]
@@ -112,8 +110,8 @@ class Start:
         """
         line, settings = self.line_and_settings(ranks, more)
         if self.verbose:
-            click.echo(f"ringreduce: set for mpirun: {self.describe(settings)}", err=True)
-            click.echo(f"ringreduce: starting {shlex.join(line)}", err=True)
+            say(f"set for mpirun: {self.describe(settings)}")
+            say(f"starting {shlex.join(line)}")
         return line, {**os.environ, **settings, **more}
 
     def line_and_settings(self, ranks: Mapping[str, int], more: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:

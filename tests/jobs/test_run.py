@@ -209,6 +209,20 @@ def test_a_hangup_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
     assert job.returncode == 0, said
 
 
+def test_a_job_goes_on_when_nobody_reads_what_it_says(tmp_path: Path) -> None:
+    """As after the end of a terminal whose shell has disowned it."""
+    go = tmp_path / "go"
+    os.mkfifo(go)
+    program = (
+        f"import os, sys; os.environ['OMPI_COMM_WORLD_RANK'] == '0' and sys.stderr.write(open({str(go)!r}).read())"
+    )
+    with started(tmp_path, program) as (job, _):
+        assert job.stderr is not None
+        job.stderr.close()
+        go.write_text("x" * 1000)
+        assert job.wait(timeout=50) == 0
+
+
 def test_each_rank_has_a_file(tmp_path: Path) -> None:
     """With both streams in the order of the program; rank 0 alone is shown. A variable reaches all of them."""
     done = run("run", "-np", 2, "--log-dir", "a/logs", "-x", "SAID=a b", sys.executable, "-c", SPEAKS, cwd=tmp_path)

@@ -40,7 +40,6 @@ class Jobs:
         class FakeJob:
             stopped = False
             written = b""
-            ended_line = True
 
             def __init__(self, line: list[str], environment: Mapping[str, str], hear: Hear, *, verbose: bool) -> None:
                 self._hear, self._tell = hear, left.pop(0)
@@ -55,6 +54,9 @@ class Jobs:
 
             def end(self) -> None:
                 jobs.ended += 1
+
+            def end_line(self) -> None:
+                pass
 
         monkeypatch.setattr("ringreduce.launcher.restarts.Job", FakeJob)
         monkeypatch.setattr("time.sleep", self.wait)
