@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from ringreduce.algorithms.schedule import Schedule, Step, Transfer
 from ringreduce.buffers import Call, Kernels, address_of
+from ringreduce.common.errors import name_ranks
 from ringreduce.common.instruments import Instruments
 from ringreduce.common.partition import Segment, pieces
 from ringreduce.transport.messages import Messages, Request
@@ -516,7 +517,7 @@ def _waiting_for(schedule: Schedule, signature: str, absent: Callable[[], str]) 
     if missing := absent():
         return missing
     peers = sorted({each.peer for step in schedule.steps for each in step.recvs + step.sends})
-    return f"messages of rank {', '.join(map(str, peers))} in {signature}"
+    return f"messages of {name_ranks(peers)} in {signature}"
 
 
 def _parts(segment: Segment, transfers: Iterable[Transfer]) -> list[tuple[Transfer, slice]]:

@@ -69,7 +69,7 @@ def test_a_job_without_a_table_works(run_job: Callable[..., Any], folder: str, d
 
 def test_a_table_is_not_made_beside_other_work(run_job: Callable[..., Any], tmp_path: Any):
     """Where something else computes, tune writes nothing and says why once; asked to, it writes what explain tells."""
-    tune = ("-m", "ringreduce", "tune", "--budget", "1", "--directory", str(tmp_path))
+    tune = ("-m", "ringreduce", "tune", "--budget", "3", "--directory", str(tmp_path))
     other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         refused = run_job(2, *tune)

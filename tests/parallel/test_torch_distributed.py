@@ -537,16 +537,17 @@ def test_asynchronous_mismatches(rank: int, size: int):
 @pytest.mark.sizes(2, 3)
 def test_a_rank_that_does_not_come_is_named(rank: int, size: int):
     """A barrier with a time limit says who is missing, and its group is of no use afterwards; others are."""
+    absent = rf"ranks? (\d.*\b)?{size - 1} in barrier"  # ranks that are late may be named beside it
     group = dist.new_group()
     if rank != size - 1:
-        with pytest.raises(CollectiveTimeoutError, match=rf"ranks? \[?{size - 1}"):
+        with pytest.raises(CollectiveTimeoutError, match=absent):
             dist.monitored_barrier(group, timedelta(seconds=0.3))
         with pytest.raises(TransportError):
             dist.all_reduce(torch.ones(3), group=group)
     dist.barrier()
     group = dist.new_group()
     if rank != size - 1:
-        with pytest.raises(CollectiveTimeoutError, match=rf"waited 0 s .*ranks? \[?{size - 1}"):
+        with pytest.raises(CollectiveTimeoutError, match=f"waited 0 s for {absent}"):
             dist.monitored_barrier(group, timedelta(0))
     dist.monitored_barrier(wait_all_ranks=True)
     dist.monitored_barrier(dist.new_group(backend="gloo"))

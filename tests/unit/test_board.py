@@ -258,7 +258,7 @@ def test_the_time_limit_names_who_is_missing_and_in_what() -> None:
 
     error = on_boards(3, call, timeout_s=0.01)[0]
     assert isinstance(error, CollectiveTimeoutError)
-    assert "rank 11, 12 in allreduce of x" in str(error)
+    assert "ranks 11-12 in allreduce of x" in str(error)
 
 
 def test_counting_on_together_after_a_call_that_not_all_came_to() -> None:

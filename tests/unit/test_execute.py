@@ -166,7 +166,7 @@ def test_waiting_in_vain_names_the_peers(limit: int) -> None:
     plan = Plan(0, schedule, segments, Memory(mine), kernels, messages, Waiter(0.001), "allreduce of thirty")
     error = caught(plan.run)
     assert isinstance(error, CollectiveTimeoutError)
-    assert "messages of rank 1, 2 in allreduce of thirty" in str(error)
+    assert "messages of ranks 1-2 in allreduce of thirty" in str(error)
 
 
 def test_requests_are_given_back() -> None:

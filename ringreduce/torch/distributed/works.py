@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
@@ -19,6 +20,7 @@ __all__ = ["CollectiveWork", "MessageWork", "seconds"]
 _Tensors = Sequence[torch.Tensor]
 
 # Futures that are made in Python hold a Python object, and torch's C++ hook for float16 takes a list of tensors alone.
+# TorchScript makes such futures, and runs their callbacks on a pool of threads: in no order that the ranks share.
 _TENSORS_AFTER = """
 def after(done: Future[None], tensors: List[Tensor]) -> List[Tensor]:
     torch.jit.wait(done)
@@ -35,6 +37,15 @@ def _tensors_after() -> Callable[[Any, list[torch.Tensor]], Any]:
     unit: Any = torch.jit.CompilationUnit(_TENSORS_AFTER)
     made: Callable[[Any, list[torch.Tensor]], Any] = unit.tensors_after
     return made
+
+
+def _called_by_autograd() -> bool:
+    """Return whether the caller's caller is torch's C++ in a backward pass, as it is where DDP communicates."""
+    try:
+        frame = sys._getframe(2)
+    except ValueError:  # a thread of autograd's own
+        return True
+    return frame.f_code.co_name == "_engine_run_backward"
 
 
 def seconds(timeout: timedelta | None) -> float | None:
@@ -61,16 +72,22 @@ class _Work(Work):
         raise NotImplementedError
 
     def get_future(self) -> Any:
-        """Return a future of the tensors; where the work fails, of its error."""
-        if self._future is None:
-            task, base = self.task(), torch.futures.Future[Any]()
+        """Return a future of the tensors; where the work fails, of its error.
 
-            def check(_: object) -> None:
+        What it calls runs on the thread that ends the work, and may communicate.
+        """
+        typed = _called_by_autograd()
+        if self._future is None:
+            task, result, base = self.task(), self._result, torch.futures.Future[Any]()
+
+            def check(_: object) -> Any:
                 if task.error is not None:
                     raise task.error
+                return None if typed else result
 
             # A future that is given an exception crashes DDP, one whose callback raises does not.
-            self._future = _tensors_after()(base.then(check), self._result)
+            future = base.then(check)
+            self._future = _tensors_after()(future, result) if typed else future
             task.when_done(lambda: base.set_result(None))
         return self._future
 

@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.common.call_sites import Called, GivenUp, disagreement
-from ringreduce.common.errors import CollectiveError, PeerLostError
+from ringreduce.common.errors import CollectiveError, PeerLostError, name_ranks
 from ringreduce.transport.shared.arena import NOWHERE, Arena, Location
 from ringreduce.transport.waiting import Waiter
 
@@ -296,7 +296,7 @@ class Board:
     def _wait(self, lines: Sequence[memoryview], number: int, signature: str) -> None:
         def missing() -> str:
             late = [member for (member, _), line in zip(self._others, lines, strict=True) if line[0] < number]
-            return f"rank {', '.join(map(str, late))} in {signature}"
+            return f"{name_ranks(late)} in {signature}"
 
         def everyone() -> bool:
             return all(line[0] >= number for line in lines)
