@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ringreduce.algorithms import Collective
 from ringreduce.bench.cases import Case
 from ringreduce.bench.measure import Clock, Contender, Stopwatch, bound_contenders
 from ringreduce.buffers.device_arrays import DeviceOperand
@@ -36,7 +37,7 @@ class OnHost:
         self._world = world
 
     def empty(self, nbytes: int, *, shared: bool) -> Any:
-        """Return an uninitialised uint8 array; ``shared``: a communication buffer. Collective for the first one."""
+        """Return an uninitialised uint8 array; ``shared``: a communication buffer."""
         return self._world.empty(nbytes, np.uint8) if shared else np.empty(nbytes, np.uint8)
 
     def new(self, count: int, dtype: np.dtype[Any]) -> Any:
@@ -105,8 +106,9 @@ class OnDevice:
         self._copies = self.sharing if uuids.index(self.driver.device.uuid) == world.rank else 0
 
     def empty(self, nbytes: int, *, shared: bool) -> Any:
-        made = self._world.empty(nbytes, np.uint8, device=f"cuda:{self.driver.device.number}")
-        return made if shared else self._tools.empty(nbytes)  # the first one is what tells the ranks about their GPUs
+        if shared:
+            return self._world.empty(nbytes, np.uint8, device=f"cuda:{self.driver.device.number}")
+        return self._tools.empty(nbytes)
 
     def store(self, array: Any, write: Callable[[Array], object]) -> None:
         values = np.empty(array.shape, array.dtype)
@@ -164,7 +166,7 @@ class OnDevice:
 
     def describe(self) -> str | None:
         ranks = "one rank" if self.sharing == 1 else f"{self.sharing} ranks"
-        return f"{self.driver.device.name}, {ranks} on a GPU; {self._world.gpu.description}"
+        return f"{self.driver.device.name}, {ranks} on a GPU; {self._world.gpu.explain(Collective.ALLREDUCE)}"
 
     def wait(self, stream: int) -> None:
         """Return when all that was enqueued on a stream is done."""

@@ -1,7 +1,7 @@
-"""What ringreduce asks of a GPU: memory, streams, events, copies, kernels; and how it gets at one.
+"""What ringreduce asks of a GPU: memory, streams, events, copies and sums.
 
-Everything above works on addresses and opaque handles and asks a `Driver`. There is one over CuPy, and one that does
-all of it in host memory and keeps a record, for tests (`tests/gpu_doubles`).
+Everything above works on addresses and opaque handles and asks a `Driver`. There is one over CuPy, and one for tests
+that does all of it in host memory and keeps a record (`tests/gpu_doubles`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["Device", "Driver", "Event", "Kernel", "Stream"]
+from ringreduce.buffers.dtypes import DType
+from ringreduce.common.reduce_ops import ReduceOp
+
+__all__ = ["Arithmetic", "Device", "Driver", "Event", "Stream"]
 
 #: Opaque: what the driver made, and takes back. Stream 0 is the legacy default stream.
 Stream = int
@@ -26,7 +29,6 @@ class Device:
         uuid: what names it in every process, on every machine.
         name: the product.
         capability: compute capability, 90 for 9.0.
-        multiprocessors: how many there are; what a grid may hold at once is counted in these.
         nbytes: its memory.
     """
 
@@ -34,15 +36,27 @@ class Device:
     uuid: str
     name: str
     capability: int
-    multiprocessors: int
     nbytes: int
 
 
-class Kernel(Protocol):
-    """A compiled kernel."""
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """What is done to how many elements.
 
-    def launch(self, grid: int, block: int, arguments: Sequence[object], stream: Stream) -> None:
-        """Enqueue it; arguments are addresses (int) and NumPy scalars, in the order and with the sizes of its own."""
+    Attributes:
+        dtype: of the arrays; 16-bit floats are accumulated in float32 and rounded once.
+        op: how they are reduced; no average of integers or bools, no minimum or maximum of complex numbers.
+        count: elements of each array.
+    """
+
+    dtype: DType
+    op: ReduceOp
+    count: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of each array."""
+        return self.count * self.dtype.itemsize
 
 
 class Driver(Protocol):
@@ -58,23 +72,10 @@ class Driver(Protocol):
     # ---- memory ----
 
     def allocate(self, nbytes: int) -> int:
-        """Return the address of new device memory, aligned to 256 bytes, that `export` can export."""
+        """Return the address of new device memory, aligned to 256 bytes, from no pool."""
 
     def free(self, address: int) -> None:
         """Give back what `allocate` gave; waits for the device."""
-
-    def export(self, address: int) -> bytes:
-        """Return the handle of the allocation that begins at ``address``, for `open` in other processes."""
-
-    def open(self, handle: bytes) -> int:
-        """Return where another process's allocation is in this one's addresses.
-
-        Raises:
-            TransportError: it cannot be reached from here; what else was opened stays.
-        """
-
-    def close(self, address: int) -> None:
-        """Give back what `open` gave; before the owner frees it."""
 
     def register(self, address: int, nbytes: int) -> None:
         """Pin host memory, so that copies to and from it are asynchronous."""
@@ -89,12 +90,8 @@ class Driver(Protocol):
 
     def free_stream(self, stream: Stream) -> None: ...
 
-    def make_event(self, *, shared: bool = False) -> Event:
-        """Return a new event without timing; a shared one can be exported."""
-
-    def export_event(self, event: Event) -> bytes: ...
-
-    def open_event(self, handle: bytes) -> Event: ...
+    def make_event(self) -> Event:
+        """Return a new event without timing."""
 
     def free_event(self, event: Event) -> None: ...
 
@@ -122,5 +119,13 @@ class Driver(Protocol):
         bytes have at least left it for the device.
         """
 
-    def kernel(self, family: str, name: str) -> Kernel:
-        """Return a kernel: ``name`` is an instance in ``sources/<family>.cu``; compiled when it is first asked for."""
+    def combine(self, arithmetic: Arithmetic, sources: Sequence[int], target: int, size: int, stream: Stream) -> None:
+        """Reduce arrays in device memory, in the order of ``sources``.
+
+        Args:
+            arithmetic: what is done.
+            sources: the addresses of the arrays.
+            target: where the result goes; it may be one of the sources.
+            size: what an average is divided by.
+            stream: on which the sources are ready.
+        """

@@ -17,7 +17,6 @@ __all__ = ["doctor", "timeline", "top"]
 
 @click.command("doctor", short_help="Say what this machine offers, and what is wrong.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: the findings, and what they were made of.")
-@click.option("--probe", is_flag=True, help="Try whether the ranks can open each other's GPU memory.")
 @click.option(
     "--dump",
     "folder",
@@ -30,7 +29,7 @@ __all__ = ["doctor", "timeline", "top"]
     type=click.Path(file_okay=False),
     help="With --dump: write it into this folder, too, as files that torch's flight recorder tools read.",
 )
-def doctor(as_json: bool, probe: bool, folder: str | None, traces: str | None) -> int:
+def doctor(as_json: bool, folder: str | None, traces: str | None) -> int:
     """Say what this machine offers to the ranks of this job, what is wrong, and what to do about it.
 
     Run it alone, and as the job will run: mpirun -np N python -m ringreduce doctor. Where ranks differ, the report
@@ -49,7 +48,7 @@ def doctor(as_json: bool, probe: bool, folder: str | None, traces: str | None) -
         said = dumps.diagnose(found_there)
         click.echo(json.dumps(said) if as_json else "\n".join(said))
         return 0
-    seen = machine.look(probe=probe)
+    seen = machine.look()
     if seen is None:
         return 0  # rank 0 speaks for all, and must have spoken before a launcher hears of a failure
     found, ranks = seen

@@ -363,8 +363,7 @@ class Communicator(Messaging):
         out, target = self._operands.result(array, source, source.shape, out)
         if isinstance(source, DeviceOperand):
             assert isinstance(target, DeviceOperand)
-            with self.gpu.in_c_order(source, target) as (plain, result):
-                self._reduce_on_device(plain, result, kind, algorithm)
+            self._reduce_on_device(source, target, kind, algorithm)
             return out
         assert isinstance(target, Operand)
         if not (is_new or in_place) and np.may_share_memory(source.view, target.view) and not same(source, target):
@@ -401,10 +400,9 @@ class Communicator(Messaging):
         self, source: DeviceOperand, target: DeviceOperand, op: ReduceOp, algorithm: str | None
     ) -> Chosen:
         self._standing.require_open()
-        chosen = self._selection.segments(source, self.gpu.segments(source), op, algorithm)
+        reducers = partial(self._selection.segments, source, op=op, algorithm=algorithm)
         running = partial(Running, self, "allreduce", nbytes=source.nbytes)
-        choice = self.gpu.allreduce(source, target, op, algorithm, chosen, running)
-        return next(iter(chosen.values()))._replace(choice=choice)
+        return self.gpu.allreduce(source, target, op, algorithm, reducers, running)
 
     def _reduce_scatter(self, array: Any, op: ReduceOp | str, out: Any, algorithm: str | None) -> Any:
         kind, is_new = ReduceOp.parse(op), out is None

@@ -19,14 +19,7 @@ __all__ = ["Devices", "DevicesOf", "NoDevices", "ordinal"]
 
 
 class Devices(Protocol):
-    """The device memory of one rank, in one communicator; `ringreduce.gpu` implements it.
-
-    Attributes:
-        description: how arrays there are reduced, in words; None before `use`.
-    """
-
-    @property
-    def description(self) -> str | None: ...
+    """The device memory of one rank, in one communicator; `ringreduce.gpu` implements it."""
 
     def require_usable(self, number: int | None) -> None:
         """Refuse a device that this rank cannot use, by its ordinal; None: the current one. Local.
@@ -35,29 +28,17 @@ class Devices(Protocol):
             UnsupportedBufferError: there is no such device, or this rank has used another one.
         """
 
-    def use(self, number: int | None) -> None:
-        """Find out which device memory the ranks can share. Collective the first time.
+    def empty(self, number: int | None, shape: Sequence[int], dtype: DType) -> Any:
+        """Return an uninitialised array on a device, by its ordinal. Local.
 
         Raises:
             UnsupportedBufferError: as `require_usable` does.
-            MismatchError: not all ranks call this for the first time.
         """
-
-    def empty(self, shape: Sequence[int], dtype: DType) -> Any:
-        """Return an uninitialised array, after `use`. Local."""
-
-    def segments(self, source: DeviceOperand) -> list[slice]:
-        """Return the segments in which an array goes through host memory."""
-
-    def in_c_order(
-        self, source: DeviceOperand, target: DeviceOperand
-    ) -> AbstractContextManager[tuple[DeviceOperand, DeviceOperand]]:
-        """Lend operands in C order for `allreduce`: the arrays themselves, or copies."""
 
     def lend(
         self, source: DeviceOperand, target: DeviceOperand, *, fetch: bool, store: bool
     ) -> AbstractContextManager[tuple[Operand, Operand]]:
-        """Lend host memory in place of two arrays; see `Operands.on_host`."""
+        """Give host memory in place of two arrays; see `Operands.on_host`."""
 
     def allreduce(
         self,
@@ -65,28 +46,29 @@ class Devices(Protocol):
         target: DeviceOperand,
         op: ReduceOp,
         algorithm: str | None,
-        reducers: Mapping[int, Chosen],
+        reducers: Callable[[Sequence[slice]], Mapping[int, Chosen]],
         running: Callable[[str], AbstractContextManager[None]],
-    ) -> Choice:
-        """Reduce arrays in C order and return what did it.
+    ) -> Chosen:
+        """Reduce arrays, and return what did it. Collective.
 
         Args:
-            source: the input.
-            target: the output, the same memory or apart from it.
+            source: the input, of any layout.
+            target: the output, the same memory or other.
             op: how.
             algorithm: the one that the caller asked for, None for any.
-            reducers: for segments in host memory, by their number of elements.
+            reducers: returns, for the segments in which the array goes through host memory, what reduces them there, by
+                their number of elements.
             running: returns the context in which an algorithm runs.
         """
 
     def choice(self, dtype: DType, op: ReduceOp, algorithm: str | None) -> Choice:
-        """Return what reduces such arrays where there are several ranks."""
+        """Return what reduces such arrays where there are several ranks. Local."""
 
     def explain(self, collective: Collective) -> str:
-        """Say how such arrays are reduced, why, and what else could do it."""
+        """Say how such arrays are reduced, why, and what else could do it. Local."""
 
     def remark(self, collective: Collective) -> str:
-        """Return a line to add to `Communicator.explain`; empty where no device memory was used."""
+        """Return a line to add to `Communicator.explain`; empty where no device memory was used. Local."""
 
     def close(self) -> None:
         """Give everything back. On all ranks, in any order."""
@@ -102,15 +84,13 @@ DevicesOf = Callable[[Context, Standing], Devices]
 class NoDevices:
     """A rank without devices: arrays in device memory are refused."""
 
-    description: str | None = None
-
     def __init__(self, context: Context, standing: Standing) -> None:
         pass
 
     def _refuse(self, *arguments: object, **options: object) -> Any:
         raise UnsupportedBufferError("this communicator was made without devices; it takes arrays in host memory")
 
-    require_usable = use = empty = segments = in_c_order = lend = allreduce = choice = _refuse
+    require_usable = empty = lend = allreduce = choice = _refuse
 
     def explain(self, collective: Collective) -> str:
         return "arrays in device memory are refused"

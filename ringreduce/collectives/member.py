@@ -77,22 +77,18 @@ class Member:
         Args:
             shape: of the array.
             dtype: of its elements.
-            device: ``"cuda"``, or ``"cuda:1"``, for a CuPy array in device memory. The ranks of a communicator begin
-                to use device memory together: the first such buffer (or the first allreduce of arrays there) is made
-                by all of them at once, all later ones by whoever likes. Drop a buffer when the work on it is done.
+            device: ``"cuda"``, or ``"cuda:1"``, for a CuPy array in device memory, which no other rank reaches.
 
         Returns:
             A NumPy array, or a CuPy array.
 
         Raises:
             UnsupportedBufferError: a device was asked for, and CuPy or the GPU is missing.
-            MismatchError: this was the first use of device memory, and other ranks did something else.
         """
         self._standing.require_open()
         row, dims = DType.of(dtype), array_shape(shape)
         if device not in (None, "cpu"):
-            self.gpu.use(ordinal(device))
-            return self.gpu.empty(dims, row)
+            return self.gpu.empty(ordinal(device), dims, row)
         memory = self._context.arena.array(prod(dims) * row.itemsize)
         native: np.dtype[Any] = new((0,), row, "numpy").dtype
         return memory.view(native).reshape(dims)

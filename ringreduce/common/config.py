@@ -26,6 +26,7 @@ __all__ = [
     "commits_folder",
     "earlier_starts",
     "find_ranks_of_cpus",
+    "former_variables",
     "gpu_switches",
     "ignored_variables",
     "job_folder",
@@ -114,6 +115,13 @@ HOROVOD: dict[str, tuple[str, Callable[[str], str]]] = {
 _HOROVOD_ALWAYS = {"HOROVOD_DYNAMIC_PROCESS_SETS"} | {
     f"HOROVOD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME")
 }
+#: Names that variables of ours had before: the name of now, and what the text meant there.
+_FORMER: dict[str, tuple[str, Callable[[str], str]]] = {
+    "RINGREDUCE_CUDA_AWARE": ("RINGREDUCE_GPU", lambda text: _FORMER_CUDA_AWARE.get(text.lower(), text)),
+}
+_FORMER_CUDA_AWARE = dict.fromkeys(("1", "on", "true", "yes"), "mpi") | dict.fromkeys(
+    ("0", "off", "false", "no", "auto"), "staged"
+)
 _LOG_LEVELS = {"TRACE": "DEBUG", "FATAL": "CRITICAL"}
 
 
@@ -170,8 +178,10 @@ def _switch(text: str) -> bool:
     return values[text.lower()]
 
 
-def _switch_or_auto(text: str) -> bool | None:
-    return None if text.lower() == "auto" else _switch(text)
+def _gpu(text: str) -> str:
+    if text.lower() not in ("staged", "nccl", "mpi"):
+        raise ValueError("expected staged, nccl or mpi")
+    return text.lower()
 
 
 def _folder(text: str) -> str | None:
@@ -220,8 +230,8 @@ class Config:
             ``RINGREDUCE_BUCKET``
         tuning: the folder of the tables that ``ringreduce tune`` makes and `init` looks for; None: none.
             ``RINGREDUCE_TUNING``, 0 for none; else the folder ``ringreduce`` in that of the user's caches
-        cuda_aware: whether the MPI library takes addresses of GPU memory; None: ask it. ``RINGREDUCE_CUDA_AWARE``, 1, 0
-            or auto
+        gpu: what allreduces of arrays on GPUs go by: ``"staged"``: pinned host memory; ``"nccl"``; ``"mpi"``: an MPI
+            library that takes addresses of GPU memory, and CuPy's sums. ``RINGREDUCE_GPU``
         conventions: whose numbers come out where Horovod's differ from the chain rule's. ``RINGREDUCE_CONVENTIONS``,
             chain_rule or horovod; else those of `ringreduce.runtime.set_conventions`
         standalone: whether this process is a world of its own, whatever has started it beside others.
@@ -264,7 +274,7 @@ class Config:
     timeline: str | None = _setting("RINGREDUCE_TIMELINE", str, None)
     timeline_marks_batches: bool = _setting("RINGREDUCE_TIMELINE_MARK_BATCHES", _switch, False)
     tuning: str | None = _setting("RINGREDUCE_TUNING", _folder, None)
-    cuda_aware: bool | None = _setting("RINGREDUCE_CUDA_AWARE", _switch_or_auto, None)
+    gpu: str = _setting("RINGREDUCE_GPU", _gpu, "staged")
     conventions: Conventions = _setting("RINGREDUCE_CONVENTIONS", Conventions.parse, Conventions.CHAIN_RULE)  # noqa: RUF009
     standalone: bool = _setting("RINGREDUCE_STANDALONE", _switch, False)
     check_weights_every: int | None = _setting("RINGREDUCE_CHECK", _positive_int, None)
@@ -312,7 +322,7 @@ def ignored_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return the names of our variables and of Horovod's that are set and mean nothing here; for people, sorted."""
     known = {
         "HOROVOD_": {*HOROVOD, *_HOROVOD_ALWAYS},
-        "RINGREDUCE_": {each.metadata["variable"] for each in _settings()} | _ELSEWHERE,
+        "RINGREDUCE_": {each.metadata["variable"] for each in _settings()} | {*_FORMER} | _ELSEWHERE,
     }
     return sorted(
         _guess(name, prefix, meant)
@@ -320,6 +330,11 @@ def ignored_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
         for name, text in environ.items()
         if name.startswith(prefix) and text and name not in meant
     )
+
+
+def former_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return, for people, which of our variables are set under a name that they had before."""
+    return [f"{name} (now {ours})" for name, (ours, _) in _FORMER.items() if environ.get(name)]
 
 
 def _guess(name: str, prefix: str, known: Iterable[str]) -> str:
@@ -407,9 +422,10 @@ def gpu_switches(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def _read(environ: Mapping[str, str], name: str, parse: Callable[[str], _T], default: _T) -> _T:
-    """Read a variable of ours or, where that is not set, those of Horovod's of the same meaning."""
+    """Read a variable of ours or, where that is not set, its former names and Horovod's of the same meaning."""
     said = {name: environ.get(name, "")}
-    said |= {theirs: convert(environ.get(theirs, "")) for theirs, (ours, convert) in HOROVOD.items() if ours == name}
+    others = (*_FORMER.items(), *HOROVOD.items())
+    said |= {theirs: convert(environ.get(theirs, "")) for theirs, (ours, convert) in others if ours == name}
     source = next((each for each, text in said.items() if text), None)
     if source is None:
         return default

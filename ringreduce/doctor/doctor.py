@@ -17,79 +17,26 @@ from pathlib import Path
 
 import ringreduce
 from ringreduce.bench.cases import plural
-from ringreduce.buffers.device_driver import Driver
-from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.config import VERSION, launched_rank
 from ringreduce.common.errors import MismatchError, RingReduceError
 from ringreduce.doctor.facts import Facts, World, collect, stranger
 from ringreduce.doctor.findings import LEVELS, Finding, by_rank, examine
-from ringreduce.gpu.cupy_driver import cuda_driver
-from ringreduce.gpu.ipc import join_devices
 from ringreduce.runtime.worlds import tuning_key
 from ringreduce.training.objects import gather
-from ringreduce.transport.memory import MemoryWorld
-from ringreduce.transport.messages import Messages
-from ringreduce.transport.shared.node import Node, host_name, join
-from ringreduce.transport.shared.segments import MemfdSegments
-from ringreduce.transport.waiting import Waiter
 
-__all__ = ["look", "probe_ipc", "to_json", "to_text"]
+__all__ = ["look", "to_json", "to_text"]
 
 
-def look(*, probe: bool) -> tuple[Mapping[str, Sequence[Finding]], list[Facts]] | None:
+def look() -> tuple[Mapping[str, Sequence[Finding]], list[Facts]] | None:
     """Collect what the ranks see, and return the findings and the facts that they were made of. Collective.
 
     None: another rank speaks for all.
-
-    Args:
-        probe: whether to try if the ranks can open each other's GPU memory.
     """
     foreign = stranger(os.environ)
     world = World(nodes=((launched_rank(),),)) if foreign else _start_world()
     mine = collect(world, ringreduce.rank() if ringreduce.is_initialized() else launched_rank(), foreign)
     ranks = gather(ringreduce.world(), mine) if ringreduce.is_initialized() else [mine]
-    found = examine(ranks)
-    if probe and ringreduce.is_initialized():
-        found["GPU"].append(_probe(ringreduce.world(), len(mine.gpu.devices)))
-    return None if mine.rank or launched_rank() else (found, ranks)
-
-
-def probe_ipc(messages: Messages, node: Node, waiter: Waiter, find_driver: Callable[[], Driver]) -> Finding:
-    """Try whether each rank can open the GPU memory of its neighbours. Collective.
-
-    Args:
-        messages: the ranks.
-        node: this one's.
-        waiter: how it waits.
-        find_driver: gives this rank's GPU, or raises `RingReduceError` saying why there is none.
-    """
-    with _heard() as said:
-        devices = join_devices(messages, node, find_driver)
-    if devices is None:
-        reason = said[0].split(": ", 1)[-1] if said else "no rank has a GPU to try it with"
-        remedy = "Arrays on GPUs go through host memory: start containers with --ipc=host and --pid=host."
-        return Finding("CUDA IPC", reason, "warning" if said else "ok", remedy if said else "")
-    gpus = plural(len(devices.launching), "GPU")
-    devices.close(waiter)
-    return Finding("CUDA IPC", f"works between the ranks of a machine, on {gpus} here")
-
-
-def _probe(world: Communicator, gpus: int) -> Finding:
-    """Set up what `probe_ipc` needs, apart from what the world uses. Collective."""
-    waiter = Waiter(world.config.timeout_s)
-    if world.size == 1:
-        messages: Messages = MemoryWorld(1).messages(0)
-    else:
-        from ringreduce.transport import mpi
-
-        messages = mpi.MpiMessages(mpi.world(), waiter)
-    node = join(messages, waiter, world.config, host_name(), MemfdSegments, warn=False)
-    local = world.hosts.local_rank(world.rank)
-    finding = probe_ipc(messages, node, waiter, lambda: cuda_driver(local % gpus if gpus else None))
-    messages.exchange(b"")  # nobody closes the board while others still look at it
-    node.arena.close()
-    messages.close()
-    return finding
+    return None if mine.rank or launched_rank() else (examine(ranks), ranks)
 
 
 def _start_world() -> World:

@@ -220,7 +220,7 @@ def mpi_facts(environ: Mapping[str, str]) -> Mpi:
         threads=levels[MPI.Query_thread()],
         size=MPI.COMM_WORLD.size,
         ulfm=_has_ulfm(),
-        cuda=awareness.aware,
+        cuda=bool(awareness.aware),
         cuda_reason=awareness.reason,
     )
 

@@ -374,9 +374,9 @@ def _cuda_aware(facts: Facts) -> Finding | None:
     if not facts.mpi or not facts.mpi.cuda_reason:
         return None
     if facts.mpi.cuda:
-        return Finding("CUDA-aware MPI", f"yes: {facts.mpi.cuda_reason}")
-    staged = "; GPU memory goes between machines through pinned host memory" if facts.gpu.devices else ""
-    return Finding("CUDA-aware MPI", f"no: {facts.mpi.cuda_reason}{staged}")
+        use = "; RINGREDUCE_GPU=mpi uses it" if facts.gpu.devices else ""
+        return Finding("CUDA-aware MPI", f"yes: {facts.mpi.cuda_reason}{use}")
+    return Finding("CUDA-aware MPI", f"no: {facts.mpi.cuda_reason}")
 
 
 def _cuda(version: int) -> str:

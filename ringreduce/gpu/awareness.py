@@ -1,7 +1,7 @@
 """Can the MPI library take addresses of GPU memory? It is asked, never tried: one that cannot ends in a segfault.
 
 No question is answered by all libraries. In this order: the kinds of memory that MPI 4.1 lets a communicator name, the
-extensions of Open MPI and MPICH, the switches of MVAPICH and Cray MPICH. A library that says nothing cannot.
+extensions of Open MPI and MPICH, the switches of MVAPICH and Cray MPICH.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _SWITCHES = (("MVAPICH", "MV2_USE_CUDA"), ("CRAY", "MPICH_GPU_SUPPORT_ENABLED"))
 
 @dataclass(frozen=True, slots=True)
 class CudaAwareness:
-    """Whether MPI calls take addresses of GPU memory, and what that was concluded from."""
+    """Whether MPI calls take addresses of GPU memory (None: the library does not say), and how that is known."""
 
-    aware: bool
+    aware: bool | None
     reason: str
 
 
@@ -71,7 +71,7 @@ def conclude(
     if variable is not None:
         aware = environ.get(variable) == "1"
         return CudaAwareness(aware, f"{variable} is {'1' if aware else 'not 1'}")
-    return CudaAwareness(False, "the library does not say that it is")
+    return CudaAwareness(None, "the library does not say that it is")
 
 
 def _ask_open_mpi(function: Callable[..., Any]) -> bool:

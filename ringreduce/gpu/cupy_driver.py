@@ -1,32 +1,38 @@
-"""The GPU through CuPy: its runtime and its compiler."""
+"""The GPU through CuPy: its runtime, and sums by its own kernels."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
+from ringreduce.buffers import DType
 from ringreduce.buffers.device_arrays import INSTALL
-from ringreduce.buffers.device_driver import Device, Driver, Event, Kernel, Stream
+from ringreduce.buffers.device_driver import Arithmetic, Device, Driver, Event, Stream
 from ringreduce.common.errors import TransportError, UnsupportedBufferError
+from ringreduce.common.reduce_ops import ReduceOp
 
-__all__ = ["CupyDriver", "cuda_driver"]
+__all__ = ["CupyDriver", "cuda_driver", "on_stream", "reduced"]
 
 # Values of the CUDA runtime's headers, some of which CuPy does not name in all its versions.
 _SUCCESS, _NO_MEMORY, _NOT_READY = 0, 2, 600
 _COPY_BY_ADDRESS = 4  # cudaMemcpyDefault: the addresses say which memory is meant
-_REGISTERED = 1 | 2  # pinned for all contexts of the process; and mapped, as kernels write error words there
+_REGISTERED = 1  # pinned for all contexts of the process
 _NON_BLOCKING = 1  # a stream that does not wait for the legacy default stream
 _HIGHEST_PRIORITY = -100  # lower numbers go first, and what is out of range counts as the highest there is
-_EVENT_WITHOUT_TIMING, _EVENT_SHARED = 2, 4
+_EVENT_WITHOUT_TIMING = 2
 _UUID_NBYTES = 16
 
-#: Smaller allocations may share one block of memory with others', all of which an exported handle would open: they
-#: could be opened but once per process, and peers would see more than they should.
-_EXPORTED_NBYTES = 2 << 20
+#: The functions of NumPy and CuPy that combine two arrays.
+_FOLDS = {
+    ReduceOp.SUM: "add",
+    ReduceOp.AVERAGE: "add",
+    ReduceOp.PRODUCT: "multiply",
+    ReduceOp.MIN: "minimum",
+    ReduceOp.MAX: "maximum",
+}
 
 
 def cuda_driver(number: int | None = None) -> Driver:
@@ -72,7 +78,6 @@ class CupyDriver:
         self._cupy = cupy
         self._runtime = cupy.cuda.runtime
         self._number = number
-        self._kernels: dict[tuple[str, str], Kernel] = {}
         self._device = self._describe()
 
     def _describe(self) -> Device:
@@ -88,7 +93,6 @@ class CupyDriver:
             uuid=f"{bytes(looks['uuid'])[:_UUID_NBYTES].hex()}@{address}",
             name=looks["name"].decode(),
             capability=10 * looks["major"] + looks["minor"],
-            multiprocessors=looks["multiProcessorCount"],
             nbytes=looks["totalGlobalMem"],
         )
 
@@ -99,9 +103,8 @@ class CupyDriver:
     # ---- memory ----
 
     def allocate(self, nbytes: int) -> int:
-        rounded = max(1, -(-nbytes // _EXPORTED_NBYTES)) * _EXPORTED_NBYTES
         try:
-            return int(self._ask(self._runtime.malloc, rounded))
+            return int(self._ask(self._runtime.malloc, max(1, nbytes)))
         except TransportError as error:
             if getattr(error.__cause__, "status", None) != _NO_MEMORY:
                 raise
@@ -110,15 +113,6 @@ class CupyDriver:
     def free(self, address: int) -> None:
         self.synchronize_device()  # which `cudaFree` may do or not
         self._ask(self._runtime.free, address)
-
-    def export(self, address: int) -> bytes:
-        return bytes(self._ask(self._runtime.ipcGetMemHandle, address))
-
-    def open(self, handle: bytes) -> int:
-        return int(self._ask(self._runtime.ipcOpenMemHandle, handle))
-
-    def close(self, address: int) -> None:
-        self._ask(self._runtime.ipcCloseMemHandle, address)
 
     def register(self, address: int, nbytes: int) -> None:
         self._ask(self._runtime.hostRegister, address, nbytes, _REGISTERED)
@@ -134,15 +128,8 @@ class CupyDriver:
     def free_stream(self, stream: Stream) -> None:
         self._ask(self._runtime.streamDestroy, stream)
 
-    def make_event(self, *, shared: bool = False) -> Event:
-        flags = _EVENT_WITHOUT_TIMING | (_EVENT_SHARED if shared else 0)
-        return int(self._ask(self._runtime.eventCreateWithFlags, flags))
-
-    def export_event(self, event: Event) -> bytes:
-        return bytes(self._ask(self._runtime.ipcGetEventHandle, event))
-
-    def open_event(self, handle: bytes) -> Event:
-        return int(self._ask(self._runtime.ipcOpenEventHandle, handle))
+    def make_event(self) -> Event:
+        return int(self._ask(self._runtime.eventCreateWithFlags, _EVENT_WITHOUT_TIMING))
 
     def free_event(self, event: Event) -> None:
         self._ask(self._runtime.eventDestroy, event)
@@ -177,35 +164,20 @@ class CupyDriver:
         if nbytes:
             self._ask(self._runtime.memcpyAsync, target, source, nbytes, _COPY_BY_ADDRESS, stream)
 
-    def kernel(self, family: str, name: str) -> Kernel:
-        found = self._kernels.get((family, name))
-        if found is None:
-            # Of two threads that compile it the second throws its own away: a module is unloaded with its functions,
-            # and the first may be running already.
-            found = self._kernels.setdefault((family, name), _CupyKernel(self, self._compile(family, name)))
-        return found
+    def combine(self, arithmetic: Arithmetic, sources: Sequence[int], target: int, size: int, stream: Stream) -> None:
+        def enqueue() -> None:
+            with on_stream(self._cupy, stream):
+                result = reduced(self._cupy, [self._flat(address, arithmetic) for address in sources], arithmetic, size)
+                self._flat(target, arithmetic)[...] = result
 
-    def _compile(self, family: str, name: str) -> Any:
-        """Return the compiled function."""
-        from ringreduce.gpu import kernels
+        if arithmetic.count:
+            self._ask(enqueue)
 
-        def make() -> Any:
-            try:
-                cuda.nvrtc.getVersion()  # which looks for the library, a package of its own since CuPy 14
-            except Exception as error:
-                raise RuntimeError(f"CuPy lacks NVRTC, which compiles kernels: {INSTALL} ({error})") from error
-            # Not by RawModule, which adds `-ftz=true` behind these options and so flushes small floats to zero
-            # (https://github.com/cupy/cupy/issues/9576).
-            binary, names = cuda.compiler.compile_using_nvrtc(
-                kernels.source(family), kernels.OPTIONS, None, f"{family}.cu", (expression,)
-            )
-            module = cuda.Module()
-            module.load(binary)
-            return module.get_function(names[expression])
-
-        # One instance at a time: all those of a family would take a minute, and most are never used.
-        cuda, expression = self._cupy.cuda, kernels.expression(family, name)
-        return self._ask(make)
+    def _flat(self, address: int, arithmetic: Arithmetic) -> Any:
+        """Return device memory as a flat CuPy array, without a copy."""
+        memory = self._cupy.cuda.UnownedMemory(address, arithmetic.nbytes, None, device_id=self._number)
+        pointer = self._cupy.cuda.MemoryPointer(memory, 0)
+        return self._cupy.ndarray((arithmetic.count,), arithmetic.dtype.storage, memptr=pointer)
 
     def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call the runtime with this GPU as the current one, and translate its errors."""
@@ -235,17 +207,55 @@ class CupyDriver:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stream:
-    """A stream in the form in which CuPy's launches take it."""
+class _Foreign:
+    """A stream by the protocol in which libraries hand each other theirs."""
 
-    ptr: int
+    stream: Stream
+
+    def __cuda_stream__(self) -> tuple[int, Stream]:
+        return 0, self.stream  # the protocol's version
 
 
-class _CupyKernel:
-    def __init__(self, driver: CupyDriver, function: Any) -> None:
-        self._driver = driver
-        self._function = function
+def on_stream(cupy: Any, stream: Stream) -> AbstractContextManager[object]:
+    """Make a stream CuPy's current one inside a ``with``."""
+    # Since CuPy 14, which warns of the other one.
+    convert = getattr(cupy.cuda.Stream, "from_external", None)
+    taken: AbstractContextManager[object]
+    taken = cupy.cuda.ExternalStream(stream) if convert is None else convert(_Foreign(stream))
+    return taken
 
-    def launch(self, grid: int, block: int, arguments: Sequence[object], stream: Stream) -> None:
-        passed = tuple(np.uint64(each) if isinstance(each, int) else each for each in arguments)
-        self._driver._ask(self._function, (grid,), (block,), passed, 0, _Stream(stream))
+
+def reduced(xp: Any, arrays: Sequence[Any], arithmetic: Arithmetic, size: int) -> Any:
+    """Return the reduction of flat arrays, one after the other; those of bfloat16 hold its bits.
+
+    Args:
+        xp: CuPy, or NumPy.
+        arrays: the terms.
+        arithmetic: what is done.
+        size: what an average is divided by.
+    """
+    dtype, fold = arithmetic.dtype, getattr(xp, _FOLDS[arithmetic.op])
+    total = _widened(xp, arrays[0], dtype, copy=True)
+    for each in arrays[1:]:
+        fold(total, _widened(xp, each, dtype), out=total)
+    if arithmetic.op is ReduceOp.AVERAGE:
+        parts = total.view(total.real.dtype)  # of complex numbers both parts, as NumPy divides them
+        xp.true_divide(parts, parts.dtype.type(size), out=parts)
+    return _narrowed(xp, total, dtype)
+
+
+def _widened(xp: Any, array: Any, dtype: DType, *, copy: bool = False) -> Any:
+    """Return 16-bit floats as float32, and others as they are."""
+    if dtype.name == "bfloat16":
+        return xp.left_shift(array.astype("uint32"), 16).view("float32")
+    return array.astype("float32") if dtype.half else array.copy() if copy else array
+
+
+def _narrowed(xp: Any, total: Any, dtype: DType) -> Any:
+    """Round float32 to a 16-bit float, to nearest even; others are returned as they are."""
+    if dtype.name != "bfloat16":
+        return total.astype(dtype.storage, copy=False)
+    bits = total.view("uint32")
+    upper = xp.right_shift(bits, 16)
+    # Rounding would carry the payload of a NaN into the exponent: a quiet NaN keeps its sign.
+    return xp.where(xp.isnan(total), upper | 0x40, (bits + 0x7FFF + (upper & 1)) >> 16).astype("uint16")

@@ -1,20 +1,20 @@
-"""A rank's GPU as a communicator uses it: found when it is first needed, and shared with the others where it can be."""
+"""A rank's GPU as a communicator uses it: found when it is first needed, and used through what the user asks for."""
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from math import prod
 from typing import Any
 
 from ringreduce.algorithms import Collective
 from ringreduce.buffers import DType, Operand
 from ringreduce.buffers.device_arrays import DeviceOperand, empty_on_device
-from ringreduce.buffers.device_driver import Driver
+from ringreduce.buffers.device_driver import Arithmetic, Driver
 from ringreduce.collectives.context import Context, Signature
 from ringreduce.collectives.path import DETERMINISTIC, NCCL, Choice, Chosen
 from ringreduce.collectives.state import Standing
@@ -27,16 +27,13 @@ from ringreduce.common.errors import (
     UnsupportedBufferError,
 )
 from ringreduce.common.reduce_ops import ReduceOp
-from ringreduce.gpu.aware_path import AwareAllreduce, awareness
+from ringreduce.gpu.aware_path import AwareAllreduce
+from ringreduce.gpu.awareness import CudaAwareness, cuda_awareness
 from ringreduce.gpu.cupy_driver import cuda_driver
-from ringreduce.gpu.ipc import DeviceNode, join_devices
-from ringreduce.gpu.kernels import Arithmetic
 from ringreduce.gpu.nccl import Nccl, cupy_nccl
 from ringreduce.gpu.nccl_path import NcclAllreduce
 from ringreduce.gpu.path import OnDevice
-from ringreduce.gpu.peer_path import DeviceAllreduce
 from ringreduce.gpu.staging import Staging
-from ringreduce.transport.messages import StepFailedError, together
 
 __all__ = ["STAGED", "Gpu"]
 
@@ -45,12 +42,15 @@ _log = logging.getLogger(__name__)
 _THROUGH_HOST = "arrays go through host memory, in segments"
 _WHOLE = "arrays go through host memory, whole"
 
-#: What carries out an allreduce of arrays in device memory where nothing on the GPUs does; not to be asked for by name.
+#: What carries out an allreduce of arrays in device memory unless the user asks for something else.
 STAGED = Choice("staged", Staging, _THROUGH_HOST)
 
-#: What the ranks meet under to find out about each other's device memory.
-_FIRST_USE = Signature.of("the first use of device memory: an allreduce of arrays there, or empty(device=...)")
-_FIRST_NCCL = Signature.of("the first use of NCCL: an allreduce of arrays in device memory with algorithm 'nccl'")
+#: What can be asked for besides, as values of RINGREDUCE_GPU -> in words, and what the ranks meet under to set it up.
+_NAMES = {NCCL: "NCCL", "mpi": "CUDA-aware MPI"}
+_FIRST_USE = {
+    asked: Signature.of(f"the first use of {name}: an allreduce of arrays in device memory")
+    for asked, name in _NAMES.items()
+}
 
 
 class Gpu:
@@ -58,37 +58,26 @@ class Gpu:
 
     Args:
         context: the ranks.
-        standing: hears of what fails while they find out about each other's GPUs.
-        drivers: returns the driver of a GPU by its ordinal, of the current one for None.
-        libraries: returns NCCL on a GPU by its ordinal.
+        standing: hears of what fails while they set up NCCL or CUDA-aware MPI.
 
     Attributes:
-        drivers, libraries: the same.
-        kernels: what reduces device memory without the host's; None where that cannot be, and before `use`.
-        nccl: what does so if NCCL is asked for; None where that cannot be, and before `use` with NCCL.
-        description: how arrays on it are reduced, in words; None before `use`.
+        drivers: returns the driver of a GPU by its ordinal, of the current one for None.
+        libraries: returns NCCL on a GPU by its ordinal.
+        awareness: asks the MPI library whether it takes addresses of GPU memory.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        standing: Standing,
-        drivers: Callable[[int | None], Driver] = cuda_driver,
-        libraries: Callable[[int], Nccl] = cupy_nccl,
-    ) -> None:
+    def __init__(self, context: Context, standing: Standing) -> None:
         self._context = context
         self._standing = standing
-        self.drivers = drivers
-        self.libraries = libraries
+        self.drivers: Callable[[int | None], Driver] = cuda_driver
+        self.libraries: Callable[[int], Nccl] = cupy_nccl
+        self.awareness: Callable[[], CudaAwareness] = partial(_awareness, context)
         self._staging: Staging | None = None
-        self._joined_nccl = False
-        self._devices: DeviceNode | None = None
-        self.kernels: OnDevice | None = None
-        self.nccl: OnDevice | None = None
-        self.description: str | None = None
+        #: What has been asked for -> what does it; the reason in words if nothing can.
+        self._paths: dict[str, OnDevice | str] = {}
 
-    def staging(self, number: int | None = None) -> Staging:
-        """Return what carries arrays between the GPU and this rank's host memory. Local.
+    def require_usable(self, number: int | None) -> None:
+        """Refuse a GPU that this rank cannot use. Local.
 
         Args:
             number: the GPU's ordinal, None for the current one. The first that is asked for is this rank's for good.
@@ -96,6 +85,10 @@ class Gpu:
         Raises:
             UnsupportedBufferError: there is no such GPU, or another one was this rank's before.
         """
+        self._of(number)
+
+    def _of(self, number: int | None) -> Staging:
+        """Return what carries arrays between a GPU and this rank's host memory; see `require_usable`."""
         if self._staging is None:
             self._staging = Staging(self.drivers(number), self._context.arena)
         own = self._staging.driver.device.number
@@ -106,85 +99,22 @@ class Gpu:
             )
         return self._staging
 
-    def require_usable(self, number: int | None) -> None:
-        """Refuse a GPU that this rank cannot use, as `staging` does. Local."""
-        self.staging(number)
+    def empty(self, number: int | None, shape: Sequence[int], dtype: DType) -> Any:
+        """Return an uninitialised CuPy array. Local.
+
+        Raises:
+            UnsupportedBufferError: CuPy is missing, or has no such elements; or as `require_usable` does.
+            MemoryError: the GPU has no more.
+        """
+        driver, nbytes = self._of(number).driver, prod(shape) * dtype.itemsize
+        block = _Allocation(driver, nbytes)
+        return empty_on_device(block.address, max(1, nbytes), shape, dtype, driver.device.number, block)
 
     def lend(
         self, source: DeviceOperand, target: DeviceOperand, *, fetch: bool, store: bool
     ) -> AbstractContextManager[tuple[Operand, Operand]]:
-        """Lend host memory in place of two arrays; see `Staging.lend`."""
-        return self.staging(source.device).lend(source, target, fetch=fetch, store=store)
-
-    def use(self, number: int | None, *, nccl: bool = False) -> None:
-        """Find out what the ranks share of device memory, and of NCCL, if nobody did; collective then.
-
-        Args:
-            number: the GPU's ordinal, None for the current one.
-            nccl: whether it is asked for.
-
-        Raises:
-            UnsupportedBufferError: as `staging` does.
-            MismatchError: not all ranks call this for the first time.
-        """
-        self.staging(number)  # which may be refused, and that is this rank's affair
-        try:
-            if self.description is None:
-                self._join()
-            if nccl and not self._joined_nccl:
-                self._join_nccl()
-        except BaseException as error:
-            self._standing.break_off(error)
-            raise
-
-    def _join(self) -> None:
-        context, description = self._context, "there is one rank"
-        if context.topology.size > 1:
-            context.meet(_FIRST_USE)
-            description = self._find_kernels(self.staging().driver)
-        self.description = description
-        if context.rank == 0:
-            _log.info("allreduce of arrays in device memory: %s", description)
-
-    def _find_kernels(self, driver: Driver) -> str:
-        """Find what reduces device memory without the host's, if anything does; return how it is done, in words."""
-        context = self._context
-        if context.topology.single_node:
-            self._devices = join_devices(context.messages, context.node, lambda: driver)
-            if self._devices is not None:
-                self.kernels = DeviceAllreduce(context, self._devices)
-                return self.kernels.description
-        try:
-            reason = together(context.messages, lambda: awareness(context, gpu_switches()))
-        except StepFailedError as error:
-            return f"{_THROUGH_HOST} (MPI does not take it from the GPU: {error})"
-        if not context.topology.single_node and any(len(node) > 1 for node in context.topology.nodes):
-            # Every rank would send every block to other nodes; through the host, each node sends each block once.
-            why_not = "MPI could take it from the GPU, but several ranks of each node would send the same blocks"
-            return f"{_THROUGH_HOST} ({why_not})"
-        self.kernels = AwareAllreduce(context, driver, reason)
-        return self.kernels.description
-
-    def _join_nccl(self) -> None:
-        context = self._context
-        if context.topology.size > 1:
-            context.meet(_FIRST_NCCL)
-            self.nccl = NcclAllreduce.of(context, self.staging().driver, self.libraries, gpu_switches())
-        self._joined_nccl = True
-
-    def segments(self, source: DeviceOperand) -> list[slice]:
-        """Return the segments in which such an array goes through host memory; see `Staging.segments`."""
-        return self.staging(source.device).segments(source)
-
-    @contextmanager
-    def in_c_order(self, source: DeviceOperand, target: DeviceOperand) -> Iterator[tuple[DeviceOperand, DeviceOperand]]:
-        """Lend operands for `allreduce` in place of arrays of any layout: themselves, or copies."""
-        staging = self.staging(source.device)
-        given, taken = staging.in_c_order(source), target.scratch()
-        if given.may_overlap(taken) and not given.same_memory(taken):
-            given = staging.in_c_order(given, copy=True)
-        yield given, taken
-        staging.store(target, taken)
+        """Give host memory in place of two arrays; see `Staging.lend`."""
+        return self._of(source.device).lend(source, target, fetch=fetch, store=store)
 
     def allreduce(
         self,
@@ -192,138 +122,154 @@ class Gpu:
         target: DeviceOperand,
         op: ReduceOp,
         algorithm: str | None,
-        reducers: Mapping[int, Chosen],
+        reducers: Callable[[Sequence[slice]], Mapping[int, Chosen]],
         running: Callable[[str], AbstractContextManager[None]],
-    ) -> Choice:
-        """Reduce arrays in C order by kernels where the ranks share device memory, else through host memory.
-
-        Kernels add in the order of ranks, so they may take the place of the deterministic algorithm.
+    ) -> Chosen:
+        """Reduce arrays of any layout by what is asked for, else through host memory. Collective.
 
         Args:
             source: what goes in.
-            target: what comes out, the same memory or apart from it.
+            target: what comes out, the same memory or other; of equal shape and dtype.
             op: how.
-            algorithm: what was asked for, None for nothing.
-            reducers: for segments in host memory, by their elements.
+            algorithm: what the caller asked for, None for nothing.
+            reducers: returns, for the segments of the array, what reduces them in host memory, by their elements.
             running: returns the context in which an algorithm runs.
 
         Returns:
             What carried it out.
         """
-        staging = self.staging(source.device)
+        staging = self._of(source.device)
         parts = staging.segments(source)
-        whole = reducers[parts[0].stop - parts[0].start]
+        chosen = reducers(parts)
+        given, taken = staging.in_c_order(source), target.scratch()
+        if given.may_overlap(taken) and not given.same_memory(taken):
+            given = staging.in_c_order(given, copy=True)
+        whole = chosen[parts[0].stop - parts[0].start]
+        choice = self._allreduce(given, taken, op, algorithm, parts, chosen, running)
+        staging.store(target, taken)
+        return whole._replace(choice=choice)
+
+    def _allreduce(
+        self,
+        source: DeviceOperand,
+        target: DeviceOperand,
+        op: ReduceOp,
+        algorithm: str | None,
+        parts: Sequence[slice],
+        chosen: Mapping[int, Chosen],
+        running: Callable[[str], AbstractContextManager[None]],
+    ) -> Choice:
+        """Reduce arrays in C order, and return what did it."""
+        staging, whole = self._of(source.device), chosen[parts[0].stop - parts[0].start]
         if self._context.topology.size == 1:
             with running(whole.choice.algorithm):
                 staging.copy(source, target)
             return whole.choice
-        wanted = self._wanted(algorithm)
-        if self.takes(wanted):
-            self.use(source.device, nccl=wanted == NCCL)
-        kernels = self.find(source.dtype, op, wanted)
 
         def reduce(segment: Operand) -> None:
-            reducers[segment.count].run(segment, segment)
+            chosen[segment.count].run(segment, segment)
 
-        choice = STAGED if kernels is None else kernels.choice
-        reduction = Arithmetic(source.dtype, op, source.count)
+        asked = self._asked(algorithm)
+        self._set_up(asked)
+        path = self._path(asked, source.dtype, op)
+        choice = STAGED if path is None else path.choice
+        arithmetic = Arithmetic(source.dtype, op, source.count)
         with running(choice.algorithm), staging.in_order(source, target) as stream:
             addresses = source.address, target.address
-            if kernels is None or not kernels.run(*addresses, reduction, stream, whole.signature):
+            if path is None or not path.run(*addresses, arithmetic, stream, whole.signature):
                 choice = STAGED
                 staging.allreduce(source, target, parts, reduce)
         return choice
 
-    @staticmethod
-    def takes(wanted: str | None) -> bool:
-        """Return whether arrays may be reduced on the GPUs, or have to go through host memory.
+    # ---- what is asked for ----
 
-        Args:
-            wanted: the algorithm that was asked for by name, None for none: most are those of the CPU.
+    def _wanted(self, algorithm: str | None = None) -> str:
+        """Return the algorithm that is asked for, by a call or for all of them; ``"auto"`` for none."""
+        config = self._context.config
+        return DETERMINISTIC if config.deterministic else algorithm or config.algorithm or "auto"
+
+    def _asked(self, algorithm: str | None = None) -> str:
+        """Return what allreduces are to be carried out by: ``"staged"``, ``"nccl"`` or ``"mpi"``."""
+        wanted = self._wanted(algorithm)
+        if wanted == NCCL:
+            return NCCL
+        return self._context.config.gpu if wanted == "auto" else STAGED.algorithm
+
+    def _set_up(self, asked: str) -> None:
+        """Set up what is asked for, unless that was done; collective then.
+
+        Raises:
+            MismatchError: not all ranks call this for the first time.
         """
-        return wanted in (None, "auto", DETERMINISTIC, NCCL)
+        if asked == STAGED.algorithm or asked in self._paths:
+            return
+        context, driver = self._context, self._of(None).driver
+        try:
+            context.meet(_FIRST_USE[asked])
+            made: OnDevice | str
+            if asked == NCCL:
+                made = NcclAllreduce.of(context, driver, self.libraries, gpu_switches())
+            else:
+                made = AwareAllreduce.of(context, driver, self.awareness)
+        except BaseException as error:
+            self._standing.break_off(error)
+            raise
+        self._paths[asked] = made
+        if context.rank:
+            return
+        if isinstance(made, str):
+            _log.warning("%s is not used, though asked for: %s", _NAMES[asked], made)
+        else:
+            _log.info("allreduce of arrays in device memory: %s", made.description)
+            _warn_of_no_report(_NAMES[asked])
 
-    def find(self, dtype: DType, op: ReduceOp, wanted: str | None) -> OnDevice | None:
-        """Return what reduces such elements without host memory; None if nothing does. Local; the same on all ranks.
-
-        After `use`, with NCCL where that is wanted.
-
-        Args:
-            dtype: of the elements.
-            op: how they are reduced.
-            wanted: as for `takes`.
-        """
-        if not self.takes(wanted):
-            return None
-        paths = (self.nccl if wanted == NCCL else None, self.kernels)
-        return next((path for path in paths if path is not None and path.supports(dtype, op)), None)
+    def _path(self, asked: str, dtype: DType, op: ReduceOp) -> OnDevice | None:
+        """Return what reduces such elements on the GPUs; None if nothing does. Local; the same on all ranks."""
+        path = self._paths.get(asked)
+        return path if isinstance(path, OnDevice) and path.supports(dtype, op) else None
 
     def choice(self, dtype: DType, op: ReduceOp, algorithm: str | None) -> Choice:
         """Return what carries out an allreduce, where there are several ranks; see `Communicator.path_on_device`."""
         wanted = self._wanted(algorithm)
-        if wanted is not None and not self.takes(wanted):
-            return replace(STAGED, algorithm=wanted)
-        path = self.find(dtype, op, wanted)
-        return STAGED if path is None else path.choice
-
-    def _wanted(self, algorithm: str | None = None) -> str | None:
-        """Return the name of what is asked for, of a call or of all."""
-        config = self._context.config
-        return DETERMINISTIC if config.deterministic else algorithm or config.algorithm
+        path = self._path(self._asked(algorithm), dtype, op)
+        if path is not None:
+            return path.choice
+        return STAGED if wanted in ("auto", DETERMINISTIC, NCCL) else replace(STAGED, algorithm=wanted)
 
     def explain(self, collective: Collective) -> str:
         """Say how arrays are reduced, why, and what else could be asked for. Local."""
         if collective is not Collective.ALLREDUCE:
             return _WHOLE
-        wanted = self._wanted()
-        if self._context.topology.size > 1 and not self.takes(wanted):
-            also = "" if self.kernels is None else f"; also possible: {self.description}"
-            return f"{_THROUGH_HOST}, as {wanted} is asked for by name{also}"
-        if self.description is None:
-            return (
-                "not known before the first use, which is an allreduce of arrays there or empty(device='cuda') on all "
-                "ranks: kernels on the GPUs if the ranks reach each other's memory, else CUDA-aware MPI, else through "
-                "host memory"
-            )
         if self._context.topology.size == 1:
-            return self.description
-        if wanted == NCCL and self.nccl is not None:
-            return f"{self.nccl.description}, asked for by name; also possible: {self.description}"
-        others = [] if self.kernels is None else [_THROUGH_HOST + ", by the name of an algorithm"]
-        if not self._joined_nccl:
-            others.append("NCCL, if it is there, by the name nccl")
-        elif self.nccl is not None:
-            others.append("NCCL, by its name")
-        return f"{self.description}; also possible: {'; '.join(others) or 'nothing else'}"
+            return "there is one rank"
+        wanted, asked = self._wanted(), self._asked()
+        path = self._paths.get(asked)
+        if isinstance(path, OnDevice):
+            return f"{path.description}, as asked for; what it lacks goes through host memory"
+        if isinstance(path, str):
+            return f"{_THROUGH_HOST}, as {_NAMES[asked]} cannot be used: {path}"
+        if asked in _NAMES:
+            return f"{_NAMES[asked]} is asked for; whether the ranks can use it is known after the first allreduce"
+        why = f", as {wanted} is asked for by name" if wanted != "auto" else ""
+        return f"{_THROUGH_HOST}{why}; also possible, where RINGREDUCE_GPU asks for it: nccl, mpi"
 
     def remark(self, collective: Collective) -> str:
         """Return a line to add to what is said of arrays in host memory; nothing where device memory was not used."""
-        if collective is not Collective.ALLREDUCE or self.description is None:
-            return ""
-        return f"\nin device memory: {self.description if self.takes(self._wanted()) else _THROUGH_HOST}"
+        used = collective is Collective.ALLREDUCE and self._staging is not None
+        return f"\nin device memory: {self.explain(collective)}" if used else ""
 
-    def empty(self, shape: Sequence[int], dtype: DType) -> Any:
-        """Return an uninitialised CuPy array, in memory that the ranks share where they can; after `use`. Local.
-
-        Raises:
-            UnsupportedBufferError: CuPy is missing, or has no such elements.
-            MemoryError: the GPU has no more.
-        """
-        assert self.description is not None
-        driver, nbytes = self.staging().driver, prod(shape) * dtype.itemsize
-        block = _Allocation(driver, nbytes) if self._devices is None else self._devices.arena.allocate(nbytes)
-        return empty_on_device(block.address, max(1, nbytes), shape, dtype, driver.device.number, block)
+    # ---- the end ----
 
     def close(self) -> None:
         """Give everything back. On all ranks, in any order, after which they call nothing here.
 
-        What the GPU was given is waited for, but not for ever: it may wait for a rank that is lost, and events of a
-        process that has ended never come.
+        What the GPU was given is waited for, but not for ever: it may wait for a rank that is gone.
 
         Raises:
             TransportError: the GPU has failed.
         """
-        used = [part for part in (self._staging, self.nccl, self.kernels) if part is not None]
+        staging = [] if self._staging is None else [self._staging]
+        used = [*staging, *self._on_device()]
         try:
             self._context.waiter.until(lambda: all(part.idle() for part in used), lambda: "the GPU to end its work")
         except (CollectiveTimeoutError, PeerLostError) as error:
@@ -333,29 +279,48 @@ class Gpu:
         except TransportError:
             self.abandon()
             raise
-        parts = [part.close for part in used]
-        if self._devices is not None:
-            parts.append(partial(self._devices.close, self._context.waiter))
-        self._staging, self.kernels, self.nccl, self._devices = None, None, None, None
-        close_all(*parts)
+        self._staging, self._paths = None, {}
+        close_all(*(part.close for part in used))
 
     def abandon(self) -> None:
         """Give up after a failure. Local: waits neither for the other ranks nor for the GPU, which may wait for them.
 
-        Memory of the GPU that peers may have open stays until the process ends; so does host memory that it may use.
+        Host memory that the GPU may use stays until the process ends.
         """
-        parts = [part for part in (self.nccl, self.kernels, self._staging) if part is not None]
-        self._staging, self.kernels, self.nccl, self._devices = None, None, None, None
+        parts = [*self._on_device(), *([] if self._staging is None else [self._staging])]
+        self._staging, self._paths = None, {}
         for part in parts:
             try:
                 part.abandon()
             except Exception as error:  # of the device, which follows from the failure
                 _log.debug("in giving up the GPU: %s", error)
 
+    def _on_device(self) -> list[OnDevice]:
+        return [path for path in self._paths.values() if isinstance(path, OnDevice)]
+
 
 class _Allocation:
-    """Device memory that nobody else reaches, for as long as this object lives."""
+    """Device memory, for as long as this object lives."""
 
     def __init__(self, driver: Driver, nbytes: int) -> None:
         self.address = driver.allocate(nbytes)
         weakref.finalize(self, driver.free, self.address).atexit = False
+
+
+def _awareness(context: Context) -> CudaAwareness:
+    """Ask the MPI library of this rank, if that is what the ranks talk over."""
+    if context.messages.name != "mpi":
+        return CudaAwareness(False, "the ranks do not talk over MPI")
+    try:
+        return cuda_awareness(gpu_switches())
+    except (OSError, RuntimeError) as error:
+        return CudaAwareness(False, f"the library cannot be asked: {error}")
+
+
+@cache  # once in a process, however many process sets use it
+def _warn_of_no_report(name: str) -> None:
+    _log.warning(
+        "%s reduces arrays on GPUs, as asked for; no report of scripts/gpu_check that passed has been committed for it: "
+        "check the results (RINGREDUCE_GPU=staged does without it)",
+        name,
+    )

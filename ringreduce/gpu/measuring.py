@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
-from ringreduce.buffers.device_driver import Driver, Stream
+from ringreduce.buffers.device_driver import Driver
 from ringreduce.gpu.cupy_driver import cuda_driver
 
 __all__ = ["CupyTools", "cupy_tools"]
@@ -30,16 +28,6 @@ def cupy_tools(local_rank: int = 0) -> CupyTools:
     return CupyTools(cuda_driver(number))
 
 
-@dataclass(frozen=True, slots=True)
-class _Foreign:
-    """A stream by the protocol in which libraries hand each other theirs."""
-
-    stream: Stream
-
-    def __cuda_stream__(self) -> tuple[int, Stream]:
-        return 0, self.stream  # the protocol's version
-
-
 class CupyTools:
     """Plain arrays and a stopwatch on one GPU, which is the current one; all on CuPy's current stream.
 
@@ -57,15 +45,6 @@ class CupyTools:
     def empty(self, nbytes: int) -> Any:
         """Return an uninitialised uint8 array that no peer can reach."""
         return self._cupy.empty(nbytes, "uint8")
-
-    def on(self, stream: Stream, *_: object) -> AbstractContextManager[object]:
-        """Make a stream the current one inside a ``with``."""
-        cuda = self._cupy.cuda
-        # Since CuPy 14, which warns of the other one.
-        convert = getattr(cuda.Stream, "from_external", None)
-        lent: AbstractContextManager[object]
-        lent = cuda.ExternalStream(stream) if convert is None else convert(_Foreign(stream))
-        return lent
 
     def ready(self) -> None:
         """Return when the current stream has nothing left to do."""

@@ -1,4 +1,4 @@
-"""The allreduce of device memory by NCCL, where it is asked for by name.
+"""The allreduce of device memory by NCCL.
 
 The ranks meet on the host first, as a collective that not all of them call would never end on the GPU. The rest is
 enqueued on the caller's stream. What NCCL cannot know about a peer that is lost, the meeting of the next call finds
@@ -10,22 +10,18 @@ The order of summation is NCCL's: all ranks get the same bits, which depend on t
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 
 from ringreduce.buffers import DType
-from ringreduce.buffers.device_driver import Driver, Stream
+from ringreduce.buffers.device_driver import Arithmetic, Driver, Stream
 from ringreduce.collectives.context import Context, Signature
 from ringreduce.collectives.path import NCCL
 from ringreduce.common.errors import MismatchError, RingReduceError, TransportError
 from ringreduce.common.reduce_ops import ReduceOp
-from ringreduce.gpu.kernels import Arithmetic
 from ringreduce.gpu.nccl import Nccl, NcclRanks, code_of_dtype, code_of_op, join_nccl, version_text
 from ringreduce.gpu.path import OnDevice
 
 __all__ = ["NcclAllreduce"]
-
-_log = logging.getLogger(__name__)
 
 
 class NcclAllreduce(OnDevice):
@@ -33,7 +29,6 @@ class NcclAllreduce(OnDevice):
 
     transport = NCCL
     algorithm = NCCL
-    reason = "asked for by name"
 
     def __init__(self, context: Context, driver: Driver, nccl: Nccl, ranks: NcclRanks) -> None:
         super().__init__(context, driver)
@@ -44,8 +39,8 @@ class NcclAllreduce(OnDevice):
     @classmethod
     def of(
         cls, context: Context, driver: Driver, find: Callable[[int], Nccl], switches: Mapping[str, str]
-    ) -> NcclAllreduce | None:
-        """Return one if all ranks can have one; None on all ranks otherwise, with one line in the log. Collective.
+    ) -> NcclAllreduce | str:
+        """Return one if all ranks can have one; on all ranks the reason in words otherwise. Collective.
 
         Args:
             context: the ranks.
@@ -55,22 +50,17 @@ class NcclAllreduce(OnDevice):
         """
         joined = join_nccl(context.messages, context.waiter, driver, find, switches)
         if isinstance(joined, str):
-            if context.rank == 0:
-                _log.warning("NCCL is not used, though asked for: %s", joined)
-            return None
+            return joined
         try:
-            made = cls(context, driver, *joined)
+            return cls(context, driver, *joined)
         except TransportError:
             joined[1].abort()  # or Python would destroy it, which waits for all ranks
             raise
-        if context.rank == 0:
-            _log.info("allreduce of arrays in device memory: %s where it is asked for by name", made.description)
-        return made
 
     def supports(self, dtype: DType, op: ReduceOp) -> bool:
         return code_of_dtype(dtype, self._version) is not None and code_of_op(op, dtype, self._version) is not None
 
-    def run(self, source: int, target: int, reduction: Arithmetic, stream: Stream, signature: Signature) -> bool:
+    def run(self, source: int, target: int, arithmetic: Arithmetic, stream: Stream, signature: Signature) -> bool:
         """Reduce; see `OnDevice.run`.
 
         Returns:
@@ -81,17 +71,17 @@ class NcclAllreduce(OnDevice):
                 were both made before can be confused, and then NCCL waits, or mixes them up.
             TransportError: NCCL failed, in this call or an earlier one.
         """
-        dtype = code_of_dtype(reduction.dtype, self._version)
-        op = code_of_op(reduction.op, reduction.dtype, self._version)
+        dtype = code_of_dtype(arithmetic.dtype, self._version)
+        op = code_of_op(arithmetic.op, arithmetic.dtype, self._version)
         assert dtype is not None and op is not None, "see `supports`"
         try:
             ranks = self._working()
             self._context.meet(signature)
-            if reduction.count == 0:
+            if arithmetic.count == 0:
                 return True
             # NCCL's calls have one order on all ranks, whatever streams they are on.
             self._driver.wait(stream, self._done)
-            ranks.allreduce(source, target, reduction.count, dtype, op, stream)
+            ranks.allreduce(source, target, arithmetic.count, dtype, op, stream)
             self._driver.record(self._done, stream)
         except MismatchError:
             raise  # nothing was enqueued, and all ranks know

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from ringreduce.buffers import DType, Operand, address_of
 from ringreduce.buffers.device_arrays import DeviceOperand
 from ringreduce.buffers.device_driver import Driver, Stream
-from ringreduce.common.cleanup import close_all, keep_mapped
+from ringreduce.common.cleanup import close_all
 from ringreduce.common.errors import TransportError
 from ringreduce.common.partition import pieces
 from ringreduce.transport.shared.arena import Arena
@@ -42,6 +42,11 @@ _KEPT_NBYTES = 64 << 20
 #: Up to this size there are two pieces of pinned memory that calls take in turn, so that a call need not wait for the
 #: last one's copy up: of the many arrays of a model, most are smaller.
 _ALTERNATING_NBYTES = 4 << 20
+
+#: Pinned memory that a copy may still use: nobody waits for a device after a failure. If it were unmapped, the device
+#: would go on to write into pages that the system has given to others, and addresses that are mapped again would count
+#: as pinned. It stays until the process ends.
+_kept_mapped: list[object] = []
 
 
 class Staging:
@@ -195,7 +200,7 @@ class Staging:
     def abandon(self) -> None:
         """Leave everything as it is until the process ends. Even to unpin memory may wait for the device."""
         for block in self._blocks():
-            keep_mapped(block)
+            _kept_mapped.append(block)
 
     def _blocks(self) -> list[_HostBlock]:
         """Return all host memory, of which this knows no longer."""
@@ -282,7 +287,7 @@ class _HostBlock:
             if self._pinned:
                 self._driver.unregister(self._address)
         except TransportError:
-            keep_mapped(self._block)
+            _kept_mapped.append(self._block)
             raise
         for event in (self.arrived, self.sent):
             self._driver.free_event(event)

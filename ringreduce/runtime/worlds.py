@@ -20,7 +20,7 @@ from ringreduce.collectives import NCCL, VENDOR, close_all
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.collectives.tuning import Key, Table
 from ringreduce.common.call_sites import GivenUp, refusal
-from ringreduce.common.config import VERSION, Config, ignored_variables, several_processes
+from ringreduce.common.config import VERSION, Config, former_variables, ignored_variables, several_processes
 from ringreduce.common.errors import (
     CollectiveError,
     CollectiveTimeoutError,
@@ -453,6 +453,9 @@ def _check_settings(messages: Messages, settings: Config) -> None:
     ignored = ignored_variables()
     if ignored and messages.rank == 0:
         _log.warning("these variables have no meaning here: %s", ", ".join(ignored))
+    former = former_variables()
+    if former and messages.rank == 0:
+        _log.warning("the next version will not know these variables: %s", ", ".join(former))
 
 
 def _as_set(process_set: ProcessSet | Sequence[int] | Any) -> ProcessSet:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from gpu_doubles.driver import HostDriver
-from gpu_doubles.kernels import View, reduced
+from gpu_doubles.driver import HostDriver, reduced
 from ringreduce.buffers import DTYPES, DType
 from ringreduce.buffers.device_driver import Stream
 from ringreduce.common.errors import TransportError
@@ -101,22 +100,21 @@ class _HostRanks:
         self._ncalls += 1
         row, kind = _BY_CODE[dtype], _OPS[op]
 
-        def run(view: View, arguments: Sequence[object]) -> Iterator[None]:
+        def run() -> Iterator[None]:
             with self._group.lock:
                 call = self._group.calls.setdefault(number, _Call())
                 call.said.append((count, dtype, op))
                 assert len(set(call.said)) == 1, f"call {number} differs between ranks: {call.said}"
-                call.sources[self._rank] = view(source, count * row.itemsize).copy()
+                call.sources[self._rank] = self._nccl.driver.view(source, count * row.itemsize).copy()
             while len(call.sources) < self._size:
                 if self._aborted:
                     return
                 yield
             arrays = [call.sources[rank].view(row.storage) for rank in range(self._size)]
-            with np.errstate(all="ignore"):
-                result = reduced(arrays, row, kind, self._size)
-            view(target, count * row.itemsize)[:] = result.view(np.uint8)
+            result = reduced(arrays, row, kind, self._size).view(np.uint8)
+            self._nccl.driver.view(target, count * row.itemsize)[:] = result
 
-        self._nccl.driver.launch(f"nccl {row.name} {kind.value} {count}", run, (), stream)
+        self._nccl.driver.launch(f"nccl {row.name} {kind.value} {count}", run, stream)
 
     def error(self) -> str | None:
         return self._nccl.problem

@@ -20,7 +20,6 @@ def run_gpu_ranks(
     function: Callable[[Communicator, HostDriver], T],
     *,
     gpu: Callable[[int], int] = lambda rank: 0,
-    exports: bool = True,
     seed: int = 0,
     nbytes: int = 1 << 30,
     **options: Any,
@@ -33,7 +32,6 @@ def run_gpu_ranks(
     Args:
         size, function: as for `run_ranks`.
         gpu: rank -> its GPU.
-        exports: whether the GPUs let other ranks open their memory.
         seed, nbytes: of the `HostMachine`.
         options: as for `run_ranks`.
     """
@@ -41,8 +39,6 @@ def run_gpu_ranks(
     drivers = [machine.driver(gpu(rank)) for rank in range(size)]
     for driver in drivers:
         driver.make_stream()
-        if not exports:
-            driver.fail("export")
 
     def run(communicator: Communicator) -> T:
         driver = drivers[communicator.rank]

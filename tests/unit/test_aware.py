@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
-from gpu_doubles.driver import HostArray, HostDriver, HostMachine
+from gpu_doubles.driver import HostArray, HostDriver
 from gpu_doubles.ranks import run_gpu_ranks
 
 import ringreduce as rr
@@ -17,17 +17,16 @@ from ringreduce.buffers import DTYPES
 from ringreduce.common.config import Config
 from ringreduce.common.errors import MismatchError, TransportError
 from ringreduce.common.reduce_ops import ReduceOp
-from ringreduce.gpu import aware_path
+from ringreduce.gpu import aware_path, devices
+from ringreduce.gpu.awareness import CudaAwareness
 from ringreduce.testing import (
     FailingMessages,
     assert_close,
     assert_equal,
     caught,
     expected,
-    run_ranks,
     sample,
 )
-from ringreduce.transport.messages import Messages
 
 WORLDS = pytest.mark.parametrize(("size", "node_size"), [(2, 1), (3, 1), (4, 1), (3, None), (4, None)])
 
@@ -36,15 +35,19 @@ def on_gpus(
     size: int,
     function: Callable[[rr.Communicator, HostDriver], object],
     *,
-    node_size: int | None = 1,
     seed: int = 0,
-    cuda_aware: bool | None = True,
-    wrap: Callable[[Messages], Messages] = lambda messages: messages,
+    found: CudaAwareness | None = CudaAwareness(True, "it says so"),
+    **options: Any,
 ) -> list[object]:
-    """Run ``function(communicator, driver)`` on ranks whose GPUs export nothing, over messages that take addresses."""
-    config = Config(timeout_s=20.0, cuda_aware=cuda_aware)
-    options = {"node_size": node_size, "config": config, "wrap": wrap}
-    return run_gpu_ranks(size, function, gpu=lambda rank: rank, exports=False, seed=seed, **options)
+    """Run ``function(communicator, driver)`` on ranks that ask for MPI, which was found to take addresses or not."""
+
+    def run(communicator: rr.Communicator, driver: HostDriver) -> object:
+        if found is not None:
+            communicator.gpu.awareness = lambda: found
+        return function(communicator, driver)
+
+    options = {"node_size": 1, "config": Config(timeout_s=20.0, gpu="mpi"), **options}
+    return run_gpu_ranks(size, run, gpu=lambda rank: rank, seed=seed, **options)
 
 
 def poisoned(driver: HostDriver, source: HostArray) -> HostArray:
@@ -60,15 +63,14 @@ def test_every_dtype(size: int, node_size: int | None, dtype: str) -> None:
     """Sums and maxima of every dtype are right on all ranks, by messages on the device's memory."""
 
     def function(communicator: rr.Communicator, driver: HostDriver) -> None:
-        for op in (ReduceOp.SUM, ReduceOp.MAX):
+        for op in (ReduceOp.SUM, ReduceOp.MAX):  # of complex numbers through the host
             for count in (1, size - 1, 37):
                 arrays = [sample(rank, count, dtype, salt=count) for rank in range(size)]
                 source = driver.put_late(arrays[communicator.rank])
                 target = poisoned(driver, source)
                 communicator.allreduce(source, op, out=target)
                 assert_equal(target.get(target.stream), expected(arrays, op))
-        assert communicator.gpu.kernels is not None
-        assert communicator.gpu.kernels.choice.algorithm == "direct"
+        assert communicator.path_on_device(dtype).transport == "device+messages"
 
     on_gpus(size, function, node_size=node_size)
 
@@ -123,15 +125,14 @@ def test_calls_on_different_streams_do_not_mix(seed: int) -> None:
     on_gpus(2, function, seed=seed)
 
 
-def test_bits_are_those_of_the_order_of_ranks() -> None:
-    """Terms that do not commute in float32 are added in the order of ranks, as by the other ways."""
-    arrays = [np.full(7, value, np.float32) for value in (1e8, 1.0, -1e8, 1.0)]
+def test_deterministic_sums_go_through_the_host() -> None:
+    """CuPy flushes the smallest floats to zero, so bits may not be those of other paths."""
 
     def function(communicator: rr.Communicator, driver: HostDriver) -> None:
-        source = driver.put_late(arrays[communicator.rank])
+        source = driver.put_late(np.full(7, (1e8, 1.0, -1e8, 1.0)[communicator.rank], np.float32))
         communicator.allreduce(source, out=source, deterministic=True)
-        one_by_one = ((arrays[0] + arrays[1]) + arrays[2]) + arrays[3]
-        assert_equal(source.get(source.stream), one_by_one)
+        assert_equal(source.get(source.stream), np.ones(7, np.float32))
+        assert not any("combine" in line for line in driver.log)
 
     on_gpus(4, function)
 
@@ -151,7 +152,7 @@ def test_the_host_waits_before_messages_and_after_kernels() -> None:
             f"copy 32 {memory} -> {work} on s2",
             "record e4 on s2",
             "synchronize e4",
-            "launch reduce combine<float32,sum> on s5",
+            "launch combine float32 sum 4 on s5",
             "record e3 on s5",
             "synchronize e3",
             f"copy 32 {work} -> {memory} on s2",
@@ -163,19 +164,18 @@ def test_the_host_waits_before_messages_and_after_kernels() -> None:
 
 def test_the_same_memory_serves_all_plans() -> None:
     """Arrays of many sizes take no more pieces than the largest; all of it is given back."""
-    machine = HostMachine(0)
+    drivers = []
 
-    def run(communicator: rr.Communicator) -> int:
-        driver = machine.driver(communicator.rank)
-        communicator.gpu.drivers = lambda number: driver
+    def run(communicator: rr.Communicator, driver: HostDriver) -> int:
+        drivers.append(driver)
         for count in (1000, 10, 999, 1000, 500):
             array = driver.put(sample(communicator.rank, count, "float32"))
             communicator.allreduce(array, out=array)
             driver.free(array.address)
         return sum(line.startswith("allocate") and line.endswith(str(2 << 20)) for line in driver.log)
 
-    assert run_ranks(2, run, node_size=1, config=Config(timeout_s=20.0, cuda_aware=True)) == [2, 2]
-    assert machine.leftovers() == []
+    assert on_gpus(2, run) == [2, 2]
+    assert drivers[0].machine.leftovers() == ["rank 0:s1", "rank 1:s1"]  # which `run_gpu_ranks` has made
 
 
 def test_integer_averages_and_named_algorithms_go_through_the_host() -> None:
@@ -194,50 +194,64 @@ def test_integer_averages_and_named_algorithms_go_through_the_host() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cuda_aware", "size", "node_size", "why"),
+    ("found", "why"),
     [
-        (False, 2, 1, "rank 0: RINGREDUCE_CUDA_AWARE is 0"),
-        (None, 2, 1, "rank 0: the ranks do not talk over MPI"),
-        (True, 4, 2, "several ranks of each node would send the same blocks"),
+        (CudaAwareness(False, "it says no"), "rank 0: it says no"),
+        (None, "rank 0: the ranks do not talk over MPI"),
     ],
 )
 def test_without_it_arrays_go_through_the_host(
-    cuda_aware: bool | None, size: int, node_size: int, why: str, caplog: pytest.LogCaptureFixture
+    found: CudaAwareness | None, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A library that is not aware, or a layout that it does not suit, is said in the log and by `explain`."""
-    caplog.set_level(logging.INFO, "ringreduce")
-    arrays = [sample(rank, 23, "float32") for rank in range(size)]
+    """A library that is not aware is never tried, as that may end the program; the log and `explain` say why."""
+    arrays = [sample(rank, 23, "float32") for rank in range(2)]
 
     def function(communicator: rr.Communicator, driver: HostDriver) -> None:
-        source = driver.put_late(arrays[communicator.rank])
-        communicator.allreduce(source, out=source)
-        assert_equal(source.get(source.stream), expected(arrays, ReduceOp.SUM))
-        assert why in communicator.explain(92, device="cuda")
-        assert communicator.gpu.kernels is None
+        for _ in range(2):
+            source = driver.put_late(arrays[communicator.rank])
+            communicator.allreduce(source, out=source)
+            assert_equal(source.get(source.stream), expected(arrays, ReduceOp.SUM))
+        assert f"in segments, as CUDA-aware MPI cannot be used: {why}" in communicator.explain(92, device="cuda")
+        assert communicator.path_on_device("float32").transport == "staged"
 
-    on_gpus(size, function, node_size=node_size, cuda_aware=cuda_aware)
-    assert sum(why in line for line in caplog.messages) == 1
+    on_gpus(2, function, found=found)
+    assert caplog.messages.count(f"CUDA-aware MPI is not used, though asked for: {why}") == 1
 
 
-def test_explain_says_why_and_what_else() -> None:
-    """Before the first use it says that nothing is known; after it, the way, its reason and the others."""
+def test_a_library_that_does_not_say_is_taken_at_the_users_word(caplog: pytest.LogCaptureFixture) -> None:
+    """`explain` says what is known; one warning in a process says that no GPU is known to have run it."""
+    devices._warn_of_no_report.cache_clear()
 
     def function(communicator: rr.Communicator, driver: HostDriver) -> None:
-        assert "not known before the first use" in communicator.explain(8, device="cuda")
+        assert "is known after the first allreduce" in communicator.explain(8, device="cuda")
         source = driver.put_late(np.ones(2, np.float32))
         communicator.allreduce(source, out=source)
         assert communicator.explain(8, device="cuda") == (
-            "allreduce of 8 bytes in device memory on 2 ranks on 2 nodes x 1: CUDA-aware MPI moves it and kernels "
-            "reduce it (RINGREDUCE_CUDA_AWARE is 1); also possible: arrays go through host memory, in segments, by the "
-            "name of an algorithm; NCCL, if it is there, by the name nccl"
+            "allreduce of 8 bytes in device memory on 2 ranks on 2 nodes x 1: CUDA-aware MPI, with CuPy's sums (it does "
+            "not say), as asked for; what it lacks goes through host memory"
         )
-        assert communicator.explain(8, collective="broadcast", device="cuda:0").endswith("through host memory, whole")
+
+    for _ in range(2):
+        on_gpus(2, function, found=CudaAwareness(None, "it does not say"))
+    assert sum("no report of scripts/gpu_check that passed" in line for line in caplog.messages) == 1
+
+
+def test_first_uses_belong_together() -> None:
+    """The ranks set it up at once; a rank that does something else then is named, and all go on."""
+
+    def function(communicator: rr.Communicator, driver: HostDriver) -> None:
+        array = driver.put_late(np.ones(5, np.float32))
+        given = array if communicator.rank else np.ones(5, np.float32)
+        error = caught(communicator.allreduce, given, out=given)
+        assert isinstance(error, MismatchError)
+        assert "the first use of CUDA-aware MPI" in error.values[1]
+        communicator.allreduce(array, out=array)
+        assert array.get(array.stream).tolist() == [2] * 5
 
     on_gpus(2, function)
 
 
-@pytest.mark.parametrize("step", ["allocate", "kernel"])
-def test_a_rank_without_memory_takes_all_to_the_host(step: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rank_without_memory_takes_all_to_the_host(caplog: pytest.LogCaptureFixture) -> None:
     """If a plan cannot be made on one rank, all ranks fall back, in that call and later, with one line in the log."""
     arrays = [sample(rank, 23, "float32") for rank in range(3)]
 
@@ -245,15 +259,15 @@ def test_a_rank_without_memory_takes_all_to_the_host(step: str, caplog: pytest.L
         for turn in range(2):
             source = driver.put_late(arrays[communicator.rank])
             if communicator.rank == 1 and turn == 0:
-                driver.fail(step)
+                driver.fail("allocate")
             communicator.allreduce(source, out=source)
-            driver._faults.pop(step, None)
+            driver._faults.pop("allocate", None)
             assert_equal(source.get(source.stream), expected(arrays, ReduceOp.SUM))
         assert not any("launch" in line for line in driver.log)
 
     on_gpus(3, function)
     said = [line for line in caplog.messages if "through host memory from now on" in line]
-    reason = f"rank 1: rank 1 was told to fail to {step}"
+    reason = "rank 1: rank 1 was told to fail to allocate"
     assert said == [f"arrays on GPUs go through host memory from now on: {reason}"]
 
 
@@ -288,7 +302,7 @@ import ctypes, mmap
 import numpy as np
 from mpi4py import MPI
 from ringreduce.buffers import address_of
-from ringreduce.gpu.ipc import untouchable
+from ringreduce.gpu.aware_path import untouchable
 from ringreduce.transport.mpi import MpiMessages
 from ringreduce.transport.waiting import Waiter
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ringreduce.common.config import (
     HOROVOD,
     Config,
+    former_variables,
     gpu_switches,
     ignored_variables,
     launched_rank,
@@ -37,7 +38,7 @@ VARIABLES = {
     "RINGREDUCE_TIMELINE": "timeline",
     "RINGREDUCE_TIMELINE_MARK_BATCHES": "timeline_marks_batches",
     "RINGREDUCE_TUNING": "tuning",
-    "RINGREDUCE_CUDA_AWARE": "cuda_aware",
+    "RINGREDUCE_GPU": "gpu",
     "RINGREDUCE_CONVENTIONS": "conventions",
     "RINGREDUCE_STANDALONE": "standalone",
     "RINGREDUCE_CHECK": "check_weights_every",
@@ -99,9 +100,8 @@ def test_every_setting_has_a_variable_and_says_so() -> None:
         ("RINGREDUCE_TUNING", "tables", "tables"),
         ("RINGREDUCE_RESET_LIMIT", "0", 0),
         ("RINGREDUCE_RESET_LIMIT", "7", 7),
-        ("RINGREDUCE_CUDA_AWARE", "1", True),
-        ("RINGREDUCE_CUDA_AWARE", "0", False),
-        ("RINGREDUCE_CUDA_AWARE", "Auto", None),
+        ("RINGREDUCE_GPU", "NCCL", "nccl"),
+        ("RINGREDUCE_GPU", "mpi", "mpi"),
         ("RINGREDUCE_CONVENTIONS", "horovod", Conventions.HOROVOD),
         ("RINGREDUCE_CONVENTIONS", "chain_rule", Conventions.CHAIN_RULE),
     ],
@@ -121,6 +121,7 @@ def test_a_variable_sets_its_field_alone(name: str, text: str, value: object) ->
         *(("RINGREDUCE_BUCKET", text) for text in ("many", "M", "-1")),
         *(("RINGREDUCE_STALL_WARNING", text) for text in ("-1", "never")),
         *(("RINGREDUCE_LOG_LEVEL", text) for text in ("loud", "10")),
+        ("RINGREDUCE_GPU", "maybe"),
         ("RINGREDUCE_CUDA_AWARE", "maybe"),
         ("RINGREDUCE_RESET_LIMIT", "-1"),
         ("RINGREDUCE_CONVENTIONS", "mine"),
@@ -313,3 +314,13 @@ def test_several_processes_are_proved(environ: dict[str, str], name: str, proof:
 def test_what_proves_nothing(environ: dict[str, str]) -> None:
     """An allocation, half of what a launcher sets, and a launcher that has started this process alone."""
     assert several_processes(environ) is None
+
+
+@pytest.mark.parametrize(("text", "gpu"), [("1", "mpi"), ("On", "mpi"), ("0", "staged"), ("auto", "staged")])
+def test_a_former_name_is_understood(text: str, gpu: str) -> None:
+    """It is read where the name of now is not set, and named for a warning."""
+    environ = {"RINGREDUCE_CUDA_AWARE": text}
+    assert Config.from_environ(environ).gpu == gpu
+    assert Config.from_environ({**environ, "RINGREDUCE_GPU": "nccl"}).gpu == "nccl"
+    assert former_variables(environ) == ["RINGREDUCE_CUDA_AWARE (now RINGREDUCE_GPU)"]
+    assert ignored_variables(environ) == former_variables({}) == []

@@ -50,8 +50,7 @@ def lend(staging: Staging, driver: HostDriver, during: Callable[[], object] = la
 
 def stick(driver: HostDriver) -> None:
     """Let the default stream hold a kernel that does not end."""
-    driver.machine.families["never"] = lambda name: lambda view, arguments: iter(lambda: None, 0)
-    driver.kernel("never", "never").launch(1, 1, (), 0)
+    driver.launch("never", lambda: iter(lambda: None, 0), 0)
 
 
 @pytest.mark.parametrize("busy", [False, True])
@@ -119,7 +118,7 @@ def on_gpus(function: Callable[[rr.Communicator, HostDriver, HostNccl], Any]) ->
     return run_ranks(2, run, config=Config(timeout_s=20.0))
 
 
-@pytest.mark.parametrize("method", ["synchronize", "unregister", "free_event", "close"])
+@pytest.mark.parametrize("method", ["synchronize", "unregister", "free_event"])
 def test_closing_goes_on_after_an_error(method: str) -> None:
     """A GPU that fails at the end: the error is raised, and streams and memory went back all the same."""
 
@@ -140,7 +139,7 @@ def test_a_world_that_failed_keeps_nobody_waiting(busy: bool) -> None:
         communicator._standing._failure = TransportError("a peer is gone")
         if busy:
             stick(driver)
-            driver.record(communicator.gpu.kernels._done, 0)  # type: ignore[union-attr]
+            driver.record(communicator.gpu._paths["nccl"]._done, 0)
         begin = len(driver.log)
         communicator.close()
         assert driver.log[begin:] == ["nccl abort"]
@@ -153,7 +152,7 @@ def test_a_gpu_that_does_not_end_is_left_alone() -> None:
 
     def function(communicator: rr.Communicator, driver: HostDriver, nccl: HostNccl) -> None:
         stick(driver)
-        driver.record(communicator.gpu.kernels._done, 0)  # type: ignore[union-attr]
+        driver.record(communicator.gpu._paths["nccl"]._done, 0)
         communicator._context.waiter.timeout_s = 0.05
         begin = len(driver.log)
         communicator.close()
@@ -216,9 +215,9 @@ def test_nccl_is_aborted_where_the_gpu_fails_after_it_connected() -> None:
         driver = drivers[communicator.rank]
         communicator.gpu.drivers = lambda number: driver
         communicator.gpu.libraries = lambda number: HostNccl(driver, groups)
-        communicator.gpu.use(None)
+        communicator.gpu.require_usable(None)
         driver.fail("make_event")
-        assert isinstance(caught(communicator.gpu.use, None, nccl=True), TransportError)
+        assert isinstance(caught(communicator.gpu._set_up, "nccl"), TransportError)
         assert driver.log[-1] == "nccl abort"
         communicator._standing._failure = TransportError("NCCL")
 

@@ -151,8 +151,10 @@ def test_what_nccl_is_asked_in_which_order() -> None:
     ]
 
 
-def test_the_environment_can_ask_for_it() -> None:
-    """RINGREDUCE_ALGORITHM=nccl holds for arrays on GPUs; others, and what NCCL cannot do, go as without it."""
+@pytest.mark.parametrize("setting", [{"algorithm": "nccl"}, {"gpu": "nccl"}])
+def test_the_environment_can_ask_for_it(setting: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
+    """RINGREDUCE_GPU=nccl (or _ALGORITHM) holds for arrays on GPUs; what NCCL cannot do goes as without it."""
+    devices._warn_of_no_report.cache_clear()
     arrays = [sample(rank, 23, "float32") for rank in range(2)]
 
     def function(communicator: rr.Communicator, driver: HostDriver, nccl: HostNccl) -> None:
@@ -164,9 +166,10 @@ def test_the_environment_can_ask_for_it() -> None:
         communicator.allreduce(source, out=source, deterministic=True)
         assert len(launches(driver)) == 1
         said = communicator.explain(92, device="cuda")
-        assert "NCCL 2.27.5, asked for by name; also possible: kernels that meet" in said
+        assert said.endswith("NCCL 2.27.5, as asked for; what it lacks goes through host memory")
 
-    on_gpus(2, function, config=Config(timeout_s=20.0, algorithm="nccl"))
+    on_gpus(2, function, config=Config(timeout_s=20.0, **setting))
+    assert sum("no report of scripts/gpu_check that passed" in line for line in caplog.messages) == 1
 
 
 def test_it_is_a_name_for_device_memory_alone() -> None:
@@ -247,8 +250,9 @@ def test_newer_nccl_shares_gpus_only_if_it_is_told_to(
 
     def function(communicator: rr.Communicator, driver: HostDriver, nccl: HostNccl) -> bool:
         driver.fail("launch")  # what waits for a peer may not run there, says the double
-        communicator.gpu.use(None, nccl=True)
-        return communicator.gpu.nccl is not None
+        communicator.gpu.require_usable(None)
+        communicator.gpu._set_up("nccl")
+        return communicator.path_on_device("float32", algorithm="nccl").transport == "nccl"
 
     assert on_gpus(3, function, shared=True, versions=versions) == [True] * 3
 
@@ -474,15 +478,15 @@ def test_without_cupy_the_error_says_what_to_install(monkeypatch: pytest.MonkeyP
 
 
 def test_what_is_said_is_what_runs() -> None:
-    """`path_on_device` and `explain` follow the algorithm that is asked for, of a call or of all."""
+    """`path_on_device` follows the algorithm that is asked for."""
 
     def named(communicator: rr.Communicator, driver: HostDriver, nccl: HostNccl) -> None:
         source = driver.put_late(np.ones(23, np.float32))
         integers = driver.put_late(np.ones(23, np.int32))
         for op, array, algorithm, way in (
-            ("sum", source, None, ("kernels", "device")),
-            ("sum", source, "auto", ("kernels", "device")),
-            ("sum", source, "deterministic", ("kernels", "device")),
+            ("sum", source, None, ("staged", "staged")),
+            ("sum", source, "auto", ("staged", "staged")),
+            ("sum", source, "deterministic", ("staged", "staged")),
             ("sum", source, "nccl", ("nccl", "nccl")),
             ("average", integers, "nccl", ("staged", "staged")),
             ("average", integers, None, ("staged", "staged")),
@@ -495,21 +499,3 @@ def test_what_is_said_is_what_runs() -> None:
             assert (len(launches(driver)) > before) == (way[0] == "nccl")
 
     on_gpus(2, named)
-
-
-@pytest.mark.parametrize("known", [False, True])
-def test_an_algorithm_of_the_cpu_for_all_calls_is_explained(known: bool) -> None:
-    """RINGREDUCE_ALGORITHM=ring: arrays on GPUs go through host memory, whatever the GPUs could do."""
-
-    def function(communicator: rr.Communicator, driver: HostDriver, nccl: HostNccl) -> None:
-        source = driver.put_late(np.ones(23, np.float32))
-        if known:
-            communicator.allreduce(source, out=source, deterministic=True)  # the ranks find out what the GPUs can do
-        communicator.allreduce(source, out=source)
-        assert communicator.path_on_device("float32").algorithm == "ring"
-        said = communicator.explain(92, device="cuda")
-        assert "arrays go through host memory, in segments, as ring is asked for by name" in said
-        assert ("also possible: kernels that meet" in said) == known
-        assert "kernels" not in communicator.explain(92)
-
-    on_gpus(2, function, config=Config(timeout_s=20.0, algorithm="ring"))

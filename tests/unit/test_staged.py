@@ -22,7 +22,6 @@ from ringreduce.testing import assert_equal, caught, expected, run_ranks, sample
 from ringreduce.transport.shared.arena import Arena
 from ringreduce.transport.shared.segments import PrivateSegments
 
-SHARED = pytest.mark.parametrize("shared", [False, True], ids=["staged", "kernels"])
 WORLDS = pytest.mark.parametrize(("size", "node_size"), [(1, None), (2, None), (3, None), (4, None), (4, 2), (3, 1)])
 
 
@@ -47,11 +46,10 @@ def on_gpus(
     *,
     node_size: int | None = None,
     seed: int = 0,
-    shared: bool = False,
 ) -> list[object]:
-    """Run ``function(communicator, driver)`` on ranks that use one GPU and can, if ``shared``, export its memory."""
+    """Run ``function(communicator, driver)`` on ranks that use one GPU."""
     config = Config(timeout_s=20.0, segment_nbytes=32 << 10)
-    return run_gpu_ranks(size, function, exports=shared, seed=seed, node_size=node_size, config=config)
+    return run_gpu_ranks(size, function, seed=seed, node_size=node_size, config=config)
 
 
 # ---- order ----
@@ -116,9 +114,8 @@ def test_what_is_lent_comes_down_before_and_goes_up_after() -> None:
 
 
 @small_segments
-@SHARED
 @pytest.mark.parametrize("seed", range(8))
-def test_orders_of_the_gpu_do_not_show(seed: int, shared: bool) -> None:
+def test_orders_of_the_gpu_do_not_show(seed: int) -> None:
     """Calls that follow each other on the caller's streams see each other's results, whatever the GPU does first."""
 
     def check(communicator: rr.Communicator, driver: HostDriver) -> None:
@@ -140,7 +137,7 @@ def test_orders_of_the_gpu_do_not_show(seed: int, shared: bool) -> None:
         communicator.broadcast(out, out=array)
         assert_equal(array.get(other), total * size)
 
-    on_gpus(3, check, seed=seed, shared=shared)
+    on_gpus(3, check, seed=seed)
 
 
 # ---- results ----
@@ -167,10 +164,9 @@ def test_allreduce_of_every_dtype(size: int, node_size: int | None, dtype: str) 
 
 
 @small_segments
-@SHARED
 @pytest.mark.parametrize("op", list(ReduceOp))
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int64"])
-def test_allreduce_of_every_op(op: ReduceOp, dtype: str, shared: bool) -> None:
+def test_allreduce_of_every_op(op: ReduceOp, dtype: str) -> None:
     """Every operation gives what it gives in host memory, averages of integers too."""
 
     def check(communicator: rr.Communicator, driver: HostDriver) -> None:
@@ -180,7 +176,7 @@ def test_allreduce_of_every_op(op: ReduceOp, dtype: str, shared: bool) -> None:
         communicator.allreduce(array, op, out=out)
         assert_equal(out.get(out.stream), communicator.allreduce(own, op))
 
-    on_gpus(3, check, shared=shared)
+    on_gpus(3, check)
 
 
 @WORLDS
@@ -208,8 +204,8 @@ def test_the_other_collectives(size: int, node_size: int | None) -> None:
 
 @small_segments
 @pytest.mark.parametrize("how", [{"deterministic": True}, {"algorithm": "ring"}, {"wire": "bf16"}])
-@pytest.mark.parametrize(("node_size", "shared"), [(None, False), (None, True), (1, True)])
-def test_options_of_the_allreduce(how: dict[str, object], node_size: int | None, shared: bool) -> None:
+@pytest.mark.parametrize("node_size", [None, 1])
+def test_options_of_the_allreduce(how: dict[str, object], node_size: int | None) -> None:
     """Algorithms, wire formats and determinism are those of host memory: small whole numbers are exact in all."""
 
     def check(communicator: rr.Communicator, driver: HostDriver) -> None:
@@ -218,7 +214,7 @@ def test_options_of_the_allreduce(how: dict[str, object], node_size: int | None,
         communicator.allreduce(array, out=array, **how)
         assert_equal(array.get(array.stream), expected(parts, rr.SUM))
 
-    on_gpus(2, check, node_size=node_size, shared=shared)
+    on_gpus(2, check, node_size=node_size)
 
 
 @small_segments
@@ -253,40 +249,38 @@ def test_large_arrays_need_no_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> 
 # ---- the choice ----
 
 
-@SHARED
-def test_kernels_reduce_where_they_can(shared: bool) -> None:
-    """Where memory can be shared nothing comes down, unless an algorithm is asked for; `explain` says which it is."""
+def test_it_is_what_runs_unless_something_else_is_asked_for() -> None:
+    """`explain` says so, of arrays in host memory too once a GPU was used; nobody is asked about NCCL or MPI."""
 
     def check(communicator: rr.Communicator, driver: HostDriver) -> None:
         array = driver.put_late(np.ones(5, np.float32))
         assert "device memory" not in communicator.explain(20)
         communicator.allreduce(array, out=array)
-        said = communicator.explain(20).splitlines()[1]
-        assert ("one kernel per GPU" if shared else "go through host memory") in said
-        assert [line for line in driver.log if line.startswith("register")] == (
-            [] if shared else ["register h1 4194304"]
-        )
+        said = "arrays go through host memory, in segments; also possible, where RINGREDUCE_GPU asks for it: nccl, mpi"
+        assert communicator.explain(20).splitlines()[1] == f"in device memory: {said}"
+        assert communicator.explain(20, device="cuda").endswith(said)
+        assert communicator.explain(8, collective="broadcast", device="cuda:0").endswith("through host memory, whole")
         communicator.allreduce(array, out=array, algorithm="ring")
-        assert [line for line in driver.log if line.startswith("register")] == ["register h1 4194304"]
+        assert communicator.path_on_device("float32", algorithm="ring").algorithm == "ring"
         communicator.allreduce(array, "average", out=array, deterministic=True)
         assert array.get(array.stream).tolist() == [4] * 5
+        assert [line for line in driver.log if line.startswith("register")] == ["register h1 4194304"]
 
-    on_gpus(2, check, shared=shared)
+    on_gpus(2, check)
 
 
-def test_first_uses_of_device_memory_belong_together() -> None:
-    """The ranks find out about each other's GPUs at once; a rank that does something else then is named."""
+def test_an_algorithm_of_the_cpu_for_all_calls_is_explained() -> None:
+    """RINGREDUCE_ALGORITHM=ring reduces the segments, whatever RINGREDUCE_GPU says."""
 
     def check(communicator: rr.Communicator, driver: HostDriver) -> None:
-        array = driver.put_late(np.ones(5, np.float32)) if communicator.rank else np.ones(5, np.float32)
-        error = caught(communicator.allreduce, array, out=array)
-        assert isinstance(error, MismatchError)
-        assert "the first use of device memory" in error.values[1]
-        array = driver.put_late(np.ones(5, np.float32))
+        array = driver.put_late(np.ones(23, np.float32))
         communicator.allreduce(array, out=array)
-        assert array.get(array.stream).tolist() == [2] * 5
+        choice = communicator.path_on_device("float32")
+        assert (choice.algorithm, choice.transport) == ("ring", "staged")
+        said = communicator.explain(92, device="cuda")
+        assert "arrays go through host memory, in segments, as ring is asked for by name" in said
 
-    on_gpus(2, check, shared=True)
+    run_gpu_ranks(2, check, config=Config(timeout_s=20.0, algorithm="ring", gpu="nccl"))
 
 
 # ---- what goes wrong ----
@@ -310,8 +304,8 @@ def test_memory_that_cannot_be_pinned_is_used_all_the_same(caplog: pytest.LogCap
 
 
 @small_segments
-@pytest.mark.parametrize(("node_size", "shared"), [(None, False), (None, True), (1, True)])
-def test_a_mismatch_is_seen_before_anything_moves(node_size: int | None, shared: bool) -> None:
+@pytest.mark.parametrize("node_size", [None, 1])
+def test_a_mismatch_is_seen_before_anything_moves(node_size: int | None) -> None:
     """Other shapes of the same count, other counts of which the first segments agree, and host memory, are refused."""
 
     def check(communicator: rr.Communicator, driver: HostDriver) -> None:
@@ -328,7 +322,7 @@ def test_a_mismatch_is_seen_before_anything_moves(node_size: int | None, shared:
         communicator.allreduce(array, out=array)
         assert_equal(array.get(array.stream), np.full(2100, 2, np.float32))
 
-    on_gpus(2, check, node_size=node_size, shared=shared)
+    on_gpus(2, check, node_size=node_size)
 
 
 def test_ranks_may_differ_where_nothing_is_reduced_in_segments() -> None:
@@ -368,29 +362,6 @@ class _ReadOnly:
         self.__cuda_array_interface__ = {**given, "data": (given["data"][0], True)}
 
 
-def test_kernels_that_find_no_memory_leave_it_to_the_host(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A rank that cannot have a block for its private array, while the others could: all of them go another way."""
-
-    def check(communicator: rr.Communicator, driver: HostDriver) -> None:
-        for count, fails in ((3, False), (17 << 20, True)):
-            values = np.full(count, communicator.rank + 1, np.uint8)
-            array = driver.put_late(values)
-            if fails and communicator.rank == 1:
-                driver.fail("allocate")
-            communicator.allreduce(array, out=array)
-            assert (array.get(array.stream) == 3).all()
-            driver.fail("allocate", after=1000)
-
-    monkeypatch.setattr(
-        "ringreduce.transport.shared.segments.Segments.nbytes", 1 << 20
-    )  # so that the second array needs more
-    with caplog.at_level(logging.WARNING, "ringreduce"):
-        on_gpus(2, check, shared=True)
-    assert "rank 1 has no device memory left" in caplog.text
-
-
 def test_operands_may_be_kept(seed: int) -> None:
     """An operand remembers the stream that was current when it was made: another thread may reduce it later."""
 
@@ -399,11 +370,11 @@ def test_operands_may_be_kept(seed: int) -> None:
         kept = operand(array)
         array.stream = None
         choice, signature = communicator.allreduce_operands(kept, kept, ReduceOp.SUM)
-        assert choice.algorithm == "kernels"
+        assert choice.algorithm == "staged"
         assert "sum in device memory, shape 11" in signature.text
         assert_equal(array.get(kept.stream), np.arange(11, dtype=np.float32) * 2)
 
-    on_gpus(2, check, seed=seed, shared=True)
+    on_gpus(2, check, seed=seed)
 
 
 def test_a_copy_that_fails_ends_the_communicator() -> None:
@@ -448,11 +419,10 @@ def test_segments_are_cut_by_elements() -> None:
 def test_a_call_need_not_wait_for_the_last_copy_up() -> None:
     """The host writes what goes up next while the last result is still on its way; the one before has arrived."""
     driver = HostDriver()
-    driver.machine.families["never"] = lambda name: lambda view, arguments: iter(lambda: None, 0)
     staging = Staging(driver, Arena(PrivateSegments()))
     first, second = driver.put_late(np.ones(3)), driver.put_late(np.full(3, 2.0))
     with staging.lend(operand(first), operand(first)):
-        driver.kernel("never", "never").launch(1, 1, (), first.stream or 0)
+        driver.launch("never", lambda: iter(lambda: None, 0), first.stream or 0)
     with staging.lend(operand(second), operand(second)) as (given, _):
         assert given.view.tolist() == [2.0] * 3
         given.view[:] = 4
