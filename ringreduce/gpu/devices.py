@@ -320,7 +320,7 @@ def _awareness(context: Context) -> CudaAwareness:
 @cache  # once in a process, however many process sets use it
 def _warn_of_no_report(name: str) -> None:
     _log.warning(
-        "%s reduces arrays on GPUs, as asked for; no report of scripts/gpu_check that passed has been committed for it: "
-        "check the results (RINGREDUCE_GPU=staged does without it)",
+        "%s reduces arrays on GPUs, as asked for, and no report of scripts/gpu_check has been committed for it: check "
+        "the results; RINGREDUCE_GPU=staged does without it",
         name,
     )
