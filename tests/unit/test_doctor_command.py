@@ -290,7 +290,7 @@ def mpich_says(supported: int, failed: int = 0) -> object:
     ("library", "kinds", "functions", "environ", "aware", "reason"),
     [
         ("Open MPI v6.0.0", "mpi,system,cuda:device", {}, {}, True, "mpi_memory_alloc_kinds is mpi,system,cuda:device"),
-        ("Open MPI v6.0.0", "mpi,system", {}, {}, False, "the library does not say that it is"),
+        ("Open MPI v6.0.0", "mpi,system", {}, {}, None, "the library does not say that it is"),
         ("Open MPI v5.0.11", "", {"MPIX_Query_cuda_support": lambda: 1}, {}, True, "MPIX_Query_cuda_support says yes"),
         ("Open MPI v5.0.11", "", {"MPIX_Query_cuda_support": lambda: 0}, {}, False, "MPIX_Query_cuda_support says no"),
         ("MPICH 5", "", {"MPIX_GPU_query_support": mpich_says(1)}, {}, True, "MPIX_GPU_query_support says yes"),
