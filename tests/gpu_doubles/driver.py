@@ -529,7 +529,8 @@ def reduced(arrays: Sequence[Array], dtype: DType, op: ReduceOp, size: int) -> A
     if not dtype.half:
         return total
     result = np.empty(total.shape, dtype.storage)
-    narrow(total, dtype, result)
+    with np.errstate(over="ignore"):
+        narrow(total, dtype, result)
     return result
 
 

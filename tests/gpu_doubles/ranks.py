@@ -6,7 +6,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from gpu_doubles.driver import HostDriver, HostMachine
+from gpu_doubles.nccl import HostNccl
 from ringreduce.collectives.communicator import Communicator
+from ringreduce.common.config import Config
+from ringreduce.gpu.awareness import CudaAwareness
 from ringreduce.gpu.devices import Gpu
 from ringreduce.testing import run_ranks
 
@@ -19,7 +22,9 @@ def run_gpu_ranks(
     size: int,
     function: Callable[[Communicator, HostDriver], T],
     *,
-    gpu: Callable[[int], int] = lambda rank: 0,
+    path: str = "staged",
+    gpu: Callable[[int], int] | None = None,
+    aware: bool | None = True,
     seed: int = 0,
     nbytes: int = 1 << 30,
     **options: Any,
@@ -31,19 +36,25 @@ def run_gpu_ranks(
 
     Args:
         size, function: as for `run_ranks`.
-        gpu: rank -> its GPU.
+        path: what RINGREDUCE_GPU asks for, unless a ``config`` is given.
+        gpu: rank -> its GPU; None: one for all if the path is ``"staged"``, else one for each.
+        aware: what MPI is found to be.
         seed, nbytes: of the `HostMachine`.
         options: as for `run_ranks`.
     """
-    machine = HostMachine(seed, nbytes)
-    drivers = [machine.driver(gpu(rank)) for rank in range(size)]
+    machine, groups = HostMachine(seed, nbytes), dict[bytes, Any]()
+    place = gpu or (lambda rank: 0 if path == "staged" else rank)
+    drivers = [machine.driver(place(rank)) for rank in range(size)]
     for driver in drivers:
         driver.make_stream()
 
     def run(communicator: Communicator) -> T:
         driver = drivers[communicator.rank]
+        nccl = HostNccl(driver, groups)
         assert isinstance(communicator.gpu, Gpu)
         communicator.gpu.drivers = lambda number: driver
+        communicator.gpu.libraries = lambda number: nccl
+        communicator.gpu.awareness = lambda: CudaAwareness(aware, "it says so")
         return function(communicator, driver)
 
-    return run_ranks(size, run, **options)
+    return run_ranks(size, run, **{"config": Config(timeout_s=20.0, gpu=path), **options})
