@@ -331,7 +331,8 @@ def explain(
     last = _last_size(minbytes, maxbytes, 64 << 20)
     ringreduce.init()
     if device != "cpu":
-        ringreduce.empty(0, device=device)  # the first use, in which the ranks find out what they share
+        array = ringreduce.empty(1, device=device)
+        ringreduce.allreduce(array, out=array)  # in which the ranks find out whether they can use what is asked for
     if ringreduce.rank() != 0:
         return
     dtype, chosen = native_dtype(TYPES[datatype]), []

@@ -122,7 +122,7 @@ class Choice:
 
     Attributes:
         algorithm: a name from `ringreduce.collectives.selection.names`; of arrays in device memory also ``"nccl"``,
-            ``"kernels"``, ``"staged"``.
+            ``"direct"``, ``"staged"``.
         path: what runs it.
         reason: why, in words.
     """
@@ -134,7 +134,7 @@ class Choice:
     @property
     def transport(self) -> str:
         """What moves the bytes, for people: ``"shared"``, ``"shared+messages"``, ``"messages"`` or ``"self"``; of
-        device memory ``"device"``, ``"device+messages"``, ``"nccl"``, or ``"staged"``: through host memory.
+        device memory ``"device+messages"``, ``"nccl"``, or ``"staged"``: through host memory.
         """
         return self.path.transport
 

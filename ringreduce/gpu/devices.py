@@ -268,8 +268,7 @@ class Gpu:
         Raises:
             TransportError: the GPU has failed.
         """
-        staging = [] if self._staging is None else [self._staging]
-        used = [*staging, *self._on_device()]
+        used = self._parts()
         try:
             self._context.waiter.until(lambda: all(part.idle() for part in used), lambda: "the GPU to end its work")
         except (CollectiveTimeoutError, PeerLostError) as error:
@@ -287,7 +286,7 @@ class Gpu:
 
         Host memory that the GPU may use stays until the process ends.
         """
-        parts = [*self._on_device(), *([] if self._staging is None else [self._staging])]
+        parts = self._parts()[::-1]
         self._staging, self._paths = None, {}
         for part in parts:
             try:
@@ -295,8 +294,9 @@ class Gpu:
             except Exception as error:  # of the device, which follows from the failure
                 _log.debug("in giving up the GPU: %s", error)
 
-    def _on_device(self) -> list[OnDevice]:
-        return [path for path in self._paths.values() if isinstance(path, OnDevice)]
+    def _parts(self) -> list[Staging | OnDevice]:
+        paths = (path for path in self._paths.values() if isinstance(path, OnDevice))
+        return [*([] if self._staging is None else [self._staging]), *paths]
 
 
 class _Allocation:

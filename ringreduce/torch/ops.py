@@ -11,9 +11,9 @@ and `init()`.
 Tensors may be on the CPU or on this rank's GPU, and results are where the input is. In an allreduce each tensor is on
 the CPU or on the GPU on all ranks alike; elsewhere the ranks may differ. On a GPU, an operation comes after what the
 caller has enqueued on its current stream, and what the caller enqueues there after the call (or after `synchronize`)
-comes after the operation; nobody waits for the device where the data does not go through the host. `Adasum`,
-`ReproducibleSum` and all but allreduces do go through it. Operations on a GPU do not travel with others, unless they
-are a group, and after a `join` they raise a `MismatchError`.
+comes after the operation. The data goes through the host, unless ``RINGREDUCE_GPU`` asks for something else, and so it
+always does in `Adasum`, `ReproducibleSum` and all but allreduces. Operations on a GPU do not travel with others, unless
+they are a group, and after a `join` they raise a `MismatchError`.
 
 ``*_async`` functions return a `Handle`; `synchronize` returns the result. Until then the tensors belong to the
 operation. Torch refuses to resize the storage of a CPU tensor that was passed to one of them, during the operation and

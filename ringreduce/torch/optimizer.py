@@ -89,10 +89,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     With op `Adasum` every rank steps with its own gradients; then the ranks combine the changes of each parameter (see
     `ringreduce.collectives.adasum`).
 
-    Parameters may be on this rank's GPU, on all ranks alike. Their gradients are in memory that the GPUs of a node
-    share where they can, and what `step` does comes after what its caller has enqueued on the current stream. Formats
-    of 16 bits and less change nothing within a node; between nodes they go through the host, and `powersgd`, `topk`
-    and `Adasum` always do.
+    Parameters may be on this rank's GPU, on all ranks alike. What `step` does comes after what its caller has enqueued
+    on the current stream. Formats of 16 bits and less change nothing within a node; between nodes they go through the
+    host, and `powersgd`, `topk` and `Adasum` always do.
 
     Args:
         optimizer: the one to wrap, new or used; its parameters must have equal names, shapes and dtypes on all ranks,
