@@ -115,9 +115,8 @@ HOROVOD: dict[str, tuple[str, Callable[[str], str]]] = {
 _HOROVOD_ALWAYS = {"HOROVOD_DYNAMIC_PROCESS_SETS"} | {
     f"HOROVOD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME")
 }
-_CUDA_AWARE = dict.fromkeys(("1", "on", "true", "yes"), "mpi") | dict.fromkeys(
-    ("0", "off", "false", "no", "auto"), "staged"
-)
+_ON, _OFF = ("1", "on", "true", "yes"), ("0", "off", "false", "no", "auto")
+_CUDA_AWARE = dict.fromkeys(_ON, "mpi") | dict.fromkeys(_OFF, "staged")
 #: Names that variables of ours had before: the name of now, and what the text meant there.
 _FORMER: dict[str, tuple[str, Callable[[str], str]]] = {
     "RINGREDUCE_CUDA_AWARE": ("RINGREDUCE_GPU", lambda text: _CUDA_AWARE.get(text.lower(), text)),

@@ -83,11 +83,9 @@ class HostMachine:
 
     Args:
         seed: chooses the order in which things are done.
-        nbytes: memory of each GPU.
     """
 
-    def __init__(self, seed: int = 0, nbytes: int = 1 << 30) -> None:
-        self.nbytes = nbytes
+    def __init__(self, seed: int = 0) -> None:
         self.lock = threading.Condition(threading.RLock())
         self.drivers: list[HostDriver] = []
         self._random = random.Random(seed)
@@ -111,13 +109,6 @@ class HostMachine:
     def shared(self, uuid: str) -> bool:
         """Return whether several drivers use a GPU."""
         return sum(driver.device.uuid == uuid for driver in self.drivers) > 1
-
-    def require(self, driver: HostDriver, nbytes: int) -> None:
-        """Raise `MemoryError` if the driver's GPU has less free memory than that."""
-        memories = [each for each in self._memory.values() if each.owner.device.uuid == driver.device.uuid]
-        free = self.nbytes - sum(each.nbytes for each in memories if not each.freed)
-        if nbytes > free:
-            raise MemoryError(f"{nbytes} bytes asked for, {free} of {self.nbytes} free")
 
     def add(self, memory: _Memory) -> None:
         insort(self._bases, memory.address)
@@ -146,13 +137,13 @@ class HostMachine:
                 self.lock.wait(0.001)
         self._check()
 
-    def step(self) -> None:
+    def pending(self, driver: HostDriver) -> list[_Task]:
+        return [task for task in self._pending if task.driver is driver]
+
+    def advance(self) -> None:
         """Do one thing that can be done, if there is one: time goes by on a GPU."""
         self._advance(self._pending)
         self._check()
-
-    def pending(self, driver: HostDriver) -> list[_Task]:
-        return [task for task in self._pending if task.driver is driver]
 
     def _check(self) -> None:
         if self._error is not None:
@@ -210,17 +201,13 @@ class HostDriver:
         with self.machine.lock:
             self.name = f"rank {len(self.machine.drivers)}"
             self.machine.drivers.append(self)
-        self._device = Device(gpu, f"GPU-{gpu}", "GPU in host memory", 90, self.machine.nbytes)
+        self.device = Device(gpu, f"GPU-{gpu}", "GPU in host memory", 90, 1 << 30)
         self.log: list[str] = []
         self._pinned: dict[int, tuple[str, int]] = {}  # address -> (name, nbytes)
         self._streams: dict[Stream, _Stream] = {0: _Stream("s0")}
         self._events: dict[Event, _Event] = {}
         self._made: dict[str, int] = {}
         self._faults: dict[str, tuple[int, type[Exception] | None]] = {}
-
-    @property
-    def device(self) -> Device:
-        return self._device
 
     def fail(self, method: str, *, after: int = 0, error: type[Exception] | None = None) -> None:
         """Let calls of a method (allocate, register, combine, copy, ...) fail once it succeeded often.
@@ -291,7 +278,6 @@ class HostDriver:
     def allocate(self, nbytes: int) -> int:
         with self.machine.lock:
             self._may_fail("allocate", MemoryError)
-            self.machine.require(self, nbytes)
             room = np.empty(max(1, nbytes) + _ALIGNMENT, np.uint8)
             room[:_POISONED_NBYTES] = _POISON
             skip = -room.__array_interface__["data"][0] % _ALIGNMENT
@@ -365,7 +351,7 @@ class HostDriver:
 
     def done(self, event: Event) -> bool:
         with self.machine.lock:
-            self.machine.step()
+            self.machine.advance()
             task = self._events[event].task
             return task is None or task.done
 

@@ -26,7 +26,6 @@ def run_gpu_ranks(
     gpu: Callable[[int], int] | None = None,
     aware: bool | None = True,
     seed: int = 0,
-    nbytes: int = 1 << 30,
     **options: Any,
 ) -> list[T]:
     """Call ``function(communicator, driver)`` on ``size`` ranks with GPUs in host memory; otherwise as `run_ranks`.
@@ -39,10 +38,10 @@ def run_gpu_ranks(
         path: what RINGREDUCE_GPU asks for, unless a ``config`` is given.
         gpu: rank -> its GPU; None: one for all if the path is ``"staged"``, else one for each.
         aware: what MPI is found to be.
-        seed, nbytes: of the `HostMachine`.
+        seed: of the `HostMachine`.
         options: as for `run_ranks`.
     """
-    machine, groups = HostMachine(seed, nbytes), dict[bytes, Any]()
+    machine, groups = HostMachine(seed), dict[bytes, Any]()
     place = gpu or (lambda rank: 0 if path == "staged" else rank)
     drivers = [machine.driver(place(rank)) for rank in range(size)]
     for driver in drivers:

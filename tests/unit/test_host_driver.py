@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from gpu_doubles.driver import HostArray, HostDriver, HostMachine, check_driver
-
-from ringreduce.testing import run_threads
 
 SEEDS = range(20)
 
@@ -85,39 +83,6 @@ def test_breaches_are_noticed(breach: Callable[[HostDriver, HostArray], object],
     driver = HostDriver()
     with pytest.raises(AssertionError, match=complaint):
         breach(driver, driver.put(np.array([1])))
-
-
-def test_memory_ends():
-    """A GPU has as much memory as it was given, and drivers on it share that."""
-    machine = HostMachine(nbytes=1000)
-    mine, other = machine.driver(), machine.driver()
-    block = mine.allocate(600)
-    with pytest.raises(MemoryError, match="400 of 1000 free"):
-        other.allocate(600)
-    machine.driver(gpu=1).allocate(600)
-    mine.free(block)
-    other.allocate(600)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_kernels_wait_for_those_of_other_ranks(seed: int):
-    """A kernel that spins goes on when the kernel that it waits for runs, launched by another thread."""
-    machine, arrived = HostMachine(seed), list[int]()
-    drivers = [machine.driver(gpu) for gpu in range(3)]
-
-    def meet() -> Iterator[None]:
-        arrived.append(1)
-        while len(arrived) < 3:
-            yield
-
-    def run(rank: int) -> bool:
-        driver, event = drivers[rank], drivers[rank].make_event()
-        driver.launch("meet", meet, 0)
-        driver.record(event, 0)
-        driver.synchronize(event)
-        return driver.done(event)
-
-    assert run_threads(3, run) == [True] * 3
 
 
 def test_no_kernel_spins_on_a_shared_gpu():

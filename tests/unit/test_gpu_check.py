@@ -1,0 +1,188 @@
+"""scripts/gpu_check and ``bench --device cuda`` as far as that goes without a GPU: on one that is in host memory."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from gpu_doubles.driver import HostArray, HostDriver
+from gpu_doubles.ranks import run_gpu_ranks
+
+import ringreduce as rr
+from ringreduce.bench import bench
+from ringreduce.bench.places import OnDevice
+from ringreduce.bench.results import Report, Settings
+from ringreduce.common.errors import UnsupportedBufferError
+from ringreduce.gpu.inventory import Inventory
+from ringreduce.testing import run_ranks
+
+with contextlib.suppress(ImportError):
+    import torch  # noqa: F401  # here, since threads that import it at once see half of it
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+try:  # a script, which belongs to no package
+    gpu_check = importlib.import_module("gpu_check")
+finally:
+    sys.path.remove(str(ROOT / "benchmarks"))
+
+
+# ---- the benchmark on a GPU ----
+
+
+class FlatArray(HostArray):
+    """A host array with what else benchmarks do with CuPy's: slices and views, which are the same memory."""
+
+    def __getitem__(self, part: slice) -> FlatArray:
+        start, stop, _ = part.indices(self.size)
+        return FlatArray(self.driver, self.address + start * self.dtype.itemsize, (stop - start,), self.dtype)
+
+    def view(self, dtype: Any) -> FlatArray:
+        return FlatArray(self.driver, self.address, (self.nbytes // np.dtype(dtype).itemsize,), dtype)
+
+    def fill(self, value: int) -> None:
+        self.driver.view(self.address, self.nbytes).view(self.dtype)[:] = value
+
+
+class HostTools:
+    """What measuring takes, for a host driver."""
+
+    def __init__(self, driver: HostDriver) -> None:
+        self.driver = driver
+
+    def empty(self, nbytes: int) -> FlatArray:
+        return FlatArray(self.driver, self.driver.allocate(nbytes), (nbytes,), np.uint8)
+
+    def ready(self) -> None:
+        self.driver.synchronize_device()
+
+    def time(self, call: Callable[[], object]) -> float:
+        begin = time.perf_counter()
+        call()
+        self.ready()
+        return time.perf_counter() - begin
+
+
+class HostPlace(OnDevice):
+    """Arrays of a host driver, shared ones too."""
+
+    def empty(self, nbytes: int, *, shared: bool) -> Any:
+        return self._tools.empty(nbytes)
+
+
+def settings(collective: str, **others: Any) -> Settings:
+    fast = {"min_nbytes": 64, "max_nbytes": 4096, "step_factor": 64, "iterations": 2, "warmup": 0, "device": "cuda"}
+    return Settings(collective, **{**fast, **others})
+
+
+@pytest.mark.parametrize(
+    ("collective", "path", "algorithm", "ran"),
+    [
+        ("allreduce", "staged", "auto", ("staged", "staged")),
+        ("allreduce", "staged", "ring", ("ring", "staged")),
+        ("allreduce", "nccl", "auto", ("nccl", "nccl")),
+        ("allreduce", "mpi", "auto", ("direct", "device+messages")),
+        ("reduce_scatter", "nccl", "auto", (None, "staged")),
+        ("broadcast", "mpi", "auto", (None, "staged")),
+    ],
+)
+def test_the_benchmark_verifies_results_on_a_gpu(
+    collective: str, path: str, algorithm: str, ran: tuple[str | None, str]
+) -> None:
+    """Collectives are right, named by what ran, and measured against the copy within the GPU."""
+    printed: list[str] = []
+
+    def work(world: rr.Communicator, driver: HostDriver) -> Report:
+        wanted = settings(collective, types=("float", "bfloat16"), ops=("sum", "avg"), algorithm=algorithm)
+        return bench.run(world, wanted, printed.append, HostPlace(world, HostTools(driver)))
+
+    found = run_gpu_ranks(3, work, path=path)[0]
+    assert found.nwrong == 0
+    assert {each.transport for each in found.results} == {ran[1]}
+    assert ran[0] is None or {each.algorithm for each in found.results} == {ran[0]}
+    assert collective != "allreduce" or all(row.in_place.bound_share > 0 for row in found.rows)
+    assert "GPU in host memory, " in "".join(printed)
+
+
+def test_the_bound_is_a_copy_for_each_rank_of_the_gpu() -> None:
+    """One of the ranks that share a GPU copies, as often as there are such ranks; the others do nothing."""
+
+    def work(world: rr.Communicator, driver: HostDriver) -> int:
+        (way,) = HostPlace(world, HostTools(driver)).bounds(4096)
+        driver.log.clear()
+        way.call()
+        return sum(line.startswith("copy 4096") for line in driver.log)
+
+    assert run_gpu_ranks(3, work) == [3, 0, 0]
+
+
+def test_the_benchmark_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without CuPy, arrays on a GPU are refused with what to install."""
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(UnsupportedBufferError, match=r"pip install 'cupy-cuda12x\[ctk\]'"):
+        run_ranks(1, lambda world: bench.run(world, settings("allreduce"), print))
+
+
+# ---- the checks ----
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"), [("staged", "staged"), ("nccl", "nccl"), ("mpi", "mpi"), ("nccl", "staged")]
+)
+def test_paths_are_checked(path: str, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is right passes; a sum that is wrong is named with its operation, and so is a path that does not run."""
+    monkeypatch.setattr(gpu_check, "COUNTS", (0, 1, 1001))
+
+    def put(driver: HostDriver) -> Callable[[Any, str], HostArray]:
+        return lambda values, dtype: driver.put(values.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype))
+
+    def work(world: rr.Communicator, driver: HostDriver) -> list[Any]:
+        driver_put, broken = put(driver), asked == "mpi" and world.rank == 1
+        if broken:
+            monkeypatch.setattr(driver, "combine", lambda *arguments: None)
+        return list(gpu_check.check_allreduce(world, path, driver_put, lambda array: array.get(0)))
+
+    found = run_gpu_ranks(2, work, path=asked)[1]
+    failed = [each.name for each in found if not each.passed]
+    wrong = [each.name for each in found if each.name.startswith("allreduce") and each.seen]
+    if asked == "mpi":
+        assert failed == wrong != []
+        assert "sum of 1001" in next(each.seen for each in found if each.name == "allreduce of float32")
+    else:
+        assert failed == ([] if path == asked else ["carried by nccl"])
+
+
+def test_the_page_says_what_failed_and_what_was_not_run() -> None:
+    """Verdicts, figures and reasons, path by path."""
+    device = HostDriver().device
+    checks = [
+        gpu_check.Check("a", True),
+        gpu_check.Check("b", False, "sum of 1"),
+        gpu_check.Check("4 KiB", None, "9 us"),
+    ]
+    results = {("staged", 2): checks[::2], ("staged", 4): checks}
+    page = gpu_check.page(Inventory("580", devices=(device,)), results, {"staged": "", "nccl": "one GPU"})
+    assert "## staged, 2 ranks: passed" in page
+    assert "## staged, 4 ranks: FAILED" in page
+    assert "- FAILED: b: sum of 1\n" in page
+    assert page.endswith("| 4 KiB | 9 us |\n\nNot run: nccl (one GPU).\n")
+
+
+def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+    """Exit status 2, one line, and no report."""
+    command = [str(ROOT / "scripts" / "gpu_check"), "--results", str(tmp_path)]
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=hidden, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "no GPU can be used here, so nothing was checked" in done.stderr
+    assert list(tmp_path.iterdir()) == []
