@@ -174,7 +174,8 @@ def train(scaled: bool = False, **options: Any) -> Tensors:
 def test_training(options: dict[str, Any], overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In buckets reduced in the step or during the backward pass: the same weights, and streams are told to wait."""
     double = both_ways(lambda: train(overlap=overlap, **options), monkeypatch)
-    assert any("waits for" in line for line in double.record)
+    waits = any("waits for" in line for line in double.record)
+    assert waits or not overlap or "compression" in options
 
 
 def test_sparse_gradients_and_closures(monkeypatch: pytest.MonkeyPatch) -> None:

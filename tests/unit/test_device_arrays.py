@@ -23,7 +23,6 @@ from ringreduce.buffers import DTYPES, DType, Operand, device_arrays, narrow, op
 from ringreduce.buffers.device_arrays import DeviceOperand, empty_on_device, on_device
 from ringreduce.buffers.device_driver import Arithmetic
 from ringreduce.buffers.layout import c_order, is_c_order, overlaps_itself
-from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError, MismatchError, TransportError, UnsupportedBufferError
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.gpu import cupy_driver
@@ -115,7 +114,7 @@ def on_gpus(size: int, function: Callable[[rr.Communicator, HostDriver], object]
         CupyArray.here.stream = driver.make_stream()
         return function(communicator, driver)
 
-    return run_gpu_ranks(size, run, gpu=lambda rank: rank % ngpus, config=Config(timeout_s=20.0))
+    return run_gpu_ranks(size, run, gpu=lambda rank: rank % ngpus)
 
 
 def to_gpu(values: np.ndarray) -> CupyArray:
@@ -150,8 +149,8 @@ def test_a_cupy_array_is_taken_as_it_is(alone: HostDriver) -> None:
 
 def test_an_interface_is_taken_as_it_is() -> None:
     """Strides, the read-only flag and the stream are those of ``__cuda_array_interface__``, the device is unknown."""
-    interface = {"shape": (2, 3), "typestr": "<i4", "data": (4096, True), "strides": (4, 8), "stream": 7, "version": 3}
-    operand = operand_of(SimpleNamespace(__cuda_array_interface__=interface))
+    given = {"shape": (2, 3), "typestr": "<i4", "data": (4096, True), "strides": (4, 8), "stream": 7}
+    operand = operand_of(interface(**given))
     assert isinstance(operand, DeviceOperand)
     assert (operand.address, operand.shape, operand.strides) == (4096, (2, 3), (4, 8))
     assert (operand.dtype.name, operand.device, operand.stream) == ("int32", None, 7)
@@ -160,30 +159,19 @@ def test_an_interface_is_taken_as_it_is() -> None:
         operand.require_writable()
 
 
-@pytest.mark.parametrize(("named", "stream"), [(None, 0), (1, 0), (2, 2), (9, 9)])
-def test_streams_of_an_interface(named: int | None, stream: int) -> None:
-    """1 is the legacy default stream, which is where arrays belong that name none."""
-    interface = {"shape": (1,), "typestr": "|u1", "data": (64, False), "stream": named, "version": 3}
-    operand = DeviceOperand.of(SimpleNamespace(__cuda_array_interface__=interface))
-    assert operand is not None
-    assert operand.stream == stream
+def interface(**others: Any) -> Any:
+    """Return an array that says no more of itself than its interface."""
+    given = {"shape": (1,), "typestr": "|u1", "data": (64, False), "version": 3, **others}
+    return SimpleNamespace(__cuda_array_interface__=given)
 
 
-def test_bfloat16_is_known_by_the_dtype() -> None:
-    """The interface has no code for it; elements that nobody can name are refused."""
-    driver = HostDriver()
-    operand = operand_of(driver.put(np.ones(3, ml_dtypes.bfloat16)))
-    assert operand.dtype.name == "bfloat16"
-    interface = {"shape": (1,), "typestr": "|V2", "data": (64, False), "version": 3}
-    with pytest.raises(UnsupportedBufferError, match="not supported"):
-        operand_of(SimpleNamespace(__cuda_array_interface__=interface))
-
-
-def test_masked_arrays_are_refused() -> None:
-    """Nobody can tell what a reduction of them should be."""
-    interface = {"shape": (1,), "typestr": "|u1", "data": (64, False), "mask": object(), "version": 3}
-    with pytest.raises(UnsupportedBufferError, match="masked"):
-        operand_of(SimpleNamespace(__cuda_array_interface__=interface))
+def test_what_an_interface_may_say() -> None:
+    """Stream 1 is the legacy default stream, where arrays belong that name none; unknown elements are refused."""
+    assert [DeviceOperand.of(interface(stream=each)).stream for each in (None, 1, 2, 9)] == [0, 0, 2, 9]
+    assert operand_of(HostDriver().put(np.ones(3, ml_dtypes.bfloat16))).dtype.name == "bfloat16"  # by its own dtype
+    for given, complaint in (({"typestr": "|V2"}, "not supported"), ({"mask": object()}, "masked")):
+        with pytest.raises(UnsupportedBufferError, match=complaint):
+            operand_of(interface(**given))
 
 
 def test_host_arrays_are_no_device_arrays() -> None:
@@ -384,42 +372,27 @@ def test_a_result_may_overlap_the_input(cupy: ModuleType) -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_buffers_in_device_memory(cupy: ModuleType, size: int) -> None:
-    """They are CuPy arrays that live as long as any view of them; ranks may make them or not."""
+    """They are CuPy arrays that live as long as any view of them, and longer than their communicator."""
 
-    def check(communicator: rr.Communicator, driver: HostDriver) -> None:
+    def check(communicator: rr.Communicator, driver: HostDriver) -> CupyArray:
         buffer = communicator.empty((5, 3), "float32", device="cuda")
         assert type(buffer) is CupyArray
         assert (buffer.shape, buffer.dtype) == ((5, 3), np.float32)
         buffer[...] = to_gpu(np.full((5, 3), communicator.rank + 1, np.float32))
         communicator.allreduce(buffer, out=buffer)
         assert buffer.numpy().tolist() == [[sum(range(size + 1))] * 3] * 5
-        assert communicator.empty(0, device="cuda:0").shape == (0,)
+        if communicator.rank == 0:  # each rank for itself
+            assert communicator.empty(0, device="cuda:0").shape == (0,)
         assert isinstance(communicator.empty(3, device="cpu"), np.ndarray)
-
-    on_gpus(size, check)
-
-
-def test_buffers_of_their_own_are_freed(cupy: ModuleType) -> None:
-    """Where nobody else reaches a buffer, its memory goes back with its last view."""
-
-    def check(communicator: rr.Communicator, driver: HostDriver) -> None:
-        buffer = communicator.empty(5, device="cuda")
         view = buffer._view((2,), (4,))
+        place = driver.place(buffer.address)
         del buffer
-        assert "free m1" not in driver.log
+        assert f"free {place}" not in driver.log
         del view
-        assert "free m1" in driver.log
-
-    on_gpus(1, check)
-
-
-def test_buffers_outlive_their_communicator(cupy: ModuleType) -> None:
-    """What a user still holds after the end of the world can still be read and written."""
-
-    def check(communicator: rr.Communicator, driver: HostDriver) -> CupyArray:
+        assert f"free {place}" in driver.log
         return communicator.empty(5, device="cuda")
 
-    for buffer in on_gpus(2, check):
+    for buffer in on_gpus(size, check):
         assert isinstance(buffer, CupyArray)
         assert buffer.get().shape == (5,)  # a driver of the tests refuses to read memory that was freed
 
@@ -544,14 +517,19 @@ def test_the_driver_asks_the_runtime(runtime: Runtime) -> None:
     ]
 
 
-def test_the_current_gpu_of_the_caller_stays(runtime: Runtime) -> None:
-    """A driver of another GPU makes that one current for its calls, and puts back what was, after errors too."""
+@pytest.mark.parametrize("chosen", [True, False])
+def test_the_current_gpu_of_the_caller_stays(runtime: Runtime, chosen: bool) -> None:
+    """A driver of another GPU makes that one current for its calls, and puts back what was, after errors too.
+
+    But for a thread that never chose a GPU: to put back GPU 0 would make a context there.
+    """
     driver = cuda_driver(2)
+    runtime.context = 4711 if chosen else 0
     runtime.log.clear()
     runtime.answers["malloc"] = CudaError(1)
     with pytest.raises(TransportError):
         driver.allocate(1)
-    assert runtime.log == [("setDevice", 2), ("malloc", 1), ("setDevice", 0)]
+    assert runtime.log == [("setDevice", 2), ("malloc", 1)] + [("setDevice", 0)] * chosen
 
 
 @pytest.mark.parametrize(("status", "done"), [(0, True), (600, False)])
@@ -565,13 +543,24 @@ def test_events_are_done_or_not(runtime: Runtime, status: int, done: bool) -> No
 
 
 def test_errors_of_cuda_are_translated(runtime: Runtime) -> None:
-    """A lack of memory is a MemoryError, everything else a TransportError; both keep CuPy's words."""
+    """A lack of device memory is a MemoryError, everything else a TransportError; both keep CuPy's words.
+
+    CUDA says "out of memory" of pinned memory too, and callers of that know no MemoryError.
+    """
+    names = "malloc", "hostRegister", "streamCreateWithPriority", "memcpyAsync", "eventRecord"
+    runtime.answers.update(dict.fromkeys(names, CudaError(2)), eventQuery=700)
     driver = cuda_driver()
-    runtime.answers.update(malloc=CudaError(2), eventRecord=CudaError(201), eventQuery=700)
+    calls: list[Callable[[], object]] = [
+        lambda: driver.register(0, 1),
+        driver.make_stream,
+        lambda: driver.copy(1, 2, 3, 4),
+        lambda: driver.record(1, 2),
+    ]
+    for call in calls:
+        with pytest.raises(TransportError, match="GPU 0: cudaError 2"):
+            call()
     with pytest.raises(MemoryError, match="cudaError 2"):
         driver.allocate(1)
-    with pytest.raises(TransportError, match="GPU 0: cudaError 201"):
-        driver.record(1, 2)
     with pytest.raises(TransportError, match="700"):
         driver.done(5)
 
@@ -647,34 +636,13 @@ def test_sums_are_done_on_the_stream(runtime: Runtime) -> None:
 
 
 def test_looking_at_a_gpu_leaves_it_alone(runtime: Runtime) -> None:
-    """A context on each GPU that is only described would take memory of all of them."""
-    cuda_driver(2)
-    assert runtime.log == [("getDeviceProperties", 2), ("deviceGetPCIBusId", 2)]
+    """A context on each GPU that is only described would take memory of all of them; UUIDs have 16 bytes.
 
-
-def test_a_uuid_has_16_bytes(runtime: Runtime) -> None:
-    """CuPy takes it for text, which may run on into what comes after it and differs between processes."""
+    CuPy takes a UUID for text, which may run on into what comes after it and differs between processes.
+    """
     runtime.answers["getDeviceProperties"]["uuid"] = bytes(range(1, 20))
-    assert cuda_driver().device.uuid == f"{bytes(range(1, 17)).hex()}@0000:1b:00.0"
-
-
-def test_only_memory_of_the_device_runs_out(runtime: Runtime) -> None:
-    """CUDA says "out of memory" of pinned memory and of launches, too, and callers of those know no MemoryError."""
-    out_of_memory = CudaError(2)
-    names = "hostRegister", "streamCreateWithPriority", "memcpyAsync", "eventRecord"
-    runtime.answers.update(dict.fromkeys((*names, "malloc"), out_of_memory))
-    driver = cuda_driver()
-    calls: list[Callable[[], object]] = [
-        lambda: driver.register(0, 1),
-        driver.make_stream,
-        lambda: driver.copy(1, 2, 3, 4),
-        lambda: driver.record(1, 2),
-    ]
-    for call in calls:
-        with pytest.raises(TransportError, match="cudaError 2"):
-            call()
-    with pytest.raises(MemoryError, match="cudaError 2"):
-        driver.allocate(1)
+    assert cuda_driver(2).device.uuid == f"{bytes(range(1, 17)).hex()}@0000:1b:00.0"
+    assert runtime.log == [("getDeviceProperties", 2), ("deviceGetPCIBusId", 2)]
 
 
 @pytest.mark.parametrize("newer", [False, True])
@@ -693,29 +661,19 @@ class Foreign:
     """An array that only says where it lies and which stream it belongs to, as Numba's do."""
 
     def __init__(self, inner: CupyArray, stream: int) -> None:
-        self.inner = inner
-        self.__cuda_array_interface__ = {
-            "shape": inner.shape,
-            "typestr": inner.dtype.str,
-            "data": (inner.address, False),
-            "strides": inner.strides,
-            "version": 3,
-            "stream": stream,
-        }
+        place = {"data": (inner.address, False), "strides": inner.strides, "stream": stream}
+        said = interface(shape=inner.shape, typestr=inner.dtype.str, **place)
+        self.inner, self.__cuda_array_interface__ = inner, said.__cuda_array_interface__
 
 
 @pytest.mark.parametrize("seed", range(15))
 def test_arrays_with_a_stream_of_their_own(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """What their stream held comes before the copies that CuPy makes of them on its own stream, what follows after."""
     monkeypatch.setattr(cupy, "asarray", lambda array: getattr(array, "inner", array))
-    machine = HostMachine(seed)
-    drivers = [machine.driver(), machine.driver()]
 
-    def run(communicator: rr.Communicator) -> None:
-        driver = CupyArray.here.driver = drivers[communicator.rank]
-        driver.make_stream()  # 1 would be the default stream
+    def run(communicator: rr.Communicator, driver: HostDriver) -> None:
+        CupyArray.here.driver = driver
         CupyArray.here.stream, theirs = driver.make_stream(), driver.make_stream()
-        communicator.gpu.drivers = lambda number: driver
         parts = [sample(rank, (4, 3), "float64") for rank in range(2)]
         memory, result, seen = (CupyArray((3, 4), np.float64) for _ in range(3))
 
@@ -732,13 +690,4 @@ def test_arrays_with_a_stream_of_their_own(cupy: ModuleType, monkeypatch: pytest
             driver.copy(seen.address, result.address, result.nbytes, theirs)
             assert_equal(seen.get(theirs).T, answer)
 
-    run_ranks(2, run, config=Config(timeout_s=20.0))
-
-
-def test_a_thread_without_a_gpu_takes_that_of_the_driver(runtime: Runtime) -> None:
-    """To put back GPU 0, which such a thread never chose, would make a context there."""
-    driver = cuda_driver(2)
-    runtime.context = 0
-    runtime.log.clear()
-    driver.allocate(1)
-    assert runtime.log == [("setDevice", 2), ("malloc", 1)]
+    run_gpu_ranks(2, run, seed=seed)
