@@ -79,7 +79,7 @@ def test_summary():
     """Seconds become microseconds; order does not matter."""
     summary = Summary.of_seconds(np.array([5, 1, 2, 3, 4]) * 1e-6)
     assert summary.iterations == 5
-    assert (summary.minimum, summary.maximum) == pytest.approx((1, 5))
+    assert (summary.min, summary.max) == pytest.approx((1, 5))
     assert (summary.median, summary.mean) == pytest.approx((3, 3))
     assert (summary.p90, summary.p95, summary.p99) == pytest.approx((4.6, 4.8, 4.96))
     assert summary.variation == pytest.approx(100 * 2**0.5 / 3)
@@ -88,7 +88,7 @@ def test_summary():
 def test_summary_of_one():
     """A single iteration is all there is to say."""
     summary = Summary.of_seconds(np.array([2e-6]))
-    assert (summary.minimum, summary.median, summary.p95, summary.deviation) == pytest.approx((2, 2, 2, 0))
+    assert (summary.min, summary.median, summary.p95, summary.deviation) == pytest.approx((2, 2, 2, 0))
 
 
 @pytest.mark.parametrize(

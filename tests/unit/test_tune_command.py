@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 import ringreduce
 from ringreduce.algorithms import Collective
-from ringreduce.bench.bystanders import Bystanders, Usage, usage
+from ringreduce.bench.noise import Noise, Usage, usage
 from ringreduce.bench.tune import SIZES, calls_of, tune
 from ringreduce.cli import commands
 from ringreduce.collectives import Call
@@ -62,9 +62,6 @@ class Machine:
         self.now += self.speed * sum(times) * 2 * (1.25 * iterations + 3)  # two kinds of buffers; some are not timed
         return [[seconds] * iterations for seconds in times]
 
-    def clock(self) -> float:
-        return self.now
-
     def usage(self) -> Usage:
         """Let each rank compute nine tenths of the time."""
         neighbours = 1 if self.machine is not None else self.communicator.size
@@ -83,7 +80,6 @@ class Machine:
             budget_s,
             even_if_busy=even_if_busy,
             measure=self.measure,
-            clock=self.clock,
             usage=self.usage,
         )
 
@@ -317,9 +313,9 @@ def test_the_machine_with_the_most_other_work_counts(others: tuple[float, ...], 
 
     def run(communicator: Communicator) -> tuple[float, float, str]:
         machine = Machine(communicator, machine=communicator.rank, others=others[communicator.rank])
-        bystanders = Bystanders(communicator, machine.usage)
+        noise = Noise(communicator, machine.usage)
         machine.now = 10.0
-        return bystanders.look()
+        return noise.look()
 
     found = run_ranks(3, run)
     assert len(set(found)) == 1
@@ -333,7 +329,7 @@ def test_ways_to_count_may_differ(own: float):
 
     def look(communicator: Communicator, everyone: float) -> float:
         moments = iter([Usage(0.0, 0.0, 0.0, 7), Usage(1.0, everyone, own, 7)])
-        return Bystanders(communicator, lambda: next(moments)).look()[1]
+        return Noise(communicator, lambda: next(moments)).look()[1]
 
     for everyone, cores in ((own + 0.19 + 0.01 * own, 0.0), (own + 0.21 + 0.01 * own, 0.21 + 0.01 * own), (0.0, 0.0)):
         assert run_ranks(1, lambda communicator, time=everyone: look(communicator, time)) == [pytest.approx(cores)]
@@ -343,7 +339,7 @@ def test_a_system_that_says_nothing_is_taken_to_be_quiet():
     """Nothing is known there, so nothing is refused."""
 
     def look(communicator: Communicator) -> float:
-        return Bystanders(communicator, lambda: Usage(0.0, float("nan"), 0.0, 7)).look()[1]
+        return Noise(communicator, lambda: Usage(0.0, float("nan"), 0.0, 7)).look()[1]
 
     assert run_ranks(2, look) == [0.0, 0.0]
 
