@@ -283,13 +283,11 @@ class StagedMpi(MpiPeer):
             self._device.driver.unregister(self._pinned.pop().ctypes.data)
 
 
-def _mpi_peer(world: Communicator, device: Device) -> Peer:
-    """Make the peer that uses MPI on arrays there; collective."""
-    return StagedMpi(world, device) if isinstance(device, OnDevice) else MpiPeer(world)
-
-
 #: Name for ``--vs`` -> what makes it of the ranks and where the arrays are; collective.
-PEERS: dict[str, Callable[[Communicator, Device], Peer]] = {"mpi": _mpi_peer, "gloo": GlooPeer}
+PEERS: dict[str, Callable[[Communicator, Device], Peer]] = {
+    "mpi": lambda world, device: StagedMpi(world, device) if isinstance(device, OnDevice) else MpiPeer(world),
+    "gloo": GlooPeer,
+}
 
 
 @contextlib.contextmanager

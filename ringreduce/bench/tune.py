@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import starmap
 from pathlib import Path
 from typing import Any
@@ -158,6 +158,7 @@ def calls_of(communicator: Communicator, largest_nbytes: int) -> Measure:
     return measure
 
 
+@dataclass
 class _Tuning:
     """One run: what was measured so far and how much time is left. Rank 0 decides.
 
@@ -165,23 +166,17 @@ class _Tuning:
         rules: size -> what the built-in rules take there.
     """
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        sizes: Sequence[int],
-        emit: Callable[[str], None],
-        budget_s: float,
-        clock: Callable[[], float],
-    ) -> None:
-        self.rules = {nbytes: _rule(communicator, nbytes) for nbytes in sizes}
-        self._communicator = communicator
-        self._sizes = sizes
-        self._say = emit
-        self._clock = clock
-        self._budget_s = budget_s
-        self._deadline = clock() + budget_s
-        names = communicator.algorithms(Collective.ALLREDUCE)
-        kept = {*distinct(names, communicator.topology), *self.rules.values()}
+    communicator: Communicator
+    sizes: Sequence[int]
+    say: Callable[[str], None]
+    budget_s: float
+    clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
+        self.rules = {nbytes: _rule(self.communicator, nbytes) for nbytes in self.sizes}
+        self._deadline = self.clock() + self.budget_s
+        names = self.communicator.algorithms(Collective.ALLREDUCE)
+        kept = {*distinct(names, self.communicator.topology), *self.rules.values()}
         self._names = [name for name in names if name in kept]
         self._probes: _Times = {}
         self._times: _Times = {}
@@ -189,33 +184,33 @@ class _Tuning:
 
     def agree(self, decide: Callable[..., Any], *arguments: Any) -> Any:
         """Return on every rank what rank 0 decides. Collective."""
-        return gather(self._communicator, decide(*arguments) if self._communicator.rank == 0 else None)[0]
+        return gather(self.communicator, decide(*arguments) if self.communicator.rank == 0 else None)[0]
 
     def fit(self) -> _Orders:
         """Fit the model to a few calls of all algorithms at the smallest size, a middle one and a large one."""
-        topology, middle = self._communicator.topology, (len(self._sizes) - 1) // 2
-        self._say(f"# {topology.describe()}; fitting the model to {', '.join(self._names)}\n")
-        for nbytes in dict.fromkeys((self._sizes[0], self._sizes[middle])):
+        topology, middle = self.communicator.topology, (len(self.sizes) - 1) // 2
+        self.say(f"# {topology.describe()}; fitting the model to {', '.join(self._names)}\n")
+        for nbytes in dict.fromkeys((self.sizes[0], self.sizes[middle])):
             yield from self._probe(nbytes)
-        large = self._largest_affordable(self._sizes[middle + 1 :])
+        large = self._largest_affordable(self.sizes[middle + 1 :])
         if large is not None:
             yield from self._probe(large)
-        self._say(f"# {_describe(self._model)}\n")
+        self.say(f"# {_describe(self._model)}\n")
 
     def sweep(self) -> _Orders:
         """Measure at each size, the smallest first, what can win there, for as long as there is time.
 
         Then what is the fastest at one size at those beside it too, so that it can be chosen in between.
         """
-        for place, nbytes in enumerate(self._sizes):
+        for place, nbytes in enumerate(self.sizes):
             names = self._affordable(nbytes)
             if not names:
-                self._say(f"# {format_nbytes(nbytes)} and more: no time left\n")
+                self.say(f"# {format_nbytes(nbytes)} and more: no time left\n")
                 break
-            self._say(f"# {format_nbytes(nbytes)}: {', '.join(names)}\n")
-            begin = self._clock()
+            self.say(f"# {format_nbytes(nbytes)}: {', '.join(names)}\n")
+            begin = self.clock()
             yield from self._time(self._times, nbytes, names, _PROBES)
-            if more := self._further_iterations(nbytes, begin, self._sizes[place + 1 :]):
+            if more := self._further_iterations(nbytes, begin, self.sizes[place + 1 :]):
                 yield from self._time(self._times, nbytes, names, more)
         for nbytes, names in self._missing():
             wanted = min(map(len, self._times[nbytes].values()))  # as many as the others had there, or fewer, or none
@@ -227,11 +222,11 @@ class _Tuning:
     def table(self, busy_cores: float) -> Table:
         """Return what was found."""
         rows = (Row(nbytes, tuple(starmap(Candidate.of_times, times.items()))) for nbytes, times in self._times.items())
-        return Table(tuning_key(self._communicator), self._model, tuple(rows), busy_cores)
+        return Table(tuning_key(self.communicator), self._model, tuple(rows), busy_cores)
 
     def _probe(self, nbytes: int) -> _Orders:
         yield from self._time(self._probes, nbytes, self._names, _PROBES)
-        topology = self._communicator.topology
+        topology = self.communicator.topology
         self._model = fit(
             Sample(name, size, topology, statistics.median(times))
             for size, found in self._probes.items()
@@ -243,18 +238,17 @@ class _Tuning:
             into.setdefault(nbytes, {}).setdefault(name, []).extend(times)
 
     def _left_s(self) -> float:
-        return self._deadline - self._clock()
+        return self._deadline - self.clock()
 
     def _largest_affordable(self, among: Sequence[int]) -> int | None:
         """Return the largest size at which all algorithms can be tried in the time that fitting may take."""
-        left_s = self._left_s() - (1 - _FIT_SHARE) * self._budget_s
+        left_s = self._left_s() - (1 - _FIT_SHARE) * self.budget_s
         return max((size for size in among if self._cost_s(size, self._names, _PROBES) <= left_s), default=None)
 
     def _contending(self, nbytes: int) -> list[str]:
         """Return what can win at a size; the library's own and what the rules take are always of interest."""
         expected = {name: self._expected_s(name, nbytes) for name in self._names}
-        limit = _CONTENDING * min(expected.values())
-        always = (VENDOR, self.rules[nbytes])
+        limit, always = _CONTENDING * min(expected.values()), (VENDOR, self.rules[nbytes])
         return [name for name, seconds in expected.items() if seconds <= limit or name in always]
 
     def _affordable(self, nbytes: int) -> list[str]:
@@ -266,8 +260,8 @@ class _Tuning:
 
     def _further_iterations(self, nbytes: int, begin: float, later: Sequence[int]) -> int:
         """Return how many iterations more a size gets: a fair part of the time that later ones do not need at least."""
-        spent_s = self._clock() - begin
-        left_s = self._left_s() + spent_s - _COMPLETE_SHARE * self._budget_s
+        spent_s = self.clock() - begin
+        left_s = self._left_s() + spent_s - _COMPLETE_SHARE * self.budget_s
         needed_s = sum(self._cost_s(size, self._contending(size), _PROBES) for size in later)
         share_s = (left_s - min(needed_s, left_s / 2)) / (1 + len(later)) - spent_s
         per_call_s = spent_s / _calls(_PROBES)
@@ -294,7 +288,7 @@ class _Tuning:
         measured = [*self._probes.items(), *self._times.items()]
         known = {size: statistics.median(found[name]) for size, found in measured if name in found}
         nearest = min(known, key=lambda size: abs(math.log(size / nbytes)))
-        return self._model.scale(name, known[nearest], nearest, nbytes, self._communicator.topology)
+        return self._model.scale(name, known[nearest], nearest, nbytes, self.communicator.topology)
 
 
 def distinct(names: Iterable[str], topology: Topology) -> list[str]:

@@ -215,19 +215,20 @@ def bench(**options: Any) -> int:
     half the time there and back; for bandwidth, 16 messages are sent in a row, and then answered once.
 
     With async, measure named asynchronous allreduces instead: the latency of one of 4 B, and 160 of 64 KiB that are
-    submitted together. Of the options, -n and --format json have a meaning there.
+    submitted together. Of the options, -n and --format (json, csv) have a meaning there.
 
     With overlap, measure how much of an asynchronous allreduce a computation hides: each is begun, then the program
     multiplies matrices on one core for as long as the allreduce takes alone, and then waits. Of the options, -b, -e,
-    -i, -f, -n, --vs and --format json have a meaning there.
+    -i, -f, -n, --vs and --format (json, csv) have a meaning there.
 
     With recovery, let the last rank be killed until one is left, and measure how long it takes until the others go on;
-    under `ringreduce run --elastic` on one machine. Of the options, --format json has a meaning there.
+    under `ringreduce run --elastic` on one machine. Of the options, --format (json, csv) has a meaning there.
     """
     name = options["collective"]
     if name in MODES:
         _refuse_options(name, MODES[name].options)
-        settings = _settings({each: value for each, value in options.items() if each not in ("plot", "page")})
+        del options["plot"], options["page"]
+        settings = _settings(options)
         ringreduce.init()
         nwrong, busy = run_mode(settings, _write)
         _say_if_busy(name, busy)
