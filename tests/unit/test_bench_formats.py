@@ -104,6 +104,13 @@ def test_nccl_row_without_in_place():
     )
 
 
+def test_a_peer_that_was_not_measured_is_not_available():
+    """As where no peer can do the job."""
+    alone = dataclasses.replace(row("alltoall").best, peers={})
+    for layout in (NcclWriter, ShortWriter):
+        assert layout(SETTINGS).row(Row(alone, None)).split()[-2:] == ["N/A", "N/A"]
+
+
 def test_nccl_row_of_a_broadcast_names_the_root():
     """Only a broadcast has a root."""
     settings = dataclasses.replace(SETTINGS, collective="broadcast", peers=())
