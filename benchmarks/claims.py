@@ -174,18 +174,17 @@ def line(verdict: Verdict) -> str:
 
 def markdown(claims: Sequence[Claim]) -> str:
     """Return the tables that the documents carry: claims with the same rows stand side by side."""
-    rows_of: dict[str, list[str]] = {}
+    figures: dict[str, dict[str, str]] = {}  # by column and row
     for claim in claims:
-        rows_of.setdefault(claim.column, []).append(claim.row)
+        figures.setdefault(claim.column, {})[claim.row] = claim.figure
     tables: dict[tuple[str, ...], list[str]] = {}
-    for column, rows in rows_of.items():
-        tables.setdefault(tuple(rows), []).append(column)
-    figures = {(claim.row, claim.column): claim.figure for claim in claims}
+    for column, by_row in figures.items():
+        tables.setdefault(tuple(by_row), []).append(column)
     text = []
-    for rows, columns in tables.items():
-        lines = ["|  | " + " | ".join(columns) + " |", "|---|" + "--:|" * len(columns)]
-        lines += [f"| {row} | " + " | ".join(figures[row, column] for column in columns) + " |" for row in rows]
-        text.append("\n".join(lines) + "\n")
+    for names, columns in tables.items():
+        rows = [[name, *(figures[column][name] for column in columns)] for name in names]
+        lines = [f"| {' | '.join(cells)} |\n" for cells in [["", *columns], *rows]]
+        text.append("".join([lines[0], "|---|" + "--:|" * len(columns) + "\n", *lines[1:]]))
     return "\n".join(text)
 
 
@@ -219,9 +218,7 @@ def main() -> int:
     if shutil.which("mpirun") is None:
         parser.error("mpirun is not on the path")
     verdicts = []
-    for run in runs.values():
-        if arguments.runs and run.id not in arguments.runs:
-            continue
+    for run in (each for each in runs.values() if each.id in (arguments.runs or runs)):
         print(f"# {run.id}: {run.launcher} {run.command}", flush=True)
         for verdict in judge([claim for claim in claims if claim.run == run.id], measure(run)):
             verdicts.append(verdict)

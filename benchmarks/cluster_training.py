@@ -22,9 +22,6 @@ import contextlib
 import copy
 import json
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,69 +31,33 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.functional import cross_entropy
+from training import LEAD, TURN, Contender, measure
 
 import ringreduce
 import ringreduce.torch as hvd
 from ringreduce.bench.peers import gloo_process_group
 
-TURN = 8  # steps of a contender in a row
-LEAD = 2  # of them, how many are not timed
 LEARNING_RATE = 0.02
 
 
-@dataclass
-class Contender:
-    """A model that is being trained.
-
-    Attributes:
-        backward: computes the gradients of one batch.
-        step: makes use of them; what communicates does so in either.
-        times_s: of the steps that were timed.
-        errors: of compressing gradients, relative, in each step; empty where nothing says so.
-    """
-
-    name: str
-    model: nn.Module
-    optimizer: Any
-    forward: Callable[[torch.Tensor], torch.Tensor]
-    times_s: list[float] = field(default_factory=list)
-    errors: list[float] = field(default_factory=list)
-
-    def step(self, images: torch.Tensor, labels: torch.Tensor) -> None:
-        """Do one step."""
-        self.optimizer.zero_grad()
-        cross_entropy(self.forward(images), labels).backward()
-        self.optimizer.step()
-
-
-def make_model() -> nn.Module:
-    """Return the demo's network with more channels and a hidden layer."""
-    return nn.Sequential(
-        nn.Conv2d(1, 32, 5, padding=2),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(32, 64, 5, padding=2),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(64 * 7 * 7, 1600),
-        nn.ReLU(),
-        nn.Linear(1600, 10),
-    )
-
-
-def contender(name: str, model: nn.Module) -> Contender:
-    """Return what trains ``model`` in the way of that name."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
+def contender(name: str, model: nn.Module, errors: list[float]) -> Contender:
+    """Return what trains ``model`` in the way of that name, and lists the errors of compressing gradients."""
+    optimizer, forward = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9), model
     if name.startswith("ddp"):
-        wrapped = nn.parallel.DistributedDataParallel(model)
+        forward = nn.parallel.DistributedDataParallel(model)
         if name == "ddp-fp16":
-            wrapped.register_comm_hook(None, fp16_compress_hook)
-        return Contender(name, model, optimizer, wrapped)
-    distributed = hvd.DistributedOptimizer(
-        optimizer, named_parameters=model.named_parameters(), compression=compression(name)
-    )
-    return Contender(name, model, distributed, model)
+            forward.register_comm_hook(None, fp16_compress_hook)
+    else:
+        named, made = model.named_parameters(), compression(name)
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=made)
+
+    def step(images: torch.Tensor, labels: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        cross_entropy(forward(images), labels).backward()
+        optimizer.step()
+        errors.append(getattr(optimizer, "compression_error", 0.0))
+
+    return Contender(name, model, step)
 
 
 def compression(name: str) -> Any:
@@ -109,41 +70,30 @@ def compression(name: str) -> Any:
     return type(f"{kind}_without", (made,), {"error_feedback": False}) if without else made
 
 
-def train(contenders: list[Contender], epochs: int, batch: int, seed: int) -> None:
-    """Train them all, in turns."""
+def train(contenders: list[Contender], epochs: int, batch: int, seed: int) -> Any:
+    """Train them all, in turns; return the seconds of the steps that were timed, a row for each contender."""
     images, labels = mnist.load_digits(seed)
     images, labels = images[mnist.TEST_COUNT :], labels[mnist.TEST_COUNT :]
-    everything = [each for epoch in range(epochs) for each in mnist.batches(images, labels, batch, seed + epoch)]
-    for first in range(0, len(everything), TURN):
-        for each in contenders:
-            for number, (x, y) in enumerate(everything[first : first + TURN]):
-                ringreduce.barrier()
-                begin = time.perf_counter()
-                each.step(x, y)
-                if number >= LEAD:
-                    each.times_s.append(time.perf_counter() - begin)
-                each.errors.append(getattr(each.optimizer, "compression_error", 0.0))
+    batches = [each for epoch in range(epochs) for each in mnist.batches(images, labels, batch, seed + epoch)]
+    return measure(contenders, iter(batches), len(batches) // (LEAD + TURN) * TURN)
 
 
-def report(contenders: list[Contender], seed: int) -> list[dict[str, Any]]:
+def report(contenders: list[Contender], times: Any, errors: list[list[float]], seed: int) -> list[dict[str, Any]]:
     """Return the figures of each contender; collective."""
     images, labels = mnist.load_digits(seed)
     share = slice(hvd.rank(), mnist.TEST_COUNT, hvd.size())
-    rows = []
-    for each in contenders:
-        times = ringreduce.allreduce(np.array(each.times_s), "max")
-        error = ringreduce.allreduce(np.array([np.median(each.errors)]), "max")[0]
-        rows.append(
-            {
-                "name": each.name,
-                "median_ms": float(np.median(times)) * 1e3,
-                "min_ms": float(times.min()) * 1e3,
-                "accuracy": mnist.evaluate(each.model, images[share], labels[share]),
-                "error": float(error),
-                "same_weights": mnist.same_weights(each.model),
-            }
-        )
-    return rows
+    worst = ringreduce.allreduce(np.median(errors, axis=1), "max")
+    return [
+        {
+            "name": each.name,
+            "median_ms": float(np.median(row)) * 1e3,
+            "min_ms": float(row.min()) * 1e3,
+            "accuracy": mnist.evaluate(each.model, images[share], labels[share]),
+            "error": float(error),
+            "same_weights": mnist.same_weights(each.model),
+        }
+        for each, row, error in zip(contenders, times, worst, strict=True)
+    ]
 
 
 def table(rows: list[dict[str, Any]], steps: int) -> str:
@@ -180,14 +130,17 @@ def main() -> int:
     arguments = parse_arguments()
     ringreduce.init()
     torch.manual_seed(arguments.seed)
-    model = make_model()
+    # The network of the demo with more channels and a hidden layer.
+    model = mnist.make_model(32, nn.Linear(98 * 32, 1600), nn.ReLU(), nn.Linear(1600, 10))
     with contextlib.ExitStack() as stack:
         stack.enter_context(gloo_process_group(ringreduce.world()))
-        contenders = [contender(name, copy.deepcopy(model)) for name in arguments.contenders.split(",")]
-        train(contenders, arguments.epochs, arguments.batch, arguments.seed)
-        rows = report(contenders, arguments.seed)
+        names = arguments.contenders.split(",")
+        errors: list[list[float]] = [[] for _ in names]
+        contenders = [contender(name, copy.deepcopy(model), each) for name, each in zip(names, errors, strict=True)]
+        times = train(contenders, arguments.epochs, arguments.batch, arguments.seed)
+        rows = report(contenders, times, errors, arguments.seed)
     if ringreduce.rank() == 0:
-        print(table(rows, len(contenders[0].times_s)), flush=True)
+        print(table(rows, times.shape[1]), flush=True)
         if arguments.output_file:
             arguments.output_file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     ringreduce.barrier()

@@ -111,19 +111,12 @@ def load_digits(seed: int) -> tuple[Tensor, Tensor]:
     return torch.from_numpy((images - 0.13) / 0.31), torch.from_numpy(table[:, -1].astype(np.int64))
 
 
-def make_model() -> nn.Module:
-    """Return the CNN, with weights of its own."""
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 5, padding=2),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 5, padding=2),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Dropout(0.5),
-        nn.Linear(32 * 7 * 7, 10),
-    )
+def make_model(channels: int = 16, *head: nn.Module) -> nn.Module:
+    """Return the CNN, with weights of its own; ``head`` takes the features, 98 for each of the channels."""
+    layers: list[nn.Module] = []
+    for given, made in ((1, channels), (channels, 2 * channels)):
+        layers += [nn.Conv2d(given, made, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, nn.Flatten(), *(head or (nn.Dropout(0.5), nn.Linear(98 * channels, 10))))
 
 
 def batches(images: Tensor, labels: Tensor, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -51,6 +51,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from mnist import choose_device
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -209,16 +210,6 @@ def finish(tensor: torch.Tensor) -> None:
     """Return when the GPU has done what it was given, if the tensor is on one."""
     if tensor.is_cuda:
         torch.cuda.synchronize()
-
-
-def choose_device(kind: str) -> torch.device:
-    """Return the CPU, or this rank's GPU: ranks of a node take turns with those there are."""
-    if kind == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        sys.exit("--device cuda: torch sees no GPU here")
-    torch.cuda.set_device(ringreduce.local_rank() % torch.cuda.device_count())
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def empty_heap(contenders: list[Contender]) -> None:

@@ -13,37 +13,31 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import ringreduce
+from ringreduce.bench.measure import Contender, time_in_turn
 from ringreduce.buffers.codecs import CODECS, relative_error
 from ringreduce.common.config import parse_nbytes
 
 
 def measure(nbytes: int, formats: list[str], iterations: int) -> list[dict[str, Any]]:
     """Return name, median time and error of float32 and each format; the times are the same on all ranks."""
-    count = nbytes // 4
+    count, names = nbytes // 4, [None, *formats]
     given = np.random.default_rng(ringreduce.rank()).standard_normal(count).astype(np.float32)
     exact = ringreduce.allreduce(given.astype(np.float64), "average")
     array = ringreduce.empty(count, np.float32)
-    names: list[str | None] = [None, *formats]
-    times = np.empty((len(names), iterations))
-    errors = [0.0] * len(names)
-    for iteration in range(-1, iterations):
-        for place, name in enumerate(names):
-            array[:] = given
-            ringreduce.barrier()
-            begin = time.perf_counter()
-            ringreduce.allreduce(array, "average", out=array, wire=name)
-            if iteration >= 0:
-                times[place, iteration] = time.perf_counter() - begin
-            else:
-                errors[place] = relative_error(exact, array)
-    medians = np.median(ringreduce.allreduce(times, "max"), axis=1)
+    calls = [partial(ringreduce.allreduce, array, "average", out=array, wire=name) for name in names]
+    errors = []
+    for call in calls:
+        array[:] = given
+        errors.append(relative_error(exact, call()))
+    contenders = [Contender("", array, call, prepare=partial(np.copyto, array, given)) for call in calls]
+    medians = np.median(time_in_turn(ringreduce.world(), contenders, iterations, 0), axis=1)
     return [
         {"name": name or "float32", "median_ms": median * 1e3, "speedup": medians[0] / median, "error": error}
         for name, median, error in zip(names, medians.tolist(), errors, strict=True)

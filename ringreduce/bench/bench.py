@@ -9,20 +9,18 @@ import itertools
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 import ringreduce
-from ringreduce.bench.bystanders import Bystanders, Usage, usage
 from ringreduce.bench.cases import COLLECTIVES, Case, sizes
+from ringreduce.bench.contenders import Ours
+from ringreduce.bench.devices import Device, OnDevice, OnHost
 from ringreduce.bench.formats import WRITERS
 from ringreduce.bench.measure import Contender, Summary, iterations_for, time_in_turn, warmup_for
-from ringreduce.bench.ours import Ours
+from ringreduce.bench.noise import Noise, Usage, usage
 from ringreduce.bench.peers import PEERS, Peer, mpi_library
-from ringreduce.bench.places import OnDevice, OnHost, Place
 from ringreduce.bench.reference import Reference, rest_value
 from ringreduce.bench.results import Bound, Machine, Report, Result, Row, Settings
 from ringreduce.collectives.communicator import Communicator
@@ -30,17 +28,15 @@ from ringreduce.common.errors import ConfigError
 
 __all__ = ["Bench", "describe_machine", "exit_code", "run"]
 
-Array = npt.NDArray[Any]
-
 _PROBES = 3  # timed calls of each candidate for the bound
-_BOUND = "bound"
+_POISON = 0xFF  # a NaN in every float type, -1 or the largest number in the others
 
 
 def run(
     world: Communicator,
     settings: Settings,
     write: Callable[[str], None],
-    place: Place | None = None,
+    device: Device | None = None,
     progress: Callable[[int, int], None] | None = None,
     read: Callable[[], Usage] = usage,
 ) -> Report:
@@ -50,7 +46,7 @@ def run(
         world: the ranks to measure.
         settings: equal on all ranks.
         write: gets the text, row by row, on rank 0.
-        place: where the arrays are; None: as the settings have it.
+        device: where the arrays are; None: as the settings have it.
         progress: is told after each case how many have been measured, and of how many; 0: there is no end.
         read: reads how much time processes took, for tests.
 
@@ -64,14 +60,14 @@ def run(
     show = write if world.rank == 0 else lambda text: None
     writer = WRITERS[settings.format](settings)
     _check(world, settings)
-    if place is None:
-        place = OnDevice(world) if settings.device == "cuda" else OnHost(world)
+    if device is None:
+        device = OnDevice(world) if settings.device == "cuda" else OnHost(world)
     with contextlib.ExitStack() as stack:
-        peers = [stack.enter_context(contextlib.closing(PEERS[name](world, place))) for name in settings.peers]
-        bench, rows = Bench(world, settings, peers, place), []
-        machine = describe_machine(world, place)
+        peers = [stack.enter_context(contextlib.closing(PEERS[name](world, device))) for name in settings.peers]
+        bench, rows = Bench(world, settings, peers, device), []
+        machine = describe_machine(world, device)
         show(writer.head(machine))
-        bystanders = Bystanders(world, read)
+        noise = Noise(world, read)
         plan = list(bench.plan())
         for cycle in range(settings.cycles) if settings.cycles else itertools.count():
             for number, (case, algorithm) in enumerate(plan, 1 + cycle * len(plan)):
@@ -80,7 +76,7 @@ def run(
                 if progress is not None:
                     progress(number, settings.cycles * len(plan))
         bounds = tuple(bench.bounds[size] for size in sorted(bench.bounds))
-        report = Report(settings, machine, tuple(rows), bounds, bystanders.look().text)
+        report = Report(settings, machine, tuple(rows), bounds, noise.look().text)
         show(writer.foot(report))
     return report
 
@@ -97,26 +93,30 @@ class Bench:
         bounds: size in bytes -> the memory-traffic bound, as last measured for it.
     """
 
-    def __init__(self, world: Communicator, settings: Settings, peers: Sequence[Peer], place: Place) -> None:
+    def __init__(self, world: Communicator, settings: Settings, peers: Sequence[Peer], device: Device) -> None:
         self.bounds: dict[int, Bound] = {}
         self._world = world
         self._settings = settings
         self._peers = peers
-        self._place = place
+        self._device = device
         self._collective = COLLECTIVES[settings.collective]
         self._seed = 0
         largest = max(case.nbytes for case, _ in self.plan())
-        self._ours = Ours(world, largest, place, shared=settings.shared_buffers, new_results=settings.new_results)
+        self._ours = Ours(world, largest, device, shared=settings.shared_buffers, new_results=settings.new_results)
 
     def plan(self) -> Iterator[tuple[Case, str]]:
         """Yield every case and the algorithm (``"auto"`` or a name) to run it with, in the order of the table."""
-        algorithms = [self._settings.algorithm]
-        if algorithms == ["all"] and not self._collective.point_to_point:
-            algorithms = self._world.algorithms(self._collective.name)
-        for type_name in self._settings.types:
-            for op_name in self._settings.ops if self._collective.reduces else (None,):
-                for case in self._cases(type_name, op_name):
-                    yield from ((case, algorithm) for algorithm in algorithms)
+        settings, collective = self._settings, self._collective
+        algorithms = [settings.algorithm]
+        if algorithms == ["all"] and not collective.point_to_point:
+            algorithms = self._world.algorithms(collective.name)
+        ops = settings.ops if collective.reduces else (None,)
+        wanted = list(sizes(settings.min_nbytes, settings.max_nbytes, settings.step_nbytes, settings.step_factor))
+        for type_name, op_name in itertools.product(settings.types, ops):
+            shared = collective, type_name, op_name, settings.root, self._world.size
+            # All sizes below one element per rank are the same case.
+            cases = dict.fromkeys(Case.of_nbytes(*shared, nbytes) for nbytes in wanted)
+            yield from itertools.product(cases, algorithms)
 
     def measure(self, case: Case, algorithm: str) -> Row:
         """Verify and time one case; collective.
@@ -124,86 +124,61 @@ class Bench:
         In place, ours takes turns with the peers and with the memory traffic that bounds it; out of place it runs
         alone, unless that is the only form: where the collective has no other, or results are to be new arrays.
         """
-        name = algorithm
-        if case.collective.point_to_point:
-            name = "messages"
-        elif algorithm == "auto":
-            name = self._world.choose(case.collective.name, case.input_nbytes, case.dtype, op=case.op).algorithm
-        asked = None if algorithm == "auto" else algorithm
-        outer = self._ours.out_of_place(case, asked)
-        if self._settings.new_results or not case.collective.in_place:
-            return Row(self._result(case, name, asked, outer, self._rivals(case), in_place=False), None)
-        out_of_place = self._result(case, name, asked, outer, [], in_place=False)
-        inner = self._ours.in_place(case, asked)
-        return Row(out_of_place, self._result(case, name, asked, inner, self._rivals(case), in_place=True))
+        if self._settings.form == "out of place":
+            return Row(self._result(case, algorithm, in_place=False, alone=False), None)
+        outer = self._result(case, algorithm, in_place=False, alone=True)
+        return Row(outer, self._result(case, algorithm, in_place=True, alone=False))
 
-    def _cases(self, type_name: str, op_name: str | None) -> Iterator[Case]:
-        settings, shared = self._settings, (self._collective, type_name, op_name, self._settings.root, self._world.size)
-        wanted = sizes(settings.min_nbytes, settings.max_nbytes, settings.step_nbytes, settings.step_factor)
-        # All sizes below one element per rank are the same case.
-        yield from dict.fromkeys(Case.of_nbytes(*shared, nbytes) for nbytes in wanted)
-
-    def _result(
-        self,
-        case: Case,
-        name: str,
-        asked: str | None,
-        ours: Contender,
-        rivals: list[Contender],
-        *,
-        in_place: bool,
-    ) -> Result:
-        """Verify ours, time it in turn with its rivals, and verify it again."""
-        settings = self._settings
+    def _result(self, case: Case, algorithm: str, *, in_place: bool, alone: bool) -> Result:
+        """Verify ours, time it in turn with its rivals unless it runs alone, and verify it again."""
+        settings, asked = self._settings, None if algorithm == "auto" else algorithm
+        ours = self._ours.contender(case, asked, in_place=in_place)
         wrong = [self._count_wrong(case, ours) for _ in range(settings.check)]
-        group = [ours, *rivals]
+        rivals = [] if alone else self._rivals(case)
+        bound = None if alone else self._bound(case)
+        group = [ours, *rivals, *([bound] if bound else [])]
         for contender in group:
-            self._place.store(contender.source, lambda array: array.fill(rest_value(case.op)))
-        iterations = settings.iterations or iterations_for(case.nbytes * case.collective.messages * settings.aggregated)
+            self._device.store(contender.source, lambda array: array.fill(rest_value(case.op)))
+        parts = case.collective.messages * settings.aggregated
+        iterations = settings.iterations or iterations_for(case.nbytes * parts)
         warmup = warmup_for(iterations) if settings.warmup is None else settings.warmup
         timed = [each.repeated(settings.aggregated) for each in group]
-        times = time_in_turn(self._world, timed, iterations, warmup, watch=self._place.watch)
-        parts = case.collective.messages * settings.aggregated
+        times = time_in_turn(self._world, timed, iterations, warmup, watch=self._device.watch)
         found = {each.name: Summary.of_seconds(row, parts) for each, row in zip(group, times, strict=True)}
+        mine, share = found[ours.name], None
         if settings.check:
             wrong.append(self._count_wrong(case, ours))
-        algorithm, transport = self._place.path(case, name, asked)
-        return Result(
-            case=case,
-            algorithm=algorithm,
-            transport=transport,
-            buffers=settings.buffers,
-            in_place=in_place,
-            time=found[ours.name],
-            nwrong=sum(wrong) if wrong else None,
-            bound_share=self._share_of_bound(case, found) if _BOUND in found else None,
-            peers={peer: found.get(peer) for peer in settings.peers} if rivals else {},
-        )
+        if bound:
+            limit = Bound(case.nbytes, found[bound.name].median, bound.name)
+            self.bounds[case.nbytes], share = limit, limit.time_us / mine.median
+        name, transport = self._device.path(case, self._name(case, algorithm), asked)
+        nwrong = sum(wrong) if wrong else None
+        peers = {} if alone else {peer: found.get(peer) for peer in settings.peers}
+        return Result(case, name, transport, settings.buffers, in_place, mine, nwrong, share, peers)
+
+    def _name(self, case: Case, algorithm: str) -> str:
+        """Return the name of the algorithm that runs on arrays in host memory."""
+        if case.collective.point_to_point:
+            return "messages"
+        if algorithm != "auto":
+            return algorithm
+        return self._world.choose(case.collective.name, case.input_nbytes, case.dtype, op=case.op).algorithm
 
     def _rivals(self, case: Case) -> list[Contender]:
-        """Return what takes turns with ours: the peers that can do this case (and do it right), and the bound.
+        """Return what takes turns with ours: the peers that can do this case, and do it right."""
+        offered = [peer.contender(case, new_results=self._settings.new_results) for peer in self._peers]
+        return [each for each in offered if each is not None and not self._count_wrong(case, each)]
+
+    def _bound(self, case: Case) -> Contender | None:
+        """Find the fastest way to read and write as many bytes in place; the same on all ranks.
 
         One rank has none: what it puts in is the result, and no memory is touched.
         """
-        new_results = self._settings.new_results
-        offered = [peer.contender(case, new_results=new_results) for peer in self._peers]
-        rivals = [each for each in offered if each is not None and not self._count_wrong(case, each)]
-        if case.collective.name == "allreduce" and self._world.size > 1:
-            rivals.append(self._bound_contender(case))
-        return rivals
-
-    def _bound_contender(self, case: Case) -> Contender:
-        """Find the fastest way to read and write as many bytes in place; the same on all ranks."""
-        contenders = self._place.bounds(case.nbytes)
-        times = time_in_turn(self._world, contenders, _PROBES, 1, watch=self._place.watch)
-        fastest = contenders[int(np.median(times, axis=1).argmin())]
-        self.bounds[case.nbytes] = Bound(case.nbytes, 0.0, fastest.name)
-        return Contender(_BOUND, fastest.source, fastest.call)
-
-    def _share_of_bound(self, case: Case, found: Mapping[str, Summary]) -> float:
-        bound = Bound(case.nbytes, found[_BOUND].median, self.bounds[case.nbytes].method)
-        self.bounds[case.nbytes] = bound
-        return bound.time_us / found["ringreduce"].median
+        if case.collective.name != "allreduce" or self._world.size == 1:
+            return None
+        contenders = self._device.bounds(case.nbytes)
+        times = time_in_turn(self._world, contenders, _PROBES, 1, watch=self._device.watch)
+        return contenders[int(np.median(times, axis=1).argmin())]
 
     def _count_wrong(self, case: Case, contender: Contender) -> int:
         """Run once on fresh inputs and count wrong elements over all ranks; collective.
@@ -212,21 +187,21 @@ class Bench:
         """
         self._seed += 1
         reference = Reference(case, self._seed)
-        self._place.store(contender.source, lambda array: reference.fill(array, self._world.rank))
-        if contender.output is not None:
-            self._place.poison(contender.output)
-        mine = reference.count_wrong(self._place.fetch(contender.call()), self._world.rank)
+        self._device.store(contender.source, lambda array: reference.fill(array, self._world.rank))
+        if contender.output is not None:  # what is not overwritten is seen to be wrong
+            self._device.store(contender.output, lambda array: array.view(np.uint8).fill(_POISON))
+        mine = reference.count_wrong(self._device.fetch(contender.call()), self._world.rank)
         everyone = self._world.allgather(np.array([mine]))
         return max(mine, int(everyone.sum()))
 
 
-def describe_machine(world: Communicator, place: Place) -> Machine:
+def describe_machine(world: Communicator, device: Device) -> Machine:
     """Collect what a reader of the figures has to know about where they came from."""
     versions = {"ringreduce": ringreduce.__version__, "python": platform.python_version()}
     for package in ("numpy", "mpi4py", "torch", "ml_dtypes"):
         if package in sys.modules:
             versions[package] = importlib.metadata.version(package)
-    if place.describe() is not None and "cupy" in sys.modules:
+    if device.describe() is not None and "cupy" in sys.modules:
         versions["cupy"] = sys.modules["cupy"].__version__  # its distributions have other names
     return Machine(
         versions=versions,
@@ -237,7 +212,7 @@ def describe_machine(world: Communicator, place: Place) -> Machine:
         cores=os.cpu_count() or 1,  # of the machine: launchers bind ranks to some of them
         cpu=_cpu_name(),
         timestamp=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        gpu=place.describe(),
+        gpu=device.describe(),
     )
 
 

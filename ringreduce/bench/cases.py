@@ -14,18 +14,8 @@ import numpy as np
 from ringreduce.buffers import DTYPES, DType, new
 from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
 
-__all__ = [
-    "COLLECTIVES",
-    "NCCL_TYPES",
-    "OPS",
-    "TYPES",
-    "Case",
-    "Collective",
-    "format_nbytes",
-    "native_dtype",
-    "plural",
-    "sizes",
-]
+__all__ = ["COLLECTIVES", "NCCL_TYPES", "OPS", "TYPES", "Case", "Collective", "format_nbytes", "native_dtype"]
+__all__ += ["plural", "sizes"]
 
 #: The types of nccl-tests, which ``-d all`` means.
 NCCL_TYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "half", "float", "double", "bfloat16")
@@ -40,10 +30,6 @@ TYPES: dict[str, DType] = {name: DTYPES[_OUR_NAMES.get(name, name)] for name in 
 OPS: dict[str, ReduceOp] = {"sum": SUM, "prod": PRODUCT, "max": MAX, "min": MIN, "avg": AVERAGE}
 
 
-#: Messages in one call of the bandwidth test.
-_WINDOW = 16
-
-
 @dataclass(frozen=True, slots=True)
 class Collective:
     """One collective as a benchmark sees it, or messages between two ranks.
@@ -51,7 +37,6 @@ class Collective:
     Attributes:
         name: ours, e.g. ``"allreduce"``.
         nccl_name: the name of the program of nccl-tests that measures it.
-        osu_name: how the OSU micro-benchmarks call it.
         reduces: whether ``-o`` means anything.
         in_place: whether there is a form in which input and result share memory: one overwrites the other or, where a
             rank's own part is one of P, that part is in its place among them.
@@ -63,13 +48,17 @@ class Collective:
 
     name: str
     nccl_name: str
-    osu_name: str
-    reduces: bool
-    in_place: bool
-    divided: bool
+    reduces: bool = False
+    in_place: bool = False
+    divided: bool = False
     rooted: bool = False
     point_to_point: bool = False
     messages: int = 1
+
+    @property
+    def osu_name(self) -> str:
+        """How the OSU micro-benchmarks call it."""
+        return {"broadcast": "Bcast", "latency": "", "bandwidth": ""}.get(self.name, self.name.capitalize())
 
     @property
     def overwrites(self) -> bool:
@@ -95,27 +84,20 @@ class Collective:
 
 
 COLLECTIVES: dict[str, Collective] = {
-    "allreduce": Collective("allreduce", "all_reduce_perf", "Allreduce", reduces=True, in_place=True, divided=False),
-    "reduce_scatter": Collective(
-        "reduce_scatter", "reduce_scatter_perf", "Reduce_scatter", reduces=True, in_place=True, divided=True
-    ),
-    "allgather": Collective("allgather", "all_gather_perf", "Allgather", reduces=False, in_place=True, divided=True),
-    "broadcast": Collective(
-        "broadcast", "broadcast_perf", "Bcast", reduces=False, in_place=True, divided=False, rooted=True
-    ),
-    "alltoall": Collective("alltoall", "alltoall_perf", "Alltoall", reduces=False, in_place=False, divided=True),
-    "reduce": Collective("reduce", "reduce_perf", "Reduce", reduces=True, in_place=True, divided=False, rooted=True),
-    "gather": Collective("gather", "gather_perf", "Gather", reduces=False, in_place=True, divided=True, rooted=True),
-    "scatter": Collective(
-        "scatter", "scatter_perf", "Scatter", reduces=False, in_place=True, divided=True, rooted=True
-    ),
-    "sendrecv": Collective(
-        "sendrecv", "sendrecv_perf", "Sendrecv", reduces=False, in_place=False, divided=False, point_to_point=True
-    ),
-    "latency": Collective(*("latency", "latency", "", False, False, False), point_to_point=True, messages=2),
-    "bandwidth": Collective(
-        *("bandwidth", "bandwidth", "", False, False, False), point_to_point=True, messages=_WINDOW
-    ),
+    each.name: each
+    for each in (
+        Collective("allreduce", "all_reduce_perf", reduces=True, in_place=True),
+        Collective("reduce_scatter", "reduce_scatter_perf", reduces=True, in_place=True, divided=True),
+        Collective("allgather", "all_gather_perf", in_place=True, divided=True),
+        Collective("broadcast", "broadcast_perf", in_place=True, rooted=True),
+        Collective("alltoall", "alltoall_perf", divided=True),
+        Collective("reduce", "reduce_perf", reduces=True, in_place=True, rooted=True),
+        Collective("gather", "gather_perf", in_place=True, divided=True, rooted=True),
+        Collective("scatter", "scatter_perf", in_place=True, divided=True, rooted=True),
+        Collective("sendrecv", "sendrecv_perf", point_to_point=True),
+        Collective("latency", "latency", point_to_point=True, messages=2),
+        Collective("bandwidth", "bandwidth", point_to_point=True, messages=16),
+    )
 }
 
 
@@ -157,6 +139,11 @@ class Case:
     def op(self) -> ReduceOp:
         """The reduce operation; SUM, without meaning, where nothing is reduced."""
         return OPS[self.op_name] if self.op_name else SUM
+
+    @property
+    def shown_root(self) -> int:
+        """The root; -1 where there is none."""
+        return self.root if self.collective.rooted else -1
 
     @property
     def buffer_count(self) -> int:

@@ -1,7 +1,8 @@
 """Results as text: the layouts of nccl-tests and of the OSU micro-benchmarks, a short one, JSON, CSV. Pure functions.
 
-A writer gives the lines before the first result, those of one row as soon as it is measured, and those at the end.
-Our own columns stand to the right of the standard ones, where programs that read the standard ones do not look.
+A line of a table is made by a format string whose fields have the names of the columns: their heads, and what they show
+of a row. A writer gives the lines before the first result, those of one row as soon as it is measured, and those at the
+end. Our own columns follow the standard ones, where programs that read the standard ones do not look.
 """
 
 from __future__ import annotations
@@ -9,19 +10,60 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ringreduce.bench.cases import COLLECTIVES, format_nbytes, plural
 from ringreduce.bench.results import Machine, Report, Result, Row, Settings
 
-__all__ = ["WRITERS", "CsvWriter", "JsonWriter", "NcclWriter", "OsuWriter", "ShortWriter", "Writer", "to_json"]
+__all__ = ["WRITERS", "Writer", "cells_of", "comments", "csv_of", "heads_of", "to_json"]
 
 _CSV_COLUMNS = [
     *("collective", "size", "count", "type", "redop", "root", "algorithm", "transport", "buffers", "in_place"),
     *("iterations", "time_us_min", "time_us_median", "time_us_p95", "alg_bw", "bus_bw", "nwrong", "bound_share"),
     *("time_us_mean", "time_us_p90", "time_us_p99", "time_us_max", "time_us_deviation"),
 ]
+_CASE = "{size:>12}  {count:>12}  {type:>8}  {redop:>6}  {root:>6}"
+_HALF = "  {time:>7}  {algbw:>6}  {busbw:>6}  {#wrong:>6}"
+_UNITS = {"size": "(B)", "count": "(elements)", "time": "(us)", "algbw": "(GB/s)", "busbw": "(GB/s)"}
+_UNITS |= dict.fromkeys(("type", "redop", "root", "#wrong"), "")
+
+
+class _Heads(dict[str, str]):
+    """The heads of columns; those that are not listed are the columns' names."""
+
+    def __missing__(self, name: str) -> str:
+        return name
+
+
+def heads_of(form: str, heads: Mapping[str, str], mark: str = "#") -> str:
+    """Return the heads of a table whose lines have this form; ``mark`` takes the place of the first characters."""
+    return f"{mark}{form.format_map(_Heads(heads))[len(mark) :].rstrip()}\n"
+
+
+def cells_of(row: Row, peers: Sequence[str]) -> dict[str, Any]:
+    """Return what tables show of a row, by column: of the form in place, where there is one."""
+    best, time = row.best, row.best.time
+    cells = {"size": format_nbytes(best.case.nbytes), "time (us)": _time(time.median)}
+    cells |= {"busbw (GB/s)": f"{best.bus_bw:.2f}", "#wrong": _or_na(best.nwrong, "{}")}
+    cells |= {"algorithm": best.algorithm, "transport": best.transport, "bound": _or_na(best.bound_share, "{:.0%}")}
+    cells |= {"i_min": _time(time.min), "i_max": _time(time.max), "i_p99": _time(time.p99)}
+    cells |= {f"vs {peer}": _or_na(best.speedup(peer), "{:.2f}x") for peer in peers}
+    return cells | {"i_cv%": f"{time.variation:.1f}"}
+
+
+def comments(*lines: str) -> str:
+    """Return lines that programs skip."""
+    return "".join(f"# {line}\n" for line in lines)
+
+
+def csv_of(columns: Sequence[str], entries: Iterable[Mapping[str, Any]]) -> str:
+    """Return entries as lines of CSV; what is in no column is left out."""
+    text = io.StringIO()
+    csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n").writerows(entries)
+    return text.getvalue()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +81,26 @@ class Writer:
     def foot(self, report: Report) -> str:
         return ""
 
+    def comparisons(self, bound: str, peer: str) -> str:
+        """Return the form of the columns about the bound and peers, with these places for each."""
+        shown = [f"{{bound:{bound}}}"] if self.settings.collective == "allreduce" else []
+        return "".join([*shown, *(f"{{vs {name}:{peer}}}" for name in self.settings.peers)])
+
 
 class NcclWriter(Writer):
     """The table of nccl-tests, then: algorithm, transport, share of the bound, speed-ups, spread of the iterations."""
 
+    def _ours(self) -> str:
+        spread = "  {i_min:>8}  {i_max:>8}  {i_p99:>8}  {i_cv%:>8}" if self.settings.per_iteration else ""
+        return "  {algorithm:>18}  {transport:>10}" + self.comparisons(">8", ">10") + spread
+
     def head(self, machine: Machine) -> str:
-        settings, collective = self.settings, COLLECTIVES[self.settings.collective]
+        settings = self.settings
         new = ", results in new arrays" if settings.new_results else ""
         step = f"{settings.step_nbytes}(bytes)" if settings.step_nbytes else f"{settings.step_factor}(factor)"
         lines = [
             f"ringreduce version {machine.versions['ringreduce']}, layout of nccl-tests",
-            f"Collective test starting: {collective.nccl_name}",
+            f"Collective test starting: {COLLECTIVES[settings.collective].nccl_name}",
             f"nRanks {machine.nranks} minBytes {settings.min_nbytes} maxBytes {settings.max_nbytes} "
             f"step: {step} warmup iters: {_or_auto(settings.warmup)} iters: {_or_auto(settings.iterations)} "
             f"agg iters: {settings.aggregated} validation: {settings.check}",
@@ -58,23 +109,21 @@ class NcclWriter(Writer):
         ]
         if settings.iterations is None:
             lines.append("auto: 300 iterations for small sizes, later as many as make 1 GiB, never fewer than 16")
+        peers = f"{', '.join(settings.peers)}: blocking calls on private buffers"
         if machine.gpu is not None:
             lines.append(f"arrays on the GPU, times by events on the stream; {machine.gpu}")
-        if settings.peers and machine.gpu is not None:
-            lines.append("mpi: by hand, through pinned memory; gloo: on CUDA tensors; they and ours take short turns")
-        elif settings.peers:
-            lines.append(
-                f"{', '.join(settings.peers)}: blocking calls on private buffers; they and ours take short turns"
-            )
-        return "".join(f"# {line}\n" for line in lines) + "#\n" + self._column_heads()
+            peers = "mpi: by hand, through pinned memory; gloo: on CUDA tensors"
+        if settings.peers:
+            lines.append(f"{peers}; they and ours take short turns")
+        form = _CASE + _HALF * 2
+        heads = heads_of(form + self._ours(), {}) + heads_of(form, _UNITS)
+        return f"{comments(*lines)}#\n#{'':62}{'out-of-place':<35}in-place\n{heads}"
 
     def row(self, row: Row) -> str:
-        result = row.out_of_place
-        case = result.case
-        root = case.root if case.collective.rooted else -1
-        line = f"{case.nbytes:>12}  {case.count:>12}  {case.type_name:>8}  {case.op_name or 'none':>6}  {root:>6}"
-        line += _half(row.out_of_place) + _half(row.in_place)
-        return line + "".join(f"  {text:>{len(head)}}" for head, text in self._extra(row)) + "\n"
+        case = row.best.case
+        cells = {"size": case.nbytes, "count": case.count, "type": case.type_name, "redop": case.op_name or "none"}
+        line = _CASE.format_map({**cells, "root": case.shown_root}) + _half(row.out_of_place) + _half(row.in_place)
+        return line + self._ours().format_map(cells_of(row, self.settings.peers)) + "\n"
 
     def foot(self, report: Report) -> str:
         nwrong = report.nwrong
@@ -87,59 +136,25 @@ class NcclWriter(Writer):
                 work = f"copy {format_nbytes(bound.nbytes)} within the GPU once for each of its ranks"
             lines.append(f"Memory-traffic bound : {bound.time_us:.1f} us to {work}: {bound.gb_per_s:.1f} GB/s per rank")
         lines.append(f"Collective test concluded: {COLLECTIVES[self.settings.collective].nccl_name}")
-        return "".join(f"# {line}\n" for line in lines) + "#\n"
-
-    def _column_heads(self) -> str:
-        extra = "".join(f"  {head}" for head in self._extra_heads())
-        halves = "  {:>7}  {:>6}  {:>6}  {:>6}" * 2
-        names, units = ("time", "algbw", "busbw", "#wrong"), ("(us)", "(GB/s)", "(GB/s)", "")
-        lines = [
-            f"{'':63}{'out-of-place':<35}{'in-place':<20}",
-            f"  {'size':>10}  {'count':>12}  {'type':>8}  {'redop':>6}  {'root':>6}{halves.format(*names * 2)}{extra}",
-            f"  {'(B)':>10}  {'(elements)':>12}{'':26}{halves.format(*units * 2)}",
-        ]
-        return "".join(f"#{line[1:].rstrip()}\n" for line in lines)
-
-    def _extra_heads(self) -> list[str]:
-        heads = [f"{'algorithm':>18}", f"{'transport':>10}"]
-        if self.settings.collective == "allreduce":
-            heads.append(f"{'bound':>6}")
-        heads += [f"{'vs ' + peer:>8}" for peer in self.settings.peers]
-        if self.settings.per_iteration:
-            heads += [f"{name:>8}" for name in ("i_min", "i_max", "i_p99", "i_cv%")]
-        return heads
-
-    def _extra(self, row: Row) -> Iterable[tuple[str, str]]:
-        best = row.best
-        texts = [best.algorithm, best.transport]
-        if self.settings.collective == "allreduce":
-            texts.append(_or_na(best.bound_share, "{:.0%}"))
-        texts += [_or_na(best.speedup(peer), "{:.2f}x") for peer in self.settings.peers]
-        if self.settings.per_iteration:
-            time = best.time
-            texts += [_time(time.minimum), _time(time.maximum), _time(time.p99), f"{time.variation:.1f}"]
-        return zip(self._extra_heads(), texts, strict=True)
+        return comments(*lines) + "#\n"
 
 
 class ShortWriter(Writer):
     """A table for people, of at most 80 columns with one peer: the form in place, where there is one."""
 
+    def _form(self) -> str:
+        return "{size:>10}{time (us):>11}{busbw (GB/s):>14}{#wrong:>8}  {algorithm:<18}" + self.comparisons(">6", ">9")
+
     def head(self, machine: Machine) -> str:
-        settings, collective = self.settings, COLLECTIVES[self.settings.collective]
-        in_place = "in place" if collective.in_place and not settings.new_results else "out of place"
-        head = f"{collective.name}, {machine.placement}, {settings.buffers} buffers, {in_place}\n"
-        columns = f"{'size':>10}{'time (us)':>11}{'busbw (GB/s)':>14}{'#wrong':>8}  {'algorithm':<18}"
-        columns += f"{'bound':>6}" if collective.name == "allreduce" else ""
-        return head + columns + "".join(f"{'vs ' + peer:>9}" for peer in settings.peers) + "\n"
+        settings = self.settings
+        head = f"{settings.collective}, {machine.placement}, {settings.buffers} buffers, {settings.form}\n"
+        return head + heads_of(self._form(), {}, mark="")
 
     def row(self, row: Row) -> str:
-        best, case = row.best, row.best.case
-        several = len(self.settings.types) > 1 or len(self.settings.ops) > 1
-        what = f" {case.type_name} {case.op_name or ''}".rstrip() if several else ""
-        line = f"{format_nbytes(case.nbytes):>10}{_time(best.time.median):>11}{best.bus_bw:>14.2f}"
-        line += f"{'N/A' if best.nwrong is None else best.nwrong:>8}  {best.algorithm + what:<18}"
-        line += f"{_or_na(best.bound_share, '{:.0%}'):>6}" if case.collective.name == "allreduce" else ""
-        return line + "".join(f"{_or_na(best.speedup(peer), '{:.2f}x'):>9}" for peer in self.settings.peers) + "\n"
+        settings, case, cells = self.settings, row.best.case, cells_of(row, self.settings.peers)
+        if len(settings.types) > 1 or len(settings.ops) > 1:
+            cells["algorithm"] += f" {case.type_name} {case.op_name or ''}".rstrip()
+        return self._form().format_map(cells) + "\n"
 
     def foot(self, report: Report) -> str:
         return f"wrong elements: {report.nwrong}\n" if report.nwrong else ""
@@ -148,35 +163,31 @@ class ShortWriter(Writer):
 class OsuWriter(Writer):
     """Size and latency as the OSU micro-benchmarks print them; in place where the collective can."""
 
+    def _form(self) -> str:
+        if self.settings.collective == "bandwidth":
+            return "{# Size:<10}{Bandwidth (MB/s):>18}"
+        form = "{# Size:<10}{Avg Latency(us):>18}"
+        if self.settings.per_iteration:
+            form += "{Min Latency(us):>18}{Max Latency(us):>18}{Iterations:>12}"
+            form += "{P50 Tail Lat(us):>20}{P90 Tail Lat(us):>20}{P99 Tail Lat(us):>20}"
+        return form
+
     def head(self, machine: Machine) -> str:
         collective = COLLECTIVES[self.settings.collective]
+        test = f"{collective.osu_name} Latency".lstrip()
+        how = f"{self.settings.form}; Avg: mean over the iterations of the slowest rank's time"
         if collective.name == "bandwidth":
-            return (
-                f"# OSU MPI Bandwidth Test layout, ringreduce {machine.versions['ringreduce']}\n"
-                f"# messages one after the other, {collective.messages} before an answer\n"
-                f"# Datatype: {', '.join(self.settings.types)}.\n{'# Size':<10}{'Bandwidth (MB/s)':>18}\n"
-            )
-        name = f"{collective.osu_name} " if collective.osu_name else ""
-        where = "in place" if collective.in_place and not self.settings.new_results else "out of place"
-        columns = f"{'# Size':<10}{'Avg Latency(us)':>18}"
-        if self.settings.per_iteration:
-            columns += f"{'Min Latency(us)':>18}{'Max Latency(us)':>18}{'Iterations':>12}"
-            columns += "".join(f"{f'P{p} Tail Lat(us)':>20}" for p in (50, 90, 99))
-        return (
-            f"# OSU MPI {name}Latency Test layout, ringreduce {machine.versions['ringreduce']}\n"
-            f"# {where}; Avg: mean over the iterations of the slowest rank's time\n"
-            f"# Datatype: {', '.join(self.settings.types)}.\n" + columns + "\n"
-        )
+            test, how = "Bandwidth", f"messages one after the other, {collective.messages} before an answer"
+        title = f"OSU MPI {test} Test layout, ringreduce {machine.versions['ringreduce']}"
+        return comments(title, how, f"Datatype: {', '.join(self.settings.types)}.") + heads_of(self._form(), {}, "")
 
     def row(self, row: Row) -> str:
-        time, case = row.best.time, row.best.case
-        if case.collective.name == "bandwidth":
-            return f"{case.nbytes:<10}{case.nbytes / time.mean if time.mean else 0:>18.2f}\n"
-        line = f"{case.nbytes:<10}{time.mean:>18.2f}"
-        if self.settings.per_iteration:
-            line += f"{time.minimum:>18.2f}{time.maximum:>18.2f}{time.iterations:>12}"
-            line += "".join(f"{value:>20.2f}" for value in (time.median, time.p90, time.p99))
-        return line + "\n"
+        time, nbytes = row.best.time, row.best.case.nbytes
+        us = {"Avg Latency(us)": time.mean, "Min Latency(us)": time.min, "Max Latency(us)": time.max}
+        us |= {"P50 Tail Lat(us)": time.median, "P90 Tail Lat(us)": time.p90, "P99 Tail Lat(us)": time.p99}
+        us |= {"Bandwidth (MB/s)": nbytes / time.mean if time.mean else 0.0}
+        cells = {name: f"{value:.2f}" for name, value in us.items()}
+        return self._form().format_map({**cells, "# Size": nbytes, "Iterations": time.iterations}) + "\n"
 
     def foot(self, report: Report) -> str:
         return f"# Wrong elements: {report.nwrong}\n" if report.nwrong else ""
@@ -186,24 +197,18 @@ class CsvWriter(Writer):
     """The entries of the JSON report as flat columns, one line per result."""
 
     def head(self, machine: Machine) -> str:
-        return ",".join(self._columns()) + "\n"
+        return ",".join(self._names()) + "\n"
 
     def row(self, row: Row) -> str:
-        text = io.StringIO()
-        writer = csv.DictWriter(text, self._columns(), extrasaction="ignore", lineterminator="\n")
-        for result in row.results:
-            entry = result.as_dict()
+        entries = [result.as_dict() for result in row.results]
+        for entry in entries:
             entry |= {f"time_us_{name}": us for name, us in entry["time_us"].items()}
             for peer, times in entry["vs"].items():
                 entry |= {f"{peer}_{name}": value for name, value in (times or {}).items()}
-            writer.writerow(entry)
-        return text.getvalue()
+        return csv_of(self._names(), entries)
 
-    def _columns(self) -> list[str]:
-        return [
-            *_CSV_COLUMNS,
-            *(f"{peer}_{name}" for peer in self.settings.peers for name in ("median_us", "speedup")),
-        ]
+    def _names(self) -> list[str]:
+        return _CSV_COLUMNS + [f"{peer}_{name}" for peer in self.settings.peers for name in ("median_us", "speedup")]
 
 
 class JsonWriter(Writer):
@@ -230,9 +235,9 @@ def to_json(report: Report) -> str:
 
 def _half(result: Result | None) -> str:
     if result is None:
-        return "  {:>7}  {:>6}  {:>6}  {:>6}".format(*["N/A"] * 4)
-    wrong = "N/A" if result.nwrong is None else f"{result.nwrong:g}"
-    return f"  {_time(result.time.median):>7}  {result.alg_bw:>6.2f}  {result.bus_bw:>6.2f}  {wrong:>6}"
+        return _HALF.format_map(defaultdict(lambda: "N/A"))
+    cells = {"time": _time(result.time.median), "algbw": f"{result.alg_bw:.2f}", "busbw": f"{result.bus_bw:.2f}"}
+    return _HALF.format_map({**cells, "#wrong": _or_na(result.nwrong, "{:g}")})
 
 
 def _time(us: float) -> str:

@@ -6,7 +6,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,17 +15,8 @@ import numpy.typing as npt
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.reduce_ops import MAX
 
-__all__ = [
-    "Clock",
-    "Contender",
-    "Stopwatch",
-    "Summary",
-    "bound_contenders",
-    "iterations_for",
-    "time_in_turn",
-    "turn_for",
-    "warmup_for",
-]
+__all__ = ["Clock", "Contender", "Stopwatch", "Summary", "bound_contenders", "iterations_for", "time_in_turn"]
+__all__ += ["turn_for", "warmup_for"]
 
 Array = npt.NDArray[Any]
 
@@ -70,12 +61,14 @@ class Contender:
         source: where its input has to be put before a call; in-place ones overwrite it.
         call: does the job once and returns the result, None where this rank gets none; all ranks call it together.
         output: where the result goes, if that is neither the source nor new each time.
+        prepare: is called before each timed call, outside its time.
     """
 
     name: str
     source: Array
     call: Callable[[], Any]
     output: Array | None = None
+    prepare: Callable[[], object] = lambda: None
 
     def repeated(self, times: int) -> Contender:
         """Return one that does the job so often in a row."""
@@ -96,13 +89,13 @@ class Summary:
     """Times of the iterations of one case in microseconds, each the slowest rank's."""
 
     iterations: int
-    minimum: float
+    min: float
     median: float
     mean: float
     p90: float
     p95: float
     p99: float
-    maximum: float
+    max: float
     deviation: float
 
     @classmethod
@@ -111,11 +104,6 @@ class Summary:
         us = np.asarray(seconds, np.float64) * 1e6 / parts
         low, median, p90, p95, p99, high = np.percentile(us, [0, 50, 90, 95, 99, 100]).tolist()
         return cls(us.size, low, median, float(us.mean()), p90, p95, p99, high, float(us.std()))
-
-    def as_dict(self) -> dict[str, float]:
-        """Return all times by name, in microseconds."""
-        names = {"minimum": "min", "maximum": "max"}
-        return {names.get(name, name): us for name, us in asdict(self).items() if name != "iterations"}
 
     @property
     def variation(self) -> float:
@@ -157,8 +145,7 @@ def time_in_turn(
     for contender in contenders:
         for _ in range(warmup):
             contender.call()
-    times = np.empty((len(contenders), iterations))
-    turn = turn_for(iterations)
+    times, turn = np.empty((len(contenders), iterations)), turn_for(iterations)
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -167,6 +154,7 @@ def time_in_turn(
                 contender.call()
                 contender.call()
                 for iteration in range(first, min(first + turn, iterations)):
+                    contender.prepare()
                     watch.ready()
                     world.barrier()
                     row[iteration] = watch.time(contender.call)

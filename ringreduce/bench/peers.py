@@ -20,12 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.bench.cases import TYPES, Case, plural
+from ringreduce.bench.contenders import Messages, giving, in_one, pattern, room
+from ringreduce.bench.devices import Device, OnDevice
 from ringreduce.bench.measure import Contender
-from ringreduce.bench.places import OnDevice, Place
 from ringreduce.buffers import DType
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import ConfigError, TransportError
-from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
+from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM
 from ringreduce.training.objects import gather
 
 __all__ = ["PEERS", "GlooPeer", "MpiPeer", "Peer", "StagedMpi", "gloo_process_group", "mpi_library"]
@@ -35,6 +36,9 @@ Array = npt.NDArray[Any]
 
 class Peer(Protocol):
     """A library that can do some of our jobs."""
+
+    def start(self, tensor: Any) -> Callable[[], object]:
+        """Begin an allreduce of a torch tensor in place, a sum; return what waits for its end. Collective."""
 
     def contender(self, case: Case, *, new_results: bool = False) -> Contender | None:
         """Prepare one case; None where the library does not offer it for these elements and this operation.
@@ -67,108 +71,75 @@ class MpiPeer:
         self._comm = MPI.COMM_WORLD.Dup()
         self._ops = {SUM: MPI.SUM, PRODUCT: MPI.PROD, MIN: MPI.MIN, MAX: MPI.MAX}
 
+    def start(self, tensor: Any) -> Callable[[], object]:
+        request = self._comm.Iallreduce(self._mpi.IN_PLACE, tensor.numpy(), self._mpi.SUM)
+        return request.Wait
+
     def contender(self, case: Case, *, new_results: bool = False) -> Contender | None:
         if not self._can(case):
             return None
+        rank, one = self._comm.rank, case.collective.in_place and not new_results
+        gets = case.collective.has_result(rank, case.root)
+        if one:
+            source, result = in_one(case, self._new(case.buffer_count, case.dtype), rank)
+        else:
+            source, result = self._new(case.input_count, case.dtype), self._new(case.output_count, case.dtype)
+        if case.collective.point_to_point:
+            new = room(case, None if new_results else result)
+            return Contender("mpi", source, pattern(case, rank, self._messages(), source, new))
+        call, before, after = self._call(case, source, in_place=one)
         if new_results:
-            return self._into_new(case)
-        source = np.empty(case.input_count, case.dtype)
-        result = source if case.collective.overwrites else np.empty(case.output_count, case.dtype)
-        if case.collective.point_to_point:
-            return Contender("mpi", source, self._messages(case, source, result))
-        at_root = self._comm.rank == case.root
-        if case.collective.name == "gather" and at_root:
-            source = result[self._comm.rank * case.count :][: case.count]
-        if case.collective.name == "scatter" and at_root:
-            result = source[self._comm.rank * case.count :][: case.count]
-        if case.collective.name == "allgather":  # the own part stands where it belongs: nothing to copy
-            source = result[self._comm.rank * case.count :][: case.count]
-        if case.collective.name == "reduce_scatter":
-            result = source[: case.count]
-        comm, in_place, op = self._comm, self._mpi.IN_PLACE, self._ops[case.op]
-        calls: dict[str, tuple[Any, ...]] = {
-            "allreduce": (comm.Allreduce, in_place, result, op),
-            "reduce_scatter": (comm.Reduce_scatter_block, in_place, source, op),
-            "allgather": (comm.Allgather, in_place, result),
-            "broadcast": (comm.Bcast, result, case.root),
-            "alltoall": (comm.Alltoall, source, result),
-            "reduce": (comm.Reduce, *((in_place, result) if at_root else (source, None)), op, case.root),
-            "gather": (comm.Gather, *((in_place, result) if at_root else (source, None)), case.root),
-            "scatter": (comm.Scatter, *((source, in_place) if at_root else (None, result)), case.root),
-        }
-        given = result if case.collective.has_result(comm.rank, case.root) else None
-        return Contender("mpi", source, _giving(given, *calls[case.collective.name]))
 
-    def _messages(self, case: Case, source: Array, result: Array | None) -> Callable[[], Any]:
-        """Return what sends and receives: in a ring, or between ranks 0 and 1; one way all messages at once."""
-        comm, rank = self._comm, self._comm.rank
-        peer, answer, wait = 1 - rank, np.zeros(1, np.uint8), self._mpi.Request.Waitall
+            def into_new() -> Any:
+                fresh = np.empty(case.output_count, case.dtype) if gets else None
+                call(*before, fresh, *after)
+                return fresh
 
-        def room() -> Array:
-            return np.empty(case.output_count, case.dtype) if result is None else result
-
-        def ring() -> Any:
-            got = room()
-            comm.Sendrecv(source, (rank + 1) % comm.size, 0, got, (rank - 1) % comm.size, 0)
-            return got
-
-        def ping_pong() -> Any:
-            got = room()
-            if rank == 0:
-                comm.Send(source, peer)
-                comm.Recv(got, peer)
-            else:
-                comm.Recv(got, peer)
-                comm.Send(source, peer)
-            return got
-
-        def one_way() -> Any:
-            if rank == 0:
-                wait([comm.Isend(source, peer) for _ in range(case.collective.messages)])
-                comm.Recv(answer, peer)
-                return None
-            got = room()
-            wait([comm.Irecv(got, peer) for _ in range(case.collective.messages)])
-            comm.Send(answer, peer)
-            return got
-
-        if case.collective.of_two and rank > 1:
-            return lambda: None
-        return {"sendrecv": ring, "latency": ping_pong, "bandwidth": one_way}[case.collective.name]
-
-    def _into_new(self, case: Case) -> Contender:
-        """Prepare what one writes by hand for a new result."""
-        comm, op, source = self._comm, self._ops[case.op], np.empty(case.input_count, case.dtype)
-        if case.collective.point_to_point:
-            return Contender("mpi", source, self._messages(case, source, None))
-        gets = case.collective.has_result(comm.rank, case.root)
-
-        def broadcast(given: Array, result: Array) -> None:
-            if comm.rank == case.root:
-                np.copyto(result, given)
-            comm.Bcast(result, case.root)
-
-        calls: dict[str, Callable[[Array, Array], object]] = {
-            "allreduce": lambda given, result: comm.Allreduce(given, result, op),
-            "reduce_scatter": lambda given, result: comm.Reduce_scatter_block(given, result, op),
-            "allgather": comm.Allgather,
-            "broadcast": broadcast,
-            "alltoall": comm.Alltoall,
-            "reduce": lambda given, result: comm.Reduce(given, result if gets else None, op, case.root),
-            "gather": lambda given, result: comm.Gather(given, result if gets else None, case.root),
-            "scatter": lambda given, result: comm.Scatter(given if comm.rank == case.root else None, result, case.root),
-        }
-        carry_out = calls[case.collective.name]
-
-        def call() -> Any:
-            result = np.empty(case.output_count if gets else 0, case.dtype)
-            carry_out(source, result)
-            return result if gets else None
-
-        return Contender("mpi", source, call)
+            return Contender("mpi", source, into_new)
+        passed: Any = result if gets else None
+        if case.collective.name == "reduce_scatter":  # MPI puts the result first
+            passed, result = source, source[: case.count]
+        elif case.collective.name == "scatter" and rank == case.root:
+            passed = self._mpi.IN_PLACE
+        return Contender("mpi", source, giving(result if gets else None, call, *before, passed, *after))
 
     def close(self) -> None:
         self._comm.Free()
+
+    def _new(self, count: int, dtype: np.dtype[Any]) -> Array:
+        return np.empty(count, dtype)
+
+    def _call(
+        self, case: Case, source: Array, *, in_place: bool
+    ) -> tuple[Callable[..., object], tuple[Any, ...], tuple[Any, ...]]:
+        """Return what carries out a collective, and its arguments before and after the one for the result."""
+        comm, root, op = self._comm, case.root, self._ops.get(case.op)
+        at_root, given = comm.rank == root, self._mpi.IN_PLACE if in_place else source
+
+        def broadcast(result: Array) -> None:
+            if at_root:
+                np.copyto(result, source)
+            comm.Bcast(result, root)
+
+        calls: dict[str, tuple[Callable[..., object], tuple[Any, ...], tuple[Any, ...]]] = {
+            "allreduce": (comm.Allreduce, (given,), (op,)),
+            "reduce_scatter": (comm.Reduce_scatter_block, (given,), (op,)),
+            "allgather": (comm.Allgather, (given,), ()),
+            "broadcast": (comm.Bcast, (), (root,)) if in_place else (broadcast, (), ()),
+            "alltoall": (comm.Alltoall, (source,), ()),
+            "reduce": (comm.Reduce, (given if at_root else source,), (op, root)),
+            "gather": (comm.Gather, (given if at_root else source,), (root,)),
+            "scatter": (comm.Scatter, (source if at_root else None,), (root,)),
+        }
+        return calls[case.collective.name]
+
+    def _messages(self) -> Messages:
+        comm, wait = self._comm, self._mpi.Request.Waitall
+
+        def exchange(sent: Array, to: int, got: Array, source: int) -> None:
+            comm.Sendrecv(sent, to, 0, got, source, 0)
+
+        return Messages(comm.Send, comm.Recv, exchange, comm.Isend, comm.Irecv, wait, np.zeros(1, np.uint8))
 
     def _can(self, case: Case) -> bool:
         """Try the operation on one element: what MPI takes depends on the library and how it was built."""
@@ -187,153 +158,136 @@ class GlooPeer:
 
     _TYPES = frozenset({"float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64"})
 
-    def __init__(self, world: Communicator, place: Place) -> None:
+    def __init__(self, world: Communicator, device: Device) -> None:
         """Form a process group of all ranks; collective.
 
         Raises:
             ConfigError: torch is missing, or the ranks are on several machines.
         """
-        self._place = place
+        self._device = device
         self._open = contextlib.ExitStack()
         self._open.enter_context(gloo_process_group(world))
+
+    def start(self, tensor: Any) -> Callable[[], object]:
+        import torch.distributed as dist
+
+        work: Any = dist.all_reduce(tensor, async_op=True)
+        wait: Callable[[], object] = work.wait
+        return wait
 
     def contender(self, case: Case, *, new_results: bool = False) -> Contender | None:
         """Prepare one case; None also where Gloo refuses tensors on a GPU, as for some collectives."""
         import torch.distributed as dist
 
-        row = TYPES[case.type_name]
+        row, rank = TYPES[case.type_name], dist.get_rank()
         if row.name not in self._TYPES or (case.op_name and case.op is AVERAGE):
             return None
-        if case.collective.point_to_point:
-            return self._messages(case, row)
-        source = self._place.new(case.input_count, case.dtype)
-        result = source if case.collective.overwrites else self._place.new(case.output_count, case.dtype)
+        source = self._device.new(case.input_count, case.dtype)
+        result = source if case.collective.overwrites else self._device.new(case.output_count, case.dtype)
         given, got = _tensor(source, row), _tensor(result, row)
-        ops: dict[ReduceOp, Any] = {
-            SUM: dist.ReduceOp.SUM,
-            PRODUCT: dist.ReduceOp.PRODUCT,
-            MIN: dist.ReduceOp.MIN,
-            MAX: dist.ReduceOp.MAX,
-        }
-        op, at_root = ops[case.op], dist.get_rank() == case.root  # op: without meaning where nothing is reduced
-        # torch renamed these two; the old names warn.
-        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        gather_all = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        calls: dict[str, tuple[Any, ...]] = {
-            "allreduce": (dist.all_reduce, got, op),
-            "reduce_scatter": (scatter, got, given, op),
-            "allgather": (gather_all, got, given),
-            "broadcast": (dist.broadcast, got, case.root),
-            "alltoall": (dist.all_to_all_single, got, given),
-            "reduce": (dist.reduce, got, case.root, op),
-            "gather": (dist.gather, given, list(got.chunk(case.nranks)) if at_root else None, case.root),
-            "scatter": (dist.scatter, got, list(given.chunk(case.nranks)) if at_root else None, case.root),
-        }
-        gets = case.collective.has_result(dist.get_rank(), case.root)
-        call = _giving(result if gets else None, *calls[case.collective.name])
-        if isinstance(self._place, OnDevice):
+        if case.collective.point_to_point:
+            carry_out: tuple[Any, ...] = (pattern(case, rank, _gloo_messages(), given, lambda: got),)
+        else:
+            carry_out = _gloo_call(case, rank, given, got)
+        call = giving(result if case.collective.has_result(rank, case.root) else None, *carry_out)
+        if isinstance(self._device, OnDevice) and not case.collective.point_to_point:
             try:
                 call()
-                self._place.watch.ready()
+                self._device.watch.ready()
             except (RuntimeError, ValueError, NotImplementedError):  # torch's, on all ranks, before anything is sent
                 return None
         return Contender("gloo", source, call)
-
-    def _messages(self, case: Case, row: DType) -> Contender:
-        """Prepare messages in a ring, or between ranks 0 and 1."""
-        import torch.distributed as dist
-
-        source, result = (self._place.new(case.buffer_count, case.dtype) for _ in range(2))
-        given, got, rank, size = _tensor(source, row), _tensor(result, row), dist.get_rank(), dist.get_world_size()
-        peer, answer = 1 - rank, _tensor(np.zeros(1, np.uint8), TYPES["uint8"])
-
-        def ring() -> Any:
-            if size == 1:
-                got.copy_(given)
-                return result
-            coming = dist.irecv(got, (rank - 1) % size)
-            dist.send(given, (rank + 1) % size)
-            assert coming is not None
-            coming.wait()
-            return result
-
-        def ping_pong() -> Any:
-            if rank == 0:
-                dist.send(given, peer)
-                dist.recv(got, peer)
-            else:
-                dist.recv(got, peer)
-                dist.send(given, peer)
-            return result
-
-        def one_way() -> Any:
-            begin, each, end = (dist.isend, given, dist.recv) if rank == 0 else (dist.irecv, got, dist.send)
-            for work in [begin(each, peer) for _ in range(case.collective.messages)]:
-                assert work is not None
-                work.wait()
-            end(answer, peer)
-            return result if rank else None
-
-        calls = {"sendrecv": ring, "latency": ping_pong, "bandwidth": one_way}
-        takes_part = rank <= 1 or not case.collective.of_two
-        return Contender("gloo", source, calls[case.collective.name] if takes_part else lambda: None)
 
     def close(self) -> None:
         self._open.close()
 
 
-class StagedMpi:
+def _gloo_call(case: Case, rank: int, given: Any, got: Any) -> tuple[Any, ...]:
+    """Return what carries out a collective on tensors, and its arguments."""
+    import torch.distributed as dist
+
+    names = {SUM: "SUM", PRODUCT: "PRODUCT", MIN: "MIN", MAX: "MAX"}
+    op, at_root = getattr(dist.ReduceOp, names[case.op]), rank == case.root  # op: meaningless where nothing is reduced
+    # torch renamed these two; the old names warn.
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    gather_all = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    calls: dict[str, tuple[Any, ...]] = {
+        "allreduce": (dist.all_reduce, got, op),
+        "reduce_scatter": (scatter, got, given, op),
+        "allgather": (gather_all, got, given),
+        "broadcast": (dist.broadcast, got, case.root),
+        "alltoall": (dist.all_to_all_single, got, given),
+        "reduce": (dist.reduce, got, case.root, op),
+        "gather": (dist.gather, given, list(got.chunk(case.nranks)) if at_root else None, case.root),
+        "scatter": (dist.scatter, got, list(given.chunk(case.nranks)) if at_root else None, case.root),
+    }
+    return calls[case.collective.name]
+
+
+def _gloo_messages() -> Messages:
+    import torch
+    import torch.distributed as dist
+
+    def exchange(sent: Any, to: int, got: Any, source: int) -> None:
+        if to == source == dist.get_rank():
+            got.copy_(sent)
+            return
+        coming: Any = dist.irecv(got, source)
+        dist.send(sent, to)
+        coming.wait()
+
+    def wait(works: list[Any]) -> None:
+        for work in works:
+            work.wait()
+
+    return Messages(dist.send, dist.recv, exchange, dist.isend, dist.irecv, wait, torch.zeros(1, dtype=torch.uint8))
+
+
+class StagedMpi(MpiPeer):
     """MPI on arrays of a GPU, as one does it by hand: down into pinned host memory, the collective, up again."""
 
-    def __init__(self, world: Communicator, place: OnDevice) -> None:
+    def __init__(self, world: Communicator, device: OnDevice) -> None:
         """Do what `MpiPeer` does; collective."""
-        self._place = place
-        self._mpi = MpiPeer(world)
+        super().__init__(world)
+        self._device = device
         self._pinned: list[Array] = []  # kept for as long as it is pinned
 
     def contender(self, case: Case, *, new_results: bool = False) -> Contender | None:
         self._unpin()
-        inner = self._mpi.contender(case)
+        inner = super().contender(case)
         if inner is None:
             return None
-        place, source = self._place, self._place.new(case.input_count, case.dtype)
-        result = source if case.collective.overwrites else place.new(case.output_count, case.dtype)
-        for array in (inner.source, inner.call()):
-            self._pin(_whole(array))
+        device, source = self._device, self._device.new(case.input_count, case.dtype)
+        result = source if case.collective.overwrites else device.new(case.output_count, case.dtype)
 
         def call() -> Any:
-            place.down(inner.source, source)
-            got = inner.call()
-            place.up(result, got)
+            device.down(inner.source, source)
+            device.up(result, inner.call())
             return result
 
         return Contender("mpi", source, call)
 
     def close(self) -> None:
         self._unpin()
-        self._mpi.close()
+        super().close()
 
-    def _pin(self, array: Array) -> None:
-        if any(each is array for each in self._pinned):
-            return
-        try:
-            self._place.driver.register(array.ctypes.data, array.nbytes)
-        except TransportError:  # small arrays share pages; then it goes as it would without
-            return
-        self._pinned.append(array)
+    def _new(self, count: int, dtype: np.dtype[Any]) -> Array:
+        array = super()._new(count, dtype)
+        with contextlib.suppress(TransportError):  # small arrays share pages; then it goes as it would without
+            self._device.driver.register(array.ctypes.data, array.nbytes)
+            self._pinned.append(array)
+        return array
 
     def _unpin(self) -> None:
         while self._pinned:
-            self._place.driver.unregister(self._pinned.pop().ctypes.data)
+            self._device.driver.unregister(self._pinned.pop().ctypes.data)
 
 
-def _mpi_peer(world: Communicator, place: Place) -> Peer:
-    """Make the peer that uses MPI on arrays of this place; collective."""
-    return StagedMpi(world, place) if isinstance(place, OnDevice) else MpiPeer(world)
-
-
-#: Name for ``--vs`` -> what makes it of the ranks and the place of the arrays; collective.
-PEERS: dict[str, Callable[[Communicator, Place], Peer]] = {"mpi": _mpi_peer, "gloo": GlooPeer}
+#: Name for ``--vs`` -> what makes it of the ranks and where the arrays are; collective.
+PEERS: dict[str, Callable[[Communicator, Device], Peer]] = {
+    "mpi": lambda world, device: StagedMpi(world, device) if isinstance(device, OnDevice) else MpiPeer(world),
+    "gloo": GlooPeer,
+}
 
 
 @contextlib.contextmanager
@@ -381,21 +335,6 @@ def mpi_library() -> str | None:
     from ringreduce.transport.mpi import library
 
     return library()
-
-
-def _whole(array: Array) -> Array:
-    """Return the array that this is a view of."""
-    return array if array.base is None else array.base
-
-
-def _giving(result: Any, call: Callable[..., object], *arguments: Any) -> Callable[[], Any]:
-    """Let a call return its result."""
-
-    def run() -> Any:
-        call(*arguments)
-        return result
-
-    return run
 
 
 def _tensor(array: Any, row: DType) -> Any:

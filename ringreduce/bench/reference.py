@@ -50,25 +50,14 @@ class Reference:
             return 0
         if result is None or result.shape != (case.output_count,):
             return case.output_count
-        match case.collective.name:
-            case "allreduce" | "reduce":
-                return self._differing(result, self._reduced(), 0)
-            case "reduce_scatter":
-                return self._differing(result, self._reduced(), rank * case.count)
-            case "broadcast":
-                return self._differing(result, self._table(case.root), 0)
-            case "scatter":
-                return self._differing(result, self._table(case.root), rank * case.count)
-            case "sendrecv":
-                return self._differing(result, self._table((rank - 1) % case.nranks), 0)
-            case "latency" | "bandwidth":
-                return self._differing(result, self._table(1 - rank), 0)
-            case "allgather" | "gather":
-                offset = 0
-            case _:
-                offset = rank * case.count
-        parts = result.reshape(case.nranks, case.count)
-        return sum(self._differing(part, self._table(peer), offset) for peer, part in enumerate(parts))
+        name, everyone = case.collective.name, list(range(case.nranks))
+        givers = {"broadcast": [case.root], "scatter": [case.root], "sendrecv": [(rank - 1) % case.nranks]}
+        givers |= {"latency": [1 - rank], "bandwidth": [1 - rank]}
+        givers |= dict.fromkeys(("allgather", "gather", "alltoall"), everyone)
+        offset = rank * case.count if name in ("reduce_scatter", "scatter", "alltoall") else 0
+        tables = [self._reduced()] if case.collective.reduces else [self._table(each) for each in givers[name]]
+        parts = result.reshape(len(tables), -1)
+        return sum(self._differing(part, table, offset) for part, table in zip(parts, tables, strict=True))
 
     def _table(self, rank: int) -> Array:
         random = np.random.default_rng((self.seed, rank))

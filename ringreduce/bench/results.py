@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ringreduce.bench.cases import Case
+from ringreduce.bench.cases import COLLECTIVES, Case
 from ringreduce.bench.measure import Summary
 
 __all__ = ["Bound", "Machine", "Report", "Result", "Row", "Settings"]
@@ -66,6 +66,11 @@ class Settings:
     @property
     def buffers(self) -> str:
         return "shared" if self.shared_buffers else "private"
+
+    @property
+    def form(self) -> str:
+        """The one that a layout with one time per row shows."""
+        return "in place" if COLLECTIVES[self.collective].in_place and not self.new_results else "out of place"
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,35 +150,22 @@ class Result:
         return self.alg_bw * self.case.collective.bus_factor(self.case.nranks)
 
     def speedup(self, peer: str) -> float | None:
-        """Return how many times longer the peer took."""
-        time = self.peers[peer]
+        """Return how many times longer the peer took; None where it cannot do the job."""
+        time = self.peers.get(peer)
         return None if time is None or not self.time.median else time.median / self.time.median
 
     def as_dict(self) -> dict[str, Any]:
         """Return the entry of ``results`` in the JSON report."""
-        case = self.case
-        return {
-            "collective": case.collective.name,
-            "size": case.nbytes,
-            "count": case.count,
-            "type": case.type_name,
-            "redop": case.op_name or "none",
-            "root": case.root if case.collective.rooted else -1,
-            "algorithm": self.algorithm,
-            "transport": self.transport,
-            "buffers": self.buffers,
-            "in_place": self.in_place,
-            "iterations": self.time.iterations,
-            "time_us": self.time.as_dict(),
-            "alg_bw": self.alg_bw,
-            "bus_bw": self.bus_bw,
-            "nwrong": self.nwrong,
-            "bound_share": self.bound_share,
-            "vs": {
-                peer: None if time is None else {"median_us": time.median, "speedup": self.speedup(peer)}
-                for peer, time in self.peers.items()
-            },
+        case, times = self.case, dataclasses.asdict(self.time)
+        found = {"collective": case.collective.name, "size": case.nbytes, "count": case.count, "type": case.type_name}
+        found |= {"redop": case.op_name or "none", "root": case.shown_root, "algorithm": self.algorithm}
+        found |= {"transport": self.transport, "buffers": self.buffers, "in_place": self.in_place}
+        found |= {"iterations": times.pop("iterations"), "time_us": times, "alg_bw": self.alg_bw, "bus_bw": self.bus_bw}
+        vs = {
+            peer: None if time is None else {"median_us": time.median, "speedup": self.speedup(peer)}
+            for peer, time in self.peers.items()
         }
+        return found | {"nwrong": self.nwrong, "bound_share": self.bound_share, "vs": vs}
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import starmap
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.algorithms import Collective, Step, schedule_for
-from ringreduce.bench.bystanders import Bystanders, Found, Usage
-from ringreduce.bench.bystanders import usage as usage_now
 from ringreduce.bench.cases import format_nbytes
 from ringreduce.bench.measure import Contender, iterations_for, time_in_turn, turn_for
+from ringreduce.bench.noise import Found, Noise, Usage
+from ringreduce.bench.noise import usage as usage_now
 from ringreduce.collectives import VENDOR, Call
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.collectives.selection import choose
@@ -42,6 +41,9 @@ Array = npt.NDArray[Any]
 #: times are those of the slowest rank and the same on all ranks.
 Measure = Callable[[int, Sequence[str], int], Sequence[Sequence[float]]]
 
+#: What rank 0 asks for, arguments of a `Measure`; it is sent the times.
+_Orders = Generator[tuple[int, Sequence[str], int], Sequence[Sequence[float]], None]
+
 #: Bytes. Between a few KiB and a few MiB the winner changes, so there the steps are smaller. The largest stands for all
 #: beyond it; twice that would take more than 300 MiB of each rank, for the same choice.
 SIZES = (8, 512, *(1 << exponent for exponent in (12, 14, 15, 16, 18, 20, 22, 24, 25)))
@@ -58,6 +60,14 @@ _RANKS_WALKED = 32  # whose schedules are compared to find out whether two algor
 _CONTENDING = 2.0  # an algorithm is measured if it should take at most so many times as long as the fastest
 
 
+def _next(orders: _Orders, times: Any) -> Any:
+    """Let rank 0 look at the times of its last order, and return its next one; None: there is none."""
+    try:
+        return orders.send(times)
+    except StopIteration:
+        return None
+
+
 def tune(
     communicator: Communicator,
     sizes: Sequence[int],
@@ -67,7 +77,6 @@ def tune(
     *,
     even_if_busy: bool = False,
     measure: Measure | None = None,
-    clock: Callable[[], float] = time.monotonic,
     usage: Callable[[], Usage] = usage_now,
 ) -> Table:
     """Measure allreduce algorithms on float32 and write a table of the fastest. Collective.
@@ -82,8 +91,7 @@ def tune(
         even_if_busy: write the table although other processes took the machines' time meanwhile; it says so. The same
             on all ranks.
         measure: takes the times, for tests.
-        clock: in seconds, for tests.
-        usage: reads how much time processes took, for tests.
+        usage: reads the time, and how much of it processes took, for tests.
 
     Returns:
         The table, equal on all ranks.
@@ -95,25 +103,31 @@ def tune(
     if communicator.size == 1:
         raise ConfigError("one rank has nothing to choose from: run tune under mpirun, as the program that it is for")
     wanted = sorted({max(4, nbytes // 4 * 4) for nbytes in sizes})
-    tuning = _Tuning(communicator, wanted, emit, measure or calls_of(communicator, wanted[-1]), clock, budget_s)
-    bystanders = Bystanders(communicator, usage)
-    tuning.fit()
+    measure = measure or calls_of(communicator, wanted[-1])
+    tuning = _Tuning(communicator, wanted, emit, budget_s, lambda: usage().at)
+    noise = Noise(communicator, usage)
+
+    def carry_out(orders: _Orders) -> None:
+        times = None
+        while (order := tuning.agree(_next, orders, times)) is not None:
+            times = measure(*order)
+
+    carry_out(tuning.fit())
     if not even_if_busy:
-        _require_quiet(bystanders.look())  # rather than measure on in vain
-    tuning.sweep()
-    tuning.complete()
-    found = bystanders.look()
+        _require_quiet(noise.look())  # rather than measure on in vain
+    carry_out(tuning.sweep())
+    found = noise.look()
     if not even_if_busy:
         _require_quiet(found)
-    elif found.cores:
-        tuning.say(f"# {found.text}: the table says so\n")
-    table = tuning.table(found.cores)
+    table: Table = tuning.agree(tuning.table, found.cores)
     path = directory / table.key.file_name
     complaint = tuning.agree(_save, table, path)
     if complaint is not None:
         raise ConfigError(complaint)
-    tuning.say(_summary(table, tuning.rules) + f"# written to {path}\n")
-    return table
+    if communicator.rank == 0:
+        told = f"# {found.text}: the table says so\n" if found.cores else ""
+        emit(f"{told}{_summary(table, tuning.rules)}# written to {path}\n")
+    return Table.from_json(table.to_json())  # checked, as when it is read later
 
 
 def calls_of(communicator: Communicator, largest_nbytes: int) -> Measure:
@@ -144,112 +158,97 @@ def calls_of(communicator: Communicator, largest_nbytes: int) -> Measure:
     return measure
 
 
+@dataclass
 class _Tuning:
-    """One run: what was measured so far and how much time is left.
+    """One run: what was measured so far and how much time is left. Rank 0 decides.
 
     Attributes:
         rules: size -> what the built-in rules take there.
     """
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        sizes: Sequence[int],
-        emit: Callable[[str], None],
-        measure: Measure,
-        clock: Callable[[], float],
-        budget_s: float,
-    ) -> None:
-        self.rules = {nbytes: _rule(communicator, nbytes) for nbytes in sizes}
-        self._communicator = communicator
-        self._sizes = sizes
-        self._emit = emit
-        self._measure = measure
-        self._clock = clock
-        self._budget_s = budget_s
-        self._deadline = clock() + budget_s
-        names = communicator.algorithms(Collective.ALLREDUCE)
-        kept = {*distinct(names, communicator.topology), *self.rules.values()}
+    communicator: Communicator
+    sizes: Sequence[int]
+    say: Callable[[str], None]
+    budget_s: float
+    clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
+        self.rules = {nbytes: _rule(self.communicator, nbytes) for nbytes in self.sizes}
+        self._deadline = self.clock() + self.budget_s
+        names = self.communicator.algorithms(Collective.ALLREDUCE)
+        kept = {*distinct(names, self.communicator.topology), *self.rules.values()}
         self._names = [name for name in names if name in kept]
         self._probes: _Times = {}
         self._times: _Times = {}
         self._model = fit([])
 
-    def say(self, text: str) -> None:
-        if self._communicator.rank == 0:
-            self._emit(text)
-
     def agree(self, decide: Callable[..., Any], *arguments: Any) -> Any:
         """Return on every rank what rank 0 decides. Collective."""
-        return gather(self._communicator, decide(*arguments) if self._communicator.rank == 0 else None)[0]
+        return gather(self.communicator, decide(*arguments) if self.communicator.rank == 0 else None)[0]
 
-    def fit(self) -> None:
+    def fit(self) -> _Orders:
         """Fit the model to a few calls of all algorithms at the smallest size, a middle one and a large one."""
-        self.say(f"# {self._communicator.topology.describe()}; fitting the model to {', '.join(self._names)}\n")
-        middle = (len(self._sizes) - 1) // 2
-        for nbytes in dict.fromkeys((self._sizes[0], self._sizes[middle])):
-            self._probe(nbytes)
-        large = self.agree(self._largest_affordable, self._sizes[middle + 1 :])
+        topology, middle = self.communicator.topology, (len(self.sizes) - 1) // 2
+        self.say(f"# {topology.describe()}; fitting the model to {', '.join(self._names)}\n")
+        for nbytes in dict.fromkeys((self.sizes[0], self.sizes[middle])):
+            yield from self._probe(nbytes)
+        large = self._largest_affordable(self.sizes[middle + 1 :])
         if large is not None:
-            self._probe(large)
+            yield from self._probe(large)
         self.say(f"# {_describe(self._model)}\n")
 
-    def sweep(self) -> None:
-        """Measure at each size, the smallest first, what can win there, for as long as there is time."""
-        for place, nbytes in enumerate(self._sizes):
-            names = self.agree(self._affordable, nbytes)
+    def sweep(self) -> _Orders:
+        """Measure at each size, the smallest first, what can win there, for as long as there is time.
+
+        Then what is the fastest at one size at those beside it too, so that it can be chosen in between.
+        """
+        for place, nbytes in enumerate(self.sizes):
+            names = self._affordable(nbytes)
             if not names:
                 self.say(f"# {format_nbytes(nbytes)} and more: no time left\n")
                 break
             self.say(f"# {format_nbytes(nbytes)}: {', '.join(names)}\n")
-            begin = self._clock()
-            self._time(self._times, nbytes, names, _PROBES)
-            more = self.agree(self._further_iterations, nbytes, begin, self._sizes[place + 1 :])
-            if more:
-                self._time(self._times, nbytes, names, more)
-
-    def complete(self) -> None:
-        """Measure what is the fastest at one size at those beside it too, so that it can be chosen in between."""
-        for nbytes, names in self.agree(self._missing):
-            iterations = self.agree(self._affordable_iterations, nbytes, names)
-            if iterations:
-                self._time(self._times, nbytes, names, iterations)
+            begin = self.clock()
+            yield from self._time(self._times, nbytes, names, _PROBES)
+            if more := self._further_iterations(nbytes, begin, self.sizes[place + 1 :]):
+                yield from self._time(self._times, nbytes, names, more)
+        for nbytes, names in self._missing():
+            wanted = min(map(len, self._times[nbytes].values()))  # as many as the others had there, or fewer, or none
+            for iterations in (wanted, _PROBES):
+                if self._cost_s(nbytes, names, iterations) <= self._left_s():
+                    yield from self._time(self._times, nbytes, names, iterations)
+                    break
 
     def table(self, busy_cores: float) -> Table:
         """Return what was found."""
         rows = (Row(nbytes, tuple(starmap(Candidate.of_times, times.items()))) for nbytes, times in self._times.items())
-        table: Table = self.agree(Table, tuning_key(self._communicator), self._model, tuple(rows), busy_cores)
-        return Table.from_json(table.to_json())  # checked, as when it is read later
+        return Table(tuning_key(self.communicator), self._model, tuple(rows), busy_cores)
 
-    def _probe(self, nbytes: int) -> None:
-        self._time(self._probes, nbytes, self._names, _PROBES)
-        topology = self._communicator.topology
+    def _probe(self, nbytes: int) -> _Orders:
+        yield from self._time(self._probes, nbytes, self._names, _PROBES)
+        topology = self.communicator.topology
         self._model = fit(
             Sample(name, size, topology, statistics.median(times))
             for size, found in self._probes.items()
             for name, times in found.items()
         )
 
-    def _time(self, into: _Times, nbytes: int, names: Sequence[str], iterations: int) -> None:
-        for name, times in zip(names, self._measure(nbytes, names, iterations), strict=True):
+    def _time(self, into: _Times, nbytes: int, names: Sequence[str], iterations: int) -> _Orders:
+        for name, times in zip(names, (yield nbytes, names, iterations), strict=True):
             into.setdefault(nbytes, {}).setdefault(name, []).extend(times)
 
-    # ---- rank 0 decides ----
-
     def _left_s(self) -> float:
-        return self._deadline - self._clock()
+        return self._deadline - self.clock()
 
     def _largest_affordable(self, among: Sequence[int]) -> int | None:
         """Return the largest size at which all algorithms can be tried in the time that fitting may take."""
-        left_s = self._left_s() - (1 - _FIT_SHARE) * self._budget_s
-        affordable = [nbytes for nbytes in among if self._cost_s(nbytes, self._names, _PROBES) <= left_s]
-        return max(affordable, default=None)
+        left_s = self._left_s() - (1 - _FIT_SHARE) * self.budget_s
+        return max((size for size in among if self._cost_s(size, self._names, _PROBES) <= left_s), default=None)
 
     def _contending(self, nbytes: int) -> list[str]:
         """Return what can win at a size; the library's own and what the rules take are always of interest."""
         expected = {name: self._expected_s(name, nbytes) for name in self._names}
-        limit = _CONTENDING * min(expected.values())
-        always = (VENDOR, self.rules[nbytes])
+        limit, always = _CONTENDING * min(expected.values()), (VENDOR, self.rules[nbytes])
         return [name for name, seconds in expected.items() if seconds <= limit or name in always]
 
     def _affordable(self, nbytes: int) -> list[str]:
@@ -261,8 +260,8 @@ class _Tuning:
 
     def _further_iterations(self, nbytes: int, begin: float, later: Sequence[int]) -> int:
         """Return how many iterations more a size gets: a fair part of the time that later ones do not need at least."""
-        spent_s = self._clock() - begin
-        left_s = self._left_s() + spent_s - _COMPLETE_SHARE * self._budget_s
+        spent_s = self.clock() - begin
+        left_s = self._left_s() + spent_s - _COMPLETE_SHARE * self.budget_s
         needed_s = sum(self._cost_s(size, self._contending(size), _PROBES) for size in later)
         share_s = (left_s - min(needed_s, left_s / 2)) / (1 + len(later)) - spent_s
         per_call_s = spent_s / _calls(_PROBES)
@@ -276,15 +275,9 @@ class _Tuning:
         fastest = [min(found, key=lambda name: statistics.median(found[name])) for _, found in rows]
         missing = []
         for place, (nbytes, found) in enumerate(rows):
-            beside = {fastest[other] for other in (place - 1, place + 1) if 0 <= other < len(rows)}
-            if beside - found.keys():
-                missing.append((nbytes, sorted(beside - found.keys())))
-        return missing
-
-    def _affordable_iterations(self, nbytes: int, names: Sequence[str]) -> int:
-        """Return as many iterations as the others had there, or fewer, or none."""
-        wanted = min(map(len, self._times[nbytes].values()))
-        return next((n for n in (wanted, _PROBES) if self._cost_s(nbytes, names, n) <= self._left_s()), 0)
+            beside = {*fastest[max(place - 1, 0) : place], *fastest[place + 1 : place + 2]}
+            missing.append((nbytes, sorted(beside - found.keys())))
+        return [(nbytes, names) for nbytes, names in missing if names]
 
     def _cost_s(self, nbytes: int, names: Sequence[str], iterations: int) -> float:
         return _KINDS * _calls(iterations) * sum(self._expected_s(name, nbytes) for name in names)
@@ -295,7 +288,7 @@ class _Tuning:
         measured = [*self._probes.items(), *self._times.items()]
         known = {size: statistics.median(found[name]) for size, found in measured if name in found}
         nearest = min(known, key=lambda size: abs(math.log(size / nbytes)))
-        return self._model.scale(name, known[nearest], nearest, nbytes, self._communicator.topology)
+        return self._model.scale(name, known[nearest], nearest, nbytes, self.communicator.topology)
 
 
 def distinct(names: Iterable[str], topology: Topology) -> list[str]:
@@ -362,17 +355,13 @@ def _describe(model: Model) -> str:
 
 def _summary(table: Table, rules: Mapping[int, str]) -> str:
     """Return the winners, a line per size, and how much faster they are than what the built-in rules take."""
-    lines = [
-        f"#{'':>9}  {'fastest':<21} {'median':>9}  {'model':>9}  {'second':<21} {'median':>9}  "
-        f"{'built-in rule':<21}  speed-up"
-    ]
+    form = "{:>10}  {:<21} {:>9}  {:>9}  {:<21} {:>9}  {:<21}  {:>8}\n"
+    text = "#" + form.format("", "fastest", "median", "model", "second", "median", "built-in rule", "speed-up")[1:]
     for row in table.rows:
         found, rule = table.choose(row.nbytes), rules[row.nbytes]
         model = table.model.predict(found.algorithm, row.nbytes, table.key.topology)
-        second = ("", "") if found.second is None else (found.second, format_seconds(found.second_seconds))
+        times = [format_seconds(each) for each in (found.seconds, model, found.second_seconds)]
         gain = f"{row.medians[rule] / found.seconds:.2f}x" if rule in row.medians else "N/A"
-        lines.append(
-            f"{format_nbytes(row.nbytes):>10}  {found.algorithm:<21} {format_seconds(found.seconds):>9}  "
-            f"{format_seconds(model):>9}  {second[0]:<21} {second[1]:>9}  {rule:<21}  {gain:>8}"
-        )
-    return "\n".join(lines) + "\n"
+        second = (found.second, times[2]) if found.second else ("", "")
+        text += form.format(format_nbytes(row.nbytes), found.algorithm, *times[:2], *second, rule, gain)
+    return text

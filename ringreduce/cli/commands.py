@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 from click.core import ParameterSource
 
 import ringreduce
-from ringreduce.bench import asynchronous, overlap, plots, recovery
 from ringreduce.bench import bench as benchmark
+from ringreduce.bench import plots
 from ringreduce.bench import tune as tuner
-from ringreduce.bench.bystanders import Bystanders
 from ringreduce.bench.cases import COLLECTIVES, NCCL_TYPES, OPS, TYPES, format_nbytes, native_dtype, sizes
 from ringreduce.bench.formats import WRITERS, to_json
+from ringreduce.bench.modes import MODES, run_mode
 from ringreduce.bench.peers import PEERS
 from ringreduce.bench.progress import Progress
-from ringreduce.bench.results import Settings
+from ringreduce.bench.results import Report, Settings
 from ringreduce.common.config import parse_nbytes
 from ringreduce.common.errors import ConfigError
 
@@ -64,43 +64,6 @@ class _Names(click.ParamType[tuple[str, ...]]):
         return names
 
 
-class _Other(NamedTuple):
-    """What `bench` measures besides collectives and messages.
-
-    Attributes:
-        options: those that have a meaning there.
-        measure: does it, given all options, and returns the exit status. Collective.
-    """
-
-    options: tuple[str, ...]
-    measure: Callable[[dict[str, Any]], int]
-
-
-def _async(options: dict[str, Any]) -> int:
-    ringreduce.init()
-    bystanders = Bystanders(ringreduce.world())
-    found = asynchronous.run(options["iterations"], options["format"], _write)
-    _say_if_busy("async", bystanders.look().text)
-    return int(any(each.nwrong for each in found))
-
-
-def _overlap(options: dict[str, Any]) -> int:
-    last = _last_size(options["min_nbytes"], options["max_nbytes"], 32 << 20)
-    wanted = sizes(options["min_nbytes"], last, options["step_nbytes"], options["step_factor"])
-    ringreduce.init()
-    bystanders = Bystanders(ringreduce.world())
-    found = overlap.run(list(wanted), options["iterations"], options["peers"], options["format"], _write)
-    _say_if_busy("overlap", bystanders.look().text)
-    return int(any(each.nwrong for each in found))
-
-
-def _recovery(options: dict[str, Any]) -> int:
-    ringreduce.init()
-    speaks = ringreduce.rank() == 0  # which is never killed
-    recovery.run(options["format"], lambda text: _write(text) if speaks else None)
-    return 0
-
-
 def _say_if_busy(name: str, busy: str) -> None:
     """Let rank 0 say that figures are those of a busy machine."""
     if busy and ringreduce.rank() == 0:
@@ -128,13 +91,6 @@ class _LaterCsv:
 
 
 _NBYTES = _Nbytes()
-_OTHERS = {
-    "async": _Other(("iterations", "format"), _async),
-    "overlap": _Other(
-        ("min_nbytes", "max_nbytes", "step_nbytes", "step_factor", "iterations", "peers", "format"), _overlap
-    ),
-    "recovery": _Other(("format",), _recovery),
-}
 _WITH_ALGORITHMS = [name for name, each in COLLECTIVES.items() if not each.point_to_point]
 _EXAMPLES = """\b
 Examples:
@@ -150,7 +106,7 @@ Examples:
 
 
 @click.command(epilog=_EXAMPLES, short_help="Measure a collective.")
-@click.argument("collective", metavar="COLLECTIVE", type=click.Choice([*COLLECTIVES, "all", *_OTHERS]))
+@click.argument("collective", metavar="COLLECTIVE", type=click.Choice([*COLLECTIVES, "all", *MODES]))
 @click.option("-b", "--minbytes", "min_nbytes", type=_NBYTES, default="32M", help="First size; takes K, M, G.")
 @click.option(
     "-e",
@@ -259,20 +215,25 @@ def bench(**options: Any) -> int:
     half the time there and back; for bandwidth, 16 messages are sent in a row, and then answered once.
 
     With async, measure named asynchronous allreduces instead: the latency of one of 4 B, and 160 of 64 KiB that are
-    submitted together. Of the options, -n and --format json have a meaning there.
+    submitted together. Of the options, -n and --format (json, csv) have a meaning there.
 
     With overlap, measure how much of an asynchronous allreduce a computation hides: each is begun, then the program
     multiplies matrices on one core for as long as the allreduce takes alone, and then waits. Of the options, -b, -e,
-    -i, -f, -n, --vs and --format json have a meaning there.
+    -i, -f, -n, --vs and --format (json, csv) have a meaning there.
 
     With recovery, let the last rank be killed until one is left, and measure how long it takes until the others go on;
-    under `ringreduce run --elastic` on one machine. Of the options, --format json has a meaning there.
+    under `ringreduce run --elastic` on one machine. Of the options, --format (json, csv) has a meaning there.
     """
-    if options["collective"] in _OTHERS:
-        other = _OTHERS[options["collective"]]
-        _refuse_options(options["collective"], other.options)
-        return other.measure(options)
-    plot, page, several = options.pop("plot"), options.pop("page"), options["collective"] == "all"
+    name = options["collective"]
+    if name in MODES:
+        _refuse_options(name, MODES[name].options)
+        del options["plot"], options["page"]
+        settings = _settings(options)
+        ringreduce.init()
+        nwrong, busy = run_mode(settings, _write)
+        _say_if_busy(name, busy)
+        return int(nwrong > 0)
+    plot, page, several = options.pop("plot"), options.pop("page"), name == "all"
     if several and (plot or options["output_file"]):
         raise click.UsageError("--plot and -J are for one collective; with all there is --report")
     if not options["cycles"] and (several or plot or page or options["output_file"] or options["format"] == "json"):
@@ -282,31 +243,33 @@ def bench(**options: Any) -> int:
     settings = _settings(options)
     ringreduce.init()
     _require_writable([path for path in (settings.output_file, plot, page) if path])
-    world = ringreduce.world()
-    wanted = [name for name, each in COLLECTIVES.items() if world.size > 1 or not each.of_two]
-    names = wanted if several else [settings.collective]
-    as_json = settings.format == "json"  # of which nothing is seen until the end
-    reports = []
-    for number, name in enumerate(names, 1):
-        progress = (
-            Progress(f"bench {name}, collective {number} of {len(names)}") if as_json and not world.rank else None
-        )
-        write = _ignore if several and as_json else _LaterCsv() if settings.format == "csv" and number > 1 else _write
-        reports.append(benchmark.run(world, replace(settings, collective=name), write, progress=progress))
-        _say_if_busy(name, reports[-1].busy)
-    if world.rank == 0:
-        if several and as_json:
-            _write(json.dumps([report.as_dict() for report in reports], indent=1) + "\n")
+    reports = _reports(settings)
+    if ringreduce.rank() == 0:
         if settings.output_file:
             Path(settings.output_file).write_text(to_json(reports[0]), encoding="utf-8")
         if plot:
             plots.save(reports[0], plot)
         if page:
             Path(page).write_text(plots.page(reports), encoding="utf-8")
-        for path in (settings.output_file, plot, page):
-            if path:
-                click.echo(f"bench: wrote {path}", err=True)
+        for path in filter(None, (settings.output_file, plot, page)):
+            click.echo(f"bench: wrote {path}", err=True)
     return max(map(benchmark.exit_code, reports))
+
+
+def _reports(settings: Settings) -> list[Report]:
+    """Measure a collective, or all; and let rank 0 print what is found. Collective."""
+    world, several, as_json = ringreduce.world(), settings.collective == "all", settings.format == "json"
+    wanted = [name for name, each in COLLECTIVES.items() if world.size > 1 or not each.of_two]
+    names, reports = wanted if several else [settings.collective], []
+    for number, name in enumerate(names, 1):
+        progress = Progress(f"bench {name}, collective {number} of {len(names)}")
+        write = _ignore if several and as_json else _LaterCsv() if settings.format == "csv" and number > 1 else _write
+        told = progress if as_json and world.rank == 0 else None  # nothing of JSON is seen until the end
+        reports.append(benchmark.run(world, replace(settings, collective=name), write, progress=told))
+        _say_if_busy(name, reports[-1].busy)
+    if several and as_json and world.rank == 0:
+        _write(json.dumps([report.as_dict() for report in reports], indent=1) + "\n")
+    return reports
 
 
 @click.command(short_help="Say what would run, and why.")

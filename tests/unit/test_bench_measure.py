@@ -17,6 +17,7 @@ from ringreduce.bench.measure import (
     turn_for,
     warmup_for,
 )
+from ringreduce.bench.modes import hidden
 from ringreduce.common.reduce_ops import MAX
 
 
@@ -79,7 +80,7 @@ def test_summary():
     """Seconds become microseconds; order does not matter."""
     summary = Summary.of_seconds(np.array([5, 1, 2, 3, 4]) * 1e-6)
     assert summary.iterations == 5
-    assert (summary.minimum, summary.maximum) == pytest.approx((1, 5))
+    assert (summary.min, summary.max) == pytest.approx((1, 5))
     assert (summary.median, summary.mean) == pytest.approx((3, 3))
     assert (summary.p90, summary.p95, summary.p99) == pytest.approx((4.6, 4.8, 4.96))
     assert summary.variation == pytest.approx(100 * 2**0.5 / 3)
@@ -88,7 +89,7 @@ def test_summary():
 def test_summary_of_one():
     """A single iteration is all there is to say."""
     summary = Summary.of_seconds(np.array([2e-6]))
-    assert (summary.minimum, summary.median, summary.p95, summary.deviation) == pytest.approx((2, 2, 2, 0))
+    assert (summary.min, summary.median, summary.p95, summary.deviation) == pytest.approx((2, 2, 2, 0))
 
 
 @pytest.mark.parametrize(
@@ -118,3 +119,20 @@ def test_bound_touches_all_memory(nbytes: int):
         contender.call()
         assert np.isin(contender.source, [-3.0, 4.0]).all()
         assert contender.source.nbytes == nbytes // 4 * 4
+
+
+@pytest.mark.parametrize(
+    ("times", "part"),
+    [
+        ((100.0, 100.0, 100.0), 1.0),
+        ((100.0, 100.0, 150.0), 0.5),
+        ((100.0, 100.0, 200.0), 0.0),
+        ((100.0, 100.0, 250.0), -0.5),  # they disturb each other
+        ((100.0, 100.0, 90.0), 1.0),  # noise: no more than all of it can be hidden
+        ((100.0, 40.0, 100.0), None),  # a computation that is too short, or too long, hides something else
+        ((100.0, 210.0, 210.0), None),
+    ],
+)
+def test_the_part_that_is_hidden(times: tuple[float, float, float], part: float | None) -> None:
+    """As the OSU micro-benchmarks define it: what both together take longer than the computation, of the allreduce."""
+    assert hidden(*times) == part

@@ -80,50 +80,34 @@ def test_bfloat16_is_exact_or_rounded(op_name: str):
     assert reference.count_wrong(result, 2) == 1
 
 
-def test_results_of_the_other_collectives():
-    """Reduce-scatter, allgather, broadcast and alltoall are right where each rank's part is what it must be."""
-    given = inputs(reference := example("reduce_scatter"))
-    total = reduced(given, "sum")
-    for rank in range(RANKS):
-        assert reference.count_wrong(total[rank * 40 :][:40], rank) == 0
+def outputs(collective: str, given: list[np.ndarray]) -> list[np.ndarray | None]:
+    """Return what each rank must get, of 40 elements for each part; rank 1 is the root."""
+    total, everything = reduced(given, "sum"), np.concatenate(given)
+    parts = [slice(40 * rank, 40 * rank + 40) for rank in range(RANKS)]
+    return {
+        "allreduce": [total] * RANKS,
+        "reduce_scatter": [total[part] for part in parts],
+        "allgather": [everything] * RANKS,
+        "broadcast": [given[1]] * RANKS,
+        "alltoall": [np.concatenate([each[part] for each in given]) for part in parts],
+        "reduce": [None, total, None],
+        "gather": [None, everything, None],
+        "scatter": [given[1][part] for part in parts],
+        "sendrecv": [given[rank - 1] for rank in range(RANKS)],
+        "latency": [given[1], given[0], None],
+        "bandwidth": [None, given[0], None],
+    }[collective]
 
-    given = inputs(reference := example("allgather"))
-    assert reference.count_wrong(np.concatenate(given), 2) == 0
 
-    given = inputs(reference := example("broadcast"))
-    assert reference.count_wrong(given[1], 0) == 0
-    assert reference.count_wrong(given[0], 0) > 0
-
-    given = inputs(reference := example("alltoall"))
-    for rank in range(RANKS):
-        assert reference.count_wrong(np.concatenate([each[rank * 40 :][:40] for each in given]), rank) == 0
-
-
-def test_results_of_one_rank_and_of_messages():
-    """A root has all of it, other ranks nothing; of messages each has what its peer has sent."""
-    given = inputs(reference := example("reduce"))
-    assert [reference.count_wrong(None, rank) for rank in range(RANKS)] == [0, 40, 0]
-    assert reference.count_wrong(reduced(given, "sum"), 1) == 0
-
-    given = inputs(reference := example("gather"))
-    assert [reference.count_wrong(None, rank) for rank in range(RANKS)] == [0, 120, 0]
-    assert reference.count_wrong(np.concatenate(given), 1) == 0
-
-    given = inputs(reference := example("scatter"))
-    for rank in range(RANKS):
-        assert reference.count_wrong(given[1][rank * 40 :][:40], rank) == 0
-
-    given = inputs(reference := example("sendrecv"))
-    for rank in range(RANKS):
-        assert reference.count_wrong(given[(rank - 1) % RANKS], rank) == 0
-
-    given = inputs(reference := example("latency"))
-    assert [reference.count_wrong(array, rank) for rank, array in enumerate([given[1], given[0], None])] == [0, 0, 0]
-    assert reference.count_wrong(None, 1) == 40
-
-    given = inputs(reference := example("bandwidth"))
-    assert [reference.count_wrong(array, rank) for rank, array in enumerate([None, given[0], None])] == [0, 0, 0]
-    assert reference.count_wrong(given[1], 1) > 0
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_results_of_all_collectives(collective: str):
+    """A root has all of it, other ranks nothing; of messages each has what its peer has sent; all else is wrong."""
+    given = inputs(reference := example(collective))
+    for rank, right in enumerate(outputs(collective, given)):
+        assert reference.count_wrong(right, rank) == 0
+        if right is not None:
+            assert reference.count_wrong(None, rank) == right.size
+            assert reference.count_wrong(np.concatenate([right[:-1], right[-1:] + 1]), rank) == 1
 
 
 def test_swapped_blocks_are_wrong():

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 import ringreduce
 from ringreduce.algorithms import Collective
-from ringreduce.bench.bystanders import Bystanders, Usage, usage
+from ringreduce.bench.noise import Noise, Usage, usage
 from ringreduce.bench.tune import SIZES, calls_of, tune
 from ringreduce.cli import commands
 from ringreduce.collectives import Call
@@ -62,9 +62,6 @@ class Machine:
         self.now += self.speed * sum(times) * 2 * (1.25 * iterations + 3)  # two kinds of buffers; some are not timed
         return [[seconds] * iterations for seconds in times]
 
-    def clock(self) -> float:
-        return self.now
-
     def usage(self) -> Usage:
         """Let each rank compute nine tenths of the time."""
         neighbours = 1 if self.machine is not None else self.communicator.size
@@ -83,7 +80,6 @@ class Machine:
             budget_s,
             even_if_busy=even_if_busy,
             measure=self.measure,
-            clock=self.clock,
             usage=self.usage,
         )
 
@@ -114,7 +110,10 @@ def on_ranks(
 
 @pytest.mark.parametrize(("size", "node_size"), WORLDS)
 def test_the_fastest_is_found(size: int, node_size: int | None, tmp_path: Path):
-    """At every size the table chooses what is fastest on the machine, and all ranks hold the same table."""
+    """At every size the table chooses what is fastest on the machine, and all ranks hold the same table.
+
+    The model that is fitted predicts every algorithm at every size, though most are measured at three.
+    """
     tables: list[Table] = []
     machine = on_ranks(size, node_size, lambda machine: tables.append(machine.tune(tmp_path)))[0]
     assert all(table == tables[0] for table in tables)
@@ -124,15 +123,7 @@ def test_the_fastest_is_found(size: int, node_size: int | None, tmp_path: Path):
         chosen = tables[0].choose(nbytes)
         assert chosen.seconds <= 1.05 * fastest + 2e-9  # times are kept to the nanosecond
         assert chosen.seconds == pytest.approx(machine.seconds(chosen.algorithm, nbytes), abs=1e-9)
-
-
-@pytest.mark.parametrize(("size", "node_size"), WORLDS)
-def test_the_model_is_fitted(size: int, node_size: int | None, tmp_path: Path):
-    """It predicts every algorithm at every size, though most were measured at three."""
-    tables: list[Table] = []
-    machine = on_ranks(size, node_size, lambda machine: tables.append(machine.tune(tmp_path)))[0]
-    for name in machine.algorithms():
-        for nbytes in SIZES:
+        for name in machine.algorithms():
             predicted = tables[0].model.predict(name, nbytes, machine.communicator.topology)
             assert predicted == pytest.approx(machine.seconds(name, nbytes), rel=1e-3), (name, nbytes)
 
@@ -284,28 +275,21 @@ def test_other_work_that_comes_later_is_seen(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_table_can_be_made_beside_other_work(tmp_path: Path):
-    """If that is asked for; the table and what `explain` says of it tell how much it was, and so does the output."""
-    tables: list[Table] = []
-    machines = on_ranks(2, None, lambda machine: tables.append(busy(machine).tune(tmp_path, even_if_busy=True)))
-    (path,) = tmp_path.iterdir()
-    assert Table.load(path, tables[0].key) == tables[0] == tables[1]
-    assert tables[0].busy_cores == pytest.approx(0.3)
-    assert tables[0].explain(8).endswith("; measured while other processes took 0.3 cores")
-    assert "other processes took 0.30 cores on average" in "".join(machines[0].said)
-
-
-def test_a_quiet_machine_leaves_no_trace(tmp_path: Path):
-    """What a system does for itself is not told."""
+@pytest.mark.parametrize(("others", "told"), [(0.3, True), (0.19, False)])
+def test_a_table_can_be_made_beside_other_work(others: float, told: bool, tmp_path: Path):
+    """If that is asked for: table, `explain` and output tell how much it was. What a system does for itself is not."""
     tables: list[Table] = []
 
     def run(machine: Machine) -> None:
-        machine.others = 0.19
-        tables.append(machine.tune(tmp_path))
+        machine.others = others
+        tables.append(machine.tune(tmp_path, even_if_busy=True))
 
-    on_ranks(2, None, run)
-    assert tables[0].busy_cores == 0.0
-    assert "other processes" not in tables[0].explain(8)
+    machines = on_ranks(2, None, run)
+    (path,) = tmp_path.iterdir()
+    assert Table.load(path, tables[0].key) == tables[0] == tables[1]
+    assert tables[0].busy_cores == pytest.approx(others * told)
+    assert tables[0].explain(8).endswith("; measured while other processes took 0.3 cores") == told
+    assert ("other processes took 0.30 cores on average" in "".join(machines[0].said)) == told
 
 
 @pytest.mark.parametrize(
@@ -317,9 +301,9 @@ def test_the_machine_with_the_most_other_work_counts(others: tuple[float, ...], 
 
     def run(communicator: Communicator) -> tuple[float, float, str]:
         machine = Machine(communicator, machine=communicator.rank, others=others[communicator.rank])
-        bystanders = Bystanders(communicator, machine.usage)
+        noise = Noise(communicator, machine.usage)
         machine.now = 10.0
-        return bystanders.look()
+        return noise.look()
 
     found = run_ranks(3, run)
     assert len(set(found)) == 1
@@ -333,7 +317,7 @@ def test_ways_to_count_may_differ(own: float):
 
     def look(communicator: Communicator, everyone: float) -> float:
         moments = iter([Usage(0.0, 0.0, 0.0, 7), Usage(1.0, everyone, own, 7)])
-        return Bystanders(communicator, lambda: next(moments)).look()[1]
+        return Noise(communicator, lambda: next(moments)).look()[1]
 
     for everyone, cores in ((own + 0.19 + 0.01 * own, 0.0), (own + 0.21 + 0.01 * own, 0.21 + 0.01 * own), (0.0, 0.0)):
         assert run_ranks(1, lambda communicator, time=everyone: look(communicator, time)) == [pytest.approx(cores)]
@@ -343,7 +327,7 @@ def test_a_system_that_says_nothing_is_taken_to_be_quiet():
     """Nothing is known there, so nothing is refused."""
 
     def look(communicator: Communicator) -> float:
-        return Bystanders(communicator, lambda: Usage(0.0, float("nan"), 0.0, 7)).look()[1]
+        return Noise(communicator, lambda: Usage(0.0, float("nan"), 0.0, 7)).look()[1]
 
     assert run_ranks(2, look) == [0.0, 0.0]
 

@@ -1,4 +1,4 @@
-"""Whether other processes took the machines' time while something was measured."""
+"""Noise: the time of the machines that other processes took while something was measured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import name_ranks
 
-__all__ = ["Bystanders", "Found", "Usage", "usage"]
+__all__ = ["Found", "Noise", "Usage", "usage"]
 
 #: Cores. What a machine does for itself takes a few hundredths; a process that computes takes a half at least, also
 #: where it has to share its core with a rank.
@@ -69,8 +69,8 @@ class Found(NamedTuple):
     text: str
 
 
-class Bystanders:
-    """Looks at the time from now on. Collective, like `look`.
+class Noise:
+    """Noise from now on. Collective, like `look`.
 
     Args:
         communicator: all ranks that are measured.
@@ -92,18 +92,11 @@ class Bystanders:
         worst = Found(float(rows[:, 0].max()), 0.0, "")
         for machine in np.unique(rows[:, 3]):
             ranks = np.flatnonzero(rows[:, 3] == machine)
-            elapsed, everyone = (float(each) for each in rows[ranks, :2].max(axis=0))
+            elapsed, everyone = rows[ranks, :2].max(axis=0).tolist()
             own = float(rows[ranks, 2].sum())
-            others = everyone - own
-            # Written so that NaN is too little.
-            if (
-                elapsed >= _SEEN_S
-                and others > _TOLERATED * elapsed + _TOLERATED_SHARE * own
-                and others > worst.cores * elapsed
-            ):
-                where = f"on the machine of {name_ranks(ranks.tolist())}"
-                took = (
-                    f"other processes took {others / elapsed:.2f} cores on average, and the ranks {own / elapsed:.2f}"
-                )
-                worst = worst._replace(cores=others / elapsed, text=f"{where}, {took}")
+            others, tolerated = everyone - own, _TOLERATED * elapsed + _TOLERATED_SHARE * own
+            if elapsed >= _SEEN_S and others > max(tolerated, worst.cores * elapsed):  # NaN is too little
+                text = f"on the machine of {name_ranks(ranks.tolist())}, other processes took {others / elapsed:.2f} "
+                text += f"cores on average, and the ranks {own / elapsed:.2f}"
+                worst = worst._replace(cores=others / elapsed, text=text)
         return worst

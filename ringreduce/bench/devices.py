@@ -1,4 +1,4 @@
-"""Where the arrays of a benchmark are: in host memory, or in that of a GPU."""
+"""Where the arrays of a benchmark are: in host memory, or on a GPU."""
 
 from __future__ import annotations
 
@@ -18,15 +18,13 @@ from ringreduce.gpu.devices import STAGED
 from ringreduce.gpu.measuring import cupy_tools
 from ringreduce.training.objects import gather
 
-__all__ = ["OnDevice", "OnHost", "Place", "Tools", "device_operand"]
+__all__ = ["Device", "OnDevice", "OnHost", "Tools", "device_operand"]
 
 Array = npt.NDArray[Any]
 
-_POISON = 0xFF  # a NaN in every float type, -1 or the largest number in the others
-
 
 class OnHost:
-    """NumPy arrays; they are flat, as in every place, and values are given and taken as NumPy arrays.
+    """NumPy arrays. Here and on GPUs they are flat, and values are given and taken as NumPy arrays.
 
     Attributes:
         watch: times the calls on such arrays.
@@ -52,10 +50,6 @@ class OnHost:
         """Return the content once all that was enqueued is done; maybe the array itself."""
         found: Array = array
         return found
-
-    def poison(self, array: Any) -> None:
-        """Make sure that what is not overwritten is seen to be wrong."""
-        # Inputs are new each time, so an old result is wrong.
 
     def bounds(self, nbytes: int) -> list[Contender]:
         """Return what reads and writes ``nbytes`` bytes per rank; the fastest is the bound. Collective."""
@@ -120,9 +114,6 @@ class OnDevice:
         self.down(values, array)
         return values
 
-    def poison(self, array: Any) -> None:
-        self.store(array, lambda values: values.view(np.uint8).fill(_POISON))
-
     def new(self, count: int, dtype: np.dtype[Any]) -> Any:
         """Return an uninitialised array that no peer can reach."""
         return self._tools.empty(count * dtype.itemsize).view(dtype)
@@ -138,11 +129,6 @@ class OnDevice:
         operand = device_operand(target)
         self.driver.copy(operand.address, source.ctypes.data, source.nbytes, operand.stream)
         self.wait(operand.stream)
-
-    def copy(self, target: Any, source: Any, stream: int) -> None:
-        """Enqueue a copy of as much as the target takes, on any stream."""
-        into = device_operand(target)
-        self.driver.copy(into.address, device_operand(source).address, into.nbytes, stream)
 
     def bounds(self, nbytes: int) -> list[Contender]:
         """Return the copy within the GPU: by one of its ranks, as often as there are ranks on it.
@@ -183,5 +169,4 @@ def device_operand(array: Any) -> DeviceOperand:
     return operand
 
 
-#: Kind of memory.
-Place = OnHost | OnDevice
+Device = OnHost | OnDevice
