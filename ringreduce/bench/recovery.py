@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from ringreduce import runtime
-from ringreduce.common.config import survives_deaths
 from ringreduce.common.errors import ConfigError, PeerLostError
+from ringreduce.common.launch import launch
 from ringreduce.common.reduce_ops import MAX, SUM
 from ringreduce.observe.status import resident_nbytes
 
@@ -59,7 +59,7 @@ def run(layout: str, emit: Callable[[str], None]) -> list[RecoveryResult]:
     Raises:
         ConfigError: the launcher ends the job with any of its ranks.
     """
-    if not survives_deaths():
+    if not launch().survives_deaths:
         raise ConfigError("bench recovery lets ranks die; start it by `ringreduce run --elastic -np 4 ...`")
     results = []
     while runtime.size() > 1:

@@ -19,8 +19,9 @@ import ringreduce
 from ringreduce.bench.cases import plural
 from ringreduce.buffers.device_driver import Driver
 from ringreduce.collectives.communicator import Communicator
-from ringreduce.common.config import VERSION, launched_rank
+from ringreduce.common.config import VERSION
 from ringreduce.common.errors import MismatchError, RingReduceError
+from ringreduce.common.launch import launch
 from ringreduce.doctor.facts import Facts, World, collect, stranger
 from ringreduce.doctor.findings import LEVELS, Finding, by_rank, examine
 from ringreduce.gpu.cupy_driver import cuda_driver
@@ -45,13 +46,13 @@ def look(*, probe: bool) -> tuple[Mapping[str, Sequence[Finding]], list[Facts]] 
         probe: whether to try if the ranks can open each other's GPU memory.
     """
     foreign = stranger(os.environ)
-    world = World(nodes=((launched_rank(),),)) if foreign else _start_world()
-    mine = collect(world, ringreduce.rank() if ringreduce.is_initialized() else launched_rank(), foreign)
+    world = World(nodes=((launch().rank,),)) if foreign else _start_world()
+    mine = collect(world, ringreduce.rank() if ringreduce.is_initialized() else launch().rank, foreign)
     ranks = gather(ringreduce.world(), mine) if ringreduce.is_initialized() else [mine]
     found = examine(ranks)
     if probe and ringreduce.is_initialized():
         found["GPU"].append(_probe(ringreduce.world(), len(mine.gpu.devices)))
-    return None if mine.rank or launched_rank() else (found, ranks)
+    return None if mine.rank or launch().rank else (found, ranks)
 
 
 def probe_ipc(messages: Messages, node: Node, waiter: Waiter, find_driver: Callable[[], Driver]) -> Finding:
@@ -99,7 +100,7 @@ def _start_world() -> World:
             warnings.simplefilter("always")
             ringreduce.init()
     except RingReduceError as error:
-        return World(nodes=((launched_rank(),),), complaint=_complaint(error))
+        return World(nodes=((launch().rank,),), complaint=_complaint(error))
     said += [str(each.message) for each in warned if issubclass(each.category, RuntimeWarning)]
     here, config = ringreduce.world(), ringreduce.config()
     table = Path(config.tuning) / tuning_key(here).file_name if config.tuning else None

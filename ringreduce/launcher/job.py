@@ -16,10 +16,9 @@ from functools import partial
 from types import FrameType
 from typing import NamedTuple
 
-from ringreduce.common import processes
 from ringreduce.launcher.failures import KEPT_NBYTES
 
-__all__ = ["SUPERVISOR", "Job", "Mark", "MarkReader", "Notices", "say"]
+__all__ = ["HEARING", "SUPERVISOR", "Job", "Mark", "MarkReader", "Notices", "say"]
 
 _INTERRUPTED = 128 + signal.SIGINT
 #: How often to look whether mpirun has ended (seconds).
@@ -27,7 +26,6 @@ _LOOK_EVERY_S = 1.0
 
 #: The shell that starts a rank where others live on without it. Open MPI tells them of deaths by a signal alone, so any
 #: end but a good one becomes one. And it says what mpirun does not, whose status is 0 even if no rank has ended well.
-#: A SIGUSR2 is for the rank, and until that handles it, for nobody.
 SUPERVISOR = (
     *("sh", "-c"),
     'trap "" USR2; say() { printf "\\036ringreduce: rank $OMPI_COMM_WORLD_RANK on %s $1\\n" '
@@ -35,20 +33,18 @@ SUPERVISOR = (
     'if [ "$code" -eq 0 ]; then say "has ended well"; else say "has died"; kill -KILL $$; fi',
     "ringreduce-rank",
 )
+#: Lets a SIGUSR2 wait until the rank looks for it. It is blocked before there are any threads, and in all that the rank
+#: starts; mpirun sends it to these, too.
+HEARING = (
+    *(sys.executable, "-I", "-S", "-c"),
+    "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2}); "
+    "os.execvp(sys.argv[1], sys.argv[1:])",
+)
 
 _PR_SET_PDEATHSIG = 1
 
 _BEGIN = b"\x1eringreduce: "
-_OF_ALL = {
-    processes.CONNECTED: "connected",
-    processes.BEGIN_AGAIN: "begin again",
-    processes.WENT_ON: "went on",
-}
-_MARK = re.compile(
-    rb"\x1eringreduce: rank (?P<rank>[0-9]{1,9}) on (?P<host>[^\s\x1e]{1,255}) "
-    rb"(?P<what>has begun|has ended well|has died)\n"
-    rb"|" + b"|".join(re.escape(mark) for mark in _OF_ALL)
-)
+_MARK = re.compile(_BEGIN + rb"rank ([0-9]{1,9}) on ([^\s\x1e]{1,255}) ([a-z ]{1,20})\n")
 #: What frames a notice of Open MPI, and how those begin that only say that a rank has failed.
 _RULE = re.compile(rb"^(?:-{70,}\n|-+\Z)", re.MULTILINE)
 _NOTICES = (
@@ -66,15 +62,16 @@ class Mark(NamedTuple):
     """What a rank, or the shell that has started it, says to the launcher.
 
     Attributes:
-        what: ``"has begun"``, ``"has ended well"``, ``"has died"``, ``"connected"``, ``"begin again"`` or
-            ``"went on"``.
-        rank: which; -1 where it does not matter.
+        what: of the shell: ``"has begun"``, ``"has ended well"``, ``"has died"``; of the rank: ``"is connected"``, to
+            the others by MPI, which tells it of deaths; ``"begins again"``: what it has done is on disk, and it ends
+            for a job on other hosts; ``"has gone on"`` without some of the others.
+        rank: which.
         host: on which it runs, by its name there.
     """
 
     what: str
-    rank: int = -1
-    host: str = ""
+    rank: int
+    host: str
 
 
 class MarkReader:
@@ -86,7 +83,8 @@ class MarkReader:
     def feed(self, chunk: bytes) -> tuple[bytes, list[Mark]]:
         """Return what is no mark, and the marks; what may be the beginning of one waits for the next chunk."""
         text = self._held + chunk
-        marks = [_named(found) for found in _MARK.finditer(text)]
+        found = _MARK.findall(text)
+        marks = [Mark(what.decode(), int(rank), host.decode(errors="replace")) for rank, host, what in found]
         text = _MARK.sub(b"", text)
         start = text.rfind(_BEGIN[:1])
         tail = text[start:] if start >= 0 else b""
@@ -217,9 +215,9 @@ class Job:
             return 128 + self._ended_by
         return status if status >= 0 else 128 - status
 
-    def tell_ranks(self, number: signal.Signals) -> None:
-        """Have mpirun send a signal to all ranks; not before all have begun."""
-        self._process.send_signal(number)
+    def tell_ranks(self) -> None:
+        """Have mpirun tell all ranks that the hosts have changed; not before all have begun."""
+        self._process.send_signal(signal.SIGUSR2)
 
     def end(self) -> None:
         """Have mpirun end all ranks."""
@@ -286,9 +284,3 @@ def _end_with_parent(parent: int) -> None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
             os._exit(128 + signal.SIGTERM)
-
-
-def _named(found: re.Match[bytes]) -> Mark:
-    if found["what"] is not None:
-        return Mark(found["what"].decode(), int(found["rank"]), found["host"].decode(errors="replace"))
-    return Mark(_OF_ALL[found[0]])

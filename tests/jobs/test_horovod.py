@@ -71,7 +71,7 @@ def test_variables_of_horovod_reach_the_job(run_job) -> None:
 FUNCTIONS = """
 import os, signal, sys, threading
 import ringreduce as rr
-from ringreduce.common.config import launched_rank
+from ringreduce.common.launch import launch
 
 class Seen:
     def __init__(self, *values): self.values = values
@@ -106,7 +106,7 @@ def go_on():
         return rr.size(), state.step
     return train(ObjectState(rr.broadcast_object, rr.rank, step=0))
 
-def fail_early(): raise_it() if launched_rank() else rr.init()
+def fail_early(): raise_it() if launch().rank else rr.init()
 def fail_and_stay(): stay(); raise_it()
 def stay(): threading.Thread(target=threading.Event().wait, args=[40]).start()
 def no_result(): return threading.Lock()
@@ -167,8 +167,8 @@ def test_run_takes_what_horovods_does(run_script, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("use_gloo has no meaning here") == 1
-    assert done.stderr.count("--disable-cache is not needed") == 1
-    assert done.stderr.count("-m ringreduce.horovod.worker") == 1
+    assert done.stderr.count("disable_cache has no meaning here") == 1
+    assert done.stderr.count("-m ringreduce.launcher.worker") == 1
 
 
 @pytest.mark.parametrize(
