@@ -45,15 +45,23 @@ _PR_SET_PDEATHSIG = 1
 
 _BEGIN = b"\x1eringreduce: "
 _MARK = re.compile(_BEGIN + rb"rank ([0-9]{1,9}) on ([^\s\x1e]{1,255}) ([a-z ]{1,20})\n")
-#: What frames a notice of Open MPI, and how those begin that only say that a rank has failed.
-_RULE = re.compile(rb"^(?:-{70,}\n|-+\Z)", re.MULTILINE)
-_NOTICES = (
+#: How the boxes begin in which Open MPI says that a rank has failed, under a line of dashes.
+_FAILURES = (
     b"MPI_ABORT was invoked on rank ",
     b"prterun detected that one or more processes ",
     b"prterun has exited due to process rank ",
     b"prterun noticed that process rank ",
 )
-_MOST_OF_NOTICE = 4096
+_OPENING = rb"-{70,99}\n"
+_BODY = b"(?:" + b"|".join(map(re.escape, _FAILURES)) + rb")(?:(?!\n-{70,99}\n)[^\0]){0,4096}"
+_END = rb"\n-{70,99}\n\0*"  # prterun writes NUL bytes behind it
+_NOTICES = re.compile(rb"([\n\0])(?:" + _OPENING + _BODY + _END + b")+")
+_FOLLOWED = re.compile(_NOTICES.pattern + rb"(?=[^\0])")
+#: What may become one: some dashes, a part of the first words, or a box that is not closed or may not be at its end.
+_BEGUN = b"|".join(re.escape(each[:count]) for each in _FAILURES for count in range(len(each)))
+_UNFINISHED = re.compile(
+    rb"[\n\0](?:-{1,99}|" + _OPENING + b"(?:" + _BEGUN + b"|" + _BODY + b"(?:" + _END + rb")?))\Z"
+)
 _MOST_NBYTES = 320  # of a mark
 _READ_NBYTES = 1 << 16
 
@@ -101,43 +109,21 @@ class Notices:
     """Drops the boxes in which Open MPI says that a rank has failed, as `ringreduce run` says it; all else passes."""
 
     def __init__(self) -> None:
-        self._held = b""
-        self._begins_line = True  # what comes next
-        self._after_box = False
+        self._held = b"\n"  # the last byte that has passed, and what waits
 
     def feed(self, chunk: bytes) -> bytes:
         """Return what is no notice; what may be the beginning of one waits for the next chunk."""
-        text, self._held, passed = self._held + chunk, b"", b""
-        while text:
-            if self._after_box:
-                text = text.lstrip(b"\0")  # which prterun writes behind a box
-                self._after_box = not text
-                continue
-            rule = _RULE.search(text, 0 if self._begins_line else 1)
-            before = text if rule is None else text[: rule.start()]
-            passed, self._begins_line = passed + before, before.endswith(b"\n") if before else self._begins_line
-            if rule is None:
-                break
-            text = text[rule.start() :]
-            body = text[len(rule[0]) :]
-            if not any(body.startswith(each) or each.startswith(body) for each in _NOTICES):
-                passed, text = passed + rule[0], body
-                continue
-            end = _RULE.search(body)
-            if end is None or not end[0].endswith(b"\n"):
-                if len(text) < _MOST_OF_NOTICE:
-                    self._held = text
-                    break
-                passed, text = passed + rule[0], body
-                continue
-            text, self._after_box = body[end.end() :], True
-        return passed
+        text = _FOLLOWED.sub(rb"\1", self._held + chunk)
+        found = _UNFINISHED.search(text)
+        end = len(text) if found is None else found.start() + 1
+        self._held = text[end - 1 :]
+        return text[1:end]
 
     def rest(self) -> bytes:
         """Return what still waits, as nothing follows, or not for long."""
-        held, self._held = self._held, b""
-        self._begins_line = held.endswith(b"\n") if held else self._begins_line
-        return held
+        text = _NOTICES.sub(rb"\1", self._held)
+        self._held = text[-1:]
+        return text[1:]
 
 
 def say(text: str) -> None:

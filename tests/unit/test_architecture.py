@@ -110,7 +110,9 @@ def test_a_breach_is_found(place: str, source: str, complaint: str):
 
 
 def test_two_modules_read_the_environment():
-    """Settings enter at one place, and what the launcher says at another. The command line may set up the environment of other libraries, and so may users."""
+    """Settings enter at one place, what the launcher says at another. The command line may set up the environment of
+    other libraries, and so may users.
+    """
     readers = {
         str(path.relative_to(PACKAGE))
         for path in SOURCES
