@@ -15,7 +15,7 @@ import click
 
 import ringreduce
 from ringreduce.cli import main as ringreduce_main
-from ringreduce.cli.horovod_options import NO_GLOO, OPTIONS, Option
+from ringreduce.cli.horovod_options import OPTIONS, Option
 from ringreduce.cli.reports import doctor
 from ringreduce.common.errors import ConfigError
 
@@ -24,17 +24,6 @@ __all__ = ["Plan", "help_text", "main", "read"]
 #: Holds a package ``horovod`` that is ringreduce's; see `ringreduce.horovod.alias`.
 _HOROVOD = Path(ringreduce.__file__).parent / "horovod" / "_path"
 _NAMED = {name: option for option in OPTIONS for name in option.names}
-_REFUSED = {
-    **dict.fromkeys(("--gloo", "--use-gloo"), f"{NO_GLOO}; leave it out"),
-    "--jsrun": "jobs start under mpirun here, which runs on the hosts of an LSF allocation",
-}
-#: What starts no job, and what is shown in its place.
-_INSTEAD = {
-    **dict.fromkeys(("-cb", "--check-build"), "check"),
-    **dict.fromkeys(("-v", "--version"), "version"),
-    **dict.fromkeys(("-h", "--help"), "help"),
-}
-_NAMES = [*_NAMED, "--config-file", *_REFUSED, *_INSTEAD]
 _RUN_ELASTIC = {"--min-np", "--max-np", "--host-discovery-script", "--slots", "--reset-limit", "--cooldown"}
 
 
@@ -57,14 +46,22 @@ class Plan:
     instead: str = ""
 
     def take(self, name: str, option: Option, text: str) -> None:
-        """Note an option that was given; of several for one thing, the last counts."""
-        if not option.is_needed:
+        """Note an option that was given; of several for one thing, the last counts.
+
+        Raises:
+            ConfigError: its value is none, or it asks for what there is not.
+        """
+        if option.kind == "none":
             self.warnings.append(f"{name} is not needed: {option.text}")
-        elif option.run:
-            self.options[option.run] = text
+        elif option.kind == "refuse":
+            raise ConfigError(f"{name}: {option.text}")
+        elif option.kind == "run":
+            self.options[option.target] = text
+        elif option.kind == "show":
+            self.instead = option.target
         else:
             try:
-                self.settings[option.variable] = option.convert(text or "1")
+                self.settings[option.target] = option.convert(text or "1")
             except (ValueError, OverflowError):
                 raise ConfigError(f"{name} {text}: expected a number") from None
 
@@ -100,8 +97,8 @@ def read(arguments: Sequence[str]) -> Plan:
         if word == "--":
             break
         name, has_value, text = _named(word)
-        option = _NAMED.get(name)
-        value = option.value if option is not None else "FILE" * (name == "--config-file")
+        option = _NAMED[name]
+        value = option.value
         if has_value and not value:
             raise ConfigError(f"{name} takes no value")
         if value and not has_value:
@@ -110,17 +107,14 @@ def read(arguments: Sequence[str]) -> Plan:
             text = left.pop(0)
             if value == "MIN MAX" and left and _is_number(left[0]):
                 text = f"{text} {left.pop(0)}"
-        if option is not None:
-            given.take(name, option, text)
-        elif name == "--config-file":
+        if option.kind == "file":
             _read_file(text, plan)
-        elif name in _REFUSED:
-            raise ConfigError(f"{name}: {_REFUSED[name]}")
         else:
-            plan.instead = _INSTEAD[name]
+            given.take(name, option, text)
     plan.options |= given.options
     plan.settings |= given.settings  # what is said on the command line counts
     plan.warnings += given.warnings
+    plan.instead = given.instead
     plan.program = tuple(left)
     if not left and not plan.instead:
         raise ConfigError("there is no program to start; horovodrun -np 2 python train.py")
@@ -136,16 +130,16 @@ def _named(word: str) -> tuple[str, bool, str]:
         ConfigError: there is no such option, or several begin like this.
     """
     name, equals, text = word.partition("=")
-    if name in _NAMES:
+    if name in _NAMED:
         return name, bool(equals), text
-    longer = [each for each in _NAMES if each.startswith(name) and (name.startswith("--") or not each.startswith("--"))]
+    longer = [each for each in _NAMED if each.startswith(name) and (name.startswith("--") or not each.startswith("--"))]
     if len(longer) == 1:
         return longer[0], bool(equals), text
     if longer:
         raise ConfigError(f"{name} could be {' or '.join(sorted(longer))}")
-    short = [each for each in _NAMES if not each.startswith("--") and word.startswith(each)]
+    short = [each for each in _NAMED if not each.startswith("--") and word.startswith(each)]
     if not short:
-        close = difflib.get_close_matches(name, _NAMES, 1, 0.6)
+        close = difflib.get_close_matches(name, _NAMED, 1, 0.6)
         hint = f"did you mean {close[0]}?" if close else "see horovodrun --help"
         raise ConfigError(f"there is no option {name}; {hint}")
     found = max(short, key=len)
@@ -162,8 +156,9 @@ def _is_number(text: str) -> bool:
 
 def _read_file(path: str, plan: Plan) -> None:
     """Read a file of ``--config-file``: sections, and indented ``key: value`` lines in them, as Horovod's YAML has."""
-    options = {option.names[-1].strip("-").replace("-", "_"): option for option in OPTIONS}
-    options |= {option.place: option for option in OPTIONS if option.place}
+    taken = [option for option in OPTIONS if option.kind not in ("file", "show")]
+    options = {option.names[-1].strip("-").replace("-", "_"): option for option in taken}
+    options |= {option.place: option for option in taken if option.place}
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -185,9 +180,9 @@ def _read_file(path: str, plan: Plan) -> None:
 
 def _take_line(plan: Plan, place: str, options: Mapping[str, Option], key: str, value: str) -> None:
     if key == "controller":
-        if value.lower() == "gloo":
-            raise ConfigError(f"{place}: {NO_GLOO}; leave it out")
-        return  # MPI is what there is
+        if value.lower() != "gloo":  # MPI is what there is
+            return
+        key, value = "use_gloo", "true"
     if key == "stall_check.enabled":
         key, value = "no_stall_check", {"true": "false", "false": "true"}.get(value.lower(), value)
     option = options.get(key)
@@ -209,14 +204,13 @@ def help_text() -> str:
         "",
     ]
     for option in OPTIONS:
-        if option.is_needed:
+        if option.kind not in ("none", "refuse"):
             lines.append(f"  {', '.join(option.names)} {option.value}".rstrip())
             lines.append(f"      {option.text}")
-    lines += ["  --config-file FILE", "      these in a file, as Horovod's YAML has them"]
-    lines += ["  -cb, --check-build", "      what there is on this machine: `ringreduce doctor`"]
-    lines += ["  -v, --version", "  -h, --help", ""]
-    names = ", ".join(option.names[0] for option in OPTIONS if not option.is_needed)
-    lines += [f"Taken with a warning, as nothing here needs them: {names}.", "Refused: --gloo, --jsrun."]
+    unneeded, refused = (
+        ", ".join(option.names[0] for option in OPTIONS if option.kind == kind) for kind in ("none", "refuse")
+    )
+    lines += ["", f"Taken with a warning, as nothing here needs them: {unneeded}.", f"Refused: {refused}."]
     return "\n".join(lines)
 
 

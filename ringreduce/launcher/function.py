@@ -27,6 +27,7 @@ _log = logging.getLogger(__name__)
 
 #: What gives Horovod's names to a process that imports it: ranks do, if the program that starts them has.
 _HOROVOD = "ringreduce.horovod"
+#: In the order in which `run` looks at these arguments.
 _NO_MEANING = (
     "use_gloo has no meaning here: there is only MPI, and no Gloo",
     "disable_cache has no meaning here: mpirun checks no hosts beforehand, so nothing is kept of that",
@@ -121,18 +122,14 @@ def run(
     size = num_proc if np is None or num_proc != 1 else np
     if size < 1:
         raise ConfigError(f"run starts at least one rank, not {size}")
-    for given, why in zip((use_gloo, disable_cache, ssh_identity_file), _NO_MEANING, strict=True):
-        if given:
-            _log.warning("%s", why)
+    _warn_of_no_meaning(use_gloo, disable_cache, ssh_identity_file)
     least = min_np if min_num_proc is None else min_num_proc
     most = max_np if max_num_proc is None else max_num_proc
     elastic = any(each is not None for each in (least, most, slots, reset_limit, cooldown_range))
-    if most is not None and hosts is None and hostfile is None:
-        most = min(most, size)  # there are no other slots
     values = {
         "--num-proc": size,
         "--min-np": size if elastic and least is None else least,
-        "--max-np": most,
+        "--max-np": most if most is None or hosts or hostfile else min(most, size),  # there are no other slots
         "--slots": slots,
         "--reset-limit": reset_limit,
         "--cooldown": None if cooldown_range is None else " ".join(map(str, cooldown_range)),
@@ -143,13 +140,20 @@ def run(
         "--log-dir": output_filename,
         "--mpi-args": mpi_args,
         "--network-interface": network_interface,
+        "--elastic": elastic or None,
+        "--verbose": bool(verbose) or None,
+        "--horovod-variables": _HOROVOD in sys.modules or None,
     }
-    words = [f"{name}={value}" for name, value in values.items() if value is not None]
-    switches = {"--elastic": elastic, "--verbose": verbose, "--horovod-variables": _HOROVOD in sys.modules}
-    words += [name for name, is_on in switches.items() if is_on]
+    words = [name if value is True else f"{name}={value}" for name, value in values.items() if value is not None]
     worker = [executable or sys.executable, "-m", "ringreduce.launcher.worker"]
     command = [sys.executable, "-m", "ringreduce", "run", *words, *options, *worker]
     return _call_on_ranks(command, _pickled_call(func, tuple(args), dict(kwargs or {})), None if elastic else size, env)
+
+
+def _warn_of_no_meaning(*given: object) -> None:
+    for each, why in zip(given, _NO_MEANING, strict=True):
+        if each:
+            _log.warning("%s", why)
 
 
 def _call_on_ranks(command: Sequence[str], call: bytes, size: int | None, env: Mapping[str, str] | None) -> list[Any]:

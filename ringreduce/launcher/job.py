@@ -59,9 +59,7 @@ _NOTICES = re.compile(rb"([\n\0])(?:" + _OPENING + _BODY + _END + b")+")
 _FOLLOWED = re.compile(_NOTICES.pattern + rb"(?=[^\0])")
 #: What may become one: some dashes, a part of the first words, or a box that is not closed or may not be at its end.
 _BEGUN = b"|".join(re.escape(each[:count]) for each in _FAILURES for count in range(len(each)))
-_UNFINISHED = re.compile(
-    rb"[\n\0](?:-{1,99}|" + _OPENING + b"(?:" + _BEGUN + b"|" + _BODY + b"(?:" + _END + rb")?))\Z"
-)
+_UNFINISHED = re.compile(rb"[\n\0](?:-{1,99}|" + _OPENING + b"(?:" + _BEGUN + b"|" + _BODY + b"(?:" + _END + rb")?))\Z")
 _MOST_NBYTES = 320  # of a mark
 _READ_NBYTES = 1 << 16
 
