@@ -14,7 +14,7 @@ from pathlib import Path
 from ringreduce.common.errors import ConfigError
 from ringreduce.launcher.spec import LaunchSpec
 
-__all__ = ["Mpirun", "clash", "family", "fill", "find"]
+__all__ = ["Mpirun", "clash", "family", "fill", "find", "output_of"]
 
 _LIMIT_S = 30.0
 _NAMES = ("mpirun", "mpiexec", "mpiexec.hydra")
@@ -48,12 +48,7 @@ class Mpirun:
     @classmethod
     def ask(cls, path: str) -> Mpirun:
         """Return what a program is, by what it says of its version."""
-        try:
-            done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=_LIMIT_S)
-            said = done.stdout
-        except (OSError, subprocess.TimeoutExpired) as error:
-            said = str(error)
-        return cls.from_version(path, said)
+        return cls.from_version(path, output_of(path, "--version"))
 
     @classmethod
     def from_version(cls, path: str, said: str) -> Mpirun:
@@ -175,11 +170,7 @@ class Mpirun:
         if self.kind != "Open MPI":
             return True  # Hydra, of MPICH and Intel MPI, knows all of them
         info = Path(self.path).with_name("prte_info" if self.major >= 5 else "ompi_info")
-        try:
-            done = subprocess.run([info], capture_output=True, text=True, check=False, timeout=_LIMIT_S)
-        except (OSError, subprocess.TimeoutExpired):
-            return False
-        known = set(re.findall(r"MCA ras: (\w+)", done.stdout))
+        known = set(re.findall(r"MCA ras: (\w+)", output_of(str(info))))
         return bool(known & ({scheduler, "tm"} if scheduler == "pbs" else {scheduler}))
 
 
@@ -222,14 +213,16 @@ def find(*, required: bool = True) -> Mpirun:
 
 def _library() -> tuple[str, str]:
     """Return what the MPI library calls itself, and its file; empty where it cannot be loaded or is not there."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", _LOAD], capture_output=True, text=True, check=False, timeout=_LIMIT_S
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return "", ""
-    said = dict(line.partition(" ")[::2] for line in done.stdout.splitlines())
+    said = dict(line.partition(" ")[::2] for line in output_of(sys.executable, "-c", _LOAD).splitlines())
     return said.get("library", ""), said.get("file", "")
+
+
+def output_of(*command: str) -> str:
+    """Return what a program writes to standard output; nothing where it cannot run, or takes longer than 30 s."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=_LIMIT_S).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
 
 
 def fill(slots: Mapping[str, int], ranks: int) -> dict[str, int]:
