@@ -82,6 +82,10 @@ def work(factor, offset=0):
     hvd.init()
     return Seen(hvd.rank() * factor + offset, hvd.size(), hvd.allgather_object(hvd.rank()))
 
+def place():
+    rr.init()
+    return os.environ["HOROVOD_RANK"], rr.config().conventions.value
+
 def fail(rank, how):
     rr.init()
     if rr.rank() == rank:
@@ -161,7 +165,7 @@ def test_run_takes_what_horovods_does(run_script, tmp_path: Path) -> None:
         assert run(os.getenv, ("COLOUR",), {}, 2, hostfile="hosts", use_gloo=True, disable_cache=True) == [None, None]
         # By position, as Horovod has them: what follows num_proc are the numbers of elastic jobs.
         positions = [None] * 9 + [None, None, "logs", 2, None, True, "--bind-to none", None, sys.executable]
-        assert len(run(os.getpid, (), {}, 2, *positions)) == 2
+        assert run(place, (), {}, 2, *positions) == [("0", "horovod"), ("1", "horovod")]
         assert sorted(os.listdir("logs")) == ["rank-0.log", "rank-1.log"]
         """
     )
