@@ -30,8 +30,8 @@ from ringreduce.bench.noise import Noise
 from ringreduce.bench.peers import PEERS
 from ringreduce.bench.results import Settings
 from ringreduce.collectives.communicator import Communicator
-from ringreduce.common.config import survives_deaths
 from ringreduce.common.errors import ConfigError, PeerLostError
+from ringreduce.common.launch import launch
 from ringreduce.common.reduce_ops import MAX, SUM
 from ringreduce.observe.status import resident_nbytes
 
@@ -240,7 +240,7 @@ def _recovery(settings: Settings) -> Iterator[dict[str, Any]]:
     Raises:
         ConfigError: the launcher ends the job with any of its ranks.
     """
-    if not survives_deaths():
+    if not launch().survives_deaths:
         raise ConfigError("bench recovery lets ranks die; start it by `ringreduce run --elastic -np 4 ...`")
     while runtime.size() > 1:
         yield _kill_last()

@@ -13,8 +13,8 @@ import click
 
 import ringreduce
 from ringreduce.cli import commands, export, reports, run
-from ringreduce.common.config import launched_rank
 from ringreduce.common.errors import ConfigError, RingReduceError, UnsupportedBufferError
+from ringreduce.common.launch import launch
 
 __all__ = ["main"]
 
@@ -27,7 +27,7 @@ class _WorldGroup(click.Group):
             return super().main(*arguments, **options)
         options["standalone_mode"] = False
         try:
-            with redirect_stdout(None) if launched_rank() else nullcontext():  # or every rank would print the help
+            with redirect_stdout(None) if launch().rank else nullcontext():  # or every rank would print the help
                 status = super().main(*arguments, **options)
         except click.UsageError as error:
             hint = f" ({error.ctx.command_path} --help says more)" if error.ctx else ""

@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from ringreduce.bench.cases import format_nbytes
-from ringreduce.common.config import launched_rank
 from ringreduce.common.errors import ConfigError
+from ringreduce.common.launch import launch
 from ringreduce.elastic.store import CommitStore, replace_file
 
 __all__ = ["command"]
@@ -27,7 +27,7 @@ def command(folder: str, out: str, name: str, number: int | None, force: bool) -
     torch.load(OUT, weights_only=True) reads it, without ringreduce. Commits that are truncated or were changed are
     named and not used. OUT is there whole or not at all, readable by its owner alone.
     """
-    if launched_rank():
+    if launch().rank:
         return 0  # rank 0 does it
     target = Path(out)
     if target.exists() and not force:

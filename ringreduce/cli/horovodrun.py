@@ -6,7 +6,7 @@ import difflib
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -15,7 +15,7 @@ import click
 
 import ringreduce
 from ringreduce.cli import main as ringreduce_main
-from ringreduce.cli.horovod_options import NO_GLOO, OPTIONS, Option
+from ringreduce.cli.horovod_options import OPTIONS, Option
 from ringreduce.cli.reports import doctor
 from ringreduce.common.errors import ConfigError
 
@@ -24,19 +24,6 @@ __all__ = ["Plan", "help_text", "main", "read"]
 #: Holds a package ``horovod`` that is ringreduce's; see `ringreduce.horovod.alias`.
 _HOROVOD = Path(ringreduce.__file__).parent / "horovod" / "_path"
 _NAMED = {name: option for option in OPTIONS for name in option.names}
-#: What is handled on its own: whether it takes a value, and what it does.
-_OTHERS = {
-    "--config-file": "FILE",
-    "--gloo": "",
-    "--use-gloo": "",
-    "--jsrun": "",
-    "-cb": "",
-    "--check-build": "",
-    "-v": "",
-    "--version": "",
-    "-h": "",
-    "--help": "",
-}
 _RUN_ELASTIC = {"--min-np", "--max-np", "--host-discovery-script", "--slots", "--reset-limit", "--cooldown"}
 
 
@@ -59,14 +46,22 @@ class Plan:
     instead: str = ""
 
     def take(self, name: str, option: Option, text: str) -> None:
-        """Note an option that was given; of several for one thing, the last counts."""
-        if option.unneeded:
-            self.warnings.append(f"{name} is not needed: {option.unneeded}")
-        elif option.run:
-            self.options[option.run] = text
-        elif option.variable:
+        """Note an option that was given; of several for one thing, the last counts.
+
+        Raises:
+            ConfigError: its value is none, or it asks for what there is not.
+        """
+        if option.kind == "none":
+            self.warnings.append(f"{name} is not needed: {option.text}")
+        elif option.kind == "refuse":
+            raise ConfigError(f"{name}: {option.text}")
+        elif option.kind == "run":
+            self.options[option.target] = text
+        elif option.kind == "show":
+            self.instead = option.target
+        else:
             try:
-                self.settings[option.variable] = option.convert(text or "1")
+                self.settings[option.target] = option.convert(text or "1")
             except (ValueError, OverflowError):
                 raise ConfigError(f"{name} {text}: expected a number") from None
 
@@ -102,8 +97,8 @@ def read(arguments: Sequence[str]) -> Plan:
         if word == "--":
             break
         name, has_value, text = _named(word)
-        option = _NAMED.get(name)
-        value = _OTHERS[name] if option is None else option.value
+        option = _NAMED[name]
+        value = option.value
         if has_value and not value:
             raise ConfigError(f"{name} takes no value")
         if value and not has_value:
@@ -112,19 +107,14 @@ def read(arguments: Sequence[str]) -> Plan:
             text = left.pop(0)
             if value == "MIN MAX" and left and _is_number(left[0]):
                 text = f"{text} {left.pop(0)}"
-        if option is not None:
-            given.take(name, option, text)
-        elif name == "--config-file":
+        if option.kind == "file":
             _read_file(text, plan)
-        elif name in ("--gloo", "--use-gloo"):
-            raise ConfigError(f"{name}: {NO_GLOO}; leave it out")
-        elif name == "--jsrun":
-            raise ConfigError("--jsrun: jobs start under mpirun here, which runs on the hosts of an LSF allocation")
         else:
-            plan.instead = {"c": "check", "v": "version", "h": "help"}[name.strip("-")[0]]
+            given.take(name, option, text)
     plan.options |= given.options
     plan.settings |= given.settings  # what is said on the command line counts
     plan.warnings += given.warnings
+    plan.instead = given.instead
     plan.program = tuple(left)
     if not left and not plan.instead:
         raise ConfigError("there is no program to start; horovodrun -np 2 python train.py")
@@ -140,17 +130,16 @@ def _named(word: str) -> tuple[str, bool, str]:
         ConfigError: there is no such option, or several begin like this.
     """
     name, equals, text = word.partition("=")
-    known = [*_NAMED, *_OTHERS]
-    if name in known:
+    if name in _NAMED:
         return name, bool(equals), text
-    longer = [each for each in known if each.startswith(name) and (name.startswith("--") or not each.startswith("--"))]
+    longer = [each for each in _NAMED if each.startswith(name) and (name.startswith("--") or not each.startswith("--"))]
     if len(longer) == 1:
         return longer[0], bool(equals), text
     if longer:
         raise ConfigError(f"{name} could be {' or '.join(sorted(longer))}")
-    short = [each for each in known if not each.startswith("--") and word.startswith(each)]
+    short = [each for each in _NAMED if not each.startswith("--") and word.startswith(each)]
     if not short:
-        close = difflib.get_close_matches(name, known, 1, 0.6)
+        close = difflib.get_close_matches(name, _NAMED, 1, 0.6)
         hint = f"did you mean {close[0]}?" if close else "see horovodrun --help"
         raise ConfigError(f"there is no option {name}; {hint}")
     found = max(short, key=len)
@@ -167,8 +156,9 @@ def _is_number(text: str) -> bool:
 
 def _read_file(path: str, plan: Plan) -> None:
     """Read a file of ``--config-file``: sections, and indented ``key: value`` lines in them, as Horovod's YAML has."""
-    by_key = {(option.section, option.key): option for option in OPTIONS if option.key}
-    by_key |= {("", option.names[-1].strip("-").replace("-", "_")): option for option in OPTIONS}
+    taken = [option for option in OPTIONS if option.kind not in ("file", "show")]
+    options = {option.names[-1].strip("-").replace("-", "_"): option for option in taken}
+    options |= {option.place: option for option in taken if option.place}
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -181,28 +171,27 @@ def _read_file(path: str, plan: Plan) -> None:
         key, colon, value = (part.strip() for part in text.strip().partition(":"))
         if not colon:
             raise ConfigError(f"--config-file {path}, line {number}: expected key: value, got {line.strip()[:60]!r}")
-        value = value.strip("\"'")
+        key, value = key.replace("-", "_"), value.strip("\"'")
         if not text[0].isspace():
-            section = "" if value else key.replace("-", "_")
-        key, place = key.replace("-", "_"), f"{path}: {key}"
-        if not value or value.lower() in ("null", "~", "none"):
-            continue
-        if (section, key) == ("", "controller"):
-            if value.lower() == "gloo":
-                raise ConfigError(f"{place}: {NO_GLOO}; leave it out")
-            continue  # MPI is what there is
-        if (section, key) == ("stall_check", "enabled"):
-            option, value = _NAMED["--no-stall-check"], {"true": "false", "false": "true"}.get(value.lower(), value)
-        else:
-            found = by_key.get((section, key))
-            if found is None:
-                plan.warnings.append(f"{place} is not known, and not used")
-                continue
-            option = found
-        if option.value:
-            plan.take(place, option, value)
-        elif value.lower() in ("true", "yes", "on", "1"):
-            plan.take(place, option, "")
+            section = "" if value else f"{key}."
+        if value and value.lower() not in ("null", "~", "none"):
+            _take_line(plan, f"{path}: {key}", options, section + key, value)
+
+
+def _take_line(plan: Plan, place: str, options: Mapping[str, Option], key: str, value: str) -> None:
+    if key == "controller":
+        if value.lower() != "gloo":  # MPI is what there is
+            return
+        key, value = "use_gloo", "true"
+    if key == "stall_check.enabled":
+        key, value = "no_stall_check", {"true": "false", "false": "true"}.get(value.lower(), value)
+    option = options.get(key)
+    if option is None:
+        plan.warnings.append(f"{place} is not known, and not used")
+    elif option.value:
+        plan.take(place, option, value)
+    elif value.lower() in ("true", "yes", "on", "1"):
+        plan.take(place, option, "")
 
 
 def help_text() -> str:
@@ -215,14 +204,13 @@ def help_text() -> str:
         "",
     ]
     for option in OPTIONS:
-        if not option.unneeded:
+        if option.kind not in ("none", "refuse"):
             lines.append(f"  {', '.join(option.names)} {option.value}".rstrip())
-            lines.append(f"      {option.help}")
-    lines += ["  --config-file FILE", "      these in a file, as Horovod's YAML has them"]
-    lines += ["  -cb, --check-build", "      what there is on this machine: `ringreduce doctor`"]
-    lines += ["  -v, --version", "  -h, --help", ""]
-    names = ", ".join(option.names[0] for option in OPTIONS if option.unneeded)
-    lines += [f"Taken with a warning, as nothing here needs them: {names}.", "Refused: --gloo, --jsrun."]
+            lines.append(f"      {option.text}")
+    unneeded, refused = (
+        ", ".join(option.names[0] for option in OPTIONS if option.kind == kind) for kind in ("none", "refuse")
+    )
+    lines += ["", f"Taken with a warning, as nothing here needs them: {unneeded}.", f"Refused: {refused}."]
     return "\n".join(lines)
 
 

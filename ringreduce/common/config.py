@@ -7,37 +7,24 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from ringreduce.common.conventions import Conventions
 from ringreduce.common.errors import ConfigError
+from ringreduce.common.launch import VARIABLES, Launch
 
 __all__ = [
     "HOROVOD",
-    "LAUNCHERS",
-    "TORCHRUN",
     "VERSION",
     "Config",
-    "Launcher",
-    "begins_again",
-    "commits_folder",
-    "earlier_starts",
     "find_ranks_of_cpus",
     "former_variables",
     "gpu_switches",
     "ignored_variables",
-    "job_folder",
-    "launched_rank",
-    "marks_descriptor",
     "parse_nbytes",
-    "ranks_of_host",
     "runtime_folder",
-    "several_processes",
-    "start_limit",
-    "survives_deaths",
 ]
 
 #: Of ringreduce.
@@ -45,49 +32,9 @@ VERSION = "0.1.0"
 
 _T = TypeVar("_T")
 
-#: Variables of ours that are not settings: the name of a host that is simulated; the time limit of a test; and what
-#: `ringreduce run` says: the file to which ranks write marks, whether it starts the job again when they ask for that,
-#: how often it has, and for how long ranks wait for each other at the start.
-_ELSEWHERE = {
-    "RINGREDUCE_HOST",
-    "RINGREDUCE_MARKS",
-    "RINGREDUCE_BEGINS_AGAIN",
-    "RINGREDUCE_COMMITS",
-    "RINGREDUCE_RESTART",
-    "RINGREDUCE_START_TIMEOUT",
-    "RINGREDUCE_TEST_TIMEOUT",
-}
-
-
-class Launcher(NamedTuple):
-    """What starts ranks, and where it says so in their environment.
-
-    Attributes:
-        name: for people.
-        size: the variable that says how many ranks it has started.
-        rank: the variable that says which of them a process is.
-        family: whose it is: ``"Open MPI"``, ``"MPICH"`` for all that is made from it, or empty: anybody's.
-    """
-
-    name: str
-    size: str
-    rank: str
-    family: str = ""
-
-
-LAUNCHERS = (
-    Launcher("Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "Open MPI"),
-    Launcher("mpiexec of MPICH or Intel MPI", "PMI_SIZE", "PMI_RANK", "MPICH"),
-    Launcher("mpiexec of MVAPICH", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MPICH"),
-    Launcher("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
-    Launcher("PALS", "PALS_NRANKS", "PALS_RANKID"),
-    Launcher("flux", "FLUX_JOB_SIZE", "FLUX_TASK_RANK"),
-    Launcher("jsrun", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
-)
-#: Starts processes that find each other without MPI: torchrun, and others that set the same variables, such as Ray.
-TORCHRUN = Launcher("torchrun (or what sets its variables)", "WORLD_SIZE", "RANK")
-#: Has no variable for the size, but where a rank is not 0 there are others.
-_PMIX_RANK = "PMIX_RANK"
+#: Variables of ours that are not settings: what the launcher says, the name of a host that is simulated, and the time
+#: limit of a test.
+_ELSEWHERE = {*VARIABLES, "RINGREDUCE_HOST", "RINGREDUCE_TEST_TIMEOUT"}
 #: In which MPI libraries are told to take addresses of GPU memory, and NCCL to take several ranks on one GPU.
 _GPU_SWITCHES = ("MV2_USE_CUDA", "MPICH_GPU_SUPPORT_ENABLED", "NCCL_MULTI_RANK_GPU_ENABLE")
 
@@ -304,12 +251,11 @@ class Config:
             ConfigError: a variable holds something that cannot be understood.
         """
         standard = cls(conventions=conventions, tuning=_caches(environ))
-        sizes = [int(environ[each.size]) for each in LAUNCHERS if environ.get(each.size, "").isdigit()]
         read = {
             each.name: _read(environ, each.metadata["variable"], each.metadata["parse"], getattr(standard, each.name))
             for each in _settings()
         }
-        return cls(**read, launched_size=sizes[0] if sizes else None)
+        return cls(**read, launched_size=Launch.from_environ(environ).size)
 
 
 def _settings() -> list[Field[Any]]:
@@ -339,72 +285,6 @@ def former_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
 def _guess(name: str, prefix: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name.removeprefix(prefix), [each.removeprefix(prefix) for each in known], 1, 0.75)
     return f"{name} (did you mean {prefix}{close[0]}?)" if close else name
-
-
-def launched_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """Return which of its processes the launcher says this is, 0 without a launcher: for who speaks before ``init``."""
-    return next((int(environ[each.rank]) for each in LAUNCHERS if environ.get(each.rank, "").isdigit()), 0)
-
-
-def commits_folder(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the folder in which ``horovodrun`` has elastic states keep their commits; None: it has not."""
-    return environ.get("RINGREDUCE_COMMITS") or None
-
-
-def earlier_starts(environ: Mapping[str, str] = os.environ) -> int:
-    """Return how often `ringreduce run` has started this job before, with other ranks."""
-    return int(environ.get("RINGREDUCE_RESTART") or 0)
-
-
-def several_processes(environ: Mapping[str, str] = os.environ) -> tuple[Launcher, str] | None:
-    """Return what has started this process as one of several, and the variable that proves it; None: nothing.
-
-    An allocation of several processors, as of an interactive Slurm session, proves nothing: programs start there alone.
-    """
-    for launcher in (TORCHRUN, *LAUNCHERS):
-        size, rank = environ.get(launcher.size, ""), environ.get(launcher.rank, "")
-        if size.isdigit() and rank.isdigit():
-            if int(size) > 1:
-                return launcher, f"{launcher.size}={size}"
-            if launcher is not TORCHRUN:  # it has started this process alone, whatever the others have started
-                return None
-    rank = environ.get(_PMIX_RANK, "")
-    return (LAUNCHERS[0], f"{_PMIX_RANK}={rank}") if rank.isdigit() and int(rank) > 0 else None
-
-
-def job_folder(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the folder on this host that the launcher removes when the job ends, however it does, if there is one."""
-    folder = environ.get("PMIX_SERVER_TMPDIR", "")
-    return folder if os.access(folder, os.W_OK | os.X_OK) else None
-
-
-def survives_deaths(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the launcher lets the job go on when ranks die: Open MPI's ``mpirun --with-ft ulfm``."""
-    return environ.get("OMPI_MCA_mpi_ft_enable", "0") in ("1", "true")
-
-
-def marks_descriptor(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return the file descriptor to which ranks write marks for `ringreduce run`; None: nobody reads them."""
-    number = environ.get("RINGREDUCE_MARKS", "")
-    return int(number) if number.isdigit() else None
-
-
-def start_limit(settings: Config, environ: Mapping[str, str] = os.environ) -> tuple[float, str]:
-    """Return for how long (seconds) a rank waits in `init` for ranks that have not called it, and what sets that."""
-    with suppress(KeyError, ValueError):
-        return float(environ["RINGREDUCE_START_TIMEOUT"]), "--start-timeout"
-    return settings.timeout_s, "RINGREDUCE_TIMEOUT"
-
-
-def ranks_of_host(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return how many ranks of the job run on this host, as Open MPI or torchrun says it; None: that is not known."""
-    numbers = (environ.get(name, "") for name in ("OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_WORLD_SIZE"))
-    return next((int(number) for number in numbers if number.isdigit()), None)
-
-
-def begins_again(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the launcher reads marks, and starts the job again on other hosts when its ranks ask for that."""
-    return environ.get("RINGREDUCE_BEGINS_AGAIN") == "1"
 
 
 def find_ranks_of_cpus(environ: MutableMapping[str, str] = os.environ) -> None:

@@ -6,22 +6,16 @@ import atexit
 import importlib
 import os
 import select
-import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from types import FrameType
 
-from ringreduce.common.config import marks_descriptor
+from ringreduce.common.launch import LAUNCHERS
 
 __all__ = [
-    "BEGIN_AGAIN",
-    "CONNECTED",
-    "WENT_ON",
     "Forked",
-    "KeptSignal",
     "ancestors",
     "announce",
     "at_exit",
@@ -30,29 +24,12 @@ __all__ = [
     "is_stopped",
     "launcher",
     "rank_above",
-    "tell_launcher",
     "watch",
 ]
 
-#: What starts ranks and stays with them until they end, as the kernel calls it, in at most 15 characters: the launchers
-#: of Open MPI, MPICH, Intel MPI and MVAPICH, Slurm, PALS, Flux and jsrun, and their daemons on other hosts.
-_LAUNCHERS = {
-    *("mpirun", "mpiexec", "prterun", "prted", "orterun", "orted"),
-    *("mpiexec.hydra", "hydra_pmi_proxy", "hydra_bstrap_pr", "mpiexec.mpd"),
-    *("srun", "slurmstepd"),
-    *("aprun", "apinit", "palsd"),
-    *("flux-shell", "jsrun", "jsmd"),
-}
-#: What ranks tell `ringreduce run`, which takes it out of what they write to standard error: that MPI connects them, so
-#: that it tells them of deaths; that what they have done is on disk, and they end to begin again on other hosts; that
-#: they go on without some of them.
-CONNECTED = b"\x1eringreduce: the ranks are connected\n"
-BEGIN_AGAIN = b"\x1eringreduce: the ranks begin again\n"
-WENT_ON = b"\x1eringreduce: the ranks have gone on\n"
-
+#: What starts ranks and stays with them until they end.
+_PROGRAMS = {name for each in LAUNCHERS for name in each.programs}
 _ANNOUNCED = "ringreduce-rank"
-_STANDARD_ERROR = 2
-_READ_NBYTES = 1 << 12
 _LOOK_EVERY_S = 1.0
 
 
@@ -77,7 +54,7 @@ def announce(text: bytes) -> int | None:
 def rank_above() -> bytes | None:
     """Return what the nearest ancestor has announced; None: none has, or a launcher came in between."""
     for pid, name in ancestors():
-        if name in _LAUNCHERS:
+        if name in _PROGRAMS:
             return None
         with suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:  # it has ended, or is somebody else's
             for entry in entries:
@@ -90,7 +67,7 @@ def rank_above() -> bytes | None:
 
 def launcher() -> int | None:
     """Return the nearest ancestor that is a launcher or one of its daemons, None if there is none in sight."""
-    return next((pid for pid, name in ancestors() if name in _LAUNCHERS), None)
+    return next((pid for pid, name in ancestors() if name in _PROGRAMS), None)
 
 
 def ancestors() -> Iterator[tuple[int, str]]:
@@ -123,66 +100,6 @@ def is_stopped(pid: int) -> bool:
             return file.read().rpartition(")")[2].split()[0] in ("T", "t")
     except OSError:
         return False
-
-
-def tell_launcher(mark: bytes) -> None:
-    """Write a mark for `ringreduce run`: to standard error, or where that says."""
-    with suppress(OSError):  # whoever read it is gone
-        os.write(marks_descriptor() or _STANDARD_ERROR, mark)
-
-
-class KeptSignal:
-    """A signal that is kept until somebody asks for it, on whatever thread.
-
-    The main thread and those that are started from now on block it, so it interrupts nothing there. Threads from before
-    (those of MPI) do not: there it comes in, and a call to the system that they wait in may end early. Python handles
-    it on the main thread alone, which may be waiting for others; what it writes when the signal comes in does not wait.
-
-    A launcher sends it to all that a rank has started, too. Programs that this process starts from now on, from its
-    main thread or younger ones, inherit that it is blocked, and do not end by it. When the interpreter ends, the signal
-    is ignored: there Python would let it end the process.
-
-    Made on the main thread, alone.
-
-    Args:
-        number: of the signal. A handler that the program sets later is called for what older threads get.
-    """
-
-    def __init__(self, number: signal.Signals) -> None:
-        self._number = number
-        self._came = False
-        self._lock = threading.Lock()
-        self._reader, self._writer = os.pipe()  # of the numbers of all signals that Python handles
-        os.set_blocking(self._reader, False)
-        os.set_blocking(self._writer, False)
-        atexit.register(signal.signal, number, signal.SIG_IGN)
-        before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        if before != -1:  # an event loop's, which keeps it: then the main thread must not wait
-            signal.set_wakeup_fd(before)
-        signal.signal(number, self._keep)  # as threads from before this do not block it
-        signal.pthread_sigmask(signal.SIG_BLOCK, {number})
-
-    def take(self) -> bool:
-        """Return whether it came since this was called last."""
-        with self._lock:
-            waits = signal.sigtimedwait({self._number}, 0) is not None
-            written = self._number in self._written()
-            came, self._came = self._came, False
-        return came or waits or written
-
-    def _written(self) -> bytes:
-        found = b""
-        with suppress(BlockingIOError):
-            while True:
-                found += os.read(self._reader, _READ_NBYTES)
-        return found
-
-    def _keep(self, number: int, frame: FrameType | None) -> None:
-        """Take note of it, unless it is in the pipe: it would count twice, as Python may call this late."""
-        current = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        if current != self._writer:  # an event loop's
-            signal.set_wakeup_fd(current)
-            self._came = True
 
 
 class Forked:

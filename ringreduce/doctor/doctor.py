@@ -17,8 +17,9 @@ from pathlib import Path
 
 import ringreduce
 from ringreduce.bench.cases import plural
-from ringreduce.common.config import VERSION, launched_rank
+from ringreduce.common.config import VERSION
 from ringreduce.common.errors import MismatchError, RingReduceError
+from ringreduce.common.launch import launch
 from ringreduce.doctor.facts import Facts, World, collect, stranger
 from ringreduce.doctor.findings import LEVELS, Finding, by_rank, examine
 from ringreduce.runtime.worlds import tuning_key
@@ -33,10 +34,10 @@ def look() -> tuple[Mapping[str, Sequence[Finding]], list[Facts]] | None:
     None: another rank speaks for all.
     """
     foreign = stranger(os.environ)
-    world = World(nodes=((launched_rank(),),)) if foreign else _start_world()
-    mine = collect(world, ringreduce.rank() if ringreduce.is_initialized() else launched_rank(), foreign)
+    world = World(nodes=((launch().rank,),)) if foreign else _start_world()
+    mine = collect(world, ringreduce.rank() if ringreduce.is_initialized() else launch().rank, foreign)
     ranks = gather(ringreduce.world(), mine) if ringreduce.is_initialized() else [mine]
-    return None if mine.rank or launched_rank() else (examine(ranks), ranks)
+    return None if mine.rank or launch().rank else (examine(ranks), ranks)
 
 
 def _start_world() -> World:
@@ -46,7 +47,7 @@ def _start_world() -> World:
             warnings.simplefilter("always")
             ringreduce.init()
     except RingReduceError as error:
-        return World(nodes=((launched_rank(),),), complaint=_complaint(error))
+        return World(nodes=((launch().rank,),), complaint=_complaint(error))
     said += [str(each.message) for each in warned if issubclass(each.category, RuntimeWarning)]
     here, config = ringreduce.world(), ringreduce.config()
     table = Path(config.tuning) / tuning_key(here).file_name if config.tuning else None

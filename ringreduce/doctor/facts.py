@@ -14,10 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ringreduce.common.config import LAUNCHERS, Config
+from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError, TransportError
+from ringreduce.common.launch import LAUNCHERS
 from ringreduce.gpu.inventory import Inventory, take_inventory
-from ringreduce.launcher.launchers import clash, find
+from ringreduce.launcher.mpirun import clash, find
 from ringreduce.transport.shared.segments import MemfdSegments
 
 __all__ = ["LIBRARIES", "ROOT_ALLOWED", "Facts", "Mpi", "World", "collect", "mpi_facts", "stranger"]

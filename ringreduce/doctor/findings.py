@@ -12,7 +12,7 @@ from ringreduce.common.config import ignored_variables
 from ringreduce.common.errors import name_ranks
 from ringreduce.doctor.facts import LIBRARIES, ROOT_ALLOWED, Facts
 from ringreduce.gpu.nccl import version_text
-from ringreduce.launcher.launchers import clash, family
+from ringreduce.launcher.mpirun import clash, family
 
 __all__ = ["LEVELS", "Finding", "by_rank", "examine"]
 

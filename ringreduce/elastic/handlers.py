@@ -17,8 +17,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ringreduce.common.arguments import whole_number
-from ringreduce.common.config import commits_folder
 from ringreduce.common.errors import ConfigError
+from ringreduce.common.launch import launch
 from ringreduce.elastic import CommitStore, HostsUpdatedInterrupt, ObjectState
 from ringreduce.observe.audit import fingerprint
 from ringreduce.runtime import audited, rank, record, size
@@ -229,7 +229,7 @@ class HandlingState(ObjectState):
         return number
 
     def _keep_as_launched(self) -> None:
-        folder = commits_folder()
+        folder = launch().commits
         if folder is None or self._store is not None:
             return
         probe = Path(folder) / f".shared.{os.getpid()}"

@@ -11,8 +11,6 @@ from functools import wraps
 from typing import Concatenate, NoReturn, ParamSpec, TypeVar
 
 from ringreduce import runtime
-from ringreduce.common import processes
-from ringreduce.common.config import begins_again, several_processes, survives_deaths
 from ringreduce.common.errors import (
     CollectiveError,
     CollectiveTimeoutError,
@@ -20,6 +18,7 @@ from ringreduce.common.errors import (
     RingReduceError,
     TransportError,
 )
+from ringreduce.common.launch import launch, tell_launcher
 from ringreduce.elastic.state import HostsUpdatedInterrupt, State
 
 __all__ = ["run", "run_fn"]
@@ -125,7 +124,7 @@ def _until_other_hosts(func: Callable[Concatenate[S, P], T], state: S, *args: P.
         try:
             return func(state, *args, **kwargs)
         except HostsUpdatedInterrupt:
-            if not begins_again():
+            if not launch().grows:
                 raise
         if state._keep_for_next_job():
             _end_for_next_job(state)
@@ -135,7 +134,7 @@ def _until_other_hosts(func: Callable[Concatenate[S, P], T], state: S, *args: P.
 def _end_for_next_job(state: State) -> NoReturn:
     if runtime.rank() == 0:
         _log.info("commit %d is on disk; the job ends, and begins again on the hosts that there are", state._commits)
-    processes.tell_launcher(processes.BEGIN_AGAIN)
+    tell_launcher("begins again")
     with suppress(CollectiveError):  # a rank that dies now leaves nothing behind
         runtime.shutdown()
     sys.exit()
@@ -143,8 +142,8 @@ def _end_for_next_job(state: State) -> NoReturn:
 
 def _warn_of_srun() -> None:
     """Say what ranks are started with that are to go on without dead ones, where srun has started them."""
-    found = several_processes()
-    if found is not None and found[0].name == "srun" and runtime.is_initialized() and runtime.rank() == 0:
+    launcher = launch().launcher
+    if launcher is not None and launcher.name == "srun" and runtime.is_initialized() and runtime.rank() == 0:
         _log.warning(
             "srun ends this job with any of its ranks: nothing goes on when one dies. In the same allocation, start"
             " it by `ringreduce run --elastic -np %d python ...` instead, which takes Open MPI 5",
@@ -154,12 +153,12 @@ def _warn_of_srun() -> None:
 
 def _part() -> None:
     """Meet the others once all have trained to the end: until then, one that loses a rank needs them."""
-    if survives_deaths() and runtime.is_initialized():
+    if launch().survives_deaths and runtime.is_initialized():
         runtime.barrier()
 
 
 def _start_anew(state: State, failure: CollectiveError | None) -> bool:
-    if failure is None or not survives_deaths():
+    if failure is None or not launch().survives_deaths:
         runtime.shutdown()
         runtime.init()
         return False
@@ -171,8 +170,8 @@ def _start_anew(state: State, failure: CollectiveError | None) -> bool:
         except PeerLostError as another:
             failure = another
         else:
-            if begins_again() and runtime.rank() == 0:
-                processes.tell_launcher(processes.WENT_ON)
+            if launch().grows and runtime.rank() == 0:
+                tell_launcher("has gone on")
             _require_limits(failure)
             return runtime.size() < before
 
@@ -198,7 +197,7 @@ def _behind(error: Exception) -> CollectiveError | None:
 
 
 def _is_a_change_of_ranks(error: CollectiveError) -> bool:
-    if survives_deaths() and isinstance(error, (TransportError, CollectiveTimeoutError)):
+    if launch().survives_deaths and isinstance(error, (TransportError, CollectiveTimeoutError)):
         return True  # who has given up, or does not come, is left behind, unless it comes to begin anew as well
     # The base class alone: programs raise it, under Horovod's name for it, to say so.
     return isinstance(error, PeerLostError) or type(error) is CollectiveError

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringreduce import runtime
-from ringreduce.common.config import begins_again
 from ringreduce.common.errors import ConfigError
+from ringreduce.common.launch import launch
 
 __all__ = ["HostsUpdatedInterrupt", "ObjectState", "State"]
 
@@ -126,7 +126,7 @@ class State:
             changes, self._updates = self._updates, 0
         if runtime.hosts_changed():
             changes |= _ADDED
-        if changes and begins_again() and not self._can_begin_again():
+        if changes and launch().grows and not self._can_begin_again():
             changes = 0
         if self._bcast_object is not None:
             changes = self._bcast_object(changes)

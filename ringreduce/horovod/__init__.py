@@ -15,7 +15,7 @@ import importlib
 from typing import Any
 
 from ringreduce.horovod.alias import install
-from ringreduce.horovod.runner import run
+from ringreduce.launcher.function import run
 
 __all__ = ["run"]
 

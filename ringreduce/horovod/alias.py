@@ -13,8 +13,8 @@ from pathlib import Path
 from types import ModuleType
 
 from ringreduce import runtime
-from ringreduce.common.config import launched_rank
 from ringreduce.common.conventions import Conventions
+from ringreduce.common.launch import launch
 from ringreduce.horovod.common.util import check_extension
 
 __all__ = ["install"]
@@ -40,7 +40,7 @@ def install() -> None:
     if "horovod" in sys.modules:
         raise ImportError("horovod itself is imported already; import ringreduce.horovod before it, or not at all")
     hidden = importlib.util.find_spec("horovod")
-    if hidden is not None and not (hidden.origin or "").startswith(_PATH) and launched_rank() == 0:
+    if hidden is not None and not (hidden.origin or "").startswith(_PATH) and launch().rank == 0:
         where = hidden.origin or ", ".join(hidden.submodule_search_locations or ())
         _log.warning("horovod is installed (%s) and hidden: ringreduce takes its place", where)
     sys.meta_path.insert(0, _Finder())
@@ -48,7 +48,7 @@ def install() -> None:
         sys.path.insert(1, _PATH)  # behind the script's folder, before an installed horovod
     if not runtime.is_initialized():
         runtime.set_conventions(Conventions.HOROVOD)
-    elif (chosen := runtime.config().conventions) is not Conventions.HOROVOD and launched_rank() == 0:
+    elif (chosen := runtime.config().conventions) is not Conventions.HOROVOD and launch().rank == 0:
         _log.warning("numbers stay those of %s: import ringreduce.horovod before init()", chosen.value)
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ringreduce.common.errors import ConfigError
+from ringreduce.launcher.mpirun import output_of
 
 __all__ = ["Allocation", "expand"]
 
-_LIMIT_S = 30.0
 _MOST_HOSTS = 1 << 17  # more are a mistake in a list, and would take all memory
 _PART = re.compile(r"([^\[\],]*)\[([^\[\]]+)\]|([^\[\],]+)")
 _RANGE = re.compile("([0-9]+)(?:-([0-9]+))?")
@@ -54,7 +52,8 @@ class Allocation:
 
 
 def _slurm(environ: Mapping[str, str]) -> dict[str, int]:
-    hosts = _show(environ["SLURM_JOB_NODELIST"]) or expand(environ["SLURM_JOB_NODELIST"])
+    listed = environ["SLURM_JOB_NODELIST"]
+    hosts = output_of("scontrol", "show", "hostnames", listed).split() or expand(listed)
     name = next((each for each in ("SLURM_TASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE") if environ.get(each)), None)
     counts = [1] * len(hosts) if name is None else _repeated(name, environ[name])
     if len(counts) == 1:
@@ -64,19 +63,6 @@ def _slurm(environ: Mapping[str, str]) -> dict[str, int]:
             f"{name}={environ[name or '']} is for {len(counts)} hosts, and Slurm has granted {len(hosts)}"
         )
     return dict(zip(hosts, counts, strict=True))
-
-
-def _show(text: str) -> list[str]:
-    """Return the hosts of a list of Slurm's as its own tool reads it; none where that is not installed."""
-    if shutil.which("scontrol") is None:
-        return []
-    try:
-        done = subprocess.run(
-            ["scontrol", "show", "hostnames", text], capture_output=True, text=True, check=False, timeout=_LIMIT_S
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return done.stdout.split() if done.returncode == 0 else []
 
 
 def expand(text: str) -> list[str]:

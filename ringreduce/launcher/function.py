@@ -19,12 +19,20 @@ from typing import Any, TypeVar
 
 from ringreduce.common.errors import CollectiveError, ConfigError
 
-__all__ = ["call_on_ranks", "find_pickle", "run"]
+__all__ = ["find_pickle", "run"]
 
 _T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
 
+#: What gives Horovod's names to a process that imports it: ranks do, if the program that starts them has.
+_HOROVOD = "ringreduce.horovod"
+#: In the order in which `run` looks at these arguments.
+_NO_MEANING = (
+    "use_gloo has no meaning here: there is only MPI, and no Gloo",
+    "disable_cache has no meaning here: mpirun checks no hosts beforehand, so nothing is kept of that",
+    "ssh_identity_file has no meaning here: name it in ~/.ssh/config",
+)
 #: The exit status of commands that have refused their arguments.
 _WRONG_USE = 2
 #: What a job gets to end by itself (seconds), once one has failed and once all have returned: the latter may
@@ -39,7 +47,28 @@ def run(
     func: Callable[..., _T],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-    np: int = 1,
+    num_proc: int = 1,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    slots: int | None = None,
+    reset_limit: int | None = None,
+    cooldown_range: tuple[float, float] | None = None,
+    hosts: str | None = None,
+    hostfile: str | None = None,
+    start_timeout: float | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | None = None,
+    disable_cache: bool | None = None,
+    output_filename: str | None = None,
+    verbose: int | bool | None = None,
+    use_gloo: bool | None = None,
+    use_mpi: bool | None = None,
+    mpi_args: str | None = None,
+    network_interface: str | None = None,
+    executable: str | None = None,
+    np: int | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
     *,
     options: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
@@ -50,59 +79,97 @@ def run(
     that it may be a lambda or defined in a notebook, and by pickle if not; then the script that defines it must keep
     what it does under ``if __name__ == "__main__":``, as for `multiprocessing`. ``ringreduce run`` starts the ranks.
 
+    This is ``horovod.run``, too. In a program that has imported ``horovod``, the ranks have Horovod's module names,
+    variables and numbers as well. With any of ``min_num_proc``, ``max_num_proc``, ``slots``, ``reset_limit`` and
+    ``cooldown_range`` the job is elastic: it goes on without ranks that die, if the function trains by
+    `ringreduce.elastic.run`.
+
     Args:
         func: what to call.
         args: its arguments.
         kwargs: its keyword arguments.
-        np: how many ranks to start.
-        options: more options of ``ringreduce run``, as ``["-H", "h1:2,h2:2"]``. All hosts must share the folder for
-            temporary files (``TMPDIR``), and this installation.
+        num_proc: how many ranks to start.
+        min_num_proc: fewer ranks end the job; None: ``num_proc``.
+        max_num_proc: to how many it grows where ``hosts`` or ``hostfile`` has slots for them.
+        slots: of hosts without a number.
+        reset_limit: how often the ranks may change.
+        cooldown_range: for how many seconds a host on which a rank has died is not used: at first, and at most.
+        hosts: ``"host1:2,host2:4"``, where to start how many; None: all here. They must share the folder for temporary
+            files (``TMPDIR``), and this installation.
+        hostfile: the path of a file with a line ``host1 slots=2`` for each, in place of ``hosts``.
+        start_timeout: for how many seconds to wait for enough slots, and for all ranks to call ``init()``.
+        ssh_port: of the other hosts.
+        ssh_identity_file, disable_cache, use_gloo: taken for Horovod's sake; a warning says why they mean nothing here.
+        output_filename: a folder for a file of what each rank writes.
+        verbose: whether to write the command to standard error.
+        use_mpi: taken for Horovod's sake: it is always MPI.
+        mpi_args: more options for mpirun, as in a shell.
+        network_interface: names of those for messages, separated by commas.
+        executable: the python to run; None: the one that runs this.
+        np, min_np, max_np: other names of ``num_proc``, ``min_num_proc``, ``max_num_proc``.
+        options: more options of ``ringreduce run``, as ``["-H", "h1:2,h2:2"]``.
         env: the environment of the ranks on this host; None: that of this process.
 
     Returns:
-        What the ranks returned, in their order.
+        What the ranks returned, in their order; of an elastic job those that have reached the end.
 
     Raises:
         ConfigError: an argument is wrong, mpirun is missing, or the function cannot be pickled.
         CollectiveError: a rank failed, and ended the job; the message has its traceback.
     """
-    if np < 1:
-        raise ConfigError(f"run starts at least one rank, not {np}")
-    launcher = [sys.executable, "-m", "ringreduce", "run", "-np", str(np), *options]
-    worker = [sys.executable, "-m", "ringreduce.launcher.worker"]
-    return call_on_ranks(launcher, worker, func, args, kwargs, np, env)
+    if hosts is not None and hostfile is not None:
+        raise ConfigError("run takes hosts or hostfile, not both")
+    size = num_proc if np is None or num_proc != 1 else np
+    if size < 1:
+        raise ConfigError(f"run starts at least one rank, not {size}")
+    _warn_of_no_meaning(use_gloo, disable_cache, ssh_identity_file)
+    least = min_np if min_num_proc is None else min_num_proc
+    most = max_np if max_num_proc is None else max_num_proc
+    elastic = any(each is not None for each in (least, most, slots, reset_limit, cooldown_range))
+    values = {
+        "--num-proc": size,
+        "--min-np": size if elastic and least is None else least,
+        "--max-np": most if most is None or hosts or hostfile else min(most, size),  # there are no other slots
+        "--slots": slots,
+        "--reset-limit": reset_limit,
+        "--cooldown": None if cooldown_range is None else " ".join(map(str, cooldown_range)),
+        "--hosts": hosts,
+        "--hostfile": hostfile,
+        "--start-timeout": start_timeout,
+        "--ssh-port": ssh_port,
+        "--log-dir": output_filename,
+        "--mpi-args": mpi_args,
+        "--network-interface": network_interface,
+        "--elastic": elastic or None,
+        "--verbose": bool(verbose) or None,
+        "--horovod-variables": _HOROVOD in sys.modules or None,
+    }
+    words = [name if value is True else f"{name}={value}" for name, value in values.items() if value is not None]
+    worker = [executable or sys.executable, "-m", "ringreduce.launcher.worker"]
+    command = [sys.executable, "-m", "ringreduce", "run", *words, *options, *worker]
+    return _call_on_ranks(command, _pickled_call(func, tuple(args), dict(kwargs or {})), None if elastic else size, env)
 
 
-def call_on_ranks(
-    launcher: Sequence[str],
-    worker: Sequence[str],
-    func: Callable[..., _T],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None,
-    size: int | None,
-    env: Mapping[str, str] | None,
-) -> list[_T]:
-    """Start a job in which each rank calls a function; return what they returned.
+def _warn_of_no_meaning(*given: object) -> None:
+    for each, why in zip(given, _NO_MEANING, strict=True):
+        if each:
+            _log.warning("%s", why)
+
+
+def _call_on_ranks(command: Sequence[str], call: bytes, size: int | None, env: Mapping[str, str] | None) -> list[Any]:
+    """Start a job in which each rank makes a call; return what they returned.
 
     Args:
-        launcher: the command that starts the ranks, up to the program.
-        worker: the program, which gets a folder and passes it to `ringreduce.launcher.worker.main`.
-        func: what to call.
-        args: its arguments.
-        kwargs: its keyword arguments.
+        command: starts the ranks, given a folder behind it.
+        call: what a worker needs.
         size: how many ranks there are; None: the job goes on when some fail.
         env: as for `run`.
-
-    Raises:
-        ConfigError, CollectiveError: as `run`.
     """
-    call = _pickled_call(func, tuple(args), dict(kwargs or {}))
     # Readable by this user alone, as it must be: pickles are programs.
     with tempfile.TemporaryDirectory(prefix="ringreduce-run-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         (folder / "call").write_bytes(call)
-        status = _carry_out([*launcher, *worker, name], env, folder, size)
-        return _results(folder, size, status)
+        return _results(folder, size, _carry_out([*command, name], env, folder, size))
 
 
 def find_pickle() -> Any:
@@ -114,7 +181,7 @@ def find_pickle() -> Any:
 
 
 def _pickled_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """Return what a worker needs: a preparation for `multiprocessing.spawn.prepare`, and then the call."""
+    """Return what a worker needs: modules to import, what `multiprocessing.spawn.prepare` takes, and then the call."""
     import multiprocessing  # which would make the import of ringreduce slower
 
     if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -130,7 +197,8 @@ def _pickled_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
             raise ConfigError(f"run can send {func!r}, which is not defined in a file, only by cloudpickle: install it")
         preparation |= main
     try:
-        return pickle.dumps((preparation, pickler.dumps((func, args, kwargs))))
+        modules = [name for name in (_HOROVOD,) if name in sys.modules]
+        return pickle.dumps((modules, preparation, pickler.dumps((func, args, kwargs))))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         hint = "; cloudpickle, once installed, takes lambdas and local functions" if pickler is pickle else ""
         raise ConfigError(f"run cannot send {func!r} and its arguments to the ranks: {error}{hint}") from error

@@ -6,13 +6,12 @@ Nothing in here does anything: all follows from what was seen, and from the time
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from ringreduce.common.errors import ConfigError
 
-__all__ = ["Cooldown", "Hosts", "Rules", "is_here", "parse_host_file", "parse_hosts"]
+__all__ = ["Cooldown", "Hosts", "SizePolicy", "is_here", "parse_host_file", "parse_hosts"]
 
 _HOST = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::([0-9]{1,6}))?")
 _ADDRESS = re.compile(r"[0-9.]+")
@@ -57,7 +56,7 @@ class Cooldown:
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class SizePolicy:
     """What was asked for.
 
     Attributes:
@@ -79,66 +78,60 @@ class Hosts:
         living: how many ranks live.
         deaths: when ranks have died.
         places: the hosts of the ranks of the job, as mpirun fills them: in their order.
-        names: what ranks call their hosts.
     """
 
     listed: Mapping[str, int] = field(default_factory=dict)
     living: Mapping[str, int] = field(default_factory=dict)
     deaths: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     places: tuple[str, ...] = ()
-    names: Mapping[int, str] = field(default_factory=dict)
 
     # ---- what happens ----
 
     def started(self, ranks: Mapping[str, int]) -> Hosts:
         """A job has been started with these ranks."""
         places = tuple(host for host, count in ranks.items() for _ in range(count))
-        return replace(self, living=dict(ranks), places=places, names={})
+        return replace(self, living=dict(ranks), places=places)
 
-    def began(self, rank: int, name: str) -> Hosts:
-        """A rank of the job has begun, and calls its host so."""
-        return replace(self, names={**self.names, rank: name}) if rank < len(self.places) else self
-
-    def died(self, host: str, now: float, rules: Rules) -> Hosts:
+    def died(self, host: str, now: float, policy: SizePolicy) -> Hosts:
         """A rank of a host has died; that host fails, unless the others are ending for want of ranks already."""
-        enough = sum(self.living.values()) >= rules.least
+        enough = sum(self.living.values()) >= policy.least
         living = {**self.living, host: max(self.living.get(host, 0) - 1, 0)}
         deaths = {**self.deaths, host: (*self.deaths.get(host, ()), now)} if enough else self.deaths
         return replace(self, living=living, deaths=deaths)
 
-    def failed(self, now: float, rules: Rules) -> Hosts:
+    def failed(self, now: float, policy: SizePolicy) -> Hosts:
         """The job has failed. Where hosts fail for ever, and the others do not suffice, all of them are tried again."""
         ended = replace(self, living={})
-        return replace(ended, deaths={}) if rules.cooldown is None and not ended.next_ranks(rules, now) else ended
+        return replace(ended, deaths={}) if policy.cooldown is None and not ended.next_ranks(policy, now) else ended
 
     # ---- what follows ----
 
-    def is_failing(self, host: str, rules: Rules, now: float) -> bool:
+    def is_failing(self, host: str, policy: SizePolicy, now: float) -> bool:
         """Return whether no rank is to be started on a host."""
         deaths = self.deaths.get(host)
         if not deaths:
             return False
-        return rules.cooldown is None or now < deaths[-1] + rules.cooldown.after(len(deaths))
+        return policy.cooldown is None or now < deaths[-1] + policy.cooldown.after(len(deaths))
 
-    def usable(self, rules: Rules, now: float) -> dict[str, int]:
+    def usable(self, policy: SizePolicy, now: float) -> dict[str, int]:
         """Return how many slots can be used; of a host that fails, those whose ranks live."""
         found = {}
         for host, slots in self.listed.items():
             lives = self.living.get(host, 0)
-            found[host] = min(slots, lives) if self.is_failing(host, rules, now) else slots
+            found[host] = min(slots, lives) if self.is_failing(host, policy, now) else slots
         return {host: slots for host, slots in found.items() if slots}
 
-    def next_ranks(self, rules: Rules, now: float) -> dict[str, int]:
+    def next_ranks(self, policy: SizePolicy, now: float) -> dict[str, int]:
         """Return how many ranks a job would have that starts now; none, if there are too few slots for one."""
-        left, ranks = rules.most, {}
-        for host, slots in self.usable(rules, now).items():
+        left, ranks = policy.most, {}
+        for host, slots in self.usable(policy, now).items():
             ranks[host] = min(slots, left)
             left -= ranks[host]
-        return {host: count for host, count in ranks.items() if count} if rules.most - left >= rules.least else {}
+        return {host: count for host, count in ranks.items() if count} if policy.most - left >= policy.least else {}
 
-    def reason_to_change(self, rules: Rules, now: float) -> str:
+    def reason_to_change(self, policy: SizePolicy, now: float) -> str:
         """Return why the ranks that live should begin again on other hosts; empty: they should not."""
-        then, lives = sum(self.next_ranks(rules, now).values()), sum(self.living.values())
+        then, lives = sum(self.next_ranks(policy, now).values()), sum(self.living.values())
         if not then or not lives:
             return ""
         gone = [host for host, count in self.living.items() if count and host not in self.listed]
@@ -149,21 +142,22 @@ class Hosts:
             reasons = [f"there are slots for {then} ranks, and {lives} live"]
         return "; ".join(reasons)
 
-    def failing_said(self, rules: Rules, now: float) -> str:
+    def failing_said(self, policy: SizePolicy, now: float) -> str:
         """Return which listed hosts are not used anew, and for how long, in words; empty: all are."""
         said = []
-        for host in filter(lambda host: self.is_failing(host, rules, now), self.listed):
+        for host in filter(lambda host: self.is_failing(host, policy, now), self.listed):
             deaths = self.deaths[host]
-            left_s = None if rules.cooldown is None else deaths[-1] + rules.cooldown.after(len(deaths)) - now
+            left_s = None if policy.cooldown is None else deaths[-1] + policy.cooldown.after(len(deaths)) - now
             how_long = "for ever, as there is no --cooldown" if left_s is None else f"for another {left_s:.0f} s"
             said.append(f"{host or 'this machine'} counts as failing {how_long}")
         return ", ".join(said)
 
-    def find(self, name: str, here: Collection[str]) -> str:
-        """Return which host a rank means that calls its own one by a name; that name, if no host is known by it.
+    def find(self, rank: int, name: str, here: Collection[str]) -> str:
+        """Return the host of a rank.
 
         Args:
-            name: as the operating system there has it.
+            rank: its number, by which it is found where its name does not tell, or the name if there is no such rank.
+            name: of its host, as the operating system there has it.
             here: the names of this machine.
         """
         known = dict.fromkeys([*self.living, *self.listed])
@@ -174,9 +168,7 @@ class Hosts:
         same = same or [host for host in known if _short(host) == _short(name)]
         if len(same) == 1:
             return same[0]
-        # Mostly one; several, if mpirun was set up to fill hosts in another order.
-        places = Counter(self.places[rank] for rank, said in self.names.items() if said == name)
-        return next((host for host, _ in places.most_common(1)), same[0] if same else name)
+        return self.places[rank] if rank < len(self.places) else name
 
 
 def _short(name: str) -> str:

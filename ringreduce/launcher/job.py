@@ -16,10 +16,9 @@ from functools import partial
 from types import FrameType
 from typing import NamedTuple
 
-from ringreduce.common import processes
 from ringreduce.launcher.failures import KEPT_NBYTES
 
-__all__ = ["SUPERVISOR", "Job", "Mark", "MarkReader", "Notices", "say"]
+__all__ = ["HEARING", "SUPERVISOR", "Job", "Mark", "MarkReader", "Notices", "say"]
 
 _INTERRUPTED = 128 + signal.SIGINT
 #: How often to look whether mpirun has ended (seconds).
@@ -27,7 +26,6 @@ _LOOK_EVERY_S = 1.0
 
 #: The shell that starts a rank where others live on without it. Open MPI tells them of deaths by a signal alone, so any
 #: end but a good one becomes one. And it says what mpirun does not, whose status is 0 even if no rank has ended well.
-#: A SIGUSR2 is for the rank, and until that handles it, for nobody.
 SUPERVISOR = (
     *("sh", "-c"),
     'trap "" USR2; say() { printf "\\036ringreduce: rank $OMPI_COMM_WORLD_RANK on %s $1\\n" '
@@ -35,29 +33,33 @@ SUPERVISOR = (
     'if [ "$code" -eq 0 ]; then say "has ended well"; else say "has died"; kill -KILL $$; fi',
     "ringreduce-rank",
 )
+#: Lets a SIGUSR2 wait until the rank looks for it. It is blocked before there are any threads, and in all that the rank
+#: starts; mpirun sends it to these, too.
+HEARING = (
+    *(sys.executable, "-I", "-S", "-c"),
+    "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2}); "
+    "os.execvp(sys.argv[1], sys.argv[1:])",
+)
 
 _PR_SET_PDEATHSIG = 1
 
 _BEGIN = b"\x1eringreduce: "
-_OF_ALL = {
-    processes.CONNECTED: "connected",
-    processes.BEGIN_AGAIN: "begin again",
-    processes.WENT_ON: "went on",
-}
-_MARK = re.compile(
-    rb"\x1eringreduce: rank (?P<rank>[0-9]{1,9}) on (?P<host>[^\s\x1e]{1,255}) "
-    rb"(?P<what>has begun|has ended well|has died)\n"
-    rb"|" + b"|".join(re.escape(mark) for mark in _OF_ALL)
-)
-#: What frames a notice of Open MPI, and how those begin that only say that a rank has failed.
-_RULE = re.compile(rb"^(?:-{70,}\n|-+\Z)", re.MULTILINE)
-_NOTICES = (
+_MARK = re.compile(_BEGIN + rb"rank ([0-9]{1,9}) on ([^\s\x1e]{1,255}) ([a-z ]{1,20})\n")
+#: How the boxes begin in which Open MPI says that a rank has failed, under a line of dashes.
+_FAILURES = (
     b"MPI_ABORT was invoked on rank ",
     b"prterun detected that one or more processes ",
     b"prterun has exited due to process rank ",
     b"prterun noticed that process rank ",
 )
-_MOST_OF_NOTICE = 4096
+_OPENING = rb"-{70,99}\n"
+_BODY = b"(?:" + b"|".join(map(re.escape, _FAILURES)) + rb")(?:(?!\n-{70,99}\n)[^\0]){0,4096}"
+_END = rb"\n-{70,99}\n\0*"  # prterun writes NUL bytes behind it
+_NOTICES = re.compile(rb"([\n\0])(?:" + _OPENING + _BODY + _END + b")+")
+_FOLLOWED = re.compile(_NOTICES.pattern + rb"(?=[^\0])")
+#: What may become one: some dashes, a part of the first words, or a box that is not closed or may not be at its end.
+_BEGUN = b"|".join(re.escape(each[:count]) for each in _FAILURES for count in range(len(each)))
+_UNFINISHED = re.compile(rb"[\n\0](?:-{1,99}|" + _OPENING + b"(?:" + _BEGUN + b"|" + _BODY + b"(?:" + _END + rb")?))\Z")
 _MOST_NBYTES = 320  # of a mark
 _READ_NBYTES = 1 << 16
 
@@ -66,15 +68,16 @@ class Mark(NamedTuple):
     """What a rank, or the shell that has started it, says to the launcher.
 
     Attributes:
-        what: ``"has begun"``, ``"has ended well"``, ``"has died"``, ``"connected"``, ``"begin again"`` or
-            ``"went on"``.
-        rank: which; -1 where it does not matter.
+        what: of the shell: ``"has begun"``, ``"has ended well"``, ``"has died"``; of the rank: ``"is connected"``, to
+            the others by MPI, which tells it of deaths; ``"begins again"``: what it has done is on disk, and it ends
+            for a job on other hosts; ``"has gone on"`` without some of the others.
+        rank: which.
         host: on which it runs, by its name there.
     """
 
     what: str
-    rank: int = -1
-    host: str = ""
+    rank: int
+    host: str
 
 
 class MarkReader:
@@ -86,7 +89,8 @@ class MarkReader:
     def feed(self, chunk: bytes) -> tuple[bytes, list[Mark]]:
         """Return what is no mark, and the marks; what may be the beginning of one waits for the next chunk."""
         text = self._held + chunk
-        marks = [_named(found) for found in _MARK.finditer(text)]
+        found = _MARK.findall(text)
+        marks = [Mark(what.decode(), int(rank), host.decode(errors="replace")) for rank, host, what in found]
         text = _MARK.sub(b"", text)
         start = text.rfind(_BEGIN[:1])
         tail = text[start:] if start >= 0 else b""
@@ -103,43 +107,21 @@ class Notices:
     """Drops the boxes in which Open MPI says that a rank has failed, as `ringreduce run` says it; all else passes."""
 
     def __init__(self) -> None:
-        self._held = b""
-        self._begins_line = True  # what comes next
-        self._after_box = False
+        self._held = b"\n"  # the last byte that has passed, and what waits
 
     def feed(self, chunk: bytes) -> bytes:
         """Return what is no notice; what may be the beginning of one waits for the next chunk."""
-        text, self._held, passed = self._held + chunk, b"", b""
-        while text:
-            if self._after_box:
-                text = text.lstrip(b"\0")  # which prterun writes behind a box
-                self._after_box = not text
-                continue
-            rule = _RULE.search(text, 0 if self._begins_line else 1)
-            before = text if rule is None else text[: rule.start()]
-            passed, self._begins_line = passed + before, before.endswith(b"\n") if before else self._begins_line
-            if rule is None:
-                break
-            text = text[rule.start() :]
-            body = text[len(rule[0]) :]
-            if not any(body.startswith(each) or each.startswith(body) for each in _NOTICES):
-                passed, text = passed + rule[0], body
-                continue
-            end = _RULE.search(body)
-            if end is None or not end[0].endswith(b"\n"):
-                if len(text) < _MOST_OF_NOTICE:
-                    self._held = text
-                    break
-                passed, text = passed + rule[0], body
-                continue
-            text, self._after_box = body[end.end() :], True
-        return passed
+        text = _FOLLOWED.sub(rb"\1", self._held + chunk)
+        found = _UNFINISHED.search(text)
+        end = len(text) if found is None else found.start() + 1
+        self._held = text[end - 1 :]
+        return text[1:end]
 
     def rest(self) -> bytes:
         """Return what still waits, as nothing follows, or not for long."""
-        held, self._held = self._held, b""
-        self._begins_line = held.endswith(b"\n") if held else self._begins_line
-        return held
+        text = _NOTICES.sub(rb"\1", self._held)
+        self._held = text[-1:]
+        return text[1:]
 
 
 def say(text: str) -> None:
@@ -217,9 +199,9 @@ class Job:
             return 128 + self._ended_by
         return status if status >= 0 else 128 - status
 
-    def tell_ranks(self, number: signal.Signals) -> None:
-        """Have mpirun send a signal to all ranks; not before all have begun."""
-        self._process.send_signal(number)
+    def tell_ranks(self) -> None:
+        """Have mpirun tell all ranks that the hosts have changed; not before all have begun."""
+        self._process.send_signal(signal.SIGUSR2)
 
     def end(self) -> None:
         """Have mpirun end all ranks."""
@@ -286,9 +268,3 @@ def _end_with_parent(parent: int) -> None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
             os._exit(128 + signal.SIGTERM)
-
-
-def _named(found: re.Match[bytes]) -> Mark:
-    if found["what"] is not None:
-        return Mark(found["what"].decode(), int(found["rank"]), found["host"].decode(errors="replace"))
-    return Mark(_OF_ALL[found[0]])

@@ -7,14 +7,16 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.launcher import failures
-from ringreduce.launcher.failures import Failure
-from ringreduce.launcher.hosts import Hosts, Rules
+from ringreduce.launcher.discovery import Discovery
+from ringreduce.launcher.hosts import Hosts
 from ringreduce.launcher.job import Job, Mark, say
+from ringreduce.launcher.start import Start
 
-__all__ = ["Restarts", "Wishes"]
+__all__ = ["Restarts"]
 
 _LOOK_EVERY_S = 1.0
 #: How long ranks have to end once the first has said that they begin again. Whatever the others do, the next job begins
@@ -24,61 +26,52 @@ _LEAVING_S = 30.0
 _ANSWER_S = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class Wishes:
-    """What was asked for.
+@dataclass
+class _Ranks:
+    """What is known of the ranks of the job that runs.
 
     Attributes:
-        rules: how many ranks, and how long hosts count as failing.
-        elastic: whether ranks live on without others.
-        watches: whether the ranks are told when there are other hosts to begin again on.
-        restarts: how often a job that has failed is started again.
-        reset_limit: how often at most the ranks change, in whatever way; None: as often as need be.
-        start_timeout_s: how long to wait for enough slots.
-        verbose: whether mpirun's own notices of failures are shown.
+        silent: those that have not begun.
+        are_connected: whether MPI tells them of deaths.
+        any_ended_well: whether one has.
+        leaving: when the first has said that the job begins again; None: none has.
+        asked: when they were asked first to begin again; None: they were not, or the reason is gone.
+        said: the reason that users were told last.
     """
 
-    rules: Rules
-    elastic: bool = False
-    watches: bool = False
-    restarts: int = 0
-    reset_limit: int | None = None
-    start_timeout_s: float = 600.0
-    verbose: bool = False
+    silent: set[int]
+    are_connected: bool = False
+    any_ended_well: bool = False
+    leaving: float | None = None
+    asked: float | None = None
+    said: str = ""
+
+    def say_once(self, text: str) -> None:
+        if text != self.said:
+            self.said = text
+            say(text)
 
 
 class Restarts:
     """Starts jobs until one has ended for good.
 
     Args:
-        wishes: what was asked for.
-        listed: returns the slots by host that there are now.
-        command: returns the command line and the environment of a job, given its ranks by host and its own variables.
-        here: the names of this machine.
+        start: what starts each.
+        listed: returns the slots by host that there are now; None: as ``start`` has them, or its script.
         clock: returns seconds.
-        words: returns what the rank that failed has said, given what the job has written to standard error.
     """
 
     def __init__(
         self,
-        wishes: Wishes,
-        listed: Callable[[], Mapping[str, int]],
-        command: Callable[[Mapping[str, int], Mapping[str, str]], tuple[list[str], dict[str, str]]],
-        here: frozenset[str],
+        start: Start,
+        listed: Callable[[], Mapping[str, int]] | None = None,
         clock: Callable[[], float] = time.monotonic,
-        words: Callable[[str], Failure | None] = failures.find,
     ) -> None:
-        self._wishes, self._listed, self._command, self._here = wishes, listed, command, here
-        self._words, self._clock = words, clock
+        self._start, self._spec, self._policy, self._clock = start, start.spec, start.policy, clock
+        self._listed = listed or _hosts_of(start)
         self._hosts = Hosts()
         self._changes = 0  # of ranks
-        self._silent: set[int] = set()  # ranks of the job that runs which have not said that they have begun
-        self._any_ended_well = self._begins_again = False
-        self._is_connected = False  # whether MPI tells the ranks of deaths
-        self._job: Job | None = None  # that runs
-        self._leaving: float | None = None  # when the first rank has said that the job begins again
-        self._said = ""
-        self._asked: float | None = None  # when the ranks were asked first, of the job that runs
+        self._ranks = _Ranks(set())
         self._has_warned = False
 
     def run(self) -> int:
@@ -87,30 +80,30 @@ class Restarts:
         Raises:
             ConfigError: there were too few slots for too long.
         """
-        starts = failures = 0
+        starts = failed = 0
         while True:
             status, stopped = self._run_one(starts)
             starts += 1
-            if self._begins_again and not stopped:
+            if self._ranks.leaving is not None and not stopped:
                 self._changes += 1
                 continue
-            if status == 0 or stopped or failures == self._wishes.restarts:
+            if status == 0 or stopped or failed == self._spec.restarts:
                 return status
             if self._at_limit:
                 say(f"the job has ended with status {status}, {self._limit_said}: it is not started again")
                 return status
-            failures += 1
+            failed += 1
             self._changes += 1
-            self._hosts = self._hosts.failed(self._clock(), self._wishes.rules)
-            say(f"the job has ended with status {status}; starting it again ({failures} of {self._wishes.restarts})")
+            self._hosts = self._hosts.failed(self._clock(), self._policy)
+            say(f"the job has ended with status {status}; starting it again ({failed} of {self._spec.restarts})")
 
     @property
     def _at_limit(self) -> bool:
-        return self._wishes.reset_limit is not None and self._changes >= self._wishes.reset_limit
+        return self._spec.reset_limit is not None and self._changes >= self._spec.reset_limit
 
     @property
     def _limit_said(self) -> str:
-        return f"and its ranks have changed {self._changes} times, where --reset-limit is {self._wishes.reset_limit}"
+        return f"and its ranks have changed {self._changes} times, where --reset-limit is {self._spec.reset_limit}"
 
     def _run_one(self, starts: int) -> tuple[int, bool]:
         """Run a job once there are slots for it.
@@ -118,28 +111,26 @@ class Restarts:
         Returns:
             Its status, which is not 0 if no rank has ended well, and whether it ended because this process was told to.
         """
-        ranks = self._wait_for_slots()
+        hosts = self._wait_for_slots()
         more = {"RINGREDUCE_RESTART": str(starts)} if starts else {}
-        if self._wishes.reset_limit is not None:
-            more["RINGREDUCE_RESET_LIMIT"] = str(max(self._wishes.reset_limit - self._changes, 0))
-        line, environment = self._command(ranks, more)
-        self._hosts = self._hosts.started(ranks)
-        self._silent = set(range(sum(ranks.values())))
-        self._any_ended_well = self._begins_again = self._is_connected = False
-        self._leaving = None
-        self._said = ""
-        self._asked = None
-        job = self._job = Job(line, environment, self._hear, verbose=self._wishes.verbose)
-        status = job.wait(lambda: self._look(job), _LOOK_EVERY_S if self._wishes.watches else None)
-        status = status or int(self._wishes.elastic and not self._any_ended_well)
-        if status and not job.stopped and not self._begins_again:
+        if self._spec.reset_limit is not None:
+            more["RINGREDUCE_RESET_LIMIT"] = str(max(self._spec.reset_limit - self._changes, 0))
+        line, environment = self._start.command(hosts, more)
+        self._hosts = self._hosts.started(hosts)
+        ranks = self._ranks = _Ranks(set(range(sum(hosts.values()))))
+        job = Job(line, environment, lambda mark: self._hear(mark, job), verbose=self._spec.verbose)
+        status = job.wait(lambda: self._look(job), _LOOK_EVERY_S if self._spec.growth else None)
+        status = status or int(self._spec.elastic and not ranks.any_ended_well)
+        if status and not job.stopped and ranks.leaving is None:
             job.end_line()
             self._tell_failure(job.written.decode(errors="replace"), status)
         return status, job.stopped
 
     def _tell_failure(self, written: str, status: int) -> None:
         """Say which rank has failed; what it has said only if that is in a file, and so was not shown."""
-        killed, failure = failures.find_killed(written), self._words(written)
+        folder, killed = self._spec.folder, failures.find_killed(written)
+        failure = None if folder is None else failures.find_in_files(Path(folder))
+        failure = failure or failures.find(written)
         ended = f"and the job has ended with status {status}"
         if killed is not None:
             rank, number = killed
@@ -152,87 +143,83 @@ class Restarts:
             say(f"{who} failed, {ended}" + ("" if shown else f":\n{failure.words}"))
 
     def _wait_for_slots(self) -> Mapping[str, int]:
-        rules, wishes = self._wishes.rules, self._wishes
+        policy, limit_s = self._policy, self._spec.start_timeout_s
         begin, said = self._clock(), False
         while True:
             self._hosts = replace(self._hosts, listed=self._listed())
-            ranks = self._hosts.next_ranks(rules, self._clock())
+            now = self._clock()
+            ranks = self._hosts.next_ranks(policy, now)
             if ranks:
                 return ranks
-            there = sum(self._hosts.usable(rules, self._clock()).values())
-            if self._clock() - begin > wishes.start_timeout_s:
+            there = sum(self._hosts.usable(policy, now).values())
+            failing = self._hosts.failing_said(policy, now)
+            failing = f"; {failing}" if failing else ""
+            if now - begin > limit_s:
                 raise ConfigError(
-                    f"there are {there} slots that can be used after {wishes.start_timeout_s:g} s, and a job takes "
-                    f"{rules.least} (--min-np){self._failing_said}; add hosts, or wait longer with --start-timeout"
+                    f"there are {there} slots that can be used after {limit_s:g} s, and a job takes "
+                    f"{policy.least} (--min-np){failing}; add hosts, or wait longer with --start-timeout"
                 )
-            if not said and self._clock() - begin > _LOOK_EVERY_S:
-                say(f"waiting for {rules.least} slots; {there} can be used{self._failing_said}")
+            if not said and now - begin > _LOOK_EVERY_S:
+                say(f"waiting for {policy.least} slots; {there} can be used{failing}")
                 said = True
             # No job runs, and hosts do not say when they come: all there is to do is ask.
             time.sleep(_LOOK_EVERY_S / 10)
 
-    @property
-    def _failing_said(self) -> str:
-        said = self._hosts.failing_said(self._wishes.rules, self._clock())
-        return f"; {said}" if said else ""
-
-    def _hear(self, mark: Mark) -> None:
-        if mark.what == "connected":
-            self._is_connected = True
-        elif mark.what == "has begun":
-            self._silent.discard(mark.rank)
-            self._hosts = self._hosts.began(mark.rank, mark.host)
-        elif mark.what == "has ended well":
-            self._any_ended_well = True
-        elif mark.what == "has died" and self._begins_again:
-            pass  # at its end: all that it has done is on disk, and the next job has a rank in its place
-        elif mark.what == "has died":
-            host = self._hosts.find(mark.host, self._here)
-            self._hosts = self._hosts.died(host, self._clock(), self._wishes.rules)
-            if not self._is_connected:
-                self._end_unconnected(mark.rank)
-        elif mark.what == "begin again":
-            self._begins_again = True
-            self._leaving = self._clock() if self._leaving is None else self._leaving
-        elif self._begins_again:  # for these ranks, a death came before they knew that all was on disk: the others left
-            self._leaving = -math.inf
-        else:
-            self._changes += 1
-            self._asked = None  # what the ranks were asked before, they have dropped
-
-    def _end_unconnected(self, rank: int) -> None:
-        """End a job in which the other ranks would wait for a dead one, as MPI does not know of it yet."""
-        if self._job is not None:
-            self._is_connected = True  # once is enough
-            say(f"rank {rank} has died before all ranks came to init(), so the job is ended")
-            self._job.end()
+    def _hear(self, mark: Mark, job: Job) -> None:
+        ranks, now = self._ranks, self._clock()
+        match mark.what:
+            case "has begun":
+                ranks.silent.discard(mark.rank)
+            case "is connected":
+                ranks.are_connected = True
+            case "has ended well":
+                ranks.any_ended_well = True
+            case "begins again":
+                ranks.leaving = now if ranks.leaving is None else ranks.leaving
+            case "has gone on" if ranks.leaving is not None:
+                # For these, a death came before they knew that all was on disk: the others have left.
+                ranks.leaving = -math.inf
+            case "has gone on":
+                self._changes += 1
+                ranks.asked = None  # what the ranks were asked before, they have dropped
+            # At the end of a rank that begins again, a death is none: what it has done is on disk.
+            case "has died" if ranks.leaving is None:
+                host = self._hosts.find(mark.rank, mark.host, self._start.here)
+                self._hosts = self._hosts.died(host, now, self._policy)
+                if not ranks.are_connected:  # the others would wait for it, as MPI does not know of it yet
+                    ranks.are_connected = True  # once is enough
+                    say(f"rank {mark.rank} has died before all ranks came to init(), so the job is ended")
+                    job.end()
 
     def _look(self, job: Job) -> None:
         """Tell the ranks, if they should begin again on other hosts; until they do, as they may not listen yet."""
-        if self._leaving is not None and self._clock() - self._leaving >= _LEAVING_S:
+        ranks, now = self._ranks, self._clock()
+        if ranks.leaving is not None and now - ranks.leaving >= _LEAVING_S:
             job.end()
             return
         self._hosts = replace(self._hosts, listed=self._listed())
-        reason = self._hosts.reason_to_change(self._wishes.rules, self._clock())
+        reason = self._hosts.reason_to_change(self._policy, now)
         # Ranks that have ended well leave no training, and their mpirun may be ending, too.
-        if not reason or self._begins_again or self._silent or self._any_ended_well:
-            self._asked = None
-            return
-        if self._at_limit:
-            self._say_once(f"{reason}, {self._limit_said}: they go on as they are")
+        if not reason or ranks.leaving is not None or ranks.silent or ranks.any_ended_well:
+            ranks.asked = None
+        elif self._at_limit:
+            ranks.say_once(f"{reason}, {self._limit_said}: they go on as they are")
         else:
-            self._say_once(f"{reason}; the job begins again after the next commit")
-            job.tell_ranks(signal.SIGUSR2)
-            self._asked = self._clock() if self._asked is None else self._asked
-            if self._clock() - self._asked >= _ANSWER_S and not self._has_warned:
+            ranks.say_once(f"{reason}; the job begins again after the next commit")
+            job.tell_ranks()
+            ranks.asked = now if ranks.asked is None else ranks.asked
+            if now - ranks.asked >= _ANSWER_S and not self._has_warned:
                 self._has_warned = True
                 say(
                     f"no rank has begun again {_ANSWER_S:g} s after they were asked to: they do with the next "
-                    "state.commit() or state.check_host_updates(), and not at all if the program ignores SIGUSR2, has "
-                    "handled it since before init(), or has called that on another thread than the main one"
+                    "state.commit() or state.check_host_updates()"
                 )
 
-    def _say_once(self, text: str) -> None:
-        if text != self._said:
-            self._said = text
-            say(text)
+
+def _hosts_of(start: Start) -> Callable[[], Mapping[str, int]]:
+    """Return what returns the slots by host: those that were listed, or those that a script finds from now on."""
+    if start.spec.script is None:
+        return lambda: start.listed
+    discovery = Discovery(start.spec.script, start.spec.slots or 1)
+    discovery.start()
+    return discovery.hosts

@@ -7,9 +7,10 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ringreduce.launcher.hosts import is_here
-from ringreduce.launcher.job import SUPERVISOR, say
-from ringreduce.launcher.launchers import Launcher, Network, fill
+from ringreduce.launcher.hosts import SizePolicy, is_here
+from ringreduce.launcher.job import HEARING, SUPERVISOR, say
+from ringreduce.launcher.mpirun import Mpirun, fill
+from ringreduce.launcher.spec import LaunchSpec
 
 __all__ = ["UNNAMED", "Start"]
 
@@ -57,49 +58,27 @@ _IN_HOROVODS_WORDS = (
 )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Start:
     """What starts a job on the hosts that it is given.
 
     Attributes:
-        launcher: the mpirun.
-        program: what it starts, with arguments.
+        spec: what was asked for.
+        mpirun: of the job.
+        policy: how many ranks, on which hosts.
         here: the names of this machine.
+        listed: slots by host at the start; of a job that a script finds hosts for, what is there without it.
         slots: by host, for mpirun, where these do not change; none: this machine, or what mpirun finds itself.
-        hostfile: for Open MPI, which reads the hosts itself.
         remote: whether there may be other hosts.
-        least: fewer ranks end the job; None: that is not set.
-        elastic: whether ranks live on without others.
-        watches: whether the launcher starts ranks again when they ask for it.
-        start_timeout_s: for how long ranks wait in `init` for each other.
-        variables: that the ranks get besides.
-        inherited: names of variables of this process that ranks on other hosts get, too.
-        folder: for a file of each rank; None: all is shown.
-        prefix: whether lines of output begin with the rank.
-        horovod: whether ranks find Horovod's variables of their place, ``HOROVOD_RANK`` and so on.
-        network: the way between hosts.
-        more: options for mpirun.
-        verbose: whether to show the command line, and the variables that are set.
     """
 
-    launcher: Launcher
-    program: tuple[str, ...]
+    spec: LaunchSpec
+    mpirun: Mpirun
+    policy: SizePolicy
     here: frozenset[str]
+    listed: Mapping[str, int] = field(default_factory=dict)
     slots: Mapping[str, int] = field(default_factory=dict)
-    hostfile: str | None = None
     remote: bool = False
-    least: int | None = None
-    elastic: bool = False
-    watches: bool = False
-    start_timeout_s: float = 600.0
-    variables: Mapping[str, str] = field(default_factory=dict)
-    inherited: tuple[str, ...] = ()
-    folder: str | None = None
-    prefix: bool = False
-    horovod: bool = False
-    network: Network = field(default_factory=Network)
-    more: tuple[str, ...] = ()
-    verbose: bool = False
 
     def command(self, ranks: Mapping[str, int], more: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
         """Return the command line and the environment of a job.
@@ -109,55 +88,59 @@ class Start:
             more: variables of this job.
         """
         line, settings = self.line_and_settings(ranks, more)
-        if self.verbose:
+        if self.spec.verbose:
             say(f"set for mpirun: {self.describe(settings)}")
             say(f"starting {shlex.join(line)}")
         return line, {**os.environ, **settings, **more}
 
     def line_and_settings(self, ranks: Mapping[str, int], more: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
         """Return the command line, and the variables that are set for it; arguments as for `command`."""
-        count = sum(ranks.values())
+        spec, count = self.spec, sum(ranks.values())
         named = {host: number for host, number in ranks.items() if host != UNNAMED}
         remote = not all(is_here(host, self.here) for host in named) if named else self.remote
-        settings = self.launcher.settings(count, {**os.environ, **self.variables}, remote=remote, network=self.network)
-        if self.least is not None:
-            settings["RINGREDUCE_MIN_NP"] = str(self.least)
-        if self.watches:
+        exported = spec.variables()
+        variables = {name: value for name, value in exported.items() if value is not None}
+        settings = self.mpirun.settings(spec, count, {**os.environ, **variables}, remote=remote)
+        if spec.least is not None:
+            settings["RINGREDUCE_MIN_NP"] = str(spec.least)
+        if spec.growth:
             settings["RINGREDUCE_BEGINS_AGAIN"] = "1"
-        if self.elastic:
-            settings["RINGREDUCE_MARKS"] = str(_STANDARD_ERROR if self.folder is None else _MARKS)
-        settings["RINGREDUCE_START_TIMEOUT"] = f"{self.start_timeout_s:g}"
-        if self.folder is not None and "PYTHONUNBUFFERED" not in os.environ:
+        if spec.elastic:
+            settings["RINGREDUCE_MARKS"] = str(_STANDARD_ERROR if spec.folder is None else _MARKS)
+        settings["RINGREDUCE_START_TIMEOUT"] = f"{spec.start_timeout_s:g}"
+        if spec.folder is not None and "PYTHONUNBUFFERED" not in os.environ:
             settings["PYTHONUNBUFFERED"] = "1"  # or what is written to a file comes late, and errors before the rest
-        settings |= self.variables
-        sent = {*self.inherited, *self.variables, *({"PYTHONUNBUFFERED"} & settings.keys())}
+        settings |= variables
+        sent = {*exported, *({"PYTHONUNBUFFERED"} & settings.keys())}
         names = sorted(
             name
             for name in {**os.environ, **settings, **more}
             if name in sent or name.startswith(("RINGREDUCE_", "HOROVOD_", "OMP_"))
         )
-        nodes = " ".join(map(str, fill(named or self.slots, count).values()))
-        line = self.launcher.command(
+        line = self.mpirun.command(
+            spec,
             count,
             named or self.slots,
-            hostfile=None if named else self.hostfile,
+            hostfile=None if named else spec.hostfile,
             exported=names if remote else (),
-            survives=self.elastic,
-            prefix=self.prefix,
-            network=self.network,
-            more=self.more,
-            program=(
-                *(SUPERVISOR if self.elastic else ()),
-                *((*_INTO_FILE, self.folder) if self.folder is not None else ()),
-                *((*_IN_HOROVODS_WORDS, nodes) if self.horovod else ()),
-                *self.program,
-            ),
+            program=self._program(fill(named or self.slots, count)),
         )
         return line, settings
 
+    def _program(self, ranks: Mapping[str, int]) -> list[str]:
+        """Return what mpirun starts as each rank, given how many there are by host."""
+        spec = self.spec
+        return [
+            *(SUPERVISOR if spec.elastic else ()),
+            *(HEARING if spec.growth else ()),
+            *((*_INTO_FILE, os.path.abspath(spec.folder)) if spec.folder is not None else ()),
+            *((*_IN_HOROVODS_WORDS, " ".join(map(str, ranks.values()))) if spec.horovod else ()),
+            *spec.program,
+        ]
+
     def describe(self, settings: Mapping[str, str]) -> str:
         """Return settings as a shell takes them, without the values of users' own variables, which may be secret."""
+        own = self.spec.variables()
         return " ".join(
-            f'{name}="${name}"' if name in self.variables else f"{name}={shlex.quote(value)}"
-            for name, value in settings.items()
+            f'{name}="${name}"' if name in own else f"{name}={shlex.quote(value)}" for name, value in settings.items()
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import multiprocessing.spawn
 import pickle
@@ -10,7 +11,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from ringreduce.common.config import earlier_starts, launched_rank
+from ringreduce.common.launch import launch
 from ringreduce.launcher.function import find_pickle
 
 __all__ = ["main"]
@@ -18,7 +19,7 @@ __all__ = ["main"]
 
 def main(folder: Path) -> None:
     """Make the call that the folder holds, and leave there what it returns, or the traceback."""
-    place = f"{earlier_starts()}-{launched_rank()}"
+    place = f"{launch().restarts}-{launch().rank}"
     try:
         result = _call((folder / "call").read_bytes())
     except BaseException:
@@ -28,7 +29,9 @@ def main(folder: Path) -> None:
 
 
 def _call(pickled: bytes) -> bytes:
-    preparation, call = pickle.loads(pickled)
+    modules, preparation, call = pickle.loads(pickled)
+    for name in modules:
+        importlib.import_module(name)
     # As in multiprocessing's own children: the script, if it is needed, runs under another name than __main__, and what
     # it starts on the way is refused.
     process: Any = multiprocessing.current_process()

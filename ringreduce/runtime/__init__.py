@@ -13,9 +13,10 @@ import numpy.typing as npt
 from ringreduce.collectives import Feedback
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.arguments import whole_number
-from ringreduce.common.config import Config, survives_deaths
+from ringreduce.common.config import Config
 from ringreduce.common.conventions import Conventions
 from ringreduce.common.errors import CollectiveError, ConfigError
+from ringreduce.common.launch import launch
 from ringreduce.common.reduce_ops import SUM, ReduceOp
 from ringreduce.observe.audit import require_facts
 from ringreduce.observe.metrics import Metrics
@@ -158,7 +159,7 @@ def go_on(error: CollectiveError, seniority: int = 0) -> Recovery:
         TransportError: a rank has ended in a way of which the launcher does not tell the others.
         ConfigError: the launcher ends the job with any of its ranks.
     """
-    if not survives_deaths():
+    if not launch().survives_deaths:
         raise ConfigError("the launcher ends this job with any of its ranks; see mpirun --with-ft ulfm of Open MPI")
     if not isinstance(error, CollectiveError):
         raise ConfigError(f"go_on takes the error that a collective has raised, got {error!r}")

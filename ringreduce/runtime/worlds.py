@@ -20,7 +20,7 @@ from ringreduce.collectives import NCCL, VENDOR, close_all
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.collectives.tuning import Key, Table
 from ringreduce.common.call_sites import GivenUp, refusal
-from ringreduce.common.config import VERSION, Config, former_variables, ignored_variables, several_processes
+from ringreduce.common.config import VERSION, Config, former_variables, ignored_variables
 from ringreduce.common.errors import (
     CollectiveError,
     CollectiveTimeoutError,
@@ -28,6 +28,7 @@ from ringreduce.common.errors import (
     MismatchError,
     RingReduceError,
 )
+from ringreduce.common.launch import launch
 from ringreduce.common.processes import Forked
 from ringreduce.common.topology import Topology
 from ringreduce.observe.metrics import Metrics
@@ -281,12 +282,11 @@ class OwnWorld(World):
         versions = f"ringreduce {VERSION}, Python {platform.python_version()}, NumPy {np.__version__}"
         if "torch" in sys.modules:
             versions += f", torch {sys.modules['torch'].__version__}"
-        several = several_processes()
-        launcher = "no launcher" if several is None else several[0].name
+        launcher = launch().launcher
         shares = "shared memory" if max(map(len, self.communicator.topology.nodes)) > 1 else "no shared memory"
         _log.info("%s", versions)
         between = self.communicator.library if self.size > 1 else "nothing"
-        ranks = f"{self.hosts.describe()}, started by {launcher}"
+        ranks = f"{self.hosts.describe()}, started by {'no launcher' if launcher is None else launcher.name}"
         _log.info("%s; %s within nodes, %s between them", ranks, shares, between)
         standard = Config(launched_size=self.config.launched_size, tuning=self.config.tuning)
         settings = {each.name: getattr(self.config, each.name) for each in fields(Config)}

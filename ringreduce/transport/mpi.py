@@ -16,8 +16,8 @@ import mpi4py
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.common.config import survives_deaths
 from ringreduce.common.errors import CollectiveTimeoutError, PeerLostError, TransportError, name_ranks
+from ringreduce.common.launch import launch
 from ringreduce.common.processes import at_exit
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.transport.messages import Request, exchange_json
@@ -430,7 +430,7 @@ def revoke_all() -> None:
 def _finalize() -> None:
     if MPI.Is_finalized():
         return
-    if _left is None and not (survives_deaths() and _lost(MPI.COMM_WORLD)):
+    if _left is None and not (launch().survives_deaths and _lost(MPI.COMM_WORLD)):
         MPI.Finalize()
         return
     # After a death, Open MPI 5.0 now and then waits in there for ever. So the ranks that are left part by themselves.
@@ -478,7 +478,7 @@ def _translate(error: MPI.Exception, comm: MPI.Intracomm | None = None) -> Trans
     text = error.Get_error_string()
     kind = error.Get_error_class()
     # A test of several messages leaves it to the status of one of them to say that a rank has died.
-    if kind in _LOST or (kind == MPI.ERR_IN_STATUS and survives_deaths()):
+    if kind in _LOST or (kind == MPI.ERR_IN_STATUS and launch().survives_deaths):
         lost = [] if comm is None else _lost(comm)
         return PeerLostError(lost[0] if lost else -1, f"MPI reports {text}")
     return TransportError(f"MPI reports {text}")

@@ -19,8 +19,8 @@ from ringreduce.transport import mpi  # before mpi4py.MPI, as it decides how MPI
 from mpi4py import MPI
 
 from ringreduce.common import processes
-from ringreduce.common.config import survives_deaths
 from ringreduce.common.errors import CollectiveTimeoutError, ConfigError, TransportError, name_ranks
+from ringreduce.common.launch import launch
 from ringreduce.transport.messages import exchange_json
 from ringreduce.transport.mpi import HERE_TAG, LEFT_TAG, MpiMessages, library, translated, world
 from ringreduce.transport.shared.node import host_name, pid_namespace
@@ -47,7 +47,7 @@ class MpiRanks:
         self._here: set[int] = set()  # who of the given ones has come to go on without the dead
         self._awaited: dict[int, MPI.Request] = {}  # the note of each of the others that says so
         self._processes: dict[int, int] = {}  # of the given ones that are on this host
-        if survives_deaths() and comm.rank == 0 and MPI.Comm.Get_parent() != MPI.COMM_NULL:
+        if launch().survives_deaths and comm.rank == 0 and MPI.Comm.Get_parent() != MPI.COMM_NULL:
             _log.warning(
                 "other ranks have started these, by MPI_Comm_spawn: %s tells nobody when one of them dies, and the"
                 " others then wait for its time limit. `ringreduce run --elastic` starts ranks, and adds to them, too",
@@ -68,7 +68,7 @@ class MpiRanks:
 
     def messages(self, waiter: Waiter) -> MpiMessages:
         messages = MpiMessages(self._comm, waiter)
-        if survives_deaths() and not self._processes:
+        if launch().survives_deaths and not self._processes:
             namespace = f"{host_name()} {pid_namespace()}"
             given = self._given.Get_group()
             numbers = self._comm.Get_group().Translate_ranks(list(range(self._comm.size)), given)
@@ -84,7 +84,7 @@ class MpiRanks:
         return made
 
     def abort(self, code: int) -> None:
-        if survives_deaths():
+        if launch().survives_deaths:
             os.kill(os.getpid(), signal.SIGKILL)  # the others live on; of other ends they would not be told
         MPI.COMM_WORLD.Abort(code)
 

@@ -80,21 +80,29 @@ if rr.rank() == 0:
 
 
 def run(
-    folder: Path, arguments: list[Any], *program: str | int, before: tuple[str, ...] = (), **environment: str
+    folder: Path,
+    arguments: list[Any],
+    *program: str | int,
+    command: str = "ringreduce run --elastic",
+    before: tuple[str, ...] = (),
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run the program as an elastic job; ``before``: words that the command line begins with."""
     if shutil.which("mpirun") is None:
         pytest.skip("mpirun is not on the path")
-    command = [*before, sys.executable, "-m", "ringreduce", "run", "--elastic", *arguments]
-    command += [sys.executable, "-c", PROGRAM, folder, *program]
+    name, *words = command.split()
+    line = [*before, Path(sys.executable).with_name(name), *words, *arguments]
+    line += [sys.executable, "-c", PROGRAM, folder, *program]
     with tempfile.TemporaryDirectory(prefix="job-", ignore_cleanup_errors=True) as temporary:
-        return subprocess.run(
-            ["timeout", "--kill-after=5", "55", *map(str, command)],
+        done = subprocess.run(
+            ["timeout", "--kill-after=5", "55", *map(str, line)],
             env={**os.environ, "TMPDIR": temporary, "OMPI_MCA_mpi_yield_when_idle": "1", **environment},
             capture_output=True,
             text=True,
             check=False,
         )
+        assert not list(Path(temporary).glob("ringreduce-commits-*"))
+        return done
 
 
 def script_in(folder: Path, hosts: str) -> Path:
@@ -106,35 +114,21 @@ def script_in(folder: Path, hosts: str) -> Path:
     return script
 
 
-def test_a_job_grows_when_there_are_more_slots(tmp_path: Path) -> None:
-    """In the midst of an epoch, of which no row is lost or repeated; the commit is written whatever `every` says."""
+@pytest.mark.parametrize("command", ["ringreduce run --elastic", "horovodrun"])
+def test_a_job_grows_when_there_are_more_slots(tmp_path: Path, command: str) -> None:
+    """In the midst of an epoch, of which no row is lost or repeated; the commit is written whatever `every` says.
+
+    Those of Horovod's command go to disk without a call, to a folder that is gone with the job.
+    """
     script = script_in(tmp_path, "localhost:2\n")
-    done = run(tmp_path, ["-np", 2, "--max-np", 3, "--host-discovery-script", script], "more slots", 3)
+    arguments = ["-np", 2, "--max-np", 3, "--host-discovery-script", script]
+    by_itself = ["by itself"] if command == "horovodrun" else []
+    done = run(tmp_path, arguments, "more slots", 3, *by_itself, command=command)
     assert done.returncode == 0, done.stderr
     said = ["2 ranks from step 0", "3 ranks from step 6", "3 ranks have seen each row {3} times"]
     assert done.stdout.splitlines() == said
     assert "there are slots for 3 ranks, and 2 live" in done.stderr
     assert "\x1e" not in done.stderr
-
-
-def test_a_program_of_horovod_grows_as_it_stands(tmp_path: Path) -> None:
-    """Its commits go to disk without a call, to a folder that is gone with the job."""
-    script = script_in(tmp_path, "localhost:2\n")
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    command = [Path(sys.executable).with_name("horovodrun"), "-np2", "--max-np", 3, "--host-discovery-script", script]
-    command += [sys.executable, "-c", PROGRAM, tmp_path, "more slots", 3, "by itself"]
-    done = subprocess.run(
-        ["timeout", "--kill-after=5", "55", *map(str, command)],
-        env={**os.environ, "TMPDIR": str(temporary), "OMPI_MCA_mpi_yield_when_idle": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    said = ["2 ranks from step 0", "3 ranks from step 6", "3 ranks have seen each row {3} times"]
-    assert done.stdout.splitlines() == said
-    assert not list(temporary.glob("ringreduce-commits-*"))
 
 
 def test_a_job_leaves_slots_that_are_no_longer_there(tmp_path: Path) -> None:

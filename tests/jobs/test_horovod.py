@@ -71,7 +71,7 @@ def test_variables_of_horovod_reach_the_job(run_job) -> None:
 FUNCTIONS = """
 import os, signal, sys, threading
 import ringreduce as rr
-from ringreduce.common.config import launched_rank
+from ringreduce.common.launch import launch
 
 class Seen:
     def __init__(self, *values): self.values = values
@@ -81,6 +81,10 @@ def work(factor, offset=0):
     import horovod.torch as hvd
     hvd.init()
     return Seen(hvd.rank() * factor + offset, hvd.size(), hvd.allgather_object(hvd.rank()))
+
+def place():
+    rr.init()
+    return os.environ["HOROVOD_RANK"], rr.config().conventions.value
 
 def fail(rank, how):
     rr.init()
@@ -106,7 +110,7 @@ def go_on():
         return rr.size(), state.step
     return train(ObjectState(rr.broadcast_object, rr.rank, step=0))
 
-def fail_early(): raise_it() if launched_rank() else rr.init()
+def fail_early(): raise_it() if launch().rank else rr.init()
 def fail_and_stay(): stay(); raise_it()
 def stay(): threading.Thread(target=threading.Event().wait, args=[40]).start()
 def no_result(): return threading.Lock()
@@ -161,14 +165,14 @@ def test_run_takes_what_horovods_does(run_script, tmp_path: Path) -> None:
         assert run(os.getenv, ("COLOUR",), {}, 2, hostfile="hosts", use_gloo=True, disable_cache=True) == [None, None]
         # By position, as Horovod has them: what follows num_proc are the numbers of elastic jobs.
         positions = [None] * 9 + [None, None, "logs", 2, None, True, "--bind-to none", None, sys.executable]
-        assert len(run(os.getpid, (), {}, 2, *positions)) == 2
+        assert run(place, (), {}, 2, *positions) == [("0", "horovod"), ("1", "horovod")]
         assert sorted(os.listdir("logs")) == ["rank-0.log", "rank-1.log"]
         """
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("use_gloo has no meaning here") == 1
-    assert done.stderr.count("--disable-cache is not needed") == 1
-    assert done.stderr.count("-m ringreduce.horovod.worker") == 1
+    assert done.stderr.count("disable_cache has no meaning here") == 1
+    assert done.stderr.count("-m ringreduce.launcher.worker") == 1
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
-from ringreduce.common.config import launched_rank
+from ringreduce.common.launch import launch
 from ringreduce.testing import caught
 
 torch = pytest.importorskip("torch")
@@ -204,7 +204,7 @@ def no_choice(no_world: None) -> Iterator[None]:
 @pytest.mark.sizes(2, 3, 4)
 def test_ranks_with_different_conventions_are_a_mismatch(no_choice: None) -> None:
     """They would compute different things; all of them refuse to start, and say why."""
-    if launched_rank() == 0:
+    if launch().rank == 0:
         rr.set_conventions("horovod")
     error = caught(rr.init)
     assert isinstance(error, rr.MismatchError)

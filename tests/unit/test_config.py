@@ -15,12 +15,11 @@ from ringreduce.common.config import (
     former_variables,
     gpu_switches,
     ignored_variables,
-    launched_rank,
     parse_nbytes,
-    several_processes,
 )
 from ringreduce.common.conventions import Conventions
 from ringreduce.common.errors import ConfigError
+from ringreduce.common.launch import Launch
 
 VARIABLES = {
     "RINGREDUCE_TIMEOUT": "timeout_s",
@@ -178,8 +177,8 @@ def test_launchers_are_recognised(name: str) -> None:
 
 def test_the_launcher_says_which_rank_this_is() -> None:
     """The rank is read where launchers leave it; a process without a launcher is rank 0."""
-    assert launched_rank({}) == 0
-    assert launched_rank({"PMI_RANK": "3"}) == launched_rank({"SLURM_PROCID": "3", "PMI_RANK": ""}) == 3
+    environs = ({}, {"PMI_RANK": "3"}, {"SLURM_PROCID": "3", "PMI_RANK": ""})
+    assert [Launch.from_environ(each).rank for each in environs] == [0, 3, 3]
 
 
 @given(st.integers(1, 1 << 40), st.sampled_from([("", 1), ("K", 1 << 10), ("M", 1 << 20), ("g", 1 << 30)]))
@@ -295,9 +294,9 @@ def test_switches_of_other_libraries_are_passed_on() -> None:
 )
 def test_several_processes_are_proved(environ: dict[str, str], name: str, proof: str) -> None:
     """By a size above one together with a rank, or by a rank that is not the first."""
-    found = several_processes(environ)
-    assert found is not None
-    assert (found[0].name, found[1]) == (name, proof)
+    found = Launch.from_environ(environ)
+    assert found.launcher is not None
+    assert (found.launcher.name, found.proof) == (name, proof)
 
 
 @pytest.mark.parametrize(
@@ -313,7 +312,7 @@ def test_several_processes_are_proved(environ: dict[str, str], name: str, proof:
 )
 def test_what_proves_nothing(environ: dict[str, str]) -> None:
     """An allocation, half of what a launcher sets, and a launcher that has started this process alone."""
-    assert several_processes(environ) is None
+    assert Launch.from_environ(environ).launcher is None
 
 
 @pytest.mark.parametrize(("text", "gpu"), [("1", "mpi"), ("On", "mpi"), ("0", "staged"), ("auto", "staged")])

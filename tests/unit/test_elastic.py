@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import pickle
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -221,22 +221,7 @@ def test_ranks_end_well_once_another_job_can_begin(
         train(Kept())
     assert not ends.value.code
     assert not rr.is_initialized()
-    assert capfd.readouterr().err == "\x1eringreduce: the ranks begin again\n"
-
-
-def test_a_program_that_handles_the_signal_is_told(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its handler stays, and the job does not grow."""
-    monkeypatch.setenv("RINGREDUCE_BEGINS_AGAIN", "1")
-    before = signal.signal(signal.SIGUSR2, handler := lambda number, frame: None)
-    try:
-        rr.init()
-        assert signal.getsignal(signal.SIGUSR2) is handler
-        assert "may not grow: the program handles SIGUSR2" in caplog.text
-    finally:
-        rr.shutdown()
-        signal.signal(signal.SIGUSR2, before)
+    assert capfd.readouterr().err == f"\x1eringreduce: rank 0 on {os.uname().nodename} begins again\n"
 
 
 def test_srun_is_told_from_what_lets_ranks_go_on(

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 from gpu_doubles.driver import HostArray, HostDriver
 from gpu_doubles.ranks import run_gpu_ranks
+from ringreduce.bench.places import OnDevice
 
 import ringreduce as rr
 from ringreduce.bench import bench
-from ringreduce.bench.places import OnDevice
 from ringreduce.bench.results import Report, Settings
 from ringreduce.common.errors import UnsupportedBufferError
 from ringreduce.gpu.inventory import Inventory

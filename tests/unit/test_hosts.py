@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ringreduce.common.errors import ConfigError
-from ringreduce.launcher.hosts import Cooldown, Hosts, Rules, parse_host_file, parse_hosts
+from ringreduce.launcher.hosts import Cooldown, Hosts, SizePolicy, parse_host_file, parse_hosts
 
 FOREVER, AT_ONCE, A_MINUTE = None, Cooldown(0, 0), Cooldown(60, 60)
 
@@ -25,7 +25,7 @@ FOREVER, AT_ONCE, A_MINUTE = None, Cooldown(0, 0), Cooldown(60, 60)
 )
 def test_a_job_starts_with_what_there_is(listed: dict[str, int], least: int, most: int, ranks: dict[str, int]) -> None:
     """As many ranks as there are slots, on the first hosts, up to the most; none if that is less than the least."""
-    assert Hosts(listed).next_ranks(Rules(least, most), 0.0) == ranks
+    assert Hosts(listed).next_ranks(SizePolicy(least, most), 0.0) == ranks
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,8 @@ def test_a_host_fails_for_a_while(
 ) -> None:
     """From its last death on, for twice as long with each, up to the most; without a number for ever."""
     hosts = Hosts({"a": 4}, {}, {"a": deaths})
-    assert hosts.is_failing("a", Rules(1, 4, cooldown), now) is failing
-    assert hosts.next_ranks(Rules(1, 4, cooldown), now) == ({} if failing else {"a": 4})
+    assert hosts.is_failing("a", SizePolicy(1, 4, cooldown), now) is failing
+    assert hosts.next_ranks(SizePolicy(1, 4, cooldown), now) == ({} if failing else {"a": 4})
 
 
 @pytest.mark.parametrize(
@@ -80,45 +80,45 @@ def test_when_the_ranks_begin_again(
     changes: bool,
 ) -> None:
     """If there would be more, or some are where they should not be; never with fewer than the least."""
-    rules = Rules(2 if living.get("a", 0) > 1 else 1, 4, cooldown)
-    assert bool(Hosts(listed, living, deaths).reason_to_change(rules, 30.0)) is changes
+    policy = SizePolicy(2 if living.get("a", 0) > 1 else 1, 4, cooldown)
+    assert bool(Hosts(listed, living, deaths).reason_to_change(policy, 30.0)) is changes
 
 
 def test_why_the_ranks_begin_again() -> None:
     """Each host with its own reason, and more slots only where that is the reason."""
-    rules = Rules(1, 9)
+    policy = SizePolicy(1, 9)
     hosts = Hosts({"a": 1, "e": 9}).started({"a": 2, "b": 1, "c": 1})
-    assert hosts.reason_to_change(rules, 0.0) == "b and c are no longer listed; a has fewer slots than ranks"
+    assert hosts.reason_to_change(policy, 0.0) == "b and c are no longer listed; a has fewer slots than ranks"
     hosts = Hosts({"a": 1, "b": 1}).started({"a": 2, "b": 2})
-    assert hosts.reason_to_change(rules, 0.0) == "a and b have fewer slots than ranks"
+    assert hosts.reason_to_change(policy, 0.0) == "a and b have fewer slots than ranks"
     hosts = Hosts({"a": 3}).started({"a": 2})
-    assert hosts.reason_to_change(rules, 0.0) == "there are slots for 3 ranks, and 2 live"
+    assert hosts.reason_to_change(policy, 0.0) == "there are slots for 3 ranks, and 2 live"
 
 
 def test_which_hosts_are_not_used_anew_and_until_when() -> None:
     """In words for users; hosts that are no longer listed are no use to them."""
     hosts = Hosts({"a": 2, "b": 2, "": 1}, {}, {"a": (10.0,), "": (0.0,), "c": (10.0,)})
-    assert hosts.failing_said(Rules(1, 4, A_MINUTE), 30.0) == (
+    assert hosts.failing_said(SizePolicy(1, 4, A_MINUTE), 30.0) == (
         "a counts as failing for another 40 s, this machine counts as failing for another 30 s"
     )
-    assert hosts.failing_said(Rules(1, 4, FOREVER), 30.0).startswith("a counts as failing for ever")
-    assert hosts.failing_said(Rules(1, 4, A_MINUTE), 70.0) == ""
+    assert hosts.failing_said(SizePolicy(1, 4, FOREVER), 30.0).startswith("a counts as failing for ever")
+    assert hosts.failing_said(SizePolicy(1, 4, A_MINUTE), 70.0) == ""
 
 
 def test_ranks_that_live_on_a_host_that_fails_begin_again_there() -> None:
     """Its free slots do not count, theirs do."""
     hosts = Hosts({"a": 4, "b": 2}, {"a": 3}, {"a": (0.0,)})
-    assert hosts.next_ranks(Rules(1, 8), 1.0) == {"a": 3, "b": 2}
+    assert hosts.next_ranks(SizePolicy(1, 8), 1.0) == {"a": 3, "b": 2}
 
 
 def test_what_happens_to_hosts() -> None:
     """Deaths are of a host; those that come of having too few ranks are nobody's fault."""
-    rules = Rules(3, 4)
+    policy = SizePolicy(3, 4)
     hosts = Hosts({"a": 2, "b": 2}).started({"a": 2, "b": 2})
-    hosts = hosts.died("a", 1.0, rules).died("b", 2.0, rules)
+    hosts = hosts.died("a", 1.0, policy).died("b", 2.0, policy)
     assert hosts.living == {"a": 1, "b": 1}
     assert hosts.deaths == {"a": (1.0,), "b": (2.0,)}
-    hosts = hosts.died("a", 3.0, rules).died("b", 3.0, rules)
+    hosts = hosts.died("a", 3.0, policy).died("b", 3.0, policy)
     assert hosts.living == {"a": 0, "b": 0}
     assert hosts.deaths == {"a": (1.0,), "b": (2.0,)}
 
@@ -138,7 +138,7 @@ def test_after_a_job_has_failed(
 ) -> None:
     """Hosts that have not failed are used; all, if these do not suffice and the others would fail for ever."""
     hosts = Hosts({"a": 2, "b": 2}, {"a": 1, "b": 1}, deaths)
-    assert hosts.failed(2.0, Rules(2, 4, cooldown)).next_ranks(Rules(2, 4, cooldown), 2.0) == ranks
+    assert hosts.failed(2.0, SizePolicy(2, 4, cooldown)).next_ranks(SizePolicy(2, 4, cooldown), 2.0) == ranks
 
 
 @pytest.mark.parametrize(
@@ -155,12 +155,12 @@ def test_after_a_job_has_failed(
 def test_the_host_that_a_rank_means(name: str, host: str) -> None:
     """By its name there, which may be longer or shorter than the one that was listed, or localhost."""
     hosts = Hosts({"localhost": 1, "b": 1, "c.cluster": 1})
-    assert hosts.find(name, {"me", "me.cluster"}) == host
+    assert hosts.find(9, name, {"me", "me.cluster"}) == host
 
 
 def test_addresses_have_no_short_names() -> None:
     """10.0.0.3 is not 10.0.0.1."""
-    assert Hosts({"10.0.0.1": 2, "10.0.0.2": 2}).find("10.0.0.3", {"me"}) == "10.0.0.3"
+    assert Hosts({"10.0.0.1": 2, "10.0.0.2": 2}).find(9, "10.0.0.3", {"me"}) == "10.0.0.3"
 
 
 @pytest.mark.parametrize(
@@ -171,16 +171,11 @@ def test_addresses_have_no_short_names() -> None:
         (("n.one", "n.two"), ("n", "other"), "me"),  # a short name of both
     ],
 )
-def test_a_host_is_known_by_what_its_ranks_have_said(
-    listed: tuple[str, str], names: tuple[str, str], here: str
-) -> None:
-    """As they begin, in the order in which mpirun fills hosts; what a former job has said does not count."""
+def test_a_host_is_known_by_its_ranks(listed: tuple[str, str], names: tuple[str, str], here: str) -> None:
+    """In the order in which mpirun fills hosts, where the name that a rank has for its host does not tell."""
     hosts = Hosts(dict.fromkeys(listed, 3)).started({listed[0]: 2, listed[1]: 3})
-    for rank in (4, 0, 2, 1, 3):
-        hosts = hosts.began(rank, names[rank >= 2])
-    assert [hosts.find(name, {here}) for name in names] == list(listed)
-    assert hosts.began(9, "n9").find("n9", {here}) == "n9"
-    assert hosts.started({listed[0]: 1}).names == {}
+    assert [hosts.find(rank, names[rank >= 2], {here}) for rank in range(5)] == [listed[0]] * 2 + [listed[1]] * 3
+    assert hosts.find(9, "n9", {here}) == "n9"
 
 
 @pytest.mark.parametrize(

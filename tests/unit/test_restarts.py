@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 
 from ringreduce.common.errors import ConfigError
-from ringreduce.launcher.hosts import Cooldown, Rules
+from ringreduce.launcher.hosts import Cooldown, SizePolicy
 from ringreduce.launcher.job import Mark
-from ringreduce.launcher.restarts import Restarts, Wishes
+from ringreduce.launcher.mpirun import Mpirun
+from ringreduce.launcher.restarts import Restarts
+from ringreduce.launcher.spec import LaunchSpec
+from ringreduce.launcher.start import Start
 
 Hear = Callable[[Mark], None]
 Tell = Callable[[Hear, Callable[[], None]], int]
@@ -48,8 +50,7 @@ class Jobs:
             def wait(self, look: Callable[[], None], every_s: float | None) -> int:
                 return self._tell(self._hear, look)
 
-            def tell_ranks(self, number: signal.Signals) -> None:
-                assert number == signal.SIGUSR2
+            def tell_ranks(self) -> None:
                 jobs.asked[-1] += 1
 
             def end(self) -> None:
@@ -64,13 +65,17 @@ class Jobs:
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
-    def run(self, rules: Rules, **wishes: Any) -> int:
-        def command(ranks: Mapping[str, int], more: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-            self.started.append((dict(ranks), dict(more)))
-            return [], {}
+    def run(self, least: int, most: int, cooldown: Cooldown | None = None, **options: Any) -> int:
+        spec = LaunchSpec(program=("true",), elastic=True, most=most, **options)
+        started = self.started
 
-        asked = Wishes(rules, elastic=True, watches=True, **wishes)
-        return Restarts(asked, lambda: self.listed, command, frozenset({"me"}), lambda: self.now).run()
+        class Recorded(Start):
+            def command(self, ranks: Mapping[str, int], more: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+                started.append((dict(ranks), dict(more)))
+                return [], {}
+
+        start = Recorded(spec, Mpirun("mpirun", "Open MPI", 5), SizePolicy(least, most, cooldown), frozenset({"me"}))
+        return Restarts(start, lambda: self.listed, lambda: self.now).run()
 
 
 def begin(hear: Hear, size: int, host: str = "a") -> None:
@@ -90,7 +95,7 @@ def test_ranks_are_not_asked_once_one_has_ended_well(monkeypatch: pytest.MonkeyP
         return 0
 
     jobs = Jobs(monkeypatch, job)
-    assert jobs.run(Rules(1, 3)) == 0
+    assert jobs.run(1, 3) == 0
     assert jobs.asked == [1]
 
 
@@ -99,8 +104,8 @@ def test_the_limit_of_a_job_is_never_negative(monkeypatch: pytest.MonkeyPatch) -
 
     def first(hear: Hear, look: Callable[[], None]) -> int:
         begin(hear, 2)
-        hear(Mark("went on"))
-        hear(Mark("begin again"))
+        hear(Mark("has gone on", 0, "a"))
+        hear(Mark("begins again", 0, "a"))
         return 0
 
     def last(hear: Hear, look: Callable[[], None]) -> int:
@@ -108,7 +113,7 @@ def test_the_limit_of_a_job_is_never_negative(monkeypatch: pytest.MonkeyPatch) -
         return 0
 
     jobs = Jobs(monkeypatch, first, last)
-    assert jobs.run(Rules(1, 2), reset_limit=1) == 0
+    assert jobs.run(1, 2, reset_limit=1) == 0
     assert [more["RINGREDUCE_RESET_LIMIT"] for _, more in jobs.started] == ["1", "0"]
 
 
@@ -119,7 +124,7 @@ def test_a_crash_at_the_end_of_a_job_that_begins_again_is_no_death(monkeypatch: 
         begin(hear, 2)
         jobs.listed = {"a": 3}
         look()
-        hear(Mark("begin again"))
+        hear(Mark("begins again", 0, "a"))
         hear(Mark("has died", 1, "a"))
         return 1
 
@@ -128,7 +133,7 @@ def test_a_crash_at_the_end_of_a_job_that_begins_again_is_no_death(monkeypatch: 
         return 0
 
     jobs = Jobs(monkeypatch, first, last)
-    assert jobs.run(Rules(2, 3)) == 0
+    assert jobs.run(2, 3) == 0
     assert [ranks for ranks, _ in jobs.started] == [{"a": 2}, {"a": 3}]
 
 
@@ -144,7 +149,7 @@ def test_hosts_that_count_as_failing_are_named_where_slots_are_too_few(
 
     jobs = Jobs(monkeypatch, job)
     with pytest.raises(ConfigError, match=r"0 slots .*; a counts as failing for another 9. s; add hosts"):
-        jobs.run(Rules(2, 2, Cooldown(100, 100)), restarts=1, start_timeout_s=5.0)
+        jobs.run(2, 2, Cooldown(100, 100), restarts=1, start_timeout_s=5.0)
     assert "waiting for 2 slots; 0 can be used; a counts as failing for another 99 s" in capsys.readouterr().err
 
 
@@ -160,7 +165,7 @@ def test_users_hear_once_that_no_rank_listens(
         for seconds in (0.0, 29.0, 1.0, 1.0):
             jobs.wait(seconds)
             if len(said) == 2:
-                hear(Mark("went on"))
+                hear(Mark("has gone on", 0, "a"))
             look()
             said.append("no rank has begun again" in capsys.readouterr().err)
         for _ in range(40):
@@ -170,7 +175,7 @@ def test_users_hear_once_that_no_rank_listens(
         return 0
 
     jobs = Jobs(monkeypatch, job)
-    assert jobs.run(Rules(1, 3)) == 0
+    assert jobs.run(1, 3) == 0
     assert said == [False] * 4
     assert capsys.readouterr().err.count("no rank has begun again 30 s after they were asked to") == 1
 
@@ -181,9 +186,9 @@ def test_ranks_that_go_on_while_others_begin_again_are_ended(monkeypatch: pytest
 
     def splitting(hear: Hear, look: Callable[[], None]) -> int:
         begin(hear, 2)
-        hear(Mark("begin again"))
+        hear(Mark("begins again", 0, "a"))
         if went_on:
-            hear(Mark("went on"))
+            hear(Mark("has gone on", 0, "a"))
         else:
             look()
             assert jobs.ended == 0
@@ -199,6 +204,6 @@ def test_ranks_that_go_on_while_others_begin_again_are_ended(monkeypatch: pytest
         return 0
 
     jobs = Jobs(monkeypatch, splitting, ending)
-    assert jobs.run(Rules(1, 2)) == 0
+    assert jobs.run(1, 2) == 0
     assert len(jobs.started) == 2
     assert jobs.ended == 1

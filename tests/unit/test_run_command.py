@@ -13,22 +13,24 @@ import pytest
 from click.testing import CliRunner
 
 from ringreduce.cli import main
-from ringreduce.common import processes
 from ringreduce.common.errors import ConfigError
-from ringreduce.launcher import discovery, launchers
-from ringreduce.launcher.job import SUPERVISOR, Mark, MarkReader, Notices
-from ringreduce.launcher.launchers import Launcher
+from ringreduce.launcher import discovery, mpirun
+from ringreduce.launcher.hosts import SizePolicy
+from ringreduce.launcher.job import HEARING, SUPERVISOR, Mark, MarkReader, Notices
+from ringreduce.launcher.mpirun import Mpirun
+from ringreduce.launcher.spec import LaunchSpec
 from ringreduce.launcher.start import UNNAMED, Start
 
 DIED = b"\x1eringreduce: rank 3 on n1.cluster has died\n"
+LEAVES = b"\x1eringreduce: rank 0 on n2 begins again\n"
 
 
 @pytest.mark.parametrize(
     ("text", "rest", "marks"),
     [
         (DIED, b"", [Mark("has died", 3, "n1.cluster")]),
-        (b"a" + DIED + b"b\n" + processes.WENT_ON, b"ab\n", [Mark("has died", 3, "n1.cluster"), Mark("went on")]),
-        (processes.BEGIN_AGAIN * 2, b"", [Mark("begin again")] * 2),
+        (b"a" + DIED + b"b\n" + LEAVES, b"ab\n", [Mark("has died", 3, "n1.cluster"), Mark("begins again", 0, "n2")]),
+        (LEAVES * 2, b"", [Mark("begins again", 0, "n2")] * 2),
         (b"no mark \x1e\n\x1eringreduce: is none\n\x1e\x1e", b"no mark \x1e\n\x1eringreduce: is none\n\x1e\x1e", []),
         (DIED[:-1], DIED[:-1], []),
         (b"\x1eringreduce: rank 3 on " + b"n" * 400 + b" has died\n", None, []),
@@ -69,7 +71,8 @@ def test_a_rank_of_horovodrun_finds_its_place(slots: dict[str, int], sizes: tupl
     """Its number on the node, and that of the node among those which have a rank of this number."""
     ask = ("sh", "-c", 'echo "$HOROVOD_RANK" "$HOROVOD_SIZE" "$HOROVOD_LOCAL_RANK" "$HOROVOD_LOCAL_SIZE" '
            '"$HOROVOD_CROSS_RANK" "$HOROVOD_CROSS_SIZE" "$HOROVOD_HOSTNAME"')  # fmt: skip
-    start = Start(Launcher("mpirun", launcher, 5), ask, frozenset(), slots=slots, horovod=True)
+    spec = LaunchSpec(program=ask, horovod=True)
+    start = Start(spec, Mpirun("mpirun", launcher, 5), SizePolicy(1, 6), frozenset(), slots=slots)
     line, _ = start.line_and_settings({UNNAMED: 6}, {})
     names = {
         "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -86,70 +89,30 @@ def test_a_rank_of_horovodrun_finds_its_place(slots: dict[str, int], sizes: tupl
         assert done.stdout.split() == list(map(str, expected))
 
 
-def test_the_signal_of_the_launcher_is_kept() -> None:
-    """Until somebody asks, from before Python handles it on; a program that is started meanwhile does not end by it."""
+def test_what_the_launcher_says_waits_until_a_rank_looks() -> None:
+    """Whatever threads there are, and as the rank ends; what it starts does not end by it, and no handler is called."""
     program = (
         "import os, signal, subprocess, sys, threading\n"
-        "from ringreduce.common.processes import KeptSignal\n"
-        "os.kill(os.getpid(), signal.SIGUSR2)\n"
-        "done, begun = threading.Event(), threading.Event()\n"
-        "def wait(): begun.set(); done.wait()\n"
-        "thread = threading.Thread(target=wait)\n"
-        "thread.start(); begun.wait()\n"
-        "kept = KeptSignal(signal.SIGUSR2)\n"
-        "print(kept.take())\n"
-        "os.kill(os.getpid(), signal.SIGUSR2)\n"
-        "while not kept.take(): pass\n"  # the other thread may be slow
-        "print(True, kept.take())\n"
-        "done.set(); thread.join()\n"
-        "os.kill(os.getpid(), signal.SIGUSR2)\n"
-        "print(kept.take(), kept.take())\n"
+        "import ringreduce as rr\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+        "signal.signal(signal.SIGUSR2, lambda number, frame: print('handled'))\n"
+        "rr.init()\n"
+        "def tell(): os.kill(os.getpid(), signal.SIGUSR2)\n"
+        "print(rr.hosts_changed())\n"
+        "tell(); tell()\n"
+        "print(rr.hosts_changed(), rr.hosts_changed())\n"
+        "def look(): tell(); print(rr.hosts_changed(), flush=True)\n"
+        "thread = threading.Thread(target=look); thread.start(); thread.join()\n"
         "child = subprocess.Popen(['cat'], stdin=subprocess.PIPE)\n"
         "child.send_signal(signal.SIGUSR2)\n"
         "child.communicate()\n"
         "print(child.returncode)\n"
+        "import atexit; atexit.register(tell)\n"
     )
-    done = subprocess.run([*SUPERVISOR, sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "True", "False", "True", "False", "0"]
-
-
-@pytest.mark.parametrize("handler", ["", "signal.signal(signal.SIGUSR2, lambda number, frame: None)\n"])
-def test_the_signal_is_heard_on_another_thread_than_main(handler: str) -> None:
-    """While that waits, so that Python handles nothing; whatever handler the program has set since."""
-    program = (
-        "import os, signal, threading\n"
-        "from ringreduce.common.processes import KeptSignal\n"
-        "begun, go, sent = threading.Event(), threading.Event(), threading.Event()\n"
-        "def older():\n"  # stands for one of MPI's: it gets the signal, before it goes on
-        "    begun.set(); go.wait(); os.kill(os.getpid(), signal.SIGUSR2); sent.set()\n"
-        "older = threading.Thread(target=older); older.start(); begun.wait()\n"
-        "kept = KeptSignal(signal.SIGUSR2)\n"
-        f"{handler}"
-        "def train():\n"
-        "    go.set(); sent.wait()\n"
-        "    print(kept.take(), flush=True)\n"
-        "training = threading.Thread(target=train); training.start(); training.join(); older.join()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=20)
-    assert done.stdout == "True\n"
-
-
-def test_the_signal_ends_no_process_that_is_ending() -> None:
-    """Python takes its handlers back then, and a thread from before has the signal unblocked still."""
-    program = (
-        "import atexit, os, signal, threading\n"
-        "begun = threading.Event()\n"
-        "def older(): begun.set(); threading.Event().wait()\n"
-        "threading.Thread(target=older, daemon=True).start(); begun.wait()\n"
-        "class Late:\n"
-        "    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGUSR2): kill(pid, number)\n"
-        "from ringreduce.common.processes import KeptSignal\n"
-        "kept = KeptSignal(signal.SIGUSR2)\n"
-        "import sys; sys.late = Late()\n"  # which goes after the handlers
-        "signal.signal(signal.SIGUSR2, lambda number, frame: None)\n"  # the program's own
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=20)
-    assert (done.returncode, done.stderr) == (0, "")
+    environ = {**os.environ, "RINGREDUCE_BEGINS_AGAIN": "1"}
+    command = [*SUPERVISOR, *HEARING, sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environ, timeout=50)
+    assert done.stdout.split() == ["False", "True", "False", "True", "0"]
 
 
 def test_a_script_says_which_hosts_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +206,7 @@ def test_one_rank_takes_no_mpirun(
 ) -> None:
     """Where there is none, a single rank runs all the same; several say what to install."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launchers, "_NAMES", ("no-mpirun",))
+    monkeypatch.setattr(mpirun, "_NAMES", ("no-mpirun",))
     assert main(["run", *options, "echo", "hi"], standalone_mode=False) == 0
     assert "hi" in capfd.readouterr().out
     with pytest.raises(ConfigError, match="there is no mpirun"):

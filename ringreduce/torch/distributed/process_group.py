@@ -22,8 +22,9 @@ from torch._C import _distributed_c10d as c10d
 from torch.autograd import profiler
 
 from ringreduce import runtime
-from ringreduce.common.config import find_ranks_of_cpus, job_folder
+from ringreduce.common.config import find_ranks_of_cpus
 from ringreduce.common.errors import ConfigError, TransportError, UnsupportedBufferError
+from ringreduce.common.launch import launch
 from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
 from ringreduce.runtime.groups import Group
 from ringreduce.torch.distributed import works
@@ -92,7 +93,7 @@ def _store() -> Any:
     said = b""
     if runtime.rank() == 0:
         if single_host:  # no port is opened
-            _folders.append(tempfile.TemporaryDirectory(prefix="ringreduce-", dir=job_folder()))
+            _folders.append(tempfile.TemporaryDirectory(prefix="ringreduce-", dir=launch().job_folder))
             said = f"{_folders[-1].name}/store".encode()
         else:
             server = c10d.TCPStore(socket.gethostname(), 0, size, is_master=True, wait_for_workers=False)

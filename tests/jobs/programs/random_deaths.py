@@ -12,11 +12,11 @@ import sys
 if __name__ == "__main__":
     folder, *deaths = sys.argv[1:]
     if os.environ.get("RINGREDUCE_RESTART", "0") == "0":
-        from ringreduce.common.config import launched_rank
+        from ringreduce.common.launch import launch
 
         for death in deaths:
             rank, how = death.split(":")
-            if int(rank) == launched_rank():
+            if int(rank) == launch().rank:
                 if how == "ImportError":
                     raise ImportError("this rank fails before init, as drawn")
                 if how == "exit":

@@ -1,4 +1,4 @@
-"""The launcher of the MPI library that mpi4py loads, and how it is told what to start where."""
+"""The mpirun of the MPI library that mpi4py loads, and how it is told what to start where."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ringreduce.common.errors import ConfigError
+from ringreduce.launcher.spec import LaunchSpec
 
-__all__ = ["Launcher", "Network", "clash", "family", "fill", "find"]
+__all__ = ["Mpirun", "clash", "family", "fill", "find", "output_of"]
 
 _LIMIT_S = 30.0
 _NAMES = ("mpirun", "mpiexec", "mpiexec.hydra")
@@ -29,20 +30,7 @@ with open("/proc/self/maps") as maps:
 
 
 @dataclass(frozen=True, slots=True)
-class Network:
-    """What users say of the way between hosts.
-
-    Attributes:
-        interfaces: the names of those to use, separated by commas; empty: the launcher chooses.
-        ssh_port: where other hosts are reached; None: the standard one.
-    """
-
-    interfaces: str = ""
-    ssh_port: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Launcher:
+class Mpirun:
     """An mpirun.
 
     Attributes:
@@ -58,17 +46,12 @@ class Launcher:
     said: str = ""
 
     @classmethod
-    def ask(cls, path: str) -> Launcher:
+    def ask(cls, path: str) -> Mpirun:
         """Return what a program is, by what it says of its version."""
-        try:
-            done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=_LIMIT_S)
-            said = done.stdout
-        except (OSError, subprocess.TimeoutExpired) as error:
-            said = str(error)
-        return cls.from_version(path, said)
+        return cls.from_version(path, output_of(path, "--version"))
 
     @classmethod
-    def from_version(cls, path: str, said: str) -> Launcher:
+    def from_version(cls, path: str, said: str) -> Mpirun:
         """Return the launcher that prints ``said`` when asked for its version."""
         kind = family(said)
         if kind == "MPICH" and "intel" in said.lower():
@@ -78,28 +61,22 @@ class Launcher:
 
     def command(
         self,
+        spec: LaunchSpec,
         ranks: int,
         slots: Mapping[str, int],
         *,
         hostfile: str | None = None,
         exported: Sequence[str] = (),
-        survives: bool = False,
-        prefix: bool = False,
-        network: Network | None = None,
-        more: Sequence[str] = (),
         program: Sequence[str],
     ) -> list[str]:
         """Return the command line of a job.
 
         Args:
+            spec: what was asked for.
             ranks: how many.
             slots: by host, in the order in which they are filled; none: this machine, or what a scheduler has granted.
             hostfile: a file of hosts in Open MPI's form, which that reads itself; others get ``slots``.
             exported: names of variables that other hosts get, where the launcher does not send all by itself.
-            survives: whether the job lives on without ranks that die; Open MPI's alone.
-            prefix: whether lines of output begin with the rank.
-            network: the way between hosts.
-            more: options of the user, as they are.
             program: what to start, with its arguments.
 
         Raises:
@@ -108,13 +85,13 @@ class Launcher:
         if not self.path:
             assert ranks == 1, "several ranks take an mpirun"
             return [*program]
-        line = [self.path, *(("--with-ft", "ulfm") if survives else ())]
+        line = [self.path, *(("--with-ft", "ulfm") if spec.elastic else ())]
         if self.kind in ("MPICH", "Intel MPI"):
             if slots and sum(slots.values()) < ranks:
                 raise ConfigError(f"-np {ranks} is more than the {sum(slots.values())} slots of the hosts")
-            line += ["-prepend-rank"] if prefix else []
-            line += ["-iface", network.interfaces] if network is not None and network.interfaces else []
-            line += more
+            line += ["-prepend-rank"] if spec.prefix else []
+            line += ["-iface", spec.interfaces] if spec.interfaces else []
+            line += spec.more
             if self.kind == "Intel MPI" and slots:  # it takes no numbers of slots with -hosts
                 blocks = [["-n", str(count), "-host", host, *program] for host, count in fill(slots, ranks).items()]
                 return line + [word for block in blocks for word in (":", *block)][1:]
@@ -126,23 +103,21 @@ class Launcher:
             line += ["--hostfile", hostfile]
         elif slots:
             line += ["--host", ",".join(f"{host}:{count}" for host, count in slots.items())]
-        if prefix:
+        if spec.prefix:
             line += ["--tag-output"] if self.major < 5 else ["--output", "rank"]
         line += [word for name in exported for word in ("-x", name)] if self.kind == "Open MPI" else []
-        return [*line, *more, *program]
+        return [*line, *spec.more, *program]
 
-    def settings(
-        self, ranks: int, environ: Mapping[str, str], *, remote: bool, network: Network | None = None
-    ) -> dict[str, str]:
+    def settings(self, spec: LaunchSpec, ranks: int, environ: Mapping[str, str], *, remote: bool) -> dict[str, str]:
         """Return the variables without which the launcher would refuse the job here, slow it down or open it to others.
 
-        Not those that are set, unless ``network`` asks for them.
+        Not those that are set, unless they are asked for.
 
         Args:
+            spec: what was asked for.
             ranks: how many.
             environ: what is set.
             remote: whether there are other hosts.
-            network: the way between hosts.
         """
         cores = len(os.sched_getaffinity(0))
         threads = 1 if remote else max(1, cores // ranks)
@@ -163,8 +138,8 @@ class Launcher:
                     "PRTE_MCA_hwloc_default_binding_policy" if self.major >= 5 else "OMPI_MCA_hwloc_base_binding_policy"
                 )
                 wanted[name] = "none"
-            if network is not None and network.interfaces:
-                asked["OMPI_MCA_btl_tcp_if_include"] = network.interfaces
+            if spec.interfaces:
+                asked["OMPI_MCA_btl_tcp_if_include"] = spec.interfaces
         elif self.kind == "Intel MPI":
             home = Path(self.path).parent.parent
             if (home / "bin" / "impi_info").exists():  # from a wheel, it does not find its own parts
@@ -176,8 +151,8 @@ class Launcher:
                 wanted["I_MPI_FABRICS"] = "shm"
             if not remote and (ranks > cores or threads > 1):
                 wanted["I_MPI_PIN"] = "0"
-        if network is not None and network.ssh_port is not None:
-            asked[self._ssh_variable] = f"-p {network.ssh_port}"
+        if spec.ssh_port is not None:
+            asked[self._ssh_variable] = f"-p {spec.ssh_port}"
         return {**{name: value for name, value in wanted.items() if name not in environ}, **asked}
 
     @property
@@ -195,15 +170,11 @@ class Launcher:
         if self.kind != "Open MPI":
             return True  # Hydra, of MPICH and Intel MPI, knows all of them
         info = Path(self.path).with_name("prte_info" if self.major >= 5 else "ompi_info")
-        try:
-            done = subprocess.run([info], capture_output=True, text=True, check=False, timeout=_LIMIT_S)
-        except (OSError, subprocess.TimeoutExpired):
-            return False
-        known = set(re.findall(r"MCA ras: (\w+)", done.stdout))
+        known = set(re.findall(r"MCA ras: (\w+)", output_of(str(info))))
         return bool(known & ({scheduler, "tm"} if scheduler == "pbs" else {scheduler}))
 
 
-def find(*, required: bool = True) -> Launcher:
+def find(*, required: bool = True) -> Mpirun:
     """Return the launcher of the MPI library that mpi4py loads: that of its own folder, beside Python, or on the path.
 
     Nothing is kept: modules of a site, or pip, may bring another library before the next call.
@@ -220,17 +191,17 @@ def find(*, required: bool = True) -> Launcher:
     paths += filter(None, map(shutil.which, _NAMES))
     refused, unknown = [], []
     for path in dict.fromkeys(paths):
-        launcher = Launcher.ask(path)
-        if clash(family(launcher.kind), library):
-            refused.append(f"{path} ({launcher.kind})")
-        elif launcher.kind:
-            return launcher
+        found = Mpirun.ask(path)
+        if clash(family(found.kind), library):
+            refused.append(f"{path} ({found.kind})")
+        elif found.kind:
+            return found
         else:  # somebody's own, or a script that does not find its parts, as Intel MPI's mpirun from a wheel
-            unknown.append(launcher)
+            unknown.append(found)
     if unknown:
         return unknown[0]
     if not required:
-        return Launcher("", "")
+        return Mpirun("", "")
     if refused:
         raise ConfigError(
             f"mpi4py loads {library}, and there is no mpirun of that beside it, beside Python or on the path, only "
@@ -242,14 +213,16 @@ def find(*, required: bool = True) -> Launcher:
 
 def _library() -> tuple[str, str]:
     """Return what the MPI library calls itself, and its file; empty where it cannot be loaded or is not there."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", _LOAD], capture_output=True, text=True, check=False, timeout=_LIMIT_S
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return "", ""
-    said = dict(line.partition(" ")[::2] for line in done.stdout.splitlines())
+    said = dict(line.partition(" ")[::2] for line in output_of(sys.executable, "-c", _LOAD).splitlines())
     return said.get("library", ""), said.get("file", "")
+
+
+def output_of(*command: str) -> str:
+    """Return what a program writes to standard output; nothing where it cannot run, or takes longer than 30 s."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=_LIMIT_S).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
 
 
 def fill(slots: Mapping[str, int], ranks: int) -> dict[str, int]:

@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 
 from ringreduce.common.errors import ConfigError
-from ringreduce.launcher import launchers
-from ringreduce.launcher.launchers import Launcher, Network
+from ringreduce.launcher import mpirun
+from ringreduce.launcher.mpirun import Mpirun
+from ringreduce.launcher.spec import LaunchSpec
 
-OPEN_MPI = Launcher("mpirun", "Open MPI", 5)
-OLD_OPEN_MPI = Launcher("mpirun", "Open MPI", 4)
-MPICH = Launcher("mpiexec", "MPICH", 5)
-INTEL = Launcher("mpiexec", "Intel MPI", 2021)
+OPEN_MPI = Mpirun("mpirun", "Open MPI", 5)
+OLD_OPEN_MPI = Mpirun("mpirun", "Open MPI", 4)
+MPICH = Mpirun("mpiexec", "MPICH", 5)
+INTEL = Mpirun("mpiexec", "Intel MPI", 2021)
+TRUE = LaunchSpec(program=("true",))
 
 
 @pytest.mark.parametrize(
@@ -30,7 +32,7 @@ INTEL = Launcher("mpiexec", "Intel MPI", 2021)
 )
 def test_a_launcher_is_known_by_its_version(said: str, kind: str, major: int) -> None:
     """Open MPI, MPICH and Intel MPI take different options; others are told what all take."""
-    launcher = Launcher.from_version("mpirun", said)
+    launcher = Mpirun.from_version("mpirun", said)
     assert (launcher.kind, launcher.major) == (kind, major)
 
 
@@ -40,7 +42,7 @@ def test_a_launcher_is_known_by_its_version(said: str, kind: str, major: int) ->
         (OPEN_MPI, {}, "mpirun -np 3 python t.py"),
         (OPEN_MPI, {"slots": {"a": 2, "b": 1}}, "mpirun -np 3 --host a:2,b:1 python t.py"),
         (OPEN_MPI, {"slots": {"a": 4}, "hostfile": "f"}, "mpirun -np 3 --hostfile f python t.py"),
-        (OPEN_MPI, {"survives": True, "exported": ["A", "B"]}, "mpirun --with-ft ulfm -np 3 -x A -x B python t.py"),
+        (OPEN_MPI, {"elastic": True, "exported": ["A", "B"]}, "mpirun --with-ft ulfm -np 3 -x A -x B python t.py"),
         (
             OPEN_MPI,
             {"prefix": True, "more": ["--map-by", "core"]},
@@ -50,24 +52,26 @@ def test_a_launcher_is_known_by_its_version(said: str, kind: str, major: int) ->
         (MPICH, {}, "mpiexec -np 3 python t.py"),
         (MPICH, {"exported": ["A"]}, "mpiexec -np 3 python t.py"),  # it sends all variables by itself
         (MPICH, {"slots": {"a": 2, "b": 2}, "hostfile": "f"}, "mpiexec -np 3 -hosts a:2,b:2 python t.py"),
-        (MPICH, {"prefix": True, "network": Network("e0")}, "mpiexec -prepend-rank -iface e0 -np 3 python t.py"),
+        (MPICH, {"prefix": True, "interfaces": "e0"}, "mpiexec -prepend-rank -iface e0 -np 3 python t.py"),
         (INTEL, {}, "mpiexec -np 3 python t.py"),
         (INTEL, {"slots": {"a": 2, "b": 2}}, "mpiexec -n 2 -host a python t.py : -n 1 -host b python t.py"),
         (INTEL, {"slots": {"a": 3, "b": 2}, "more": ["-v"]}, "mpiexec -v -n 3 -host a python t.py"),
     ],
 )
-def test_each_library_gets_its_options(launcher: Launcher, options: dict[str, object], line: str) -> None:
+def test_each_library_gets_its_options(launcher: Mpirun, options: dict[str, object], line: str) -> None:
     """The same wish, in the words of each launcher."""
-    slots = options.pop("slots", {})
-    command = launcher.command(3, slots, program=["python", "t.py"], **options)  # type: ignore[arg-type]
+    given = {name: options.pop(name) for name in ("hostfile", "exported") if name in options}
+    slots, program = options.pop("slots", {}), ("python", "t.py")
+    spec = LaunchSpec(program=program, **options)  # type: ignore[arg-type]
+    command = launcher.command(spec, 3, slots, program=program, **given)  # type: ignore[arg-type]
     assert " ".join(command) == line
 
 
 @pytest.mark.parametrize("launcher", [MPICH, INTEL])
-def test_more_ranks_than_slots_are_refused(launcher: Launcher) -> None:
+def test_more_ranks_than_slots_are_refused(launcher: Mpirun) -> None:
     """Hydra would put them somewhere."""
     with pytest.raises(ConfigError, match="-np 3 is more than the 2 slots of the hosts"):
-        launcher.command(3, {"a": 1, "b": 1}, program=["true"])
+        launcher.command(TRUE, 3, {"a": 1, "b": 1}, program=["true"])
 
 
 @pytest.mark.parametrize(
@@ -89,7 +93,7 @@ def test_more_ranks_than_slots_are_refused(launcher: Launcher) -> None:
 )
 def test_what_a_machine_of_eight_cores_needs_is_set(
     monkeypatch: pytest.MonkeyPatch,
-    launcher: Launcher,
+    launcher: Mpirun,
     ranks: int,
     remote: bool,
     expected: dict[str, str],
@@ -97,19 +101,17 @@ def test_what_a_machine_of_eight_cores_needs_is_set(
 ) -> None:
     """Threads share the cores among the ranks; what users have set is left as it is."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    found = launcher.settings(ranks, {}, remote=remote)
+    found = launcher.settings(TRUE, ranks, {}, remote=remote)
     assert expected.items() <= found.items()
     assert absent not in " ".join(found)
-    assert launcher.settings(ranks, found, remote=remote) == {}
+    assert launcher.settings(TRUE, ranks, found, remote=remote) == {}
 
 
 @pytest.mark.parametrize(("launcher", "is_set"), [(OPEN_MPI, True), (OLD_OPEN_MPI, True), (MPICH, False)])
-def test_root_is_allowed_where_that_is_refused(
-    monkeypatch: pytest.MonkeyPatch, launcher: Launcher, is_set: bool
-) -> None:
+def test_root_is_allowed_where_that_is_refused(monkeypatch: pytest.MonkeyPatch, launcher: Mpirun, is_set: bool) -> None:
     """Open MPI alone refuses to start as root."""
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM" in launcher.settings(1, {}, remote=True)) is is_set
+    assert ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM" in launcher.settings(TRUE, 1, {}, remote=True)) is is_set
 
 
 @pytest.mark.parametrize(
@@ -121,9 +123,10 @@ def test_root_is_allowed_where_that_is_refused(
         (INTEL, "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"),
     ],
 )
-def test_the_port_of_ssh_goes_to_the_launcher(launcher: Launcher, variable: str) -> None:
+def test_the_port_of_ssh_goes_to_the_launcher(launcher: Mpirun, variable: str) -> None:
     """Each has a variable of its own for that."""
-    assert launcher.settings(2, {}, remote=True, network=Network(ssh_port=2222))[variable] == "-p 2222"
+    spec = LaunchSpec(program=("true",), ssh_port=2222)
+    assert launcher.settings(spec, 2, {}, remote=True)[variable] == "-p 2222"
 
 
 def fake(path: Path, said: str) -> str:
@@ -139,26 +142,26 @@ def test_the_launcher_is_that_of_the_library(tmp_path: Path, monkeypatch: pytest
     own = fake(tmp_path / "bin" / "mpiexec", "HYDRA build details: Version: 5.0")
     monkeypatch.setattr("sys.executable", str(tmp_path / "path" / "python"))
     monkeypatch.setenv("PATH", f"{tmp_path / 'path'}:{os.environ['PATH']}")
-    monkeypatch.setattr(launchers, "_library", lambda: ("MPICH Version: 5.0.2", str(tmp_path / "lib" / "libmpi.so.12")))
-    assert launchers.find().path == own
-    monkeypatch.setattr(launchers, "_library", lambda: ("Open MPI v5.0.11", ""))
-    assert launchers.find().path == stranger
+    monkeypatch.setattr(mpirun, "_library", lambda: ("MPICH Version: 5.0.2", str(tmp_path / "lib" / "libmpi.so.12")))
+    assert mpirun.find().path == own
+    monkeypatch.setattr(mpirun, "_library", lambda: ("Open MPI v5.0.11", ""))
+    assert mpirun.find().path == stranger
     monkeypatch.setenv("PATH", str(tmp_path / "path"))
-    monkeypatch.setattr(launchers, "_library", lambda: ("MPICH Version: 5.0.2", ""))
+    monkeypatch.setattr(mpirun, "_library", lambda: ("MPICH Version: 5.0.2", ""))
     with pytest.raises(ConfigError, match=r"mpi4py loads MPICH Version: 5.0.2, and .*Open MPI"):
-        launchers.find()
+        mpirun.find()
     script = fake(tmp_path / "path" / "mpiexec", "it does not find its parts")
-    assert launchers.find().path == script  # nobody knows whose it is
+    assert mpirun.find().path == script  # nobody knows whose it is
     os.remove(script)
     os.remove(stranger)
     with pytest.raises(ConfigError, match="there is no mpirun beside Python or on the path"):
-        launchers.find()
+        mpirun.find()
 
 
 def test_the_library_is_named_without_starting_mpi() -> None:
     """As mpi4py loads it here."""
     pytest.importorskip("mpi4py")
-    library, file = launchers._library()
+    library, file = mpirun._library()
     assert any(name in library for name in ("Open MPI", "MPICH", "Intel"))
     assert "libmpi" in file
 
@@ -168,7 +171,7 @@ def test_a_launcher_that_reads_an_allocation_is_asked(tmp_path: Path) -> None:
     info = "#!/bin/sh\necho '   MCA ras: slurm (MCA v2.1.0)'\necho '   MCA ras: pbs (MCA'\n"
     (tmp_path / "prte_info").write_text(info)
     (tmp_path / "prte_info").chmod(0o755)
-    launcher = Launcher(str(tmp_path / "mpirun"), "Open MPI", 5)
+    launcher = Mpirun(str(tmp_path / "mpirun"), "Open MPI", 5)
     assert [launcher.reads(each) for each in ("slurm", "pbs", "lsf")] == [True, True, False]
-    assert not Launcher(str(tmp_path / "mpirun"), "Open MPI", 4).reads("slurm")  # there is no ompi_info to ask
+    assert not Mpirun(str(tmp_path / "mpirun"), "Open MPI", 4).reads("slurm")  # there is no ompi_info to ask
     assert MPICH.reads("lsf")

@@ -1,0 +1,139 @@
+"""What the launcher says to the processes that it starts, and what these say to `ringreduce run`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+__all__ = ["LAUNCHERS", "TORCHRUN", "VARIABLES", "Launch", "Launcher", "launch", "tell_launcher"]
+
+
+class Launcher(NamedTuple):
+    """What starts ranks, and where it says so in their environment.
+
+    Attributes:
+        name: for people.
+        size: the variable that says how many ranks it has started.
+        rank: the variable that says which of them a process is.
+        family: whose it is: ``"Open MPI"``, ``"MPICH"`` for all that is made from it, or empty: anybody's.
+        programs: that stay until the ranks end, its daemons on other hosts included, by the names that the kernel gives
+            them, of at most 15 characters.
+    """
+
+    name: str
+    size: str
+    rank: str
+    family: str = ""
+    programs: tuple[str, ...] = ()
+
+
+_ORTE = ("mpirun", "mpiexec", "prterun", "prted", "orterun", "orted")
+_HYDRA = ("mpiexec.hydra", "hydra_pmi_proxy", "hydra_bstrap_pr")
+LAUNCHERS = (
+    Launcher("Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "Open MPI", _ORTE),
+    Launcher("mpiexec of MPICH or Intel MPI", "PMI_SIZE", "PMI_RANK", "MPICH", _HYDRA),
+    Launcher("mpiexec of MVAPICH", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MPICH", ("mpiexec.mpd",)),
+    Launcher("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", programs=("srun", "slurmstepd")),
+    Launcher("PALS", "PALS_NRANKS", "PALS_RANKID", programs=("aprun", "apinit", "palsd")),
+    Launcher("flux", "FLUX_JOB_SIZE", "FLUX_TASK_RANK", programs=("flux-shell",)),
+    Launcher("jsrun", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK", programs=("jsrun", "jsmd")),
+)
+#: Starts processes that find each other without MPI: torchrun, and others that set the same variables, such as Ray.
+TORCHRUN = Launcher("torchrun (or what sets its variables)", "WORLD_SIZE", "RANK")
+#: Has no variable for the size, but where a rank is not 0 there are others.
+_PMIX_RANK = "PMIX_RANK"
+
+#: What `ringreduce run` sets, and `horovodrun` (the folder of commits).
+VARIABLES = {f"RINGREDUCE_{name}" for name in ("MARKS", "BEGINS_AGAIN", "RESTART", "START_TIMEOUT", "COMMITS")}
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What the launcher of a process says.
+
+    Attributes:
+        launcher: has started it as one of several processes; None: nothing has.
+        proof: the variable that says so, with its value.
+        rank: which of the launcher's processes this is; 0 without a launcher.
+        size: how many ranks it has started; None: no launcher.
+        local_size: how many of them on this host, as Open MPI or torchrun says it; None: that is not known.
+        job_folder: on this host, removed when the job ends, however it does; None: there is none.
+        survives_deaths: whether the job goes on when ranks die: Open MPI's ``mpirun --with-ft ulfm``.
+        marks: the file descriptor to which ranks write what `ringreduce run` reads; None: nobody reads it.
+        grows: whether `ringreduce run` starts the job again on other hosts when the ranks end for that, and tells them
+            by SIGUSR2, which they have blocked, when they should.
+        restarts: how often it has started this job before.
+        start_timeout_s: how long ranks wait in `init` for ranks that have not called it; None: the time limit.
+        commits: the folder in which ``horovodrun`` has elastic states keep their commits; None: it has not.
+    """
+
+    launcher: Launcher | None = None
+    proof: str = ""
+    rank: int = 0
+    size: int | None = None
+    local_size: int | None = None
+    job_folder: str | None = None
+    survives_deaths: bool = False
+    marks: int | None = None
+    grows: bool = False
+    restarts: int = 0
+    start_timeout_s: float | None = None
+    commits: str | None = None
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> Launch:
+        """Read what the environment says."""
+
+        def number(*names: str) -> int | None:
+            return next((int(environ[name]) for name in names if environ.get(name, "").isdigit()), None)
+
+        launcher, proof = _several(number)
+        folder = environ.get("PMIX_SERVER_TMPDIR", "")
+        limit_s: float | None = None
+        with suppress(KeyError, ValueError):
+            limit_s = float(environ["RINGREDUCE_START_TIMEOUT"])
+        return cls(
+            launcher,
+            proof,
+            rank=number(*(each.rank for each in LAUNCHERS)) or 0,
+            size=number(*(each.size for each in LAUNCHERS)),
+            local_size=number("OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_WORLD_SIZE"),
+            job_folder=folder if os.access(folder, os.W_OK | os.X_OK) else None,
+            survives_deaths=environ.get("OMPI_MCA_mpi_ft_enable", "0") in ("1", "true"),
+            marks=number("RINGREDUCE_MARKS"),
+            grows=environ.get("RINGREDUCE_BEGINS_AGAIN") == "1",
+            restarts=number("RINGREDUCE_RESTART") or 0,
+            start_timeout_s=limit_s,
+            commits=environ.get("RINGREDUCE_COMMITS") or None,
+        )
+
+
+def _several(number: Callable[[str], int | None]) -> tuple[Launcher | None, str]:
+    """Return what has started this process as one of several, and what proves it; None: nothing.
+
+    An allocation of several processors, as of an interactive Slurm session, proves nothing: programs start there alone.
+    """
+    for each in (TORCHRUN, *LAUNCHERS):
+        size = number(each.size)
+        if size is not None and number(each.rank) is not None:
+            if size > 1:
+                return each, f"{each.size}={size}"
+            if each is not TORCHRUN:  # it has started this process alone, whatever the others have started
+                return None, ""
+    return (LAUNCHERS[0], f"{_PMIX_RANK}={number(_PMIX_RANK)}") if number(_PMIX_RANK) else (None, "")
+
+
+def launch() -> Launch:
+    """Return what the launcher of this process says."""
+    return Launch.from_environ(os.environ)
+
+
+def tell_launcher(what: str) -> None:
+    """Tell `ringreduce run` what this rank does, in a few small letters, among what it writes to standard error."""
+    said = launch()
+    host = os.environ.get("PMIX_HOSTNAME") or os.uname().nodename
+    with suppress(OSError):  # whoever read it is gone
+        os.write(said.marks or 2, f"\x1eringreduce: rank {said.rank} on {host} {what}\n".encode())

@@ -1,0 +1,118 @@
+"""What users ask for of a job: the options of ``ringreduce run``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ringreduce.common.errors import ConfigError
+from ringreduce.launcher.hosts import Cooldown, parse_host_file, parse_hosts
+
+__all__ = ["LaunchSpec"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchSpec:
+    """What a job is to be. What is None, or empty, was not asked for.
+
+    Attributes:
+        program: what to start, with its arguments.
+        ranks: how many ranks.
+        hosts: with their slots, as in ``h1:2,h2:2``.
+        hostfile: a file of hosts.
+        exported: variables for all ranks, ``NAME`` or ``NAME=VALUE``.
+        folder: for a file of each rank; None: all is shown.
+        prefix: whether lines of output begin with the rank.
+        elastic: whether ranks go on without others.
+        least, most: how few ranks go on, and to how many the job grows.
+        restarts: how often a job that has failed is started again.
+        script: prints which hosts there are.
+        slots: of hosts that are listed without a number.
+        cooldown: how long a host counts as failing; None: for ever.
+        reset_limit: how often at most the ranks change, in whatever way; None: as often as need be.
+        start_timeout_s: how long to wait for enough slots, and in `init` for the last rank.
+        interfaces: names of networks for messages, separated by commas.
+        ssh_port: where other hosts are reached; None: the standard one.
+        more: options for mpirun.
+        verbose: whether to show the command line, the variables that are set, and mpirun's own notices of failures.
+        horovod: whether ranks find Horovod's variables of their place, ``HOROVOD_RANK`` and so on.
+    """
+
+    program: tuple[str, ...]
+    ranks: int | None = None
+    hosts: str | None = None
+    hostfile: str | None = None
+    exported: tuple[str, ...] = ()
+    folder: str | None = None
+    prefix: bool = False
+    elastic: bool = False
+    least: int | None = None
+    most: int | None = None
+    restarts: int = 0
+    script: str | None = None
+    slots: int | None = None
+    cooldown: Cooldown | None = None
+    reset_limit: int | None = None
+    start_timeout_s: float = 600.0
+    interfaces: str | None = None
+    ssh_port: int | None = None
+    more: tuple[str, ...] = ()
+    verbose: bool = False
+    horovod: bool = False
+
+    @property
+    def growth(self) -> list[str]:
+        """The options that were given by which a job begins again on other hosts."""
+        return self._given(
+            {
+                "--max-np": self.most,
+                "--host-discovery-script": self.script,
+                "--cooldown": self.cooldown,
+                "--reset-limit": self.reset_limit,
+            }
+        )
+
+    @staticmethod
+    def _given(options: Mapping[str, object]) -> list[str]:
+        return [name for name, value in options.items() if value is not None]
+
+    def require_sense(self) -> None:
+        """Raise a `ConfigError` if options contradict each other."""
+        given = [*self._given({"--min-np": self.least, "--slots": self.slots}), *self.growth]
+        if given and not self.elastic:
+            raise ConfigError(f"{given[0]} is for elastic jobs; add --elastic")
+        if self.script is not None and (self.hosts or self.hostfile):
+            raise ConfigError("--host-discovery-script names all hosts; leave out -H and --hostfile")
+        if self.hosts and self.hostfile:
+            raise ConfigError("-H and --hostfile both name the hosts; give one of them")
+        if self.prefix and (self.elastic or self.folder):
+            other = "--log-dir" if self.folder else "--elastic"
+            raise ConfigError(f"--prefix does not go with {other}; without it, --log-dir has a file for each rank")
+        if self.folder and self.growth:
+            raise ConfigError(
+                f"--log-dir does not go with {self.growth[0]}: the ranks of such jobs speak to the launcher"
+            )
+
+    def variables(self, environ: Mapping[str, str] = os.environ) -> dict[str, str | None]:
+        """Return the variables for all ranks, None for those that are as they are here.
+
+        Raises:
+            ConfigError: one has no name, or no value.
+        """
+        found: dict[str, str | None] = {}
+        for each in self.exported:
+            name, has_value, value = each.partition("=")
+            if not name:
+                raise ConfigError(f"-x {each!r} names no variable; expected NAME or NAME=VALUE")
+            if not has_value and name not in environ:
+                raise ConfigError(f"-x {name}: it is not set here; give a value, as in -x {name}=1")
+            found[name] = value if has_value else None
+        return found
+
+    def named_hosts(self) -> dict[str, int]:
+        """Return the slots by host that users name."""
+        if self.hostfile is not None:
+            return parse_host_file(Path(self.hostfile).read_text(encoding="utf-8", errors="replace"), self.slots or 1)
+        return parse_hosts(self.hosts or "", self.slots or 1)
