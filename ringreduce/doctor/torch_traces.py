@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from ringreduce.common.errors import ConfigError
-from ringreduce.doctor.dumps import sets_of
+from ringreduce.doctor.dumps import main_stack
+from ringreduce.doctor.waits import sets_of
 
 __all__ = ["PREFIX", "write"]
 
@@ -238,8 +239,7 @@ def _entry(
 
 def _frames(dump: Dump) -> list[Dump]:
     """Return where the main thread of a rank is."""
-    main: list[Dump] = next((each["stack"] for each in dump["threads"] if each["name"] == "MainThread"), [])
-    return [_frame(each["function"], each["file"], each["line"]) for each in reversed(main)]
+    return [_frame(each["function"], each["file"], each["line"]) for each in reversed(main_stack(dump))]
 
 
 def _frame(name: str, file: str, line: str | int) -> Dump:

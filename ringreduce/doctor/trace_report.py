@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from ringreduce.bench.cases import format_nbytes
 from ringreduce.common.errors import ConfigError
+from ringreduce.doctor.tables import table
+from ringreduce.observe.trace_file import collect
 
 __all__ = ["PARTS", "load", "report", "show", "to_html"]
 
@@ -38,23 +39,19 @@ PARTS = {
 
 def show(found: Mapping[str, Any]) -> None:
     """Print the table of a report."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    headings, rows = _cells(found)
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
+    made = table(*_cells(found))
     # At least as wide as the table: a number is whole, or it is misread.
-    width = Console(width=_WIDE).measure(table).maximum
-    Console(highlight=False, width=max(Console().width, width)).print(table)
+    width = Console(width=_WIDE).measure(made).maximum
+    Console(highlight=False, width=max(Console().width, width)).print(made)
 
 
 def load(path: str | Path) -> list[Event]:
-    """Return the events of a trace.
+    """Return the events of a trace, those included that ranks which were killed have written beside it.
 
     Raises:
         ConfigError: it is none of ringreduce's.
     """
+    collect(path)
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -254,15 +251,15 @@ def to_html(found: dict[str, Any], title: str) -> str:
     legend = "".join(f'<span><i style="background:{colour}"></i>{part}</span>' for part, colour in PARTS.items())
     headings, cells = _cells(found)
     rows = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in cells)
-    table = f"<table><tr>{''.join(f'<th>{each}</th>' for each in headings)}</tr>{rows}</table>"
+    numbers = f"<table><tr>{''.join(f'<th>{each}</th>' for each in headings)}</tr>{rows}</table>"
     steps = f"""<p>Where the time of a training step went on each rank: medians in milliseconds.</p>
 <svg width="780" height="{y}" role="img" aria-label="time of a step by part">{"".join(bars)}</svg>
 <p>{legend}</p>
-{table}
+{numbers}
 <p>comm: the time in which only communication went on; hidden: communication that ran during forward, backward or
 optimizer. last: in how many steps the rank was the last to end its backward pass; late: by how much it came after the
 first one, on average.</p>"""
-    calls = f"<p>Collectives on each rank. There are no training steps in this trace.</p>\n{table}"
+    calls = f"<p>Collectives on each rank. There are no training steps in this trace.</p>\n{numbers}"
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title><style>
 body {{ font: 14px system-ui, sans-serif; margin: 2em; }}
