@@ -25,8 +25,6 @@ _WIDE = 1000  # columns, which no table takes
 Event = dict[str, Any]
 Span = tuple[float, float]  # begin and end, in microseconds
 
-#: Of the table.
-_HEADINGS = "rank", "steps", "step ms", "forward", "backward", "optimizer", "comm", "rest", "hidden", "last", "late ms"
 #: What a step's time is divided into, and the colours of these parts.
 PARTS = {
     "forward": "#4c78a8",
@@ -34,6 +32,30 @@ PARTS = {
     "optimizer": "#54a24b",
     "communication": "#e45756",
     "rest": "#bab0ac",
+}
+
+
+#: Of the table: the headings, and how the cells are written.
+_STEPS = {
+    "rank": "{rank}",
+    "steps": "{steps}",
+    "step ms": "{step:.2f}",
+    "forward": "{forward:.2f}",
+    "backward": "{backward:.2f}",
+    "optimizer": "{optimizer:.2f}",
+    "comm": "{communication:.2f}",
+    "rest": "{rest:.2f}",
+    "hidden": "{hidden:.2f}",
+    "last": "{last:.0%}",
+    "late ms": "{late:.2f}",
+}
+_CALLS = {
+    "rank": "{rank}",
+    "collective": "{collective}",
+    "calls": "{calls}",
+    "size": "{size}",
+    "total ms": "{total:.2f}",
+    "median ms": "{median:.3f}",
 }
 
 
@@ -105,24 +127,25 @@ def report(events: Sequence[Event], skip: int = 0) -> dict[str, Any]:
         if not calls:
             raise ConfigError("there are neither training steps nor collectives in this trace")
         return {"ranks": [], "collectives": calls}
-    common = set.intersection(*({each.number for each in found} for found in steps.values()))
     ready = {rank: {each.number: each.ready for each in found} for rank, found in steps.items()}
+    common = set.intersection(*map(set, ready.values()))
     last = Counter(max(ready, key=lambda rank: ready[rank][number]) for number in common)
-    first = {number: min(ready[rank][number] for rank in ready) for number in common}
-    ranks = []
-    for rank, found in steps.items():
-        late = [ready[rank][number] - first[number] for number in common]
-        ranks.append(
-            {
-                "rank": rank,
-                "steps": len(found),
-                "step": _median_ms(each.took for each in found),
-                **{part: _median_ms(each.parts[part] for each in found) for part in PARTS},
-                "hidden": _median_ms(each.hidden for each in found),
-                "last": last[rank] / len(common) if common and len(steps) > 1 else 0.0,
-                "late": statistics.fmean(late) / 1e3 if late else 0.0,
-            }
-        )
+    late = {
+        rank: [mine[number] - min(each[number] for each in ready.values()) for number in common]
+        for rank, mine in ready.items()
+    }
+    ranks = [
+        {
+            "rank": rank,
+            "steps": len(found),
+            "step": _median_ms(each.took for each in found),
+            **{part: _median_ms(each.parts[part] for each in found) for part in PARTS},
+            "hidden": _median_ms(each.hidden for each in found),
+            "last": last[rank] / len(common) if common and len(steps) > 1 else 0.0,
+            "late": statistics.fmean(late[rank]) / 1e3 if common else 0.0,
+        }
+        for rank, found in steps.items()
+    ]
     return {"ranks": ranks}
 
 
@@ -144,31 +167,12 @@ def _collectives(events: Sequence[Event]) -> list[dict[str, Any]]:
     ]
 
 
-def _cells(found: Mapping[str, Any]) -> tuple[Sequence[str], list[list[str]]]:
+def _cells(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return the headings and the cells of the table of a report."""
-    if not found["ranks"]:
-        headings = ("rank", "collective", "calls", "size", "total ms", "median ms")
-        return headings, [
-            [
-                str(each["rank"]),
-                each["collective"],
-                str(each["calls"]),
-                format_nbytes(each["nbytes"]),
-                f"{each['total']:.2f}",
-                f"{each['median']:.3f}",
-            ]
-            for each in found["collectives"]
-        ]
-    return _HEADINGS, [
-        [
-            str(each["rank"]),
-            str(each["steps"]),
-            *(f"{each[part]:.2f}" for part in ("step", *PARTS, "hidden")),
-            f"{each['last']:.0%}",
-            f"{each['late']:.2f}",
-        ]
-        for each in found["ranks"]
-    ]
+    columns, rows = _STEPS, found["ranks"]
+    if not rows:
+        columns, rows = _CALLS, [{**each, "size": format_nbytes(each["nbytes"])} for each in found["collectives"]]
+    return list(columns), [[cell.format(**each) for cell in columns.values()] for each in rows]
 
 
 def _steps(rank: int, events: Sequence[Event], skip: int) -> list[_Step]:

@@ -153,31 +153,22 @@ class Metrics:
             communicators: those of blocking calls.
             engines: those of asynchronous operations, each with its ranks of the world.
         """
-        collectives = {}
         carriers = [*communicators, *(engine.communicator for engine, _ in engines)]
         counted = [{**each.tallies, **each.message_tallies} for each in carriers]
-        for name in counted[0] if counted else ():
-            tallies = [each[name] for each in counted]
-            total = Total(
-                calls=sum(each.calls for each in tallies),
-                nbytes=sum(each.nbytes for each in tallies),
-                seconds=sum(each.seconds for each in tallies),
-            )
-            if total.calls:
-                collectives[name] = total
-        late: list[tuple[float, int, float]] = []
-        for engine, ranks in engines:
-            if engine.tally.late is not None:
-                at, member, seconds = engine.tally.late
-                late.append((at, ranks[member], seconds))
-        _, late_rank, late_s = max(late, default=(0.0, None, 0.0))
+        totals = {
+            name: Total(*(sum(getattr(each[name], field.name) for each in counted) for field in fields(Total)))
+            for name in (counted[0] if counted else ())
+        }
+        tallies = [engine.tally for engine, _ in engines]
+        heard = [(engine.tally.late, ranks) for engine, ranks in engines if engine.tally.late is not None]
+        late, ranks = max(heard, default=((0.0, 0, 0.0), ()))
         return cls(
-            collectives=collectives,
-            operations=sum(engine.tally.operations for engine, _ in engines),
-            batches=sum(engine.tally.batches for engine, _ in engines),
-            operations_s=sum(engine.tally.seconds for engine, _ in engines),
-            overlapped_s=sum(engine.tally.overlapped_s for engine, _ in engines),
+            collectives={name: total for name, total in totals.items() if total.calls},
+            operations=sum(each.operations for each in tallies),
+            batches=sum(each.batches for each in tallies),
+            operations_s=sum(each.seconds for each in tallies),
+            overlapped_s=sum(each.overlapped_s for each in tallies),
             waited_s=sum(engine.waited_s for engine, _ in engines),
-            late_rank=late_rank,
-            late_s=late_s,
+            late_rank=ranks[late[1]] if heard else None,
+            late_s=late[2],
         )
