@@ -129,6 +129,7 @@ class Timeline:
         self._dropped = self._said_dropped = 0
         self._rows, self._operations = itertools.count(1), itertools.count(1)
         self._program: int | None = None  # the row of the program
+        self._pid = os.getpid()  # one that is forked writes nothing
         self._turn = threading.RLock()  # Guards what follows: one thread at a time writes.
         self._due_s = 0.0  # when the file may be made again
         self._writing = False  # whether it does, also as its own signal handler sees it
@@ -222,7 +223,7 @@ class Timeline:
                 return False  # this thread, which a signal handler has interrupted, is at it
             self._writing = True
             try:
-                if self._limit:
+                if self._limit and os.getpid() == self._pid:
                     if text := self._encoded():
                         self._file.append(text)
                     then()

@@ -43,7 +43,7 @@ class TraceFile:
         self._part = os.path.join(self._folder, str(rank))
         self._new = os.path.join(self._folder, f"new.{rank}")
         self._lock: int | None = None
-        self._begun = False
+        self._begun = self._finished = False
 
     def begin(self, text: bytes) -> None:
         """Make this rank's part with its first events, and the file; an earlier trace in the file is replaced.
@@ -114,6 +114,7 @@ class TraceFile:
                     self._unlock()
                 if self._parts() == parts:
                     break
+        self._finished = True
 
     def close(self) -> None:
         """Let another rank make the file."""
@@ -163,7 +164,9 @@ class TraceFile:
         head, size = _read_head(self._path, len(self._head))
         if head and head != self._head and self._begun:
             raise FileExistsError(errno.EEXIST, "another trace was begun in it")
-        if not parts or (head == self._head and size == len(head) + sum(size for _, size, _ in parts) + len(_CLOSING)):
+        if not parts or (self._finished and not head):
+            return  # it has been moved since
+        if head == self._head and size == len(head) + sum(size for _, size, _ in parts) + len(_CLOSING):
             return
         try:
             with open(self._new, "wb", opener=_open_private) as file:
