@@ -7,7 +7,6 @@ import json
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,25 +36,13 @@ PARTS = {
 
 #: Of the table: the headings, and how the cells are written.
 _STEPS = {
-    "rank": "{rank}",
-    "steps": "{steps}",
-    "step ms": "{step:.2f}",
-    "forward": "{forward:.2f}",
-    "backward": "{backward:.2f}",
-    "optimizer": "{optimizer:.2f}",
-    "comm": "{communication:.2f}",
-    "rest": "{rest:.2f}",
-    "hidden": "{hidden:.2f}",
-    "last": "{last:.0%}",
-    "late ms": "{late:.2f}",
+    **{"rank": "{rank}", "steps": "{steps}", "step ms": "{step:.2f}", "forward": "{forward:.2f}"},
+    **{"backward": "{backward:.2f}", "optimizer": "{optimizer:.2f}", "comm": "{communication:.2f}"},
+    **{"rest": "{rest:.2f}", "hidden": "{hidden:.2f}", "last": "{last:.0%}", "late ms": "{late:.2f}"},
 }
 _CALLS = {
-    "rank": "{rank}",
-    "collective": "{collective}",
-    "calls": "{calls}",
-    "size": "{size}",
-    "total ms": "{total:.2f}",
-    "median ms": "{median:.3f}",
+    **{"rank": "{rank}", "collective": "{collective}", "calls": "{calls}", "size": "{size}"},
+    **{"total ms": "{total:.2f}", "median ms": "{median:.3f}"},
 }
 
 
@@ -90,17 +77,6 @@ def load(path: str | Path) -> list[Event]:
     raise ConfigError(f"{path} is no trace of ringreduce")
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """A training step of a rank: how much of it was what, in microseconds; and when its backward pass ended."""
-
-    number: int
-    took: float
-    parts: dict[str, float]
-    hidden: float
-    ready: float
-
-
 def report(events: Sequence[Event], skip: int = 0) -> dict[str, Any]:
     """Return where the time of steps went.
 
@@ -127,22 +103,17 @@ def report(events: Sequence[Event], skip: int = 0) -> dict[str, Any]:
         if not calls:
             raise ConfigError("there are neither training steps nor collectives in this trace")
         return {"ranks": [], "collectives": calls}
-    ready = {rank: {each.number: each.ready for each in found} for rank, found in steps.items()}
+    ready = {rank: {each["number"]: each["ready"] for each in found} for rank, found in steps.items()}
     common = set.intersection(*map(set, ready.values()))
+    first = {number: min(each[number] for each in ready.values()) for number in common}
     last = Counter(max(ready, key=lambda rank: ready[rank][number]) for number in common)
-    late = {
-        rank: [mine[number] - min(each[number] for each in ready.values()) for number in common]
-        for rank, mine in ready.items()
-    }
     ranks = [
         {
             "rank": rank,
             "steps": len(found),
-            "step": _median_ms(each.took for each in found),
-            **{part: _median_ms(each.parts[part] for each in found) for part in PARTS},
-            "hidden": _median_ms(each.hidden for each in found),
+            **{part: _median_ms(each[part] for each in found) for part in ("step", *PARTS, "hidden")},
             "last": last[rank] / len(common) if common and len(steps) > 1 else 0.0,
-            "late": statistics.fmean(late[rank]) / 1e3 if common else 0.0,
+            "late": statistics.fmean(ready[rank][each] - first[each] for each in common) / 1e3 if common else 0.0,
         }
         for rank, found in steps.items()
     ]
@@ -175,7 +146,8 @@ def _cells(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     return list(columns), [[cell.format(**each) for cell in columns.values()] for each in rows]
 
 
-def _steps(rank: int, events: Sequence[Event], skip: int) -> list[_Step]:
+def _steps(rank: int, events: Sequence[Event], skip: int) -> list[dict[str, Any]]:
+    """Return the training steps of a rank: their numbers, how much was what (microseconds), and when each was ready."""
     mine = [event for event in events if event["pid"] == rank]
     rows = {event["tid"]: event["args"]["name"] for event in mine if event["name"] == "thread_name"}
     spans = [event for event in mine if event["ph"] == "X"]
@@ -188,18 +160,16 @@ def _steps(rank: int, events: Sequence[Event], skip: int) -> list[_Step]:
     moving = _union(_span(each) for each in spans if ": " in rows.get(each["tid"], ""))
     found = []
     for each in program:
-        if "step" not in each["args"] or each["args"]["step"] < skip:
+        if each["args"].get("step", -1) < skip:
             continue
         whole = [_span(each)]
         parts = {name: _length(_within(spans, whole)) for name, spans in busy.items()}
-        moved = _length(_within(moving, whole))
         hidden = _length(_within(_within(moving, working), whole))
-        parts["communication"] = moved - hidden
-        took = _length(whole)
-        parts["rest"] = max(took - sum(parts.values()), 0.0)
-        passes = _within(busy["backward"], whole)
-        ready = passes[-1][1] if passes else whole[0][0]
-        found.append(_Step(each["args"]["step"], took, parts, hidden, ready))
+        parts["communication"] = _length(_within(moving, whole)) - hidden
+        rest = max(each["dur"] - sum(parts.values()), 0.0)
+        ready = [end for _, end in _within(busy["backward"], whole)] or [each["ts"]]
+        about = {"number": each["args"]["step"], "step": each["dur"], "ready": ready[-1]}
+        found.append({**about, **parts, "rest": rest, "hidden": hidden})
     return found
 
 

@@ -103,7 +103,7 @@ class TraceFile:
         """
         with suppress(FileNotFoundError):  # all have finished, and another rank has removed the parts
             os.chmod(self._part, stat.S_IRUSR)  # how others see that this rank has finished
-            # If another rank has the lock, it looks again after it has released it, as this one does.
+            # A rank that has the lock looks again after it has released it, unless others go on writing and will look.
             while self._lead():
                 parts = self._parts()
                 try:
@@ -112,7 +112,8 @@ class TraceFile:
                         shutil.rmtree(self._folder, ignore_errors=True)
                 finally:
                     self._unlock()
-                if self._parts() == parts:
+                now = self._parts()
+                if now == parts or any(writable for *_, writable in now):
                     break
         self._finished = True
 
