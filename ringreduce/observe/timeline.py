@@ -189,9 +189,13 @@ class Timeline:
         """Return what stands for an operation in the trace."""
         return f"{self._rank}.{next(self._operations)}"
 
-    def write(self) -> None:
-        """Write what was taken down, and make the file if no other rank does that; an error is logged, once."""
-        self._write(0.0, self._file.merge)
+    def write(self, patience_s: float = 0.0) -> None:
+        """Write what was taken down, and make the file if no other rank does that; an error is logged, once.
+
+        Args:
+            patience_s: how long to wait for a thread of this rank that writes; then it does nothing.
+        """
+        self._write(patience_s, self._file.merge)
 
     def _write_again(self) -> None:
         """Write; and make the file, which takes at most a twentieth of the time, however large it is."""

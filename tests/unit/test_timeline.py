@@ -93,9 +93,9 @@ def test_the_file_is_complete_at_any_time_and_holds_all_ranks(path: Path, begin:
     for count in (1, 2):
         for rank, timeline in enumerate(timelines):
             timeline.span("work", 1.0, 2.5, 1, size=7)
-            timeline.write()
+            timeline.write(50.0)
             assert json.loads(path.read_text())
-            timelines[0].write()
+            timelines[0].write(50.0)
             spans = Counter(event["pid"] for event in events_of(path, "X"))
             assert spans == Counter({each: count if each <= rank else count - 1 for each in range(3)}) - Counter()
     expected = {"name": "work", "ph": "X", "pid": 0, "tid": 1, "ts": 1e6, "dur": 1.5e6, "args": {"size": 7}}
@@ -124,9 +124,9 @@ from ringreduce.observe.timeline import Clock, Timeline
 timelines = [Timeline(sys.argv[1], Clock("job", 0.0), 1, rank, "host", mark_batches=False) for rank in (0, 1)]
 for timeline in reversed(timelines):
     timeline.span("work", 0.0, 1.0, 1)
-    timeline.write()
+    timeline.write(50.0)
 timelines[1].span("last", 1.0, 2.0, 1)
-timelines[1].write()
+timelines[1].write(50.0)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -141,7 +141,7 @@ def test_what_killed_ranks_have_written_is_not_lost(path: Path, begin: Callable[
         with open(folder / "1", "ab") as part:
             part.write(cut)
         if go_on:
-            begin(2).write()
+            begin(2).write(50.0)
         else:
             collect(path)
         assert names_of(path) == ["work", "work", "last"]
@@ -255,7 +255,7 @@ def test_what_is_kept_is_bounded(path: Path, begin: Callable[..., Timeline]) -> 
     """A rank whose disk is slow keeps the first events, drops further ones, and says in the trace how many."""
     timeline, count = begin(), 100_000
     while_busy(timeline, lambda: [timeline.add("i", str(number), 0.0) for number in range(count)])
-    timeline.write()
+    timeline.write(50.0)
     timeline.add("i", "last", 0.0)
     timeline.stop(1)
     *kept, last = names_of(path, "i")
@@ -272,8 +272,7 @@ def test_a_trace_that_ends_while_it_is_written_says_what_is_missing(
     """One line in the log."""
     monkeypatch.setattr(module, "_PATIENCE_S", 0.0)
     timeline = begin()
-    timeline.span("work", 0.0, 1.0, 1)
-    while_busy(timeline, lambda: timeline.stop(1))
+    while_busy(timeline, lambda: (timeline.span("work", 0.0, 1.0, 1), timeline.stop(1)))
     (record,) = caplog.records
     assert record.getMessage().endswith("lacks events: 1")
 
@@ -288,7 +287,7 @@ def test_ranks_that_write_and_stop_at_once_lose_nothing(path: Path, begin: Calla
             begun.wait(50)
             for number in range(10):
                 timelines[rank].add("i", str(number), 0.0)
-                timelines[rank].write()
+                timelines[rank].write(50.0)
             timelines[rank].stop(4)
 
         run_threads(4, trace)
@@ -306,7 +305,7 @@ def test_a_trace_that_has_given_way_is_not_written(
     before = path.read_bytes()
     for _ in range(3):
         late.span("work", 0.0, 1.0, 1)
-        late.write()
+        late.write(50.0)
     assert path.read_bytes() == before
     (record,) = caplog.records
     assert "another trace" in record.getMessage()
@@ -320,13 +319,13 @@ path, limit = sys.argv[1], int(sys.argv[2])
 logging.basicConfig(format="logged: %(message)s")
 both = [Timeline(path, Clock("job", 0.0), 1, rank, "host", mark_batches=False) for rank in (0, 1)]
 both[0].span("before", 0.0, 1.0, 1)
-both[0].write()
+both[0].write(50.0)
 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))  # a write that goes beyond is cut short
 for number in range(20_000):
     for timeline in both:
         timeline.span(f"{number:100}", 0.0, 1.0, 1)
         if number % 1000 == 0:
-            timeline.write()
+            timeline.write(50.0)
             json.load(open(path))
 for timeline in both:
     timeline.stop(2)
@@ -374,7 +373,7 @@ def test_a_trace_that_fails_later_is_a_line_in_the_log(
     shutil.rmtree(folder)
     for _ in range(5):
         timeline.span("work", 0.0, 1.0, 1)
-        timeline.write()
+        timeline.write(50.0)
     assert len(caplog.records) == 1
     assert "cannot be written" in caplog.text
 
@@ -389,7 +388,7 @@ def test_steps_lie_in_their_collective(path: Path, begin: Callable[..., Timeline
     track.step_finished("two")
     track.collective_finished("allreduce", "ring", 64, 0.0)
     track.step_finished("after")
-    timeline.write()
+    timeline.write(50.0)
     spans = {event["name"]: event for event in events_of(path, "X")}
     assert spans.keys() == {"one", "two", "allreduce"}
     ends = {name: event["ts"] + event["dur"] for name, event in spans.items()}
@@ -413,7 +412,7 @@ def test_an_operation_goes_through_its_phases(path: Path, begin: Callable[..., T
     track.operations_finished(["a", "b"])
     track.operations_finished(["never runs"])
     track.operations_finished(["a"])
-    timeline.write()
+    timeline.write(50.0)
     phases: dict[str, list[str]] = {}
     for event in events_of(path):
         if event["ph"] in "be":
@@ -522,7 +521,7 @@ def test_rows_are_named(path: Path, begin: Callable[..., Timeline]) -> None:
     timeline = begin(5)
     timeline.track("first")
     timeline.track("second")
-    timeline.write()
+    timeline.write(50.0)
     named = [(each["name"], each["tid"], each["args"]) for each in events_of(path, "M") if each["name"] != "trace"]
     assert named == [
         ("process_name", 0, {"name": "rank 5 (host)"}),
@@ -549,7 +548,7 @@ def test_a_signal_handler_may_end_the_trace_whatever_it_interrupts(
         timeline.span("work", 1.0, 2.0, 1)
         sys.settrace(interrupted)
         timeline.span("more", 2.0, 3.0, 1)
-        timeline.write()
+        timeline.write(50.0)
     finally:
         sys.settrace(None)
         signal.signal(signal.SIGUSR1, before)
@@ -578,7 +577,7 @@ def test_operations_of_one_name_that_threads_submit_all_stay_in_the_trace(
         track.operation_submitted("grad")
         submitted.put("grad")
     thread.join()
-    timeline.write()
+    timeline.write(50.0)
     begun, ended = ({event["id"] for event in events_of(path, kind) if event["name"] == "grad"} for kind in "be")
     assert begun == ended
     assert len(begun) == count
