@@ -69,7 +69,7 @@ class TraceFile:
                 os.unlink(self._part)
                 if not self._parts():
                     shutil.rmtree(self._folder)
-            self._unlock()
+            self.close()
             raise
         self._begun = True
 
@@ -111,15 +111,11 @@ class TraceFile:
                     if len(parts) >= ranks and not any(writable for *_, writable in parts):
                         shutil.rmtree(self._folder, ignore_errors=True)
                 finally:
-                    self._unlock()
+                    self.close()
                 now = self._parts()
                 if now == parts or any(writable for *_, writable in now):
                     break
         self._finished = True
-
-    def close(self) -> None:
-        """Let another rank make the file."""
-        self._unlock()
 
     def _write(self, text: bytes, flags: int = 0) -> None:
         descriptor = os.open(self._part, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | flags, 0o600)
@@ -147,7 +143,8 @@ class TraceFile:
             self._lock = descriptor
         return True
 
-    def _unlock(self) -> None:
+    def close(self) -> None:
+        """Let another rank make the file."""
         if self._lock is not None:
             with suppress(OSError):
                 fcntl.flock(self._lock, fcntl.LOCK_UN)  # a process that was forked has the descriptor, too
