@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from ringreduce.bench.cases import format_nbytes
 from ringreduce.common.errors import ConfigError, name_ranks
+from ringreduce.doctor.tables import table
+from ringreduce.doctor.waits import waits
+from ringreduce.observe.flight_recorder import Snapshot
+from ringreduce.observe.metrics import openmetrics
 from ringreduce.observe.status import read_all
 
 __all__ = ["found", "prometheus_text", "rows", "serve", "show"]
 
-Status = dict[str, Any]
-
 _WAITING_S = 1.0  # in one call; less is usual
+_HEADINGS = ("rank", "steps", "steps/s", "samples/s", "comm", "memory", "waits")
 _OLD_S = 5.0  # a rank that has written nothing for so long is busy without letting go of Python, or stopped
 
 
@@ -36,78 +38,63 @@ def show(job: str | None, *, once: bool, every_s: float) -> None:
     if once or not console.is_terminal:
         console.print(_shown(found(job), job))
         return
-    with (
-        Live(_shown(found(job), job), console=console, auto_refresh=False, screen=True) as live,
-        suppress(KeyboardInterrupt),
-    ):
+    live = Live(_shown(found(job), job), console=console, auto_refresh=False, screen=True)
+    with live, suppress(KeyboardInterrupt):
         while True:
             time.sleep(every_s)  # nobody says when there is something new
             live.update(_shown(found(job), job), refresh=True)
 
 
-def rows(statuses: Sequence[Status]) -> list[dict[str, Any]]:
-    """Return what is shown of each rank, given what they say (`ringreduce.status`).
+def rows(statuses: Sequence[Snapshot]) -> list[dict[str, Any]]:
+    """Return what is shown of each rank, given what they say (`ringreduce.observe.status`).
 
     Returns:
         job, rank, size, host, pid, command, seconds (since it began), age_s (since it said so), steps, samples,
         steps_per_s, samples_per_s, communication (share of time, 0 to 1), nbytes, waiting (text, or None), error.
         Rates are None where there is nothing to tell them from.
     """
-    waiting = {(each["job"], each["rank"]): "" for each in statuses}
-    for job in {each["job"] for each in statuses}:
-        waiting |= _waiting([each for each in statuses if each["job"] == job])
-    found = []
-    for each in statuses:
+    return [
+        row
+        for job in dict.fromkeys(each["job"] for each in statuses)
+        for row in _rows_of({each["rank"]: each for each in statuses if each["job"] == job})
+    ]
+
+
+def _rows_of(ranks: Mapping[int, Snapshot]) -> Iterator[dict[str, Any]]:
+    """Yield what is shown of the ranks of a job."""
+    waiting = _waiting(ranks)
+    for rank, each in ranks.items():
         then, now = each["samples"][0], each["samples"][-1]
         passed = now[0] - then[0]
         rates = [(new - old) / passed if passed > 0 else None for new, old in zip(now[1:], then[1:], strict=True)]
-        text = waiting[each["job"], each["rank"]]
-        if not text and each["late"] is not None:
-            rank, seconds = each["late"]
-            text = f"last for rank {rank}, {seconds * 1e3:.0f} ms" if rank != each["rank"] else ""
-        same = {key: each[key] for key in ("job", "rank", "size", "host", "pid", "command", "nbytes", "error")}
-        found.append(
-            {
-                **same,
-                "seconds": each["now"] - each["began"],
-                "age_s": max(time.time() - each["now"], 0.0),
-                "steps": now[1],
-                "samples": now[2],
-                "steps_per_s": rates[0],
-                "samples_per_s": rates[1],
-                "communication": None if rates[2] is None else min(rates[2], 1.0),
-                "waiting": text or None,
-            }
-        )
-    return found
+        text = waiting.get(rank)
+        if text is None and each["late"] is not None and each["late"][0] != rank:
+            text = f"last for rank {each['late'][0]}, {each['late'][1] * 1e3:.0f} ms"
+        yield {
+            **{key: each[key] for key in ("job", "rank", "size", "host", "pid", "command", "nbytes", "error")},
+            "seconds": each["time"] - each["began"],
+            "age_s": max(time.time() - each["time"], 0.0),
+            "steps": now[1],
+            "samples": now[2],
+            "steps_per_s": rates[0],
+            "samples_per_s": rates[1],
+            "communication": None if rates[2] is None else min(rates[2], 1.0),
+            "waiting": text,
+        }
 
 
-def _waiting(ranks: Sequence[Status]) -> dict[tuple[str, int], str]:
-    """Return whom the ranks of a job wait for, in words, by job and rank."""
+def _waiting(ranks: Mapping[int, Snapshot]) -> dict[int, str]:
+    """Return whom the ranks of a job wait for, in words, by rank."""
     found = {}
-    for each in ranks:
-        for name, members, operation, since in each["operations"]:
-            if each["now"] - since >= _WAITING_S:
-                same = [name, members, operation]
-                come = {other["rank"] for other in ranks if any(entry[:3] == same for entry in other["operations"])}
-                absent = [rank for rank in members if rank not in come]
-                found[each["job"], each["rank"]] = _said(each["now"] - since, repr(operation), absent)
-    names = {name for each in ranks for name, *_ in each["sets"]}
-    for name in names:
-        last = {each["rank"]: entry for each in ranks for entry in each["sets"] if entry[0] == name}
-        inside = [entry[2] for entry in last.values() if entry[4] is not None]
-        for each in ranks:
-            _, members, number, what, since = last.get(each["rank"], (name, [], 0, "", None))
-            if since is None or each["now"] - since < _WAITING_S or number < max(inside):
-                continue
-            absent = [rank for rank in members if rank in last and last[rank][2] < number]
-            unseen = [rank for rank in members if rank not in last]
-            found[each["job"], each["rank"]] = _said(each["now"] - since, what, absent or unseen)
+    for wait in waits(ranks):
+        absent = wait.absent or wait.unseen
+        whom = name_ranks(absent) if absent else "all, who have come"
+        for rank, entry in wait.present.items():
+            what, since = (entry["collective"], "started") if wait.is_call else (repr(entry["name"]), "submitted")
+            seconds = ranks[rank]["time"] - entry[since]
+            if seconds >= _WAITING_S:
+                found[rank] = f"{seconds:.0f} s in {what} for {whom}"
     return found
-
-
-def _said(seconds: float, what: str, absent: list[int]) -> str:
-    return f"{seconds:.0f} s in {what} for {name_ranks(absent) if absent else 'all, who have come'}"
 
 
 def _shown(ranks: Sequence[dict[str, Any]], job: str | None) -> Any:
@@ -121,26 +108,24 @@ def _shown(ranks: Sequence[dict[str, Any]], job: str | None) -> Any:
         here = "" if len(mine) == first["size"] else f", {len(mine)} of them seen here"
         command = " ".join(first["command"])
         title = f"{job}: {first['size']} ranks{here}, {first['seconds']:.0f} s, {command}"
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        table.add_column("rank", justify="right")
-        for heading in ("steps", "steps/s", "samples/s", "comm", "memory"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        table.add_column("waits")
-        for each in mine:
-            share = each["communication"]
-            stale = f"silent for {each['age_s']:.0f} s" if each["age_s"] > _OLD_S else None
-            table.add_row(
-                str(each["rank"]),
-                str(each["steps"]),
-                _rate(each["steps_per_s"]),
-                _rate(each["samples_per_s"]),
-                "-" if share is None else f"{share:.0%}",
-                format_nbytes(each["nbytes"]),
-                Text(each["error"] or stale or each["waiting"] or ""),
-                style="red" if each["error"] else None,
-            )
-        parts += [Text(title, no_wrap=True, overflow="ellipsis"), table, Text("")]
+        failed = [each["error"] is not None for each in mine]
+        cells = table(_HEADINGS, map(_cells, mine), red=failed, text=1)
+        parts += [Text(title, no_wrap=True, overflow="ellipsis"), cells, Text("")]
     return Group(*parts[:-1])
+
+
+def _cells(row: Mapping[str, Any]) -> Sequence[str]:
+    share = row["communication"]
+    stale = f"silent for {row['age_s']:.0f} s" if row["age_s"] > _OLD_S else None
+    return (
+        str(row["rank"]),
+        str(row["steps"]),
+        _rate(row["steps_per_s"]),
+        _rate(row["samples_per_s"]),
+        "-" if share is None else f"{share:.0%}",
+        format_nbytes(row["nbytes"]),
+        row["error"] or stale or row["waiting"] or "",
+    )
 
 
 def _rate(value: float | None) -> str:
@@ -148,25 +133,23 @@ def _rate(value: float | None) -> str:
 
 
 _METRICS = {
-    "steps": ("ringreduce_steps_total", "counter", "Training steps."),
-    "samples": ("ringreduce_samples_total", "counter", "Samples that were read."),
-    "communication": ("ringreduce_communication_ratio", "gauge", "Share of time spent in communication."),
-    "nbytes": ("ringreduce_resident_memory_bytes", "gauge", "Resident memory."),
-    "age_s": ("ringreduce_silence_seconds", "gauge", "Since the rank has told of itself."),
+    "steps": ("steps", "counter", "Training steps."),
+    "samples": ("samples", "counter", "Samples that were read."),
+    "communication": ("communication_ratio", "gauge", "Share of time spent in communication."),
+    "nbytes": ("resident_memory_bytes", "gauge", "Resident memory."),
+    "age_s": ("silence_seconds", "gauge", "Since the rank has told of itself."),
 }
 
 
-def prometheus_text(ranks: Sequence[dict[str, Any]]) -> str:
-    """Return what `rows` has found in the text format of Prometheus, version 0.0.4."""
-    lines = []
-    for key, (name, kind, meaning) in _METRICS.items():
-        lines += [f"# HELP {name} {meaning}", f"# TYPE {name} {kind}"]
-        lines += [
-            f'{name}{{job="{each["job"]}",rank="{each["rank"]}"}} {each[key]:g}'
-            for each in ranks
-            if each[key] is not None
-        ]
-    return "\n".join(lines) + "\n"
+def prometheus_text(ranks: Sequence[Mapping[str, Any]]) -> str:
+    """Return what `rows` has found for Prometheus."""
+    return openmetrics(
+        (
+            *about,
+            [({"job": each["job"], "rank": each["rank"]}, each[key]) for each in ranks if each[key] is not None],
+        )
+        for key, about in _METRICS.items()
+    )
 
 
 def serve(port: int, text: Callable[[], str], tell: Callable[[str], object]) -> None:
@@ -188,7 +171,7 @@ def serve(port: int, text: Callable[[], str], tell: Callable[[str], object]) -> 
                 return
             body = text().encode()
             self.send_response(200)
-            self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+            self.send_header("Content-Type", "application/openmetrics-text; version=1.0.0; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from ringreduce.common.errors import ConfigError
-from ringreduce.doctor.dumps import sets_of
+from ringreduce.doctor.dumps import main_stack
+from ringreduce.doctor.waits import sets_of
 
 __all__ = ["PREFIX", "write"]
 
@@ -34,37 +35,20 @@ Dump = dict[str, Any]
 #: Of one rank: by the number that a call has on all ranks.
 _Entries = dict[int, Dump]
 
-#: torch's name of what is called so here, or begins so; else it moves nothing: a barrier.
+#: torch's name of what is called so here; what is not here moves nothing: a barrier.
 _TYPES = {
-    "allreduce": "all_reduce",
-    "grouped allreduce": "all_reduce",
-    "sparse_allreduce": "all_reduce",
-    "reduce_scatter": "reduce_scatter_v",
-    "reducescatter": "reduce_scatter_v",
-    "grouped reducescatter": "reduce_scatter_v",
+    **dict.fromkeys(("allreduce", "sparse_allreduce"), "all_reduce"),
+    **dict.fromkeys(("reduce_scatter", "reducescatter"), "reduce_scatter_v"),
     "allgather": "all_gather_v",
-    "grouped allgather": "all_gather_v",
-    "broadcast": "broadcast",
     "alltoall": "all_to_all",
-    "reduce": "reduce",
-    "gather": "gather",
-    "scatter": "scatter",
+    **{same: same for same in ("broadcast", "reduce", "gather", "scatter")},
 }
 #: Of which ranks may give, or get, different sizes.
 _OF_ANY_SIZE = ("allgather", "gather", "scatter")
 _DTYPES = {
-    "float32": "Float",
-    "float64": "Double",
-    "float16": "Half",
-    "bfloat16": "BFloat16",
-    "int8": "Char",
-    "uint8": "Byte",
-    "int16": "Short",
-    "int32": "Int",
-    "int64": "Long",
-    "bool": "Bool",
-    "complex64": "ComplexFloat",
-    "complex128": "ComplexDouble",
+    **{"float32": "Float", "float64": "Double", "float16": "Half", "bfloat16": "BFloat16"},
+    **{"int8": "Char", "uint8": "Byte", "int16": "Short", "int32": "Int", "int64": "Long", "bool": "Bool"},
+    **{"complex64": "ComplexFloat", "complex128": "ComplexDouble"},
 }
 _ARRAY = re.compile(rf"([0-9*]+(?:x[0-9*]+)*) ({'|'.join(_DTYPES)})\b")
 
@@ -216,7 +200,7 @@ def _entry(
         frames: where the program called it, innermost first.
         name: its own.
     """
-    type_ = _TYPES.get(kind, "barrier")
+    type_ = _TYPES.get(kind.removeprefix("grouped "), "barrier")
     given = list(arrays) or [([], "Byte")]
     shapes, dtypes = [shape for shape, _ in given], [dtype for _, dtype in given]
     gives_as_much = type_ not in ("all_gather_v", "reduce_scatter_v")
@@ -238,8 +222,7 @@ def _entry(
 
 def _frames(dump: Dump) -> list[Dump]:
     """Return where the main thread of a rank is."""
-    main: list[Dump] = next((each["stack"] for each in dump["threads"] if each["name"] == "MainThread"), [])
-    return [_frame(each["function"], each["file"], each["line"]) for each in reversed(main)]
+    return [_frame(each["function"], each["file"], each["line"]) for each in reversed(main_stack(dump))]
 
 
 def _frame(name: str, file: str, line: str | int) -> Dump:

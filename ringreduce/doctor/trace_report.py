@@ -7,15 +7,15 @@ import json
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from ringreduce.bench.cases import format_nbytes
 from ringreduce.common.errors import ConfigError
+from ringreduce.doctor.tables import table
+from ringreduce.observe.trace_file import collect
 
 __all__ = ["PARTS", "load", "report", "show", "to_html"]
 
@@ -24,8 +24,6 @@ _WIDE = 1000  # columns, which no table takes
 Event = dict[str, Any]
 Span = tuple[float, float]  # begin and end, in microseconds
 
-#: Of the table.
-_HEADINGS = "rank", "steps", "step ms", "forward", "backward", "optimizer", "comm", "rest", "hidden", "last", "late ms"
 #: What a step's time is divided into, and the colours of these parts.
 PARTS = {
     "forward": "#4c78a8",
@@ -36,25 +34,33 @@ PARTS = {
 }
 
 
+#: Of the table: the headings, and how the cells are written.
+_STEPS = {
+    **{"rank": "{rank}", "steps": "{steps}", "step ms": "{step:.2f}", "forward": "{forward:.2f}"},
+    **{"backward": "{backward:.2f}", "optimizer": "{optimizer:.2f}", "comm": "{communication:.2f}"},
+    **{"rest": "{rest:.2f}", "hidden": "{hidden:.2f}", "last": "{last:.0%}", "late ms": "{late:.2f}"},
+}
+_CALLS = {
+    **{"rank": "{rank}", "collective": "{collective}", "calls": "{calls}", "size": "{size}"},
+    **{"total ms": "{total:.2f}", "median ms": "{median:.3f}"},
+}
+
+
 def show(found: Mapping[str, Any]) -> None:
     """Print the table of a report."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    headings, rows = _cells(found)
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
+    made = table(*_cells(found))
     # At least as wide as the table: a number is whole, or it is misread.
-    width = Console(width=_WIDE).measure(table).maximum
-    Console(highlight=False, width=max(Console().width, width)).print(table)
+    width = Console(width=_WIDE).measure(made).maximum
+    Console(highlight=False, width=max(Console().width, width)).print(made)
 
 
 def load(path: str | Path) -> list[Event]:
-    """Return the events of a trace.
+    """Return the events of a trace, those included that ranks which were killed have written beside it.
 
     Raises:
         ConfigError: it is none of ringreduce's.
     """
+    collect(path)
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -69,17 +75,6 @@ def load(path: str | Path) -> list[Event]:
     except (KeyError, IndexError, TypeError):
         pass  # JSON of something else
     raise ConfigError(f"{path} is no trace of ringreduce")
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """A training step of a rank: how much of it was what, in microseconds; and when its backward pass ended."""
-
-    number: int
-    took: float
-    parts: dict[str, float]
-    hidden: float
-    ready: float
 
 
 def report(events: Sequence[Event], skip: int = 0) -> dict[str, Any]:
@@ -108,24 +103,20 @@ def report(events: Sequence[Event], skip: int = 0) -> dict[str, Any]:
         if not calls:
             raise ConfigError("there are neither training steps nor collectives in this trace")
         return {"ranks": [], "collectives": calls}
-    common = set.intersection(*({each.number for each in found} for found in steps.values()))
-    ready = {rank: {each.number: each.ready for each in found} for rank, found in steps.items()}
+    ready = {rank: {each["number"]: each["ready"] for each in found} for rank, found in steps.items()}
+    common = set.intersection(*map(set, ready.values()))
+    first = {number: min(each[number] for each in ready.values()) for number in common}
     last = Counter(max(ready, key=lambda rank: ready[rank][number]) for number in common)
-    first = {number: min(ready[rank][number] for rank in ready) for number in common}
-    ranks = []
-    for rank, found in steps.items():
-        late = [ready[rank][number] - first[number] for number in common]
-        ranks.append(
-            {
-                "rank": rank,
-                "steps": len(found),
-                "step": _median_ms(each.took for each in found),
-                **{part: _median_ms(each.parts[part] for each in found) for part in PARTS},
-                "hidden": _median_ms(each.hidden for each in found),
-                "last": last[rank] / len(common) if common and len(steps) > 1 else 0.0,
-                "late": statistics.fmean(late) / 1e3 if late else 0.0,
-            }
-        )
+    ranks = [
+        {
+            "rank": rank,
+            "steps": len(found),
+            **{part: _median_ms(each[part] for each in found) for part in ("step", *PARTS, "hidden")},
+            "last": last[rank] / len(common) if common and len(steps) > 1 else 0.0,
+            "late": statistics.fmean(ready[rank][each] - first[each] for each in common) / 1e3 if common else 0.0,
+        }
+        for rank, found in steps.items()
+    ]
     return {"ranks": ranks}
 
 
@@ -147,34 +138,16 @@ def _collectives(events: Sequence[Event]) -> list[dict[str, Any]]:
     ]
 
 
-def _cells(found: Mapping[str, Any]) -> tuple[Sequence[str], list[list[str]]]:
+def _cells(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return the headings and the cells of the table of a report."""
-    if not found["ranks"]:
-        headings = ("rank", "collective", "calls", "size", "total ms", "median ms")
-        return headings, [
-            [
-                str(each["rank"]),
-                each["collective"],
-                str(each["calls"]),
-                format_nbytes(each["nbytes"]),
-                f"{each['total']:.2f}",
-                f"{each['median']:.3f}",
-            ]
-            for each in found["collectives"]
-        ]
-    return _HEADINGS, [
-        [
-            str(each["rank"]),
-            str(each["steps"]),
-            *(f"{each[part]:.2f}" for part in ("step", *PARTS, "hidden")),
-            f"{each['last']:.0%}",
-            f"{each['late']:.2f}",
-        ]
-        for each in found["ranks"]
-    ]
+    columns, rows = _STEPS, found["ranks"]
+    if not rows:
+        columns, rows = _CALLS, [{**each, "size": format_nbytes(each["nbytes"])} for each in found["collectives"]]
+    return list(columns), [[cell.format(**each) for cell in columns.values()] for each in rows]
 
 
-def _steps(rank: int, events: Sequence[Event], skip: int) -> list[_Step]:
+def _steps(rank: int, events: Sequence[Event], skip: int) -> list[dict[str, Any]]:
+    """Return the training steps of a rank: their numbers, how much was what (microseconds), and when each was ready."""
     mine = [event for event in events if event["pid"] == rank]
     rows = {event["tid"]: event["args"]["name"] for event in mine if event["name"] == "thread_name"}
     spans = [event for event in mine if event["ph"] == "X"]
@@ -187,18 +160,16 @@ def _steps(rank: int, events: Sequence[Event], skip: int) -> list[_Step]:
     moving = _union(_span(each) for each in spans if ": " in rows.get(each["tid"], ""))
     found = []
     for each in program:
-        if "step" not in each["args"] or each["args"]["step"] < skip:
+        if each["args"].get("step", -1) < skip:
             continue
         whole = [_span(each)]
         parts = {name: _length(_within(spans, whole)) for name, spans in busy.items()}
-        moved = _length(_within(moving, whole))
         hidden = _length(_within(_within(moving, working), whole))
-        parts["communication"] = moved - hidden
-        took = _length(whole)
-        parts["rest"] = max(took - sum(parts.values()), 0.0)
-        passes = _within(busy["backward"], whole)
-        ready = passes[-1][1] if passes else whole[0][0]
-        found.append(_Step(each["args"]["step"], took, parts, hidden, ready))
+        parts["communication"] = _length(_within(moving, whole)) - hidden
+        rest = max(each["dur"] - sum(parts.values()), 0.0)
+        ready = [end for _, end in _within(busy["backward"], whole)] or [each["ts"]]
+        about = {"number": each["args"]["step"], "step": each["dur"], "ready": ready[-1]}
+        found.append({**about, **parts, "rest": rest, "hidden": hidden})
     return found
 
 
@@ -254,15 +225,15 @@ def to_html(found: dict[str, Any], title: str) -> str:
     legend = "".join(f'<span><i style="background:{colour}"></i>{part}</span>' for part, colour in PARTS.items())
     headings, cells = _cells(found)
     rows = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in cells)
-    table = f"<table><tr>{''.join(f'<th>{each}</th>' for each in headings)}</tr>{rows}</table>"
+    numbers = f"<table><tr>{''.join(f'<th>{each}</th>' for each in headings)}</tr>{rows}</table>"
     steps = f"""<p>Where the time of a training step went on each rank: medians in milliseconds.</p>
 <svg width="780" height="{y}" role="img" aria-label="time of a step by part">{"".join(bars)}</svg>
 <p>{legend}</p>
-{table}
+{numbers}
 <p>comm: the time in which only communication went on; hidden: communication that ran during forward, backward or
 optimizer. last: in how many steps the rank was the last to end its backward pass; late: by how much it came after the
 first one, on average.</p>"""
-    calls = f"<p>Collectives on each rank. There are no training steps in this trace.</p>\n{table}"
+    calls = f"<p>Collectives on each rank. There are no training steps in this trace.</p>\n{numbers}"
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title><style>
 body {{ font: 14px system-ui, sans-serif; margin: 2em; }}

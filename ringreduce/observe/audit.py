@@ -23,6 +23,7 @@ import secrets
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import fields
 from datetime import datetime, timezone
 from enum import Enum
 from typing import Any
@@ -31,10 +32,11 @@ import numpy as np
 
 from ringreduce.buffers import Operand
 from ringreduce.common.arguments import shape_text
-from ringreduce.common.config import VERSION
+from ringreduce.common.config import VERSION, Config
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
+from ringreduce.transport.messages import Messages, StepFailedError, exchange_json, together
 
-__all__ = ["AuditRecord", "fingerprint", "require_facts", "versions"]
+__all__ = ["AuditRecord", "fingerprint", "require_facts"]
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +65,37 @@ class AuditRecord:
         """
         self.append("begin", facts)
         self._running = True
+
+    @classmethod
+    def of_world(cls, config: Config, messages: Messages, library: str) -> AuditRecord | None:
+        """Begin the record that the settings ask for; None: another rank keeps it, or none does. Collective.
+
+        Args:
+            config: the settings in force.
+            messages: between all ranks.
+            library: what carries them, with its version.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        if config.audit is None:
+            return None
+        hosts: dict[str, list[int]] = {}
+        for rank, host in enumerate(exchange_json(messages, platform.node())):
+            hosts.setdefault(host, []).append(rank)
+        facts = {
+            "command": sys.orig_argv,
+            "versions": _versions(library),
+            "settings": {each.name: getattr(config, each.name) for each in fields(Config)},
+            "size": messages.size,
+            "hosts": hosts,
+        }
+        record = cls(config.audit) if messages.rank == 0 else None
+        try:
+            together(messages, lambda: None if record is None else record.begin(facts))
+        except StepFailedError as error:
+            raise ConfigError(f"RINGREDUCE_AUDIT={config.audit} cannot be written: {error}") from None
+        return record
 
     def append(self, event: str, facts: Mapping[str, Any]) -> None:
         """Append a line, in one piece, as other jobs may append to the same file.
@@ -98,12 +131,8 @@ class AuditRecord:
             self.append_or_log("end", {"error": error})
 
 
-def versions(library: str) -> dict[str, str]:
-    """Return the versions of what runs here.
-
-    Args:
-        library: what moves messages between the ranks, with its version.
-    """
+def _versions(library: str) -> dict[str, str]:
+    """Return the versions of what runs here."""
     found = {"ringreduce": VERSION, "Python": platform.python_version(), "numpy": np.__version__, "MPI": library}
     for name in ("mpi4py", "torch", "cupy"):
         version = getattr(sys.modules.get(name), "__version__", None)

@@ -1,7 +1,7 @@
-"""The flight recorder: what a rank has done last and does now, written down when something goes wrong.
+"""What a rank has done last and does now: for `ringreduce top`, and written down when something goes wrong.
 
 The last calls and operations of every communicator are kept as they come (`Instruments`), at the cost of a list each.
-They become a file for each rank, ``rank-3.json``, for `ringreduce doctor --dump FOLDER` and for people:
+A snapshot of them is JSON:
 
     rank, size, host, pid, time, error      who, when (seconds since 1970), and why
     sets[]                                  process sets, and groups of torch.distributed: id, name, ranks,
@@ -9,28 +9,42 @@ They become a file for each rank, ``rank-3.json``, for `ringreduce doctor --dump
       operations[]                          named ones: name, signature, place, submitted, started, ended, error
     threads[]                               name, and stack[]: file, line, function, text; the innermost last
 
-A time that has not come is null.
+A time that has not come is null. Threads are in the files that ranks write when something goes wrong, ``rank-3.json``,
+for `ringreduce doctor --dump FOLDER` and for people. Of calls and operations, those for `ringreduce top` have the last
+one and the one that waits longest to start.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 import platform
+import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ringreduce.collectives.communicator import Communicator
+from ringreduce.common import processes
 from ringreduce.common.call_sites import place_of
+from ringreduce.common.errors import CollectiveTimeoutError
 
-__all__ = ["Watched", "last_call", "oldest_pending", "write"]
+__all__ = ["FlightRecorder", "Snapshot", "Watched", "write"]
+
+_log = logging.getLogger(__name__)
+
+Snapshot = dict[str, Any]
+
+#: How long ranks of a node have to write down what they do, before one that waited in vain ends them.
+_DUMPING_S = 0.5
 
 _numbers = itertools.count()
 
@@ -54,80 +68,114 @@ class Watched:
     is_open: Callable[[], bool]
 
 
-def write(
-    folder: str | os.PathLike[str], rank: int, size: int, sets: Iterable[Watched], error: BaseException | None = None
-) -> Path:
-    """Write down what this rank has done last; returns the file. Local; takes no lock.
+class FlightRecorder:
+    """Takes snapshots of a rank, and writes one down when a call has failed for good.
 
     Args:
-        folder: made if need be, for this user alone.
         rank, size: of this rank, and of its world.
-        sets: what it is a member of.
-        error: why; None: somebody asked.
+        folder: where it is written then; None: nowhere.
+        neighbours: the processes of the other ranks of this node.
+
+    Attributes:
+        watched: what this rank is a member of.
+        failure: the first error after which no call was possible in one of these.
+    """
+
+    def __init__(self, rank: int, size: int, folder: str | None, neighbours: Sequence[int]) -> None:
+        self.watched: list[Watched] = []
+        self.failure: BaseException | None = None
+        self._rank, self._size = rank, size
+        self._folder = folder
+        self._neighbours = neighbours
+        self._dumped_s: float | None = None  # when it was last written down
+
+    def watch(self, watched: Watched) -> None:
+        """Record what this rank does as a member of something more."""
+        self.watched = [each for each in self.watched if each.is_open()] + [watched]
+        for communicator in watched.communicators.values():
+            communicator.instruments.on_failure = self._failed
+
+    def snapshot(self, *, brief: bool) -> Snapshot:
+        """Return what this rank does. Local; takes no lock.
+
+        Args:
+            brief: leave out all but the last call of each set and the operation that waits longest.
+        """
+        return {
+            "rank": self._rank,
+            "size": self._size,
+            "host": platform.node(),
+            "pid": os.getpid(),
+            "time": time.time(),
+            "error": None if self.failure is None else f"{type(self.failure).__name__}: {self.failure}",
+            "sets": [
+                {
+                    "id": each.id,
+                    "name": each.name,
+                    "ranks": list(each.ranks),
+                    "calls": _calls(each.communicators["blocking"], brief),
+                    "operations": _operations(each.communicators.get("asynchronous"), brief),
+                }
+                for each in self.watched
+                if each.is_open()
+            ],
+        }
+
+    def dump(self, folder: str | os.PathLike[str]) -> Path:
+        """Write down what this rank has done last; returns the file. Local; takes no lock.
+
+        Args:
+            folder: made if need be, for this user alone.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._dumped_s = time.monotonic()
+        path = Path(folder)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path /= f"rank-{self._rank}.json"
+        write(path, {**self.snapshot(brief=False), "threads": _threads()}, indent=1)
+        return path
+
+    def _failed(self, error: BaseException) -> None:
+        """Take note that a call has failed for good, and write down what was done last, if that was asked for."""
+        if self.failure is not None:
+            return
+        self.failure = error
+        if self._folder is None:
+            return
+        if self._dumped_s is not None and time.monotonic() - self._dumped_s > 2 * _DUMPING_S:
+            return  # others have asked where this rank was, and that tells more than where it is now
+        with suppress(OSError):
+            _log.error("what this rank has done last is in %s", self.dump(self._folder))
+        if isinstance(error, CollectiveTimeoutError):
+            self._ask_neighbours()
+
+    def _ask_neighbours(self) -> None:
+        """Let the other ranks of this node write down what they do: the one that is late does not know."""
+        for pid in self._neighbours:
+            with suppress(OSError):
+                if processes.handles(pid, signal.SIGUSR1):
+                    os.kill(pid, signal.SIGUSR1)
+        # The error may end the job, and nothing says when those that were asked have written.
+        time.sleep(_DUMPING_S)
+
+
+def write(path: Path, said: Mapping[str, Any], indent: int | None = None) -> None:
+    """Write JSON to a file of this user's alone, which is whole at any time.
 
     Raises:
         OSError: it cannot be written.
     """
-    said = {
-        "rank": rank,
-        "size": size,
-        "host": platform.node(),
-        "pid": os.getpid(),
-        "time": time.time(),
-        "error": None if error is None else f"{type(error).__name__}: {error}",
-        "sets": [
-            {
-                "id": each.id,
-                "name": each.name,
-                "ranks": list(each.ranks),
-                "calls": _calls(each.communicators["blocking"]),
-                "operations": _operations(each.communicators.get("asynchronous")),
-            }
-            for each in sets
-            if each.is_open()
-        ],
-        "threads": _threads(),
-    }
-    path = Path(folder)
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path /= f"rank-{rank}.json"
     new = path.with_suffix(f".{os.getpid()}-{next(_numbers)}")  # a signal handler may write in the midst of this
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     with open(os.open(new, flags, 0o600), "w", encoding="utf-8") as file:
-        json.dump(said, file, indent=1)
+        json.dump(said, file, indent=indent)
     os.replace(new, path)
-    return path
 
 
-def last_call(watched: Watched) -> list[Any] | None:
-    """Return what was called last: name and ranks of where, the number of the call, which, and since when it runs.
-
-    None where there was no call. Since when is in seconds since 1970, and None if the call has ended.
-    """
-    communicator = watched.communicators["blocking"]
-    if not communicator.instruments.calls:
-        return None
-    started, ended, what, _ = communicator.instruments.calls[-1]
-    number = sum(each.calls for each in communicator.tallies.values()) + (not ended)
-    return [watched.name, list(watched.ranks), number, what, None if ended else _clock(started)]
-
-
-def oldest_pending(watched: Watched) -> list[Any] | None:
-    """Return which operation this rank has submitted first of those that have not started on all: as `last_call`.
-
-    That is name and ranks of where, the name of the operation, and since when, in seconds since 1970; None: none waits.
-    """
-    communicator = watched.communicators.get("asynchronous")
-    for submitted, started, ended, name, *_ in (
-        [] if communicator is None else list(communicator.instruments.operations)
-    ):
-        if not (started or ended):
-            return [watched.name, list(watched.ranks), name, _clock(submitted)]
-    return None
-
-
-def _calls(communicator: Communicator) -> list[dict[str, Any]]:
-    recent = list(communicator.instruments.calls)
+def _calls(communicator: Communicator, brief: bool) -> list[dict[str, Any]]:
+    recent = list(communicator.instruments.calls)[-1 if brief else 0 :]
     ended = sum(each.calls for each in communicator.tallies.values())
     first = ended - sum(1 for call in recent if call[1]) + 1
     return [
@@ -136,9 +184,10 @@ def _calls(communicator: Communicator) -> list[dict[str, Any]]:
     ]
 
 
-def _operations(communicator: Communicator | None) -> list[dict[str, Any]]:
-    if communicator is None:
-        return []
+def _operations(communicator: Communicator | None, brief: bool) -> list[dict[str, Any]]:
+    found = [] if communicator is None else list(communicator.instruments.operations)
+    if brief:
+        found = [each for each in found if not (each[1] or each[2])][:1]
     return [
         {
             "name": name,
@@ -149,7 +198,7 @@ def _operations(communicator: Communicator | None) -> list[dict[str, Any]]:
             "ended": _clock(ended),
             "error": error,
         }
-        for submitted, started, ended, name, signature, stack, error in list(communicator.instruments.operations)
+        for submitted, started, ended, name, signature, stack, error in found
     ]
 
 

@@ -4,14 +4,41 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.instruments import EngineTally
 
-__all__ = ["Counted", "Metrics", "Total"]
+__all__ = ["Counted", "Metrics", "Total", "openmetrics"]
+
+#: Of OpenMetrics: a family's name, its type, what it means, and its values with their labels.
+Family = tuple[str, str, str, Iterable[tuple[Mapping[str, str], float]]]
+
+#: Families of OpenMetrics: name, meaning, and the attribute of `Total`, or of `Metrics`.
+_TOTALS = (
+    ("collective_calls", "Calls of a collective.", "calls"),
+    ("collective_bytes", "Bytes of this rank's that these were over.", "nbytes"),
+    ("collective_seconds", "How long they took, waiting for other ranks included.", "seconds"),
+)
+_SINGLES = (
+    ("operations", "Asynchronous operations and optimizer steps that have come to an end.", "operations"),
+    ("operation_batches", "In how many pieces these ran.", "batches"),
+    ("operation_seconds", "How long these took.", "operations_s"),
+    ("overlapped_seconds", "How much of that while the program did something else.", "overlapped_s"),
+)
+
+
+def openmetrics(families: Iterable[Family]) -> str:
+    """Return the text format of OpenMetrics 1.0; Prometheus reads it, too."""
+    lines = []
+    for name, kind, meaning, samples in families:
+        lines += [f"# TYPE ringreduce_{name} {kind}", f"# HELP ringreduce_{name} {meaning}"]
+        for labels, value in samples:
+            text = ",".join(f'{label}="{said}"' for label, said in labels.items())
+            lines.append(f"ringreduce_{name}{'_total' * (kind == 'counter')}{{{text}}} {value}")
+    return "\n".join([*lines, "# EOF", ""])
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,19 +101,9 @@ class Metrics:
             for name, total in self.collectives.items()
             for field in fields(Total)
         }
-        for name in (
-            "operations",
-            "batches",
-            "operations_s",
-            "overlapped_s",
-            "waited_s",
-            "overlap",
-            "late_rank",
-            "late_s",
-        ):
-            value = getattr(self, name)
-            found[name] = math.nan if value is None else float(value)
-        return found
+        singles = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "collectives"}
+        singles["overlap"] = self.overlap
+        return found | {name: math.nan if value is None else float(value) for name, value in singles.items()}
 
     def add_to(self, writer: Any, step: int) -> None:
         """Add all `scalars` to a log of TensorBoard.
@@ -108,27 +125,20 @@ class Metrics:
         Args:
             rank: becomes a label.
         """
-        families = [
-            ("collective_calls", "Calls of a collective.", "calls"),
-            ("collective_bytes", "Bytes of this rank's that these were over.", "nbytes"),
-            ("collective_seconds", "How long they took, waiting for other ranks included.", "seconds"),
+        mine = {"rank": str(rank)}
+        by_collective: list[Family] = [
+            (
+                name,
+                "counter",
+                meaning,
+                [({"collective": key, **mine}, getattr(self.collectives[key], field)) for key in self.collectives],
+            )
+            for name, meaning, field in _TOTALS
         ]
-        lines = []
-        for name, meaning, field in families:
-            lines += [f"# TYPE ringreduce_{name} counter", f"# HELP ringreduce_{name} {meaning}"]
-            for collective, total in self.collectives.items():
-                labels = f'{{collective="{collective}",rank="{rank}"}}'
-                lines.append(f"ringreduce_{name}_total{labels} {getattr(total, field)}")
-        singles = [
-            ("operations", "Asynchronous operations and optimizer steps that have come to an end.", self.operations),
-            ("operation_batches", "In how many pieces these ran.", self.batches),
-            ("operation_seconds", "How long these took.", self.operations_s),
-            ("overlapped_seconds", "How much of that while the program did something else.", self.overlapped_s),
+        singles: list[Family] = [
+            (name, "counter", meaning, [(mine, getattr(self, field))]) for name, meaning, field in _SINGLES
         ]
-        for name, meaning, value in singles:
-            lines += [f"# TYPE ringreduce_{name} counter", f"# HELP ringreduce_{name} {meaning}"]
-            lines.append(f'ringreduce_{name}_total{{rank="{rank}"}} {value}')
-        return "\n".join([*lines, "# EOF", ""])
+        return openmetrics(by_collective + singles)
 
     @property
     def overlap(self) -> float:
@@ -143,31 +153,22 @@ class Metrics:
             communicators: those of blocking calls.
             engines: those of asynchronous operations, each with its ranks of the world.
         """
-        collectives = {}
         carriers = [*communicators, *(engine.communicator for engine, _ in engines)]
         counted = [{**each.tallies, **each.message_tallies} for each in carriers]
-        for name in counted[0] if counted else ():
-            tallies = [each[name] for each in counted]
-            total = Total(
-                calls=sum(each.calls for each in tallies),
-                nbytes=sum(each.nbytes for each in tallies),
-                seconds=sum(each.seconds for each in tallies),
-            )
-            if total.calls:
-                collectives[name] = total
-        late: list[tuple[float, int, float]] = []
-        for engine, ranks in engines:
-            if engine.tally.late is not None:
-                at, member, seconds = engine.tally.late
-                late.append((at, ranks[member], seconds))
-        _, late_rank, late_s = max(late, default=(0.0, None, 0.0))
+        totals = {
+            name: Total(*(sum(getattr(each[name], field.name) for each in counted) for field in fields(Total)))
+            for name in (counted[0] if counted else ())
+        }
+        tallies = [engine.tally for engine, _ in engines]
+        heard = [(engine.tally.late, ranks) for engine, ranks in engines if engine.tally.late is not None]
+        late, ranks = max(heard, default=((0.0, 0, 0.0), ()))
         return cls(
-            collectives=collectives,
-            operations=sum(engine.tally.operations for engine, _ in engines),
-            batches=sum(engine.tally.batches for engine, _ in engines),
-            operations_s=sum(engine.tally.seconds for engine, _ in engines),
-            overlapped_s=sum(engine.tally.overlapped_s for engine, _ in engines),
+            collectives={name: total for name, total in totals.items() if total.calls},
+            operations=sum(each.operations for each in tallies),
+            batches=sum(each.batches for each in tallies),
+            operations_s=sum(each.seconds for each in tallies),
+            overlapped_s=sum(each.overlapped_s for each in tallies),
             waited_s=sum(engine.waited_s for engine, _ in engines),
-            late_rank=late_rank,
-            late_s=late_s,
+            late_rank=ranks[late[1]] if heard else None,
+            late_s=late[2],
         )

@@ -1,16 +1,13 @@
 """What a rank does now, for `ringreduce top`: a small private file that it writes once a second.
 
 One file for each rank, ``JOB.RANK.json`` in a folder of this user's (`folder`), on the machine of the rank; it is gone
-with the world. JSON:
+with the world. It is a brief snapshot (`ringreduce.observe.flight_recorder`), and besides:
 
-    job, rank, size, host, pid, command     who; the job is a word that its ranks share
-    began, now                              seconds since 1970
+    job, command                            the job is a word that its ranks share
+    began                                   seconds since 1970
     samples[]                               [time, steps, samples, seconds spent in communication], the oldest first
     nbytes                                  resident memory
     late                                    [rank, seconds]: who was waited for last, and how long; null
-    sets[]                                  [name, ranks, number of the last blocking call, which, since when, or null]
-    operations[]                            [name, ranks, name of the operation that waits longest to start, since when]
-    error                                   after which no call was possible; null
 """
 
 from __future__ import annotations
@@ -18,22 +15,23 @@ from __future__ import annotations
 import json
 import os
 import stat
-import threading
+import sys
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from ringreduce.common.config import runtime_folder
 from ringreduce.common.errors import ConfigError
+from ringreduce.observe.flight_recorder import FlightRecorder, Snapshot, write
+from ringreduce.observe.metrics import Metrics
+from ringreduce.observe.repeated import Repeated
 
 __all__ = ["StatusFile", "folder", "read_all", "resident_nbytes"]
 
 _EVERY_S = 1.0
 _REMEMBERED = 11  # samples, so that rates are those of ten seconds
-
-Status = dict[str, Any]
 
 
 def folder() -> Path:
@@ -61,49 +59,61 @@ class StatusFile:
     """Writes what this rank does to its file, on a thread of its own, until it is closed.
 
     Args:
-        path: the file.
-        describe: returns all but ``samples``, and the newest of these.
-        tidies: whether it removes what ranks that were killed have left, first.
+        job: which.
+        rank: this one. That of rank 0 first removes what ranks that were killed have left.
+        recorder: takes snapshots.
+        metrics: returns what this rank's calls add up to.
+        counted: returns how many steps and samples the program has told of.
+
+    Raises:
+        ConfigError, OSError: there is no folder for it.
     """
 
-    def __init__(self, path: Path, describe: Callable[[], tuple[Status, list[float]]], *, tidies: bool = False) -> None:
-        self._path = path
-        self._tidies = tidies
-        self._describe = describe
+    def __init__(
+        self,
+        job: str,
+        rank: int,
+        recorder: FlightRecorder,
+        metrics: Callable[[], Metrics],
+        counted: Callable[[], tuple[int, int]],
+    ) -> None:
+        self._common = {"job": job, "command": sys.orig_argv, "began": time.time()}
+        self._recorder, self._metrics, self._counted = recorder, metrics, counted
+        self._path = folder() / f"{job}.{rank}.json"
         self._samples: deque[list[float]] = deque(maxlen=_REMEMBERED)
-        self._ends = threading.Event()
         self._pid = os.getpid()
-        self._thread = threading.Thread(target=self._run, name="ringreduce status", daemon=True)
-        self._thread.start()
+        if rank == 0:
+            read_all()
+        self._thread = Repeated("ringreduce status", _EVERY_S, self._write_if_possible)
 
     def close(self) -> None:
         """Remove the file; in a process that was forked, do nothing."""
-        if os.getpid() != self._pid or self._ends.is_set():
-            return
-        self._ends.set()
-        self._thread.join()
-        self._path.unlink(missing_ok=True)
+        if os.getpid() == self._pid:
+            self._thread.end()
+            self._path.unlink(missing_ok=True)
 
-    def _run(self) -> None:
-        if self._tidies:
-            with suppress(ConfigError, OSError):
-                read_all()
-        while not self._ends.wait(_EVERY_S):
-            # The program goes on meanwhile, and may change what is looked at; then the next time will do.
-            with suppress(RuntimeError, OSError):
-                self._write()
+    def write(self) -> None:
+        """Write what this rank does now."""
+        said, total = self._recorder.snapshot(brief=True), self._metrics()
+        blocking = [each.communicators["blocking"] for each in self._recorder.watched if each.is_open()]
+        spent_s = total.waited_s + sum(tally.seconds for each in blocking for tally in each.tallies.values())
+        under_way = [call for each in said["sets"] for call in each["calls"] if call["ended"] is None]
+        spent_s += sum(said["time"] - call["started"] for call in under_way)
+        self._samples.append([said["time"], *self._counted(), spent_s])
+        more = {
+            "samples": list(self._samples),
+            "nbytes": resident_nbytes(),
+            "late": None if total.late_rank is None else [total.late_rank, total.late_s],
+        }
+        write(self._path, {**said, **self._common, **more})
 
-    def _write(self) -> None:
-        status, sample = self._describe()
-        self._samples.append(sample)
-        status["samples"] = list(self._samples)
-        new = self._path.with_suffix(".new")
-        with open(new, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-            json.dump(status, file)
-        os.replace(new, self._path)
+    def _write_if_possible(self) -> None:
+        # The program goes on meanwhile, and may change what is looked at; then the next time will do.
+        with suppress(RuntimeError, OSError):
+            self.write()
 
 
-def read_all() -> list[Status]:
+def read_all() -> list[Snapshot]:
     """Return what the living ranks of this user on this machine say, by job and rank; forget the dead.
 
     Raises:
@@ -119,7 +129,8 @@ def read_all() -> list[Status]:
         if alive:
             found.append(status)
         else:
-            path.unlink(missing_ok=True)
+            for remains in folder().glob(f"{path.stem}.*"):
+                remains.unlink(missing_ok=True)
     began: dict[str, float] = {}
     for each in found:
         began[each["job"]] = min(each["began"], began.get(each["job"], each["began"]))

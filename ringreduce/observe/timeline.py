@@ -1,13 +1,7 @@
 """The timeline: what this job's ranks did and when, as one trace for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-Every rank appends what it sees to one file, in pieces, with the file locked; so the trace needs no collective call to
-be merged, holds what happened up to a crash, and is complete JSON between any two writes. Where hosts share no file
-system, each has a file with its own ranks. Times are on one clock: that of rank 0, whose distance the ranks measure in
-`init`.
-
-The file is private, so only processes of this user can hold it up. No rank waits for them: while the file is locked
-it keeps what it sees, up to a limit, and tries again later. A piece first takes its space on the disk, as blanks behind
-the closing bracket, and then fills it; so a full disk is noticed while the file is whole.
+Times are on one clock: that of rank 0, whose distance the ranks measure in `init`. `ringreduce.observe.trace_file` says
+how the ranks write one file.
 
 The format is the JSON array of the Trace Event Format. Each rank is a process in it, with two rows of nested spans for
 each process set: blocking collectives, and what the engine carries out. Collectives contain their steps. Asynchronous
@@ -20,23 +14,22 @@ waited for to where it runs on those.
 
 from __future__ import annotations
 
-import errno
-import fcntl
+import itertools
 import json
 import logging
 import os
-import stat
 import threading
 import uuid
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import Any
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.instruments import Instrument
+from ringreduce.observe.repeated import Repeated
+from ringreduce.observe.trace_file import TraceFile
 from ringreduce.transport.messages import Messages, exchange_json
 
 __all__ = ["Clock", "Program", "Timeline", "Track", "distance"]
@@ -45,13 +38,10 @@ _log = logging.getLogger(__name__)
 
 _ROUNDS = 8  # of messages to compare clocks; the best of them counts
 _BUFFERED = 4096  # events that are written at once
-_KEPT = 16 * _BUFFERED  # events that are kept while the file cannot be had; they take about 10 MB
-_WRITE_EVERY_S = 1.0
-_TRY_EVERY_S = 0.2  # while others have the file
-_POLL_S = 1e-3
-_PATIENCE_S = 5.0  # for who begins or ends a trace; collectives have none
-_OPENING = b'[\n{"name": "trace", "ph": "M", "pid": 0, "args": {"job": '
-_CLOSING = b"\n]\n"
+_KEPT = 16 * _BUFFERED  # events that are kept while the disk is slow; they take about 10 MB
+_EVERY_S = 0.5  # a rank writes, and then another one makes the file: together within a second
+_PAUSE = 20.0  # until the file is made again, as a multiple of what that takes
+_PATIENCE_S = 5.0  # of the end of a trace, for what is being written
 
 Event = dict[str, Any]
 
@@ -99,6 +89,10 @@ def distance(lower: Iterable[float], upper: Iterable[float]) -> float:
 class Timeline:
     """A trace that this rank takes part in. Thread-safe.
 
+    Events are kept in memory and written twice a second by a thread, and whenever there are many. No rank waits for
+    another, and only the one that has seen many events for its disk; what comes while that is at work is kept, up to a
+    limit.
+
     Args:
         path: the file; what it holds of an earlier trace goes.
         clock: the job's.
@@ -106,7 +100,9 @@ class Timeline:
         rank: this rank, in the world.
         host: where it runs.
         mark_batches: whether to mark the moments at which operations that travel together start.
-        patience_s: how long `write` and `flush` try to get the file, if others have it.
+
+    Attributes:
+        path: of the file, from the root.
 
     Raises:
         ConfigError: the file cannot be written; or it is none of this user's plain files, a link, or holds something
@@ -122,36 +118,29 @@ class Timeline:
         host: str,
         *,
         mark_batches: bool,
-        patience_s: float = _PATIENCE_S,
     ) -> None:
         self.mark_batches = mark_batches
-        self._path = os.fspath(path)
+        self.path = os.path.abspath(path)
         self._rank = rank
         self._zero = clock.zero_s
-        self._head = _OPENING + json.dumps(f"{clock.job} {number}").encode() + b"}}"
-        self._patience_s = patience_s
-        # Guards what follows, and is held for moments. A signal handler may flush while its own thread holds it: then
-        # the handler goes first, and the event that the thread is about to take down comes later or is lost.
-        self._lock = threading.RLock()
-        self._events: list[Event] = []
-        self._dropped = 0  # since the last piece
-        self._tracks = 0
-        self._operations = 0
+        # Without a lock, as signal handlers may interrupt a thread that adds an event.
+        self._events: deque[Event] = deque()
+        self._limit = _KEPT  # of these; 0 once writing was given up
+        self._dropped = self._said_dropped = 0
+        self._rows, self._operations = itertools.count(1), itertools.count(1)
         self._program: int | None = None  # the row of the program
-        self._turn = threading.Lock()  # Guards what follows: of the threads of this rank, one at a time writes.
-        self._writer: int | None = None  # that thread
-        self._pieces: list[bytes] = []  # which wait for the file
-        self._waiting = 0  # events in them; others read it, to know when it is too many
-        self._due_s = 0.0  # when to try next
-        self._begun = False  # whether anything of this trace is in the file
-        self._failed = False  # whether writing was given up
-        self._is_due_to_write = False  # whether a thread will write what the program leaves
+        self._pid = os.getpid()  # one that is forked writes nothing
+        self._turn = threading.RLock()  # Guards what follows: one thread at a time writes.
+        self._due_s = 0.0  # when the file may be made again
+        self._writing = False  # whether it does, also as its own signal handler sees it
+        self._file = TraceFile(self.path, f"{clock.job} {number}", rank)
         self._describe("process_name", name=f"rank {rank} ({host})")
         self._describe("process_sort_index", sort_index=rank)
         try:
-            self.write()
+            self._file.begin(self._encoded())
         except OSError as error:
-            raise ConfigError(f"the timeline {self._path!r} cannot be written: {error.strerror}") from None
+            raise ConfigError(f"the timeline {os.fspath(path)!r} cannot be written: {error.strerror}") from None
+        self._thread = Repeated("ringreduce timeline", _EVERY_S, self._write_again)
 
     def track(self, name: str, place: str = "", member: int = 0, size: int = 1) -> Track:
         """Return an observer that writes to a row of its own.
@@ -166,15 +155,12 @@ class Timeline:
 
     def program(self) -> Program:
         """Return the row of the program."""
-        with self._lock:
-            if self._program is None:
-                self._program = self._row("program")
+        if self._program is None:
+            self._program = self._row("program")
         return Program(self, self._program)
 
     def _row(self, name: str) -> int:
-        with self._lock:
-            self._tracks += 1
-            number = self._tracks
+        number = next(self._rows)
         self._describe("thread_name", number, name=name)
         return number
 
@@ -187,32 +173,13 @@ class Timeline:
 
     def add(self, kind: str, name: str, at_s: float, track: int = 0, **more: Any) -> None:
         """Take an event down; ``at_s`` is a time of `perf_counter`."""
+        if len(self._events) >= self._limit:
+            self._dropped += 1
+            return
         ts = round((at_s - self._zero) * 1e6, 3)
-        event = {"name": name, "ph": kind, "pid": self._rank, "tid": track, "ts": ts, **more}
-        with self._lock:
-            if len(self._events) + self._waiting < _KEPT:
-                self._events.append(event)
-            else:
-                self._dropped += 1
-        if len(self._events) >= _BUFFERED or perf_counter() > self._due_s:
-            self._write_or_log(0.0)
-        elif not self._is_due_to_write:
-            self._write_later()
-
-    def _write_later(self) -> None:
-        """Write within a second, though no event follows: the program may wait, or be killed."""
-        self._is_due_to_write = True
-        timer = threading.Timer(_WRITE_EVERY_S, self._write_late)
-        timer.name, timer.daemon = "ringreduce writes the timeline", True
-        try:
-            timer.start()
-        except RuntimeError:  # no thread begins once the interpreter ends; what is left is flushed there
-            self._is_due_to_write = False
-
-    def _write_late(self) -> None:
-        self._is_due_to_write = False
-        if not self._write_or_log(0.0):
-            self._write_later()
+        self._events.append({"name": name, "ph": kind, "pid": self._rank, "tid": track, "ts": ts, **more})
+        if len(self._events) >= _BUFFERED:
+            self._write(0.0, lambda: None)
 
     def span(self, name: str, begin_s: float, end_s: float, track: int, **arguments: Any) -> None:
         """Take down that something lasted from one time to another."""
@@ -220,110 +187,71 @@ class Timeline:
 
     def next_operation(self) -> str:
         """Return what stands for an operation in the trace."""
-        with self._lock:
-            self._operations += 1
-            return f"{self._rank}.{self._operations}"
+        return f"{self._rank}.{next(self._operations)}"
 
-    def write(self) -> bool:
-        """Append what was taken down to the file; return whether that could be had. If not, a later call does it.
+    def write(self, patience_s: float = 0.0) -> None:
+        """Write what was taken down, and make the file if no other rank does that; an error is logged, once.
 
-        Raises:
-            OSError: that does not work; what was taken down is lost, and so is what comes.
+        Args:
+            patience_s: how long to wait for a thread of this rank that writes; then it does nothing.
         """
-        return self._write(self._patience_s)
+        self._write(patience_s, self._file.merge)
 
-    def flush(self) -> None:
-        """Do what `write` does; an error is logged, once, as no collective shall fail for it."""
-        if not self._write_or_log(self._patience_s):
-            count = len(self._events) + self._waiting + self._dropped
-            _log.error("the timeline %r is being written by others; events that it lacks: %d", self._path, count)
+    def _write_again(self) -> None:
+        """Write; and make the file, which takes at most a twentieth of the time, however large it is."""
+        begin = perf_counter()
+        if begin < self._due_s:
+            self._write(0.0, lambda: None)
+        else:
+            self.write()
+            self._due_s = perf_counter() + _PAUSE * (perf_counter() - begin)
 
-    def _write_or_log(self, patience_s: float) -> bool:
+    def stop(self, ranks: int) -> None:
+        """End the trace, or let go of its parts if it has ended: the file then holds all of this rank.
+
+        If another rank is making the file just now, that makes it once more, in its own `stop` or within a second.
+
+        Args:
+            ranks: how many ranks write to the file at least; once they all have ended, nothing but the file is there.
+        """
+        self._thread.end(_PATIENCE_S)
+        if not self._write(_PATIENCE_S, lambda: self._file.finish(ranks)):
+            _log.error("the timeline %r lacks events: %d", self.path, len(self._events))
+
+    def _write(self, patience_s: float, then: Callable[[], object]) -> bool:
+        """Write what was taken down; return whether no other thread does so."""
+        if not self._turn.acquire(timeout=patience_s):
+            return False
         try:
-            return self._write(patience_s)
-        except OSError as error:
-            _log.error("the timeline %r cannot be written, and ends here: %s", self._path, error.strerror)
+            if self._writing:
+                return False  # this thread, which a signal handler has interrupted, is at it
+            self._writing = True
+            try:
+                if self._limit and os.getpid() == self._pid:
+                    if text := self._encoded():
+                        self._file.append(text)
+                    then()
+            except OSError as error:
+                self._limit = 0
+                self._file.close()
+                _log.error("the timeline %r cannot be written, and ends here: %s", self.path, error.strerror)
+            finally:
+                self._writing = False
             return True
-
-    def _write(self, patience_s: float) -> bool:
-        if self._writer == threading.get_ident() or not self._turn.acquire(timeout=patience_s):
-            return False  # another thread is at it; or this one, which a signal handler has interrupted
-        done = False
-        try:
-            self._writer = threading.get_ident()
-            with self._lock:
-                events, self._events = self._events, []
-            self._waiting += len(events)
-            if events and not self._failed:
-                self._pieces.append(b",\n".join(map(_encode, events)))
-            done = not self._pieces or self._append(perf_counter() + patience_s)
-        except OSError:
-            self._failed = done = True
-            raise
         finally:
-            self._due_s = perf_counter() + (_WRITE_EVERY_S if done else _TRY_EVERY_S)
-            if done:
-                self._pieces.clear()
-                self._waiting = 0
-            self._writer = None
             self._turn.release()
-        return done
 
-    def _append(self, deadline_s: float) -> bool:
-        """Put what waits before the closing bracket; begin the file anew if it holds another trace.
-
-        Returns:
-            Whether the file could be had in time.
-        """
-        descriptor = self._open()
-        try:
-            free = _lock(descriptor, deadline_s)
-            head = os.pread(descriptor, len(self._head), 0)
-            if head and not head.startswith(_OPENING):
-                raise FileExistsError(errno.EEXIST, "it is no trace of ringreduce; remove it, or name another file")
-            if not free:
-                return False
-            if head != self._head:
-                if head and self._begun:
-                    raise FileExistsError(errno.EEXIST, "another trace was begun in it")
-                _begin(descriptor, self._head)
-            with self._lock:
-                dropped, self._dropped = self._dropped, 0
-            if dropped:
-                self._pieces.append(_encode(self._about("dropped_events", count=dropped)))
-            _extend(descriptor, b",\n".join(self._pieces), len(self._head))
-            self._begun = True
-            return True
-        finally:
-            # A process that was forked meanwhile has the descriptor too, and would keep the lock.
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-            os.close(descriptor)
-
-    def _open(self) -> int:
-        """Open the file, which is made if need be; what is none of this user's plain files, or a link, is refused."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
-        try:
-            descriptor = os.open(self._path, flags, 0o600)
-        except OSError as error:
-            if error.errno == errno.ELOOP and os.path.islink(self._path):
-                raise OSError(errno.ELOOP, "it is a symbolic link; name the file itself") from None
-            raise
-        found = os.fstat(descriptor)
-        complaint = ""
-        if not stat.S_ISREG(found.st_mode):
-            complaint = "it is no regular file"
-        elif found.st_uid != os.geteuid():
-            complaint = f"it belongs to user {found.st_uid}, and this is user {os.geteuid()}"
-        elif found.st_nlink > 1:
-            complaint = f"it has {found.st_nlink} names (hard links)"
-        if complaint:
-            os.close(descriptor)
-            raise FileExistsError(errno.EEXIST, f"{complaint}; name another file")
-        return descriptor
+    def _encoded(self) -> bytes:
+        """Return what was taken down since the last time; and, behind it, how much was dropped."""
+        dropped, kept = self._dropped, len(self._events)
+        events = [self._events.popleft() for _ in range(kept)]
+        if dropped > self._said_dropped:
+            events.append(self._about("dropped_events", count=dropped - self._said_dropped))
+            self._said_dropped = dropped
+        return b"".join(json.dumps(event, separators=(",", ":")).encode() + b",\n" for event in events)
 
     def _describe(self, what: str, track: int = 0, **arguments: Any) -> None:
-        with self._lock:
-            self._events.append(self._about(what, track, **arguments))
+        self._events.append(self._about(what, track, **arguments))
 
     def _about(self, what: str, track: int = 0, **arguments: Any) -> Event:
         return {"name": what, "ph": "M", "pid": self._rank, "tid": track, "args": arguments}
@@ -472,77 +400,6 @@ class Track(Instrument):
 
     def _count(self, counter: str, now: float, value: int) -> None:
         self._timeline.add("C", f"{counter} ({self._number})", now, self._number, args={"value": value})
-
-
-def _encode(event: Event) -> bytes:
-    return json.dumps(event, separators=(",", ":")).encode()
-
-
-def _lock(descriptor: int, deadline_s: float) -> bool:
-    """Get the lock of a file, within the time; return whether that went well.
-
-    Not the locks of `fcntl.lockf`: for those, the threads of a process are one, and to close a file frees all of them.
-    """
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if perf_counter() >= deadline_s:
-                return False
-            sleep(_POLL_S)
-
-
-def _begin(descriptor: int, head: bytes) -> None:
-    """Make a file an empty trace, readable by this user alone; one without anything if that fails."""
-    if stat.S_IMODE(os.fstat(descriptor).st_mode) & 0o077:
-        os.fchmod(descriptor, 0o600)
-    os.ftruncate(descriptor, 0)
-    try:
-        _fill(descriptor, head + _CLOSING, 0)
-    except OSError:
-        os.ftruncate(descriptor, 0)
-        raise
-
-
-def _extend(descriptor: int, events: bytes, begin: int) -> None:
-    """Put events before the closing bracket of a trace, whose head ends at ``begin``; if that fails, it stays whole."""
-    end = _find_end(descriptor, begin)
-    text = b",\n" + events + _CLOSING
-    size = os.fstat(descriptor).st_size
-    try:
-        _fill(descriptor, b" " * (end + len(text) - size), size)
-        _fill(descriptor, text, end)
-    except BaseException:
-        with suppress(OSError):  # the first error is what is told
-            _fill(descriptor, _CLOSING, end)
-            os.ftruncate(descriptor, end + len(_CLOSING))
-        raise
-
-
-def _find_end(descriptor: int, begin: int) -> int:
-    """Return where the events of a trace end and the closing bracket begins; put it there if a killed rank did not."""
-    size, length, place = os.fstat(descriptor).st_size, 1 << 12, -1
-    while True:
-        start = max(begin, size - length)
-        tail = os.pread(descriptor, size - start, start).rstrip()
-        if tail.endswith(_CLOSING.rstrip()):
-            return start + len(tail) - len(_CLOSING.rstrip())
-        place = tail.rfind(b",\n")  # what follows may be half an event; no event has a newline in it
-        if place >= 0 or start == begin:
-            break
-        length *= 16
-    end = start + max(0, place)
-    os.ftruncate(descriptor, end)
-    _fill(descriptor, _CLOSING, end)
-    return end
-
-
-def _fill(descriptor: int, text: bytes, place: int) -> None:
-    """Write all of a text; one that does not fit ends in an error after a part of it."""
-    while text:
-        written = os.pwrite(descriptor, text, place)
-        text, place = text[written:], place + written
 
 
 def _title(names: Sequence[str]) -> str:

@@ -82,6 +82,40 @@ def test_a_rank_that_did_not_come_is_named_with_its_place(
         assert words in analysis
 
 
+TRACED = """
+import json, os, signal, sys
+from pathlib import Path
+import numpy as np
+import ringreduce as rr
+
+rr.init()
+path = Path(sys.argv[1])
+
+def seen(name):
+    events = json.loads(path.read_text())
+    return {each["pid"] for each in events if each["name"] == name} == {0, 1}
+
+for name in ("allreduce", "allgather"):
+    getattr(rr, name)(np.ones(3))
+    while not seen(name):  # the program has nothing more to tell meanwhile
+        os.sched_yield()
+rr.barrier()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_trace_is_on_disk_though_its_program_waits_and_is_killed(run_job: Any, tmp_path: Path) -> None:
+    """With the events of all ranks, by the file's name, whatever the program does then; whole at every moment."""
+    path = tmp_path / "trace.json"
+    job = run_job(2, "-c", TRACED, str(path), RINGREDUCE_TIMELINE=str(path))
+    assert "Traceback" not in job.stderr, job.stderr
+    for _ in range(2):
+        command = [sys.executable, "-m", "ringreduce", "timeline", "report", str(path), "--json"]
+        found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        assert {each["rank"] for each in found["collectives"]} == {0, 1}
+        assert {event["pid"] for event in json.loads(path.read_text()) if event["name"] == "allgather"} == {0, 1}
+
+
 def test_a_folder_without_dumps_is_refused(tmp_path: Path) -> None:
     """And so is what is none."""
     command = [sys.executable, "-m", "ringreduce", "doctor", "--dump", str(tmp_path)]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import queue
+import shutil
 import signal
 import stat
 import subprocess
@@ -13,7 +13,6 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,9 @@ from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import SUM
 from ringreduce.engine import Engine, Reduction
-from ringreduce.observe.timeline import Clock, Timeline, Track, distance
+from ringreduce.observe import timeline as module
+from ringreduce.observe.timeline import Clock, Timeline, distance
+from ringreduce.observe.trace_file import collect
 from ringreduce.testing import run_engines, run_ranks, run_threads
 from ringreduce.transport.memory import MemoryWorld
 
@@ -32,9 +33,33 @@ CLOCK = Clock("job", 0.0)
 Event = dict[str, Any]
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """The file of a trace."""
+    return tmp_path / "trace.json"
+
+
+@pytest.fixture
+def begin(path: Path) -> Iterator[Callable[..., Timeline]]:
+    """A function that begins a trace; those that a test does not end are ended after it."""
+    begun = []
+
+    def begin(rank: int = 0, number: int = 1, clock: Clock = CLOCK, at: Path = path, **more: Any) -> Timeline:
+        begun.append(Timeline(at, clock, number, rank, "host", **{"mark_batches": False, **more}))
+        return begun[-1]
+
+    yield begin
+    for each in begun:
+        each.stop(0)
+
+
 def events_of(path: Path, kind: str | None = None) -> list[Event]:
     """Return what a trace holds."""
     return [event for event in json.loads(path.read_text()) if kind is None or event["ph"] == kind]
+
+
+def names_of(path: Path, kind: str = "X") -> list[str]:
+    return [event["name"] for event in events_of(path, kind)]
 
 
 @pytest.mark.parametrize(
@@ -62,79 +87,97 @@ def test_ranks_of_one_machine_agree_on_the_clock(size: int) -> None:
     assert len(set(clocks)) == 1
 
 
-def test_the_file_is_complete_at_any_time_and_holds_all_ranks(tmp_path: Path) -> None:
-    """After every piece that any rank writes the file is JSON, with the events of all ranks so far."""
-    path = tmp_path / "trace.json"
-    timelines = [Timeline(path, CLOCK, 1, rank, "host", mark_batches=False) for rank in range(3)]
+def test_the_file_is_complete_at_any_time_and_holds_all_ranks(path: Path, begin: Callable[..., Timeline]) -> None:
+    """Whoever writes, the file is JSON then, and holds it once the rank that makes the file has looked."""
+    timelines = [begin(rank) for rank in range(3)]
     for count in (1, 2):
         for rank, timeline in enumerate(timelines):
             timeline.span("work", 1.0, 2.5, 1, size=7)
-            timeline.write()
+            timeline.write(50.0)
+            assert json.loads(path.read_text())
+            timelines[0].write(50.0)
             spans = Counter(event["pid"] for event in events_of(path, "X"))
             assert spans == Counter({each: count if each <= rank else count - 1 for each in range(3)}) - Counter()
-    assert events_of(path, "X")[0] == {
-        "name": "work",
-        "ph": "X",
-        "pid": 0,
-        "tid": 1,
-        "ts": 1e6,
-        "dur": 1.5e6,
-        "args": {"size": 7},
-    }
+    expected = {"name": "work", "ph": "X", "pid": 0, "tid": 1, "ts": 1e6, "dur": 1.5e6, "args": {"size": 7}}
+    assert events_of(path, "X")[0] == expected
 
 
-def test_a_trace_is_on_disk_though_its_program_waits_and_is_killed(tmp_path: Path) -> None:
-    """Within a second, by the file's name, whatever the program does then; complete, as JSON and with all events."""
-    source = """
+def test_nothing_but_the_file_is_there_in_the_end(path: Path, begin: Callable[..., Timeline]) -> None:
+    """Once all ranks have stopped that there are; or, where some never begin the trace, once the world ends."""
+    for ranks, late in ((2, False), (3, True)):
+        timelines = [begin(rank, number=ranks) for rank in (1, 0)]
+        for timeline, hidden in zip(timelines, (1, int(late)), strict=True):
+            timeline.span("work", 0.0, 1.0, 1)
+            timeline.stop(ranks)
+            others = [each.name.startswith(".trace.json.") for each in path.parent.iterdir() if each != path]
+            assert others == [True] * hidden
+        assert Counter(event["pid"] for event in events_of(path, "X")) == {0: 1, 1: 1}
+        moved = path.rename(path.with_name("moved")) if late else path
+        for timeline in timelines:
+            timeline.stop(0)
+        assert list(path.parent.iterdir()) == [moved]
+
+
+KILLED = """
 import os, signal, sys
-from pathlib import Path
-import numpy as np
-import ringreduce as rr
-rr.init()
-path = Path(sys.argv[1])
-for name in ("allreduce", "allgather"):
-    getattr(rr, name)(np.ones(3))
-    while name not in path.read_text():  # the program has nothing more to tell meanwhile
-        os.sched_yield()
+from ringreduce.observe.timeline import Clock, Timeline
+timelines = [Timeline(sys.argv[1], Clock("job", 0.0), 1, rank, "host", mark_batches=False) for rank in (0, 1)]
+for timeline in reversed(timelines):
+    timeline.span("work", 0.0, 1.0, 1)
+    timeline.write(50.0)
+timelines[1].span("last", 1.0, 2.0, 1)
+timelines[1].write(50.0)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    path = tmp_path / "trace.json"
-    environ = {**os.environ, "RINGREDUCE_TIMELINE": str(path)}
-    command = [sys.executable, "-c", source, str(path)]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=30)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    spans = [json.dumps(event) for event in json.loads(path.read_text())]
-    assert all(any(name in span for span in spans) for name in ("allreduce", "allgather"))
 
 
-def test_another_trace_begins_the_file_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cut", [b"", b'{"name":"unf', b'{"na' + b" " * 100_000], ids=["none", "short", "long"])
+def test_what_killed_ranks_have_written_is_not_lost(path: Path, begin: Callable[..., Timeline], cut: bytes) -> None:
+    """The file is whole; the rest is added for who asks, and by a rank that goes on; half an event is left out."""
+    for go_on in (False, True):
+        subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False, timeout=50)
+        assert names_of(path)[:2] == ["work", "work"]
+        (folder,) = path.parent.glob(".trace.json.*")
+        with open(folder / "1", "ab") as part:
+            part.write(cut)
+        if go_on:
+            begin(2).write(50.0)
+        else:
+            collect(path)
+        assert names_of(path) == ["work", "work", "last"]
+    assert {event["pid"] for event in events_of(path)} == {0, 1, 2}
+    begin(0, number=2)
+    assert list(path.parent.glob(".trace.json.*")) != [folder]
+    assert names_of(path) == []
+
+
+def test_another_trace_begins_the_file_anew(path: Path, begin: Callable[..., Timeline]) -> None:
     """Neither an earlier job's trace nor an earlier one of this job is left of a file; an empty one will do."""
-    path = tmp_path / "trace.json"
     path.touch()
     for clock, number in ((CLOCK, 1), (CLOCK, 2), (Clock("another job", 0.0), 2)):
-        for rank in (1, 0):
-            timeline = Timeline(path, clock, number, rank, "host", mark_batches=False)
+        timelines = [begin(rank, number, clock) for rank in (1, 0)]
+        for timeline in timelines:
             timeline.span("work", 0.0, 1.0, 1)
-            timeline.write()
-        assert [event["pid"] for event in events_of(path, "X")] == [1, 0]
+            timeline.stop(2)
+        assert [event["pid"] for event in events_of(path, "X")] == [0, 1]
 
 
-def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
-    """The error names the path and the reason; once a trace runs, it is a line in the log and the program goes on."""
+def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path, begin: Callable[..., Timeline]) -> None:
+    """The error names the path and the reason."""
     with pytest.raises(ConfigError, match=r"missing.*trace\.json.*No such file"):
-        Timeline(tmp_path / "missing" / "trace.json", CLOCK, 1, 0, "host", mark_batches=False)
+        begin(at=tmp_path / "missing" / "trace.json")
 
 
-def test_files_are_private(tmp_path: Path) -> None:
-    """Others may not read a trace, nor lock it, whatever the umask; also where an earlier one was open to them."""
-    path = tmp_path / "trace.json"
+def test_files_are_private(path: Path, begin: Callable[..., Timeline]) -> None:
+    """Others may not read a trace nor its parts, whatever the umask; also where an earlier one was open to them."""
     before = os.umask(0)
     try:
-        Timeline(path, CLOCK, 1, 0, "host", mark_batches=False)
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        path.chmod(0o666)
-        Timeline(path, CLOCK, 2, 0, "host", mark_batches=False)
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        for number in (1, 2):
+            begin(number=number)
+            (folder,) = path.parent.glob(".trace.json.*")
+            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+            assert {stat.S_IMODE(each.stat().st_mode) for each in (path, *folder.iterdir())} == {0o600}
+            path.chmod(0o666)
     finally:
         os.umask(before)
 
@@ -148,253 +191,196 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("content", FOREIGN.values(), ids=FOREIGN)
-@pytest.mark.parametrize("held", [False, True])
-def test_what_is_no_trace_stays_as_it_is(tmp_path: Path, content: str, held: bool) -> None:
-    """A file that holds something else is refused at once and keeps its content and its mode, locked or not."""
-    path = tmp_path / "trace.json"
+def test_what_is_no_trace_stays_as_it_is(path: Path, begin: Callable[..., Timeline], content: str) -> None:
+    """A file that holds something else is refused at once and keeps its content and its mode."""
     path.write_text(content)
     path.chmod(0o640)
-    with open(path) as reader:
-        if held:
-            fcntl.flock(reader, fcntl.LOCK_SH)
-        with pytest.raises(ConfigError, match=r"trace\.json.* no trace of ringreduce"):
-            Timeline(path, CLOCK, 1, 0, "host", mark_batches=False, patience_s=0.0)
+    with pytest.raises(ConfigError, match=r"trace\.json.* no trace of ringreduce"):
+        begin()
+    collect(path)
     assert path.read_text() == content
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
-
-
-def _symlink(path: Path, target: Path) -> None:
-    path.symlink_to(target)
-
-
-def _dangling_symlink(path: Path, target: Path) -> None:
-    path.symlink_to(target.with_name("nowhere"))
-
-
-def _hard_link(path: Path, target: Path) -> None:
-    os.link(target, path)
-
-
-def _fifo(path: Path, target: Path) -> None:
-    os.mkfifo(path)
-
-
-def _folder(path: Path, target: Path) -> None:
-    path.mkdir()
+    assert list(path.parent.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(
     ("make", "complaint"),
     [
-        (_symlink, "symbolic link"),
-        (_dangling_symlink, "symbolic link"),
-        (_hard_link, "2 names"),
-        (_fifo, "no regular file"),
-        (_folder, "directory"),
+        (lambda path, target: path.symlink_to(target), "symbolic link"),
+        (lambda path, target: path.symlink_to(target.with_name("nowhere")), "symbolic link"),
+        (lambda path, target: os.link(target, path), "2 names"),
+        (lambda path, target: os.mkfifo(path), "no regular file"),
+        (lambda path, target: path.mkdir(), "no regular file"),
     ],
+    ids=["link", "link to nothing", "hard link", "pipe", "folder"],
 )
-def test_only_a_plain_file_is_written(tmp_path: Path, make: Callable[[Path, Path], None], complaint: str) -> None:
+def test_only_a_plain_file_is_written(
+    path: Path, begin: Callable[..., Timeline], make: Callable[[Path, Path], None], complaint: str
+) -> None:
     """No link is followed, and nothing waits for a reader of a pipe; what a link leads to stays as it is."""
-    target, path = tmp_path / "target", tmp_path / "trace.json"
-    Timeline(target, CLOCK, 1, 0, "host", mark_batches=False)
+    target = path.with_name("target")
+    begin(at=target)
     before = target.read_bytes()
     make(path, target)
     with pytest.raises(ConfigError, match=complaint):
-        Timeline(path, CLOCK, 2, 0, "host", mark_batches=False)
+        begin(number=2)
     assert target.read_bytes() == before
-    assert not (tmp_path / "nowhere").exists()
+    assert not path.with_name("nowhere").exists()
 
 
-def test_a_device_is_refused() -> None:
+def test_a_device_is_refused(begin: Callable[..., Timeline]) -> None:
     """Whoever may write to it."""
     with pytest.raises(ConfigError, match="no regular file"):
-        Timeline("/dev/null", CLOCK, 1, 0, "host", mark_batches=False)
+        begin(at=Path("/dev/null"))
 
 
-@contextmanager
-def held(path: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
-    """Keep a lock on a file, as another process can that may open it."""
-    with open(path) as file:
-        fcntl.flock(file, kind)
-        yield
+def while_busy(timeline: Timeline, action: Callable[[], object]) -> None:
+    """Do something while another thread writes to the disk, and takes long."""
+    taken, done = threading.Event(), threading.Event()
+
+    def write() -> None:
+        with timeline._turn:
+            taken.set()
+            done.wait(50)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    taken.wait(50)
+    action()
+    done.set()
+    thread.join()
 
 
-@pytest.mark.parametrize("kind", [fcntl.LOCK_EX, fcntl.LOCK_SH])
-def test_nobody_waits_for_who_holds_the_file(tmp_path: Path, kind: int, caplog: pytest.LogCaptureFixture) -> None:
-    """While another process has the file locked, the rank goes on and keeps what it sees; later all of it is there."""
-    path = tmp_path / "trace.json"
-    path.touch()
-    with held(path, kind):
-        timeline = Timeline(path, CLOCK, 1, 0, "host", mark_batches=False, patience_s=0.0)
-        for number in range(10_000):
-            timeline.span(str(number), number, number + 0.5, 1)
-        assert path.read_bytes() == b""
-    timeline.write()
-    assert [event["name"] for event in events_of(path, "X")] == [str(number) for number in range(10_000)]
-    assert [event["name"] for event in events_of(path, "M")] == ["trace", "process_name", "process_sort_index"]
-    assert caplog.text == ""
-
-
-def test_what_is_kept_is_bounded(tmp_path: Path) -> None:
-    """A rank that cannot write for long keeps the first events, drops further ones, and says in the trace how many."""
-    path = tmp_path / "trace.json"
-    timeline = Timeline(path, CLOCK, 1, 0, "host", mark_batches=False, patience_s=0.0)
-    count = 100_000
-    with held(path):
-        for number in range(count):
-            timeline.add("i", str(number), 0.0)
-    timeline.write()
+def test_what_is_kept_is_bounded(path: Path, begin: Callable[..., Timeline]) -> None:
+    """A rank whose disk is slow keeps the first events, drops further ones, and says in the trace how many."""
+    timeline, count = begin(), 100_000
+    while_busy(timeline, lambda: [timeline.add("i", str(number), 0.0) for number in range(count)])
+    timeline.write(50.0)
     timeline.add("i", "last", 0.0)
-    timeline.write()
-    *kept, last = [event["name"] for event in events_of(path, "i")]
+    timeline.stop(1)
+    *kept, last = names_of(path, "i")
     assert kept == [str(number) for number in range(len(kept))]
     assert last == "last"
     assert 10_000 < len(kept) < count
     (dropped,) = [event for event in events_of(path, "M") if event["name"] == "dropped_events"]
-    assert dropped["args"]["count"] == count - len(kept)
-    assert dropped["pid"] == 0
+    assert (dropped["args"]["count"], dropped["pid"]) == (count - len(kept), 0)
 
 
-def test_a_trace_that_ends_while_the_file_is_held_says_what_is_missing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_trace_that_ends_while_it_is_written_says_what_is_missing(
+    begin: Callable[..., Timeline], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One line in the log; the file stays as it was."""
-    path = tmp_path / "trace.json"
-    timeline = Timeline(path, CLOCK, 1, 0, "host", mark_batches=False, patience_s=0.0)
-    before = path.read_bytes()
-    timeline.span("work", 0.0, 1.0, 1)
-    with held(path):
-        timeline.flush()
-    assert path.read_bytes() == before
+    """One line in the log."""
+    monkeypatch.setattr(module, "_PATIENCE_S", 0.0)
+    timeline = begin()
+    while_busy(timeline, lambda: (timeline.span("work", 0.0, 1.0, 1), timeline.stop(1)))
     (record,) = caplog.records
-    assert record.getMessage().endswith("events that it lacks: 1")
+    assert record.getMessage().endswith("lacks events: 1")
 
 
-def test_ranks_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
-    """Each waits for its turn when it asks for everything to be written; the events of each are there, in order."""
-    path = tmp_path / "trace.json"
+def test_ranks_that_write_and_stop_at_once_lose_nothing(path: Path, begin: Callable[..., Timeline]) -> None:
+    """When all have stopped, the events of each are there, in order, and nothing but the file."""
+    for _ in range(10):
+        begun = threading.Barrier(4)
+        timelines = run_threads(4, begin)
 
-    def trace(rank: int) -> None:
-        timeline = Timeline(path, CLOCK, 1, rank, "host", mark_batches=False)
-        for number in range(100):
-            timeline.add("i", str(number), 0.0)
-            assert timeline.write()
+        def trace(rank: int, timelines: list[Timeline] = timelines, begun: threading.Barrier = begun) -> None:
+            begun.wait(50)
+            for number in range(10):
+                timelines[rank].add("i", str(number), 0.0)
+                timelines[rank].write(50.0)
+            timelines[rank].stop(4)
 
-    run_threads(4, trace)
-    by_rank = {rank: [event["name"] for event in events_of(path, "i") if event["pid"] == rank] for rank in range(4)}
-    assert by_rank == {rank: [str(number) for number in range(100)] for rank in range(4)}
+        run_threads(4, trace)
+        by_rank = {rank: [event["name"] for event in events_of(path, "i") if event["pid"] == rank] for rank in range(4)}
+        assert by_rank == {rank: [str(number) for number in range(10)] for rank in range(4)}
+        assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_trace_that_has_given_way_is_not_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_trace_that_has_given_way_is_not_written(
+    path: Path, begin: Callable[..., Timeline], caplog: pytest.LogCaptureFixture
+) -> None:
     """A rank that still writes to a trace when another begins the next one in its file takes nothing of that away."""
-    path = tmp_path / "trace.json"
-    late = Timeline(path, CLOCK, 1, 0, "host", mark_batches=False)
-    Timeline(path, CLOCK, 2, 1, "host", mark_batches=False)
+    late = begin()
+    begin(1, number=2)
     before = path.read_bytes()
     for _ in range(3):
         late.span("work", 0.0, 1.0, 1)
-        late.flush()
+        late.write(50.0)
     assert path.read_bytes() == before
     (record,) = caplog.records
     assert "another trace" in record.getMessage()
 
 
-@pytest.mark.parametrize("tail", [b"\n]\n" + b" " * 100_000, b",", b',\n{"name":"unf', b',\n{"na' + b" " * 100_000])
-def test_what_a_killed_rank_left_unfinished_is_mended(tmp_path: Path, tail: bytes) -> None:
-    """A rank that was killed as it wrote leaves room after the bracket, or half an event; the next piece mends that."""
-    path = tmp_path / "trace.json"
-    timeline = Timeline(path, CLOCK, 1, 0, "host", mark_batches=False)
-    for name in ("first", "second"):
-        timeline.span(name, 0.0, 1.0, 1)
-    timeline.write()
-    path.write_bytes(path.read_bytes().removesuffix(b"\n]\n") + tail)
-    timeline.span("third", 0.0, 1.0, 1)
-    timeline.write()
-    names = [event["name"] for event in events_of(path, "X")]
-    # Whether the last line was whole is not known where nothing follows it.
-    assert names == (["first", "third"] if tail == b"," else ["first", "second", "third"])
-
-
 FULL_DISK = """
 import json, logging, resource, sys
-from ringreduce.common.errors import ConfigError
 from ringreduce.observe.timeline import Clock, Timeline
 
 path, limit = sys.argv[1], int(sys.argv[2])
 logging.basicConfig(format="logged: %(message)s")
-first, second = (Timeline(path, Clock("job", 0.0), 1, rank, "host", mark_batches=False) for rank in (0, 1))
-first.span("before", 0.0, 1.0, 1)
-first.write()
+both = [Timeline(path, Clock("job", 0.0), 1, rank, "host", mark_batches=False) for rank in (0, 1)]
+both[0].span("before", 0.0, 1.0, 1)
+both[0].write(50.0)
 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))  # a write that goes beyond is cut short
 for number in range(20_000):
-    for timeline in (first, second):
+    for timeline in both:
         timeline.span(f"{number:100}", 0.0, 1.0, 1)
-    if number % 1000 == 0:
-        first.flush()
-        second.flush()
-        json.load(open(path))
-first.flush()
-second.flush()
+        if number % 1000 == 0:
+            timeline.write(50.0)
+            json.load(open(path))
+for timeline in both:
+    timeline.stop(2)
 print(len(json.load(open(path))))
 """
 
 
 @pytest.mark.parametrize("limit", [700, 4096, 5000, 100_000, 1_000_003])
-def test_a_full_disk_leaves_a_whole_trace(tmp_path: Path, limit: int) -> None:
+def test_a_full_disk_leaves_a_whole_trace(path: Path, limit: int) -> None:
     """What fitted is there, complete; each rank says so in one line and writes no more, and the program goes on."""
-    path = tmp_path / "trace.json"
-    done = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(path), str(limit)],
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
+    command = [sys.executable, "-c", FULL_DISK, str(path), str(limit)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 0, done.stderr
     logged = [line for line in done.stderr.splitlines() if line.startswith("logged: ")]
     assert len(logged) == 2, done.stderr
     assert all("File too large" in line for line in logged)
-    events = events_of(path)
-    assert len(events) == int(done.stdout)
-    assert next(event["name"] for event in events if event["ph"] == "X") == "before"
+    assert len(events_of(path)) == int(done.stdout)
+    assert names_of(path)[0] == "before"
     assert path.stat().st_size <= limit
 
 
-def test_a_disk_that_is_full_from_the_start_is_refused(tmp_path: Path) -> None:
-    """No part of a trace is left, and what is no trace of ours cannot come of it."""
-    path = tmp_path / "trace.json"
+def test_a_disk_that_is_full_from_the_start_is_refused(path: Path) -> None:
+    """No part of a trace is left."""
     source = """
 import resource, sys
 from ringreduce.observe.timeline import Clock, Timeline
-resource.setrlimit(resource.RLIMIT_FSIZE, (50, resource.RLIM_INFINITY))
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
 Timeline(sys.argv[1], Clock("job", 0.0), 1, 0, "host", mark_batches=False)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", source, str(path)], capture_output=True, text=True, timeout=50, check=False
-    )
-    assert "ConfigError" in done.stderr
-    assert "File too large" in done.stderr
-    assert path.read_bytes() == b""
+    for limit in ("50", "220"):  # for a part; for the file
+        command = [sys.executable, "-c", source, str(path), limit]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+        assert "ConfigError" in done.stderr
+        assert "File too large" in done.stderr
+        assert list(path.parent.iterdir()) == []
 
 
-def test_a_trace_that_fails_later_is_a_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_trace_that_fails_later_is_a_line_in_the_log(
+    path: Path, begin: Callable[..., Timeline], caplog: pytest.LogCaptureFixture
+) -> None:
     """One, however often it is tried; what is traced goes on when the file can no longer be written."""
-    folder = tmp_path / "there"
+    folder = path.parent / "there"
     folder.mkdir()
-    timeline = Timeline(folder / "trace.json", CLOCK, 1, 0, "host", mark_batches=False)
-    (folder / "trace.json").unlink()
-    folder.rmdir()
+    timeline = begin(at=folder / "trace.json")
+    shutil.rmtree(folder)
     for _ in range(5):
         timeline.span("work", 0.0, 1.0, 1)
-        timeline.flush()
+        timeline.write(50.0)
     assert len(caplog.records) == 1
     assert "cannot be written" in caplog.text
 
 
-def test_steps_lie_in_their_collective(tmp_path: Path) -> None:
+def test_steps_lie_in_their_collective(path: Path, begin: Callable[..., Timeline]) -> None:
     """A collective's steps follow each other from its beginning and end before it does; others are left out."""
-    path = tmp_path / "trace.json"
-    timeline = Timeline(path, CLOCK, 1, 0, "host", mark_batches=False)
+    timeline = begin()
     track = timeline.track("row")
     track.step_finished("before")
     track.collective_started("allreduce", "ring", 64)
@@ -402,7 +388,7 @@ def test_steps_lie_in_their_collective(tmp_path: Path) -> None:
     track.step_finished("two")
     track.collective_finished("allreduce", "ring", 64, 0.0)
     track.step_finished("after")
-    timeline.write()
+    timeline.write(50.0)
     spans = {event["name"]: event for event in events_of(path, "X")}
     assert spans.keys() == {"one", "two", "allreduce"}
     ends = {name: event["ts"] + event["dur"] for name, event in spans.items()}
@@ -413,10 +399,9 @@ def test_steps_lie_in_their_collective(tmp_path: Path) -> None:
     assert [event["args"]["value"] for event in events_of(path, "C")] == [64]
 
 
-def test_an_operation_goes_through_its_phases(tmp_path: Path) -> None:
+def test_an_operation_goes_through_its_phases(path: Path, begin: Callable[..., Timeline]) -> None:
     """Each operation is queued, negotiated and run, one phase after the other, and the counter follows them."""
-    path = tmp_path / "trace.json"
-    timeline = Timeline(path, CLOCK, 1, 3, "host", mark_batches=True)
+    timeline = begin(3, mark_batches=True)
     track = timeline.track("row")
     track.operations_finished(["from before the trace"])
     for name in ("a", "b", "a", "never runs"):
@@ -427,7 +412,7 @@ def test_an_operation_goes_through_its_phases(tmp_path: Path) -> None:
     track.operations_finished(["a", "b"])
     track.operations_finished(["never runs"])
     track.operations_finished(["a"])
-    timeline.write()
+    timeline.write(50.0)
     phases: dict[str, list[str]] = {}
     for event in events_of(path):
         if event["ph"] in "be":
@@ -445,18 +430,19 @@ def test_an_operation_goes_through_its_phases(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("node_size", "algorithm"), [(None, None), (None, "two_shot"), (1, "ring"), (2, None)])
-def test_every_kind_of_collective_shows_its_steps(tmp_path: Path, node_size: int | None, algorithm: str | None) -> None:
+def test_every_kind_of_collective_shows_its_steps(
+    path: Path, begin: Callable[..., Timeline], node_size: int | None, algorithm: str | None
+) -> None:
     """Whatever carries an allreduce out, its steps cover it without gaps in their order, on every rank."""
-    path = tmp_path / "trace.json"
 
     def check(communicator: Any) -> None:
-        timeline = Timeline(path, CLOCK, 1, communicator.rank, "host", mark_batches=False)
+        timeline = begin(communicator.rank)
         track = timeline.track("row")
         communicator.instruments.add(track)
         for count in (5, 100_001):
             communicator.allreduce(np.ones(count), algorithm=algorithm if count > 5 else None)
         communicator.instruments.remove(track)
-        timeline.flush()
+        timeline.stop(4)
 
     run_ranks(4, check, node_size=node_size)
     for rank in range(4):
@@ -470,12 +456,11 @@ def test_every_kind_of_collective_shows_its_steps(tmp_path: Path, node_size: int
             assert all(each["ts"] + each["dur"] <= end for each in inside)
 
 
-def test_what_travels_together_is_packed_and_unpacked_in_the_trace(tmp_path: Path) -> None:
+def test_what_travels_together_is_packed_and_unpacked_in_the_trace(path: Path, begin: Callable[..., Timeline]) -> None:
     """A batch of operations spans the packing, the collective, and the unpacking, in this order."""
-    path = tmp_path / "trace.json"
 
     def check(engine: Engine) -> None:
-        timeline = Timeline(path, CLOCK, 1, engine.communicator.rank, "host", mark_batches=False)
+        timeline = begin(engine.communicator.rank)
         engine.communicator.instruments.add(timeline.track("row"))
         array = [np.ones(3), np.ones(4)]
         for _ in range(4):
@@ -484,7 +469,7 @@ def test_what_travels_together_is_packed_and_unpacked_in_the_trace(tmp_path: Pat
                 engine.submit(operation)
             for operation in operations:
                 engine.wait(operation)
-        timeline.flush()
+        timeline.stop(2)
 
     run_engines(2, check, config=Config(timeout_s=30.0))
     for rank in (0, 1):
@@ -499,9 +484,9 @@ def test_what_travels_together_is_packed_and_unpacked_in_the_trace(tmp_path: Pat
         assert order == ["pack 2 arrays", "allreduce", "unpack 2 arrays"]
 
 
-def test_arrows_lead_to_where_operations_run(tmp_path: Path) -> None:
+def test_arrows_lead_to_where_operations_run(path: Path, begin: Callable[..., Timeline]) -> None:
     """One begins where the program submitted the operation; one more leads from a late rank to each that has waited."""
-    timelines = [Timeline(tmp_path / f"{rank}", CLOCK, 1, rank, "host", mark_batches=False) for rank in range(3)]
+    timelines = [begin(rank) for rank in range(3)]
     for timeline in timelines:
         timeline.program().span("step 0", 0.0, 1.0, step=0)
         track = timeline.track("row", "world", timeline._rank, 3)
@@ -513,8 +498,8 @@ def test_arrows_lead_to_where_operations_run(tmp_path: Path) -> None:
                 track.rank_was_late(1, 0.5, 7)
             track.operations_started(["grad"])
             track.operations_finished(["grad"])
-        timeline.flush()
-    events = [each for rank in range(3) for each in events_of(tmp_path / f"{rank}") if each.get("cat") == "arrow"]
+        timeline.stop(3)
+    events = [each for each in events_of(path) if each.get("cat") == "arrow"]
     rows = {"s": 1, "f": 2}  # those of the program and of the track
     assert all(each["tid"] == rows[each["ph"]] for each in events)
     arrows = {(each["id"], each["ph"]): each for each in events}
@@ -527,59 +512,55 @@ def test_arrows_lead_to_where_operations_run(tmp_path: Path) -> None:
         ("world 7 1 2", "f"): 2,
     }
     assert all(arrows[id_, "s"]["ts"] <= arrows[id_, "f"]["ts"] for id_, kind in arrows if not id_.startswith("world"))
-    runs = [each for each in events_of(tmp_path / "0", "b") if each["name"] == "run"]
+    runs = [each for each in events_of(path, "b") if (each["name"], each["pid"]) == ("run", 0)]
     assert [each["args"] for each in runs] == [{"parameters": ["weight", "bias"]}] * 2
 
 
-def test_rows_are_named(tmp_path: Path) -> None:
+def test_rows_are_named(path: Path, begin: Callable[..., Timeline]) -> None:
     """A rank is a process with its host in the name, a track is a thread with its own."""
-    path = tmp_path / "trace.json"
-    timeline = Timeline(path, CLOCK, 1, 5, "node7", mark_batches=False)
-    tracks = [timeline.track("first"), timeline.track("second")]
-    assert all(isinstance(each, Track) for each in tracks)
-    timeline.flush()
+    timeline = begin(5)
+    timeline.track("first")
+    timeline.track("second")
+    timeline.write(50.0)
     named = [(each["name"], each["tid"], each["args"]) for each in events_of(path, "M") if each["name"] != "trace"]
     assert named == [
-        ("process_name", 0, {"name": "rank 5 (node7)"}),
+        ("process_name", 0, {"name": "rank 5 (host)"}),
         ("process_sort_index", 0, {"sort_index": 5}),
         ("thread_name", 1, {"name": "first"}),
         ("thread_name", 2, {"name": "second"}),
     ]
 
 
-def test_a_signal_handler_may_flush_whatever_it_interrupts(tmp_path: Path) -> None:
-    """It waits for no lock that its own thread holds: neither that of the events nor the turn to write."""
-    path = tmp_path / "trace.json"
-    interrupts: list[int] = []
+@pytest.mark.parametrize("where", ["add", "append"])
+def test_a_signal_handler_may_end_the_trace_whatever_it_interrupts(
+    path: Path, begin: Callable[..., Timeline], where: str
+) -> None:
+    """It waits for nothing that its own thread does: neither to add an event nor to write."""
+    timeline, told = begin(), []
 
-    class Interrupted(Timeline):
-        def _append(self, deadline_s: float) -> bool:
-            for number in interrupts:
-                signal.raise_signal(number)
-            return super()._append(deadline_s)
+    def interrupted(frame: Any, event: str, argument: object) -> None:
+        if frame.f_code.co_name == where:
+            sys.settrace(None)
+            signal.raise_signal(signal.SIGUSR1)
 
-    timeline = Interrupted(path, CLOCK, 1, 0, "host", mark_batches=False)
-    timeline.span("work", 1.0, 2.0, 1)
-    with timeline._lock:
-        timeline.flush()
-    assert [event["name"] for event in events_of(path, "X")] == ["work"]
-    flushed: list[bool] = []
-
-    before = signal.signal(signal.SIGUSR1, lambda *_: flushed.append(timeline.write()))
+    before = signal.signal(signal.SIGUSR1, lambda *_: told.append(timeline.stop(1)))
     try:
-        interrupts.append(signal.SIGUSR1)
+        timeline.span("work", 1.0, 2.0, 1)
+        sys.settrace(interrupted)
         timeline.span("more", 2.0, 3.0, 1)
-        assert timeline.write()
+        timeline.write(50.0)
     finally:
+        sys.settrace(None)
         signal.signal(signal.SIGUSR1, before)
-    assert flushed == [False]
-    assert [event["name"] for event in events_of(path, "X")] == ["work", "more"]
+    assert len(told) == 1
+    assert names_of(path)[0] == "work"
 
 
-def test_operations_of_one_name_that_threads_submit_all_stay_in_the_trace(tmp_path: Path) -> None:
+def test_operations_of_one_name_that_threads_submit_all_stay_in_the_trace(
+    path: Path, begin: Callable[..., Timeline]
+) -> None:
     """One thread submits while another takes them in: each has a beginning and an end."""
-    path = tmp_path / "trace.json"
-    timeline = Timeline(path, CLOCK, 1, 0, "host", mark_batches=False)
+    timeline = begin()
     track = timeline.track("world")
     count = 2000
     submitted: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -596,7 +577,7 @@ def test_operations_of_one_name_that_threads_submit_all_stay_in_the_trace(tmp_pa
         track.operation_submitted("grad")
         submitted.put("grad")
     thread.join()
-    timeline.write()
+    timeline.write(50.0)
     begun, ended = ({event["id"] for event in events_of(path, kind) if event["name"] == "grad"} for kind in "be")
     assert begun == ended
     assert len(begun) == count

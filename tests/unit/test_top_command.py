@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from ringreduce.cli import main, reports
 from ringreduce.common.errors import ConfigError
 from ringreduce.doctor.top import prometheus_text, rows
 from ringreduce.observe import status
+from ringreduce.observe.flight_recorder import FlightRecorder
+from ringreduce.observe.metrics import Metrics
 
 
 def said(rank: int, **more: Any) -> dict[str, Any]:
@@ -28,12 +31,11 @@ def said(rank: int, **more: Any) -> dict[str, Any]:
         "pid": os.getpid(),
         "command": ["python", "train.py"],
         "began": 1000.0,
-        "now": 1060.0,
+        "time": 1060.0,
         "samples": [[1050.0, 200, 6400, 30.0], [1055.0, 210, 7000, 31.0], [1060.0, 250, 8000, 32.5]],
         "nbytes": 3 << 20,
         "late": None,
         "sets": [],
-        "operations": [],
         "error": None,
         **more,
     }
@@ -49,30 +51,42 @@ def test_rates_are_those_of_the_last_samples():
     assert (row["steps_per_s"], row["samples_per_s"], row["communication"]) == (None, None, None)
 
 
-def test_who_is_waited_for_is_named():
-    """Ranks that have been in a call for a while wait for those that have not come to it, in each set by itself."""
-    inside, before = ["world", [0, 1, 2], 41, "allreduce", 1048.0], ["world", [0, 1, 2], 40, "allreduce", None]
-    found = rows([said(0, sets=[inside]), said(1, sets=[before]), said(2, sets=[inside])])
-    text = "12 s in allreduce for rank 1"
-    assert [each["waiting"] for each in found] == [text, None, text]
-    everyone = rows([said(rank, sets=[inside]) for rank in range(3)])
-    assert {each["waiting"] for each in everyone} == {"12 s in allreduce for all, who have come"}
-    alone = rows([said(0, sets=[inside])])
-    assert alone[0]["waiting"] == "12 s in allreduce for ranks 1-2"
-    brief = rows(
-        [said(0, sets=[["world", [0, 1, 2], 41, "allreduce", 1059.9]]), said(1, sets=[before], late=[0, 0.02])]
-    )
-    assert [each["waiting"] for each in brief] == [None, "last for rank 0, 20 ms"]
+def world(call: tuple[int, bool] | None = None, *operations: str, since: float = 1048.0) -> list[dict[str, Any]]:
+    """Return what a rank says of the world: its last call with whether it has ended, and what waits to start."""
+    times = {"submitted": since, "started": None, "ended": None, "error": None}
+    calls = []
+    if call is not None:
+        calls = [{"number": call[0], "collective": "allreduce", "started": since, "ended": 1059.0 if call[1] else None}]
+    waiting = [{"name": name, **times} for name in operations]
+    return [{"id": 0, "name": "world", "ranks": [0, 1, 2], "calls": calls, "operations": waiting}]
 
 
-def test_who_has_not_submitted_an_operation_is_named():
-    """Of the operations of optimizers and their like, too, from the moment when a rank has submitted one."""
-    waits = [["world", [0, 1, 2], "SGD, buckets", 1052.0]]
-    found = rows([said(0, operations=waits), said(1), said(2, operations=[[*waits[0][:3], 1050.0]])])
-    words = "s in 'SGD, buckets' for rank 1"
-    assert [each["waiting"] for each in found] == [f"8 {words}", None, f"10 {words}"]
-    just = [[*waits[0][:3], 1059.5]]
-    assert rows([said(0, operations=just), said(1)])[0]["waiting"] is None
+INSIDE, BEFORE = world((41, False)), world((40, True))
+WAITS = world(None, "SGD, buckets", since=1052.0)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "texts"),
+    [
+        ((INSIDE, BEFORE, INSIDE), ["12 s in allreduce for rank 1", None, "12 s in allreduce for rank 1"]),
+        ((INSIDE, INSIDE, INSIDE), ["12 s in allreduce for all, who have come"] * 3),
+        ((INSIDE,), ["12 s in allreduce for ranks 1-2"]),
+        ((world((41, False), since=1059.9), BEFORE), [None, None]),
+        ((WAITS, world()), ["8 s in 'SGD, buckets' for rank 1", None]),
+        ((WAITS, WAITS, world(None, "other", since=1059.5)), [*["8 s in 'SGD, buckets' for rank 2"] * 2, None]),
+    ],
+)
+def test_who_is_waited_for_is_named(ranks: tuple[list[dict[str, Any]], ...], texts: list[str | None]):
+    """Ranks that wait for a second name those that have not come to a call, or have not submitted an operation."""
+    assert [each["waiting"] for each in rows([said(rank, sets=sets) for rank, sets in enumerate(ranks)])] == texts
+
+
+def test_who_was_waited_for_last_is_named():
+    """Where a rank waits for none now."""
+    assert [each["waiting"] for each in rows([said(rank, late=[0, 0.02]) for rank in (0, 1)])] == [
+        None,
+        "last for rank 0, 20 ms",
+    ]
 
 
 def test_prometheus_gets_every_rank():
@@ -120,18 +134,18 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytes
 
 def test_a_rank_writes_until_it_ends(place: Path, monkeypatch: pytest.MonkeyPatch):
     """Its file is for this user alone, holds the last samples, and goes with the rank; those of killed ranks go too."""
-    written = status.threading.Event()
-    count = iter(range(1000))
+    written, count = threading.Event(), itertools.count()
 
-    def describe() -> tuple[dict[str, Any], list[float]]:
+    def counted() -> tuple[int, int]:
         number = next(count)
         if number == 20:
             written.set()
-        return {"pid": os.getpid(), "began": 0.0, "job": "j", "rank": 0}, [time.time(), number, 0, 0.0]
+        return number, 0
 
     monkeypatch.setattr(status, "_EVERY_S", 0.001)
     (place / "killed.1.json").write_text(json.dumps(said(1, pid=2**30)))
-    file = status.StatusFile(place / "j.0.json", describe, tidies=True)
+    (place / "killed.1.1-1").write_text("half")
+    file = status.StatusFile("j", 0, FlightRecorder(0, 1, None, []), lambda: Metrics.of([], []), counted)
     assert written.wait(30)
     (found,) = status.read_all()
     steps = [sample[1] for sample in found["samples"]]
