@@ -22,6 +22,7 @@ __all__ = [
     "VERSION",
     "Config",
     "Launcher",
+    "accelerate_uses_cpus",
     "begins_again",
     "commits_folder",
     "earlier_starts",
@@ -399,6 +400,11 @@ def find_ranks_of_cpus(environ: MutableMapping[str, str] = os.environ) -> None:
     To be called before an ``Accelerator`` is made. What a user has set stays.
     """
     environ.setdefault("ACCELERATE_USE_CPU", "true")
+
+
+def accelerate_uses_cpus(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether Accelerate is told to, also where torch sees a GPU."""
+    return environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on", "y", "t")
 
 
 def gpu_switches(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
