@@ -25,7 +25,8 @@ def command(folder: str, out: str, name: str, number: int | None, force: bool) -
     """Write the model of a commit in FOLDER (see keep_on_disk) to OUT, as a plain state dict.
 
     torch.load(OUT, weights_only=True) reads it, without ringreduce. Commits that are truncated or were changed are
-    named and not used, and so is a folder that other users may write to. OUT is there whole or not at all, readable by its owner alone.
+    named and not used, nor is a folder that other users may write to. OUT is there whole or not at all, readable by its
+    owner alone.
     """
     if launched_rank():
         return 0  # rank 0 does it
