@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import ringreduce as rr
 from ringreduce.testing import caught
@@ -324,13 +325,22 @@ def test_memory_of_several_operations_stays_until_the_last_has_ended() -> None:
     assert (view == rr.size()).all()
 
 
+@pytest.mark.sizes(2, 3, 4)
 def test_what_cannot_be_submitted_keeps_no_memory() -> None:
-    """A name that is under way."""
-    handle = hvd.allreduce_async(torch.ones(3), name="taken")
-    tensor = torch.ones(3)
-    assert isinstance(caught(hvd.allreduce_async, tensor, name="taken"), rr.ConfigError)
-    tensor.resize_(1 << 20)
-    caught(hvd.synchronize, handle)
+    """A name that is under way, as the other ranks have not come to it."""
+    control = MPI.COMM_WORLD.Dup()
+    if rr.rank() != 0:
+        control.recv(source=0)
+    handle, tensor = hvd.allreduce_async(torch.ones(3), name="taken"), torch.ones(3)
+    if rr.rank() == 0:
+        assert isinstance(caught(hvd.allreduce_async, tensor, name="taken"), rr.ConfigError)
+        tensor.resize_(1 << 20)
+        for other in range(1, rr.size()):
+            control.send(None, other)
+    assert hvd.synchronize(handle).tolist() == [1.0] * 3
+    if rr.rank() != 0:
+        assert isinstance(caught(hvd.allreduce, tensor, name="taken"), rr.MismatchError)  # rank 0 has refused it
+    control.Free()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.uint8], ids=str)

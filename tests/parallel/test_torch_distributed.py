@@ -712,6 +712,19 @@ def test_profiles_show_collectives(size: int):
 
 
 @pytest.mark.sizes(2, 3, 4)
+def test_a_broadcast_of_another_count_is_an_error_on_all_ranks(rank: int, size: int):
+    """With who has what; nothing is written, and the group works on. Another shape of as many elements is none."""
+    for root in range(size):
+        tensor = torch.full((4 + (rank == 1),), float(rank))
+        with pytest.raises(MismatchError, match=r"shape 5"):
+            dist.broadcast(tensor, root)
+        assert (tensor == rank).all()
+        tensor = torch.full((4,) if rank == 1 else (2, 2), float(rank))
+        dist.broadcast(tensor, root)
+        assert (tensor == root).all()
+
+
+@pytest.mark.sizes(2, 3, 4)
 def test_the_store_of_one_machine_is_a_file_in_a_private_folder(rank: int):
     """Nobody else reads it, or puts anything into it."""
     if rank == 0:
