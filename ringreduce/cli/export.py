@@ -10,7 +10,7 @@ import click
 from ringreduce.bench.cases import format_nbytes
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.launch import launch
-from ringreduce.elastic.store import CommitStore, replace_file
+from ringreduce.elastic.store import CommitStore, replace_file, require_own
 
 __all__ = ["command"]
 
@@ -25,7 +25,8 @@ def command(folder: str, out: str, name: str, number: int | None, force: bool) -
     """Write the model of a commit in FOLDER (see keep_on_disk) to OUT, as a plain state dict.
 
     torch.load(OUT, weights_only=True) reads it, without ringreduce. Commits that are truncated or were changed are
-    named and not used. OUT is there whole or not at all, readable by its owner alone.
+    named and not used, nor is a folder that other users may write to. OUT is there whole or not at all, readable by its
+    owner alone.
     """
     if launch().rank:
         return 0  # rank 0 does it
@@ -33,6 +34,10 @@ def command(folder: str, out: str, name: str, number: int | None, force: bool) -
     if target.exists() and not force:
         raise ConfigError(f"{out} is there already; --force overwrites it")
     torch = _torch()
+    try:
+        require_own(Path(folder))
+    except OSError as error:
+        raise ConfigError(f"the commits in {folder} are not used: {error}") from None
     store = CommitStore(folder, 1, torch.save, lambda file: torch.load(file, map_location="cpu", weights_only=True))
     number = _chosen(store, number)
     state = _state(store, number, name)

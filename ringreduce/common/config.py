@@ -19,6 +19,7 @@ __all__ = [
     "HOROVOD",
     "VERSION",
     "Config",
+    "accelerate_uses_cpus",
     "find_ranks_of_cpus",
     "former_variables",
     "gpu_switches",
@@ -293,6 +294,11 @@ def find_ranks_of_cpus(environ: MutableMapping[str, str] = os.environ) -> None:
     To be called before an ``Accelerator`` is made. What a user has set stays.
     """
     environ.setdefault("ACCELERATE_USE_CPU", "true")
+
+
+def accelerate_uses_cpus(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether Accelerate is told to, also where torch sees a GPU."""
+    return environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on", "y", "t")
 
 
 def gpu_switches(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

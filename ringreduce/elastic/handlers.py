@@ -20,6 +20,7 @@ from ringreduce.common.arguments import whole_number
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.launch import launch
 from ringreduce.elastic import CommitStore, HostsUpdatedInterrupt, ObjectState
+from ringreduce.elastic.store import create_file, own_folder
 from ringreduce.observe.audit import fingerprint
 from ringreduce.runtime import audited, rank, record, size
 from ringreduce.training.epochs import EpochDivision
@@ -232,12 +233,16 @@ class HandlingState(ObjectState):
         folder = launch().commits
         if folder is None or self._store is not None:
             return
-        probe = Path(folder) / f".shared.{os.getpid()}"
+        probe, reason = Path(folder) / f".shared.{os.getpid()}", ""
         if rank() == 0:
-            probe.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            probe.touch()
-        probe = broadcast_object(probe)
-        seen = allgather_object(probe.exists())
+            try:
+                own_folder(probe.parent)
+                create_file(probe).close()
+            except OSError as error:
+                reason = str(error)
+        probe, reason = broadcast_object((probe, reason))
+        self._refuse({0: reason} if reason else {}, folder)
+        seen = allgather_object(os.path.exists(probe))  # that of a path raises where a folder may not be entered
         if rank() == 0:
             probe.unlink()
         if not all(seen):

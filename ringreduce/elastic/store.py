@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from ringreduce.common.config import VERSION
 
-__all__ = ["CommitStore", "replace_file"]
+__all__ = ["CommitStore", "create_file", "own_folder", "replace_file", "require_own"]
 
 _log = logging.getLogger(__name__)
 
@@ -78,13 +78,12 @@ class CommitStore:
         Raises:
             OSError: the folder cannot be used, belongs to another user, or others may write to it.
         """
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _require_own(self.folder)
+        own_folder(self.folder)
         for each in self.folder.glob(".commit-*"):
             if not os.path.exists(f"/proc/{each.suffix[1:]}"):
                 each.unlink(missing_ok=True)
         probe = self.folder / f".probe.{os.getpid()}"
-        _create(probe).close()
+        create_file(probe).close()
         probe.unlink()
 
     def whole(self, part: str = "") -> list[int]:
@@ -187,7 +186,7 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """
     new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with _create(new) as file:
+        with create_file(new) as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
@@ -201,8 +200,18 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
         os.close(folder)
 
 
-def _require_own(folder: Path) -> None:
-    """Raise an OSError if other users may write to a folder: what is read from it may be unpickled."""
+def own_folder(folder: Path) -> None:
+    """Make a folder for this user alone, if there is none.
+
+    Raises:
+        OSError: it cannot be made; or other users may write to it, and what is read from it may be unpickled.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    require_own(folder)
+
+
+def require_own(folder: Path) -> None:
+    """Raise an OSError if other users may write to a folder."""
     found = folder.stat()
     if found.st_uid != os.geteuid():
         raise PermissionError(f"{folder} belongs to user {found.st_uid}, and this is user {os.geteuid()}")
@@ -210,7 +219,7 @@ def _require_own(folder: Path) -> None:
         raise PermissionError(f"other users may write to {folder}; chmod go-w {folder}")
 
 
-def _create(path: Path) -> BinaryIO:
+def create_file(path: Path) -> BinaryIO:
     """Open a new file for its owner alone, in place of what a process of the same number has left there."""
     path.unlink(missing_ok=True)
     return open(path, "xb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o600))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import pickle
+import threading
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, cast
+from contextlib import suppress
+from functools import cache, partial
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +22,8 @@ from ringreduce.training.objects import REDUCERS
 from ringreduce.training.requests import PreparingArrays, dtype_name
 
 __all__ = ["TENSORS", "Tensors", "preparing"]
+
+_STORAGE_NBYTES = 80  # of torch's C++ object for a storage, as far as its flags go at most
 
 
 class Tensors:
@@ -49,11 +54,15 @@ class Tensors:
             else:
                 target.copy_(source.to(torch.float64) * factor)  # which truncates
 
-    def keep_in_place(self, arrays: Sequence[torch.Tensor]) -> None:
-        for each in arrays:
-            if each.is_cpu and (storage := each.untyped_storage()).resizable():
-                # For NumPy's sake torch never resizes it again; it cannot forbid that for a time.
-                torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
+    def keep_in_place(self, arrays: Sequence[torch.Tensor]) -> Callable[[], None]:
+        kept = [each for array in arrays if array.is_cpu and (each := _KEPT.keep(array)) is not None]
+
+        def release() -> None:
+            with suppress(IndexError):  # two threads may see that the operation has ended
+                while True:
+                    _KEPT.release(kept.pop())
+
+        return release
 
     def changed(self, array: torch.Tensor) -> torch.Tensor:
         """Tell autograd that a collective wrote into a tensor, so that it refuses to use a saved value that is gone."""
@@ -97,6 +106,84 @@ class Tensors:
                 with torch.inference_mode(target.is_inference()), torch.no_grad():
                     target.copy_(part.view(target.shape))
 
+
+class _Use(NamedTuple):
+    """An operation's use of a storage.
+
+    Attributes:
+        storage: stays alive meanwhile, so that its address is that of no other.
+        holders: how many things held it when the first operation began.
+    """
+
+    storage: Any
+    holders: int
+
+
+class _KeptStorages:
+    """Storages that torch refuses to resize until the operations that use their memory have ended. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._uses: dict[int, list[_Use]] = {}  # by the address of torch's object
+
+    def keep(self, tensor: torch.Tensor) -> _Use | None:
+        """Take note that an operation uses a tensor's memory; None: nobody can resize that anyway."""
+        try:
+            storage: Any = tensor.untyped_storage()
+        except RuntimeError:  # sparse, or without memory
+            return None
+        with self._lock:
+            uses = self._uses.get(storage._cdata)
+            if uses is None:
+                if not storage.resizable():
+                    return None
+                _forbid_to_resize(storage)
+                uses = self._uses[storage._cdata] = []
+            use = _Use(storage, uses[0].holders if uses else _holders(storage))
+            uses.append(use)
+            return use
+
+    def release(self, use: _Use) -> None:
+        """Take note that an operation has ended."""
+        with self._lock:
+            address = use.storage._cdata
+            uses = self._uses[address]
+            uses.pop()
+            if uses:
+                return
+            del self._uses[address]
+            # What holds it since then may be an array of NumPy, for whose sake torch never resizes it again.
+            if (flag := _resizable_flag()) is not None and _holders(use.storage) <= use.holders:
+                ctypes.c_bool.from_address(address + flag).value = True
+
+
+def _forbid_to_resize(storage: Any) -> None:
+    torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
+
+
+def _holders(storage: Any) -> int:
+    count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+    return 0 if count is None else count(storage._cdata)
+
+
+@cache
+def _resizable_flag() -> int | None:
+    """Return where in its object torch keeps whether a storage can be resized, which Python can end, and not begin.
+
+    None if that is not plain to see: then what an operation has used is never resized again.
+    """
+    storage: Any = torch.empty(1, device="cpu").untyped_storage()
+    before = ctypes.string_at(storage._cdata, _STORAGE_NBYTES)
+    _forbid_to_resize(storage)
+    after = ctypes.string_at(storage._cdata, _STORAGE_NBYTES)
+    changed = [index for index, pair in enumerate(zip(before, after, strict=True)) if pair == (1, 0)]
+    if len(changed) != 1 or not hasattr(torch._C, "_storage_Use_Count"):
+        return None
+    ctypes.c_bool.from_address(storage._cdata + changed[0]).value = True
+    return changed[0] if storage.resizable() else None
+
+
+_KEPT = _KeptStorages()
 
 #: The only instance.
 TENSORS = Tensors()

@@ -246,10 +246,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return result
         if not (self._skipping or self._clipped or self._reduced_for_scaler()) and self._training.gradients.pending:
             if self._synchronized and not self._training.alone:
-                again = "adds them up twice" if self._op is SUM else "only costs time"
-                warnings.warn(
-                    "optimizer.step() called without optimizer.skip_synchronize() context after "  # Horovod's words
-                    f"optimizer.synchronize(): it reduces the gradients again, which {again}",
+                twice = " With op Sum the gradients are added up twice." if self._op is SUM else ""
+                warnings.warn(  # in Horovod's words, which programs filter by
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(). This can cause training slowdown. You may want to consider using "
+                    f"optimizer.skip_synchronize() context if you use optimizer.synchronize() in your code.{twice}",
                     stacklevel=2,
                 )
             self.synchronize()

@@ -93,10 +93,12 @@ class Arrays(Protocol):
         Integers are multiplied in float64 and truncated toward zero. A factor of 1 copies. May be called on any thread.
         """
 
-    def keep_in_place(self, arrays: Sequence[Any]) -> None:
+    def keep_in_place(self, arrays: Sequence[Any]) -> Callable[[], object]:
         """Forbid that arrays in host memory get other memory, as an operation uses it that nobody waits for.
 
-        For as long as the operation lasts at least. Where the memory of arrays never changes, there is nothing to do.
+        Returns:
+            What ends that, once the operation has ended; calling it again does nothing. Where the memory of arrays
+            never changes, neither does anything.
         """
 
     def changed(self, array: Any) -> Any:

@@ -73,11 +73,23 @@ class Handle:
     It is no number itself: `torch.compile` would take it for a constant, and compile again for every operation.
     """
 
-    __slots__ = ("__weakref__", "_number", "engine", "finish", "operation")
+    __slots__ = ("__weakref__", "_number", "_release", "engine", "finish", "operation")
 
-    def __init__(self, operation: Operation, engine: Engine, finish: Callable[[object], object] | None = None) -> None:
+    def __init__(
+        self,
+        operation: Operation,
+        engine: Engine,
+        finish: Callable[[object], object] | None = None,
+        release: Callable[[], object] | None = None,
+    ) -> None:
         self._number = next(_numbers)
-        self.operation, self.engine, self.finish = operation, engine, finish
+        self.operation, self.engine, self.finish, self._release = operation, engine, finish, release
+
+    def release_if_done(self) -> bool:
+        """Return whether the operation is done; then its arrays are the program's again."""
+        if self.operation.done and self._release is not None:
+            self._release()
+        return self.operation.done
 
     def __index__(self) -> int:
         return self._number
@@ -88,7 +100,8 @@ class Handle:
 
 def poll(handle: Handle) -> bool:
     """Return whether an operation is done, so that `synchronize` will not wait."""
-    return _checked(handle).engine.poll(handle.operation)
+    _checked(handle).engine.poll(handle.operation)
+    return handle.release_if_done()
 
 
 def synchronize(handle: Handle) -> Any:
@@ -98,7 +111,11 @@ def synchronize(handle: Handle) -> Any:
         MismatchError, CollectiveTimeoutError, PeerLostError, ShutdownError: the operation failed.
         ConfigError: this is no handle.
     """
-    result = _checked(handle).engine.wait(handle.operation)
+    engine = _checked(handle).engine
+    try:
+        result = engine.wait(handle.operation)
+    finally:
+        handle.release_if_done()
     if handle.finish is not None:
         handle.finish(result)
     return result
@@ -159,15 +176,20 @@ class Request(NamedTuple):
 
     def submit(self) -> Handle:
         """Start it; on another stream than the caller's."""
-        engine, operation, finish = self.process_set.engine, self.operation, None
+        engine, operation, finish, release = self.process_set.engine, self.operation, None, None
         if self.arrays is not None:
-            self.arrays.keep_in_place(self.touched)
+            release = self.arrays.keep_in_place(self.touched)
         if self.on_device:
             assert self.arrays is not None
             assert isinstance(operation, BlockingCall)
             operation.run, finish = self.arrays.beside_callers_stream(operation.run, self.touched)
-        engine.submit(operation, unique=self.unique)
-        return Handle(operation, engine, finish)
+        try:
+            engine.submit(operation, unique=self.unique)
+        except BaseException:
+            if release is not None:
+                release()
+            raise
+        return Handle(operation, engine, finish, release)
 
     def carry_out(self) -> Any:
         """Start it and wait for its result, on this thread: quicker than `submit` and `synchronize`.

@@ -3,7 +3,9 @@
     python tests/jobs/endings.py --jobs 200 --load 30
 
 In a job of three ranks one ends in the middle of the training: by ``sys.exit(0)``, a segmentation fault, an exception
-or SIGKILL; or all end as they should. What is measured is the time from there until no process of the job is left.
+or SIGKILL; or all end as they should. What is measured is the time from there until no process of the job is left. A
+job is wrong if that takes longer than its ending may take (`LIMITS_S`) on a machine that is as busy as this one: each
+limit counts as many times as there are processes for each core.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ from pathlib import Path
 
 from faults import end_all, left_behind
 
-HOWS = ("sys.exit(0)", "segfault", "exception", "SIGKILL", "well")
+#: What each ending may take where every rank has a core: mpirun kills ranks two seconds after it has asked them to end;
+#: where all end by themselves, they leave MPI and Python.
+LIMITS_S = {"sys.exit(0)": 5.0, "segfault": 5.0, "exception": 5.0, "SIGKILL": 5.0, "well": 5.0}
+HOWS = tuple(LIMITS_S)
 RANKS = 3
 START_S = 300.0  # on a busy machine
 PROGRAM = textwrap.dedent("""\
@@ -56,7 +61,12 @@ PROGRAM = textwrap.dedent("""\
 COMPUTES = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
 
 
-def run(how: str, victim: int, last: int, elastic: bool) -> tuple[float, str]:
+def limit_s(how: str, load: int) -> float:
+    """Return how long an ending may take beside so many processes that compute."""
+    return LIMITS_S[how] * max(1.0, (RANKS + load) / len(os.sched_getaffinity(0)))
+
+
+def run(how: str, victim: int, last: int, elastic: bool, limit_s: float) -> tuple[float, str]:
     """Run one job; return the seconds from its ending to its end, and what was wrong; empty: nothing."""
     folder = Path(tempfile.mkdtemp(prefix="ringreduce-endings-"))
     program = folder / "train.py"
@@ -71,9 +81,9 @@ def run(how: str, victim: int, last: int, elastic: bool) -> tuple[float, str]:
     ended = time.monotonic()
     wrong = "" if (folder / "ended").exists() else "the training has not come so far"
     try:
-        launcher.wait(120)
+        launcher.wait(limit_s)
     except subprocess.TimeoutExpired:
-        wrong = wrong or "the job does not end"
+        wrong = wrong or f"the job does not end within {limit_s:.0f} s"
     seconds = time.monotonic() - ended
     wrong = wrong or left_behind(folder, patience_s=10)
     if wrong:
@@ -97,7 +107,13 @@ def main() -> int:
     try:
         for number in range(arguments.jobs):
             how = HOWS[number % len(HOWS)]
-            seconds, wrong = run(how, chance.randrange(RANKS), chance.randrange(1, 20), chance.random() < 0.3)
+            seconds, wrong = run(
+                how,
+                chance.randrange(RANKS),
+                chance.randrange(1, 20),
+                chance.random() < 0.3,
+                limit_s(how, arguments.load),
+            )
             took[how].append(seconds)
             failed += bool(wrong)
             print(f"{number}: {how}: {f'WRONG: {wrong}' if wrong else 'ended'} after {seconds:.1f} s", flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import shutil
@@ -254,6 +255,29 @@ def test_values_of_variables_are_shown_nowhere(tmp_path: Path) -> None:
     written = [each.read_text() for each in tmp_path.rglob("*") if each.is_file()]
     assert len(written) >= 4
     assert not any("hush" in each for each in written)
+
+
+@pytest.mark.parametrize("options", [[], ["--elastic"]])
+def test_what_is_set_for_mpirun_is_shown_on_demand_alone(options: list[str]) -> None:
+    """A job in which nothing goes wrong says nothing of its own."""
+    for verbose in ([], ["--verbose"]):
+        done = run("run", "-np", 2, *options, *verbose, sys.executable, "-c", "import ringreduce; ringreduce.init()")
+        assert done.returncode == 0
+        assert ("set for mpirun: " in done.stderr) == ("starting " in done.stderr) == bool(verbose)
+        assert verbose or (done.stdout, done.stderr) == ("", "")
+
+
+@pytest.mark.parametrize("options", [[], ["--elastic"], ["--log-dir=logs"]])
+def test_arguments_come_as_they_are(tmp_path: Path, options: list[str]) -> None:
+    """No shell reads them, the one above a rank neither; nor those of a program's path."""
+    program = tmp_path / "$(touch run) program"
+    program.symlink_to(sys.executable)
+    odd = ["$(touch made)", "`touch made`", "; touch made", "a  b", "*", "'", '"', "\\", "-x", ""]
+    save = "import json, os, sys; json.dump(sys.argv[1:], open(os.environ['OMPI_COMM_WORLD_RANK'] + '.json', 'w'))"
+    done = run("run", "-np", 2, *options, program, "-c", save, *odd, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)] == [odd] * 2
+    assert not {"made", "run"} & {each.name for each in tmp_path.iterdir()}
 
 
 def test_lines_carry_the_rank() -> None:

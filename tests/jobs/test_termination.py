@@ -463,8 +463,37 @@ def test_ranks_do_not_wait_in_init_without_limit(run_job, absent: str, present: 
         RINGREDUCE_TIMEOUT="2",
     )
     assert job.returncode not in (0, 124)
-    assert job.seconds < PROMPT_S
+    assert job.seconds < started_within_s(run_job) + 2 + 5
     assert said in job.stderr
+
+
+def test_a_rank_0_that_stops_ends_a_join(run_job, tmp_path: Path):
+    """It counts the time for all; where it is stopped, the others name it ten seconds after the limit."""
+    started = started_within_s(run_job)
+    begin = time.monotonic()
+    job = run_job(
+        3,
+        source=f"""
+        import os, pathlib, signal
+        import ringreduce as rr
+        import ringreduce.torch as hvd
+        rr.init()
+        rr.barrier()
+        if rr.rank() == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        try:
+            hvd.join()
+        except rr.PeerLostError as error:
+            pathlib.Path({str(tmp_path)!r}, str(rr.rank())).write_text(str(error))
+            raise
+        """,
+        RINGREDUCE_TIMEOUT="2",
+    )
+    assert job.returncode not in (0, 124), job.stderr
+    assert time.monotonic() - begin < started + 2 + 10 + 5
+    said = [each.read_text() for each in tmp_path.iterdir()]
+    assert said
+    assert all("rank 0 is lost: it has said nothing for 12 s" in each for each in said), said
 
 
 def test_ranks_of_different_versions_do_not_start(run_job):
@@ -492,6 +521,11 @@ def test_what_was_chosen_is_logged_by_one_rank(run_job):
     assert all(line.startswith("ringreduce: rank 0: ") for line in lines), lines
     for said in ("Python", "2 ranks on 1 node, started by Open MPI's mpirun", "shared memory", "bucket_nbytes=1048576"):
         assert said in job.stderr
+
+
+def started_within_s(run_job) -> float:
+    """Return how long three ranks take to start and to end on this machine as it is now: seconds, and as many more."""
+    return 2 * run_job(3, source="import ringreduce as rr; rr.init()").seconds
 
 
 def appeared(path: Path) -> Path:

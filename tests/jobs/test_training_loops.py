@@ -61,3 +61,25 @@ def test_transformers_example(run_job: Callable, tmp_path: Path):
     assert loss is not None, said
     assert float(loss[1]) < 3.26
     assert (tmp_path / "checkpoint-60" / "model.safetensors").exists()
+
+
+def test_accelerate_that_was_made_first_is_warned_of(run_job) -> None:
+    """Each of its processes has taken itself for the only one."""
+    pytest.importorskip("accelerate")
+    job = run_job(
+        2,
+        source="""
+        import os, warnings
+        os.environ["ACCELERATE_USE_CPU"] = "0"
+        import torch.distributed as dist
+        from accelerate import Accelerator
+        made = Accelerator()
+        assert made.num_processes == 1
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            dist.init_process_group("ringreduce")
+        assert any("call init_process_group before Accelerator()" in str(each.message) for each in said), said
+        dist.destroy_process_group()
+        """,
+    )
+    assert job.returncode == 0, job.stderr

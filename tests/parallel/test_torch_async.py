@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import ringreduce as rr
 from ringreduce.testing import caught
@@ -292,7 +293,7 @@ def test_what_one_rank_refuses_ends_for_all(name: str, named: bool) -> None:
     ],
 )
 def test_the_memory_of_an_operation_under_way_cannot_be_replaced(start: Callable[[Any], Any], dtype: Any) -> None:
-    """To resize a tensor or its storage raises at once, and the operation ends as ever."""
+    """To resize a tensor or its storage raises at once; the operation ends as ever, and then it can be resized."""
     tensor = torch.ones(4 * rr.size(), dtype=dtype)
     handle = start(tensor)
     for resize in (tensor.detach().resize_, tensor[1:].resize_, tensor.untyped_storage().resize_):
@@ -301,6 +302,45 @@ def test_the_memory_of_an_operation_under_way_cannot_be_replaced(start: Callable
     result = hvd.synchronize(handle)
     (result,) = result if isinstance(result, list) else (result,)
     assert result.flatten()[0].item() in (1, rr.size())
+    tensor.resize_(1 << 20).fill_(2)
+    assert hvd.allreduce(tensor, op=hvd.Sum)[-1].item() == 2 * rr.size()
+
+
+def test_memory_of_several_operations_stays_until_the_last_has_ended() -> None:
+    """In whatever order they end, by poll, too; and NumPy's view of a tensor is never left without memory."""
+    tensor = torch.ones(10)
+    handles = [hvd.allreduce_async(tensor, op=hvd.Sum) for _ in range(3)]
+    for handle in (handles[1], handles[0]):
+        hvd.synchronize(handle)
+        with pytest.raises(RuntimeError, match="not resizable"):
+            tensor.detach().resize_(1 << 20)  # which has the new shape after a failure
+    while not hvd.poll(handles[2]):
+        pass
+    tensor.resize_(1 << 20).fill_(1)
+    handle = hvd.allreduce_async_(tensor, op=hvd.Sum)
+    view = tensor.numpy()
+    hvd.synchronize(handle)
+    with pytest.raises(RuntimeError, match="not resizable"):
+        tensor.detach().resize_(1 << 21)
+    assert (view == rr.size()).all()
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_what_cannot_be_submitted_keeps_no_memory() -> None:
+    """A name that is under way, as the other ranks have not come to it."""
+    control = MPI.COMM_WORLD.Dup()
+    if rr.rank() != 0:
+        control.recv(source=0)
+    handle, tensor = hvd.allreduce_async(torch.ones(3), name="taken"), torch.ones(3)
+    if rr.rank() == 0:
+        assert isinstance(caught(hvd.allreduce_async, tensor, name="taken"), rr.ConfigError)
+        tensor.resize_(1 << 20)
+        for other in range(1, rr.size()):
+            control.send(None, other)
+    assert hvd.synchronize(handle).tolist() == [1.0] * 3
+    if rr.rank() != 0:
+        assert isinstance(caught(hvd.allreduce, tensor, name="taken"), rr.MismatchError)  # rank 0 has refused it
+    control.Free()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.uint8], ids=str)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 torch = pytest.importorskip("torch")
 
@@ -20,6 +21,7 @@ import torch.distributed as dist  # noqa: E402
 import ringreduce as rr  # noqa: E402
 import ringreduce.torch  # noqa: E402  # registers the backend, where torch has not done so
 from ringreduce.common.errors import CollectiveTimeoutError, ConfigError, MismatchError, TransportError  # noqa: E402
+from ringreduce.torch.distributed import process_group  # noqa: E402
 
 DTYPES = [
     torch.float16,
@@ -657,6 +659,43 @@ def test_results_and_futures_are_lists_of_tensors(rank: int, size: int):
             assert [id(each) for each in found] == [id(each) for each in wanted]
 
 
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("what", ["all_reduce", "broadcast", "all_gather", "reduce_scatter", "gather", "irecv"])
+def test_the_memory_of_a_work_under_way_cannot_be_replaced(size: int, what: str):
+    """Of inputs and outputs; once the work has ended it can, and nothing is written into memory that is gone."""
+    rank, control, count = dist.get_rank(), MPI.COMM_WORLD.Dup(), 1 << 23  # malloc maps it, and unmaps it when freed
+    mine, all_ = torch.ones(count), [torch.zeros(count) for _ in range(size)]
+    seen = [mine] if what in ("all_reduce", "broadcast", "irecv") else [mine, *(all_ if rank == 0 else [])]
+    if rank != 0:
+        control.recv(source=0)
+    if what == "irecv":
+        work = dist.irecv(mine, 1) if rank == 0 else dist.isend(mine, 0) if rank == 1 else None
+    elif what == "all_gather":
+        work = dist.all_gather(all_, mine, async_op=True)
+    elif what == "reduce_scatter":
+        work = dist.reduce_scatter(mine, all_, async_op=True)
+    elif what == "gather":
+        work = dist.gather(mine, all_ if rank == 0 else None, async_op=True)
+    elif what == "broadcast":
+        work = dist.broadcast(mine, 1, async_op=True)
+    else:
+        work = dist.all_reduce(mine, async_op=True)
+    if rank == 0:
+        for each in seen:
+            for resize in (each.detach().resize_, each[1:].resize_, each.untyped_storage().resize_):
+                with pytest.raises(RuntimeError, match="not resizable"):
+                    resize(1 << 26)
+        for other in range(1, size):
+            control.send(None, other)
+    if work is not None:
+        work.wait()
+    for each in (mine, *all_):
+        each.resize_(5).fill_(1)
+    dist.all_reduce(mine)
+    assert mine.tolist() == [size] * 5
+    control.Free()
+
+
 def test_profiles_show_collectives(size: int):
     """The profiler of torch shows each call with the bytes of its result and its group, asynchronous ones too."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -666,9 +705,50 @@ def test_profiles_show_collectives(size: int):
         work.wait()
     names = [each.name for each in profile.events() if each.name.startswith("ringreduce:")]
     ranks = ", ".join(map(str, range(size)))
-    assert names == [
+    assert names == [  # in the order in which they began
         f"ringreduce:allreduce (28 bytes, group of ranks {ranks})",
         f"ringreduce:allgather ({12 * size} bytes, group of ranks {ranks})",
+    ]
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_a_broadcast_of_another_count_is_an_error_on_all_ranks(rank: int, size: int):
+    """With who has what; nothing is written, and the group works on. Another shape of as many elements is none."""
+    for root in range(size):
+        tensor = torch.full((4 + (rank == 1),), float(rank))
+        with pytest.raises(MismatchError, match=r"shape 5"):
+            dist.broadcast(tensor, root)
+        assert (tensor == rank).all()
+        tensor = torch.full((4,) if rank == 1 else (2, 2), float(rank))
+        dist.broadcast(tensor, root)
+        assert (tensor == root).all()
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_the_store_of_one_machine_is_a_file_in_a_private_folder(rank: int):
+    """Nobody else reads it, or puts anything into it."""
+    if rank == 0:
+        folder = Path(process_group._folders[-1].name)
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert (folder / "store").is_file()
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_profiles_show_messages_and_monitored_barriers(rank: int, size: int):
+    """With their bytes and the other side; large messages, which go on after the call, and small ones."""
+    ranks = ", ".join(map(str, range(size)))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for count in (3, 1 << 20):
+            if rank == 0:
+                dist.send(torch.ones(count), 1)
+            elif rank == 1:
+                dist.recv(torch.empty(count), 0 if count == 3 else None)
+        dist.monitored_barrier()
+    whom = {0: ["send to 1"] * 2, 1: ["recv from 0", "recv from any rank"]}.get(rank, [])
+    expected = [f"ringreduce:{each} ({nbytes} bytes" for each, nbytes in zip(whom, (12, 4 << 20), strict=False)]
+    found = [each.name for each in profile.events() if each.name.startswith("ringreduce:")]
+    assert found == [
+        f"{each}, group of ranks {ranks})" for each in (*expected, "ringreduce:monitored_barrier (0 bytes")
     ]
 
 

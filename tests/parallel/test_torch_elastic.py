@@ -452,6 +452,27 @@ def test_commits_that_the_launcher_wants_go_where_all_ranks_see_them(
         assert pathlib.Path(place, "commits", "commit-000000000001.json").exists()
 
 
+@pytest.mark.parametrize("place", ["a file", "others may write to it"])
+def test_a_folder_that_the_launcher_names_and_rank_0_cannot_use_is_refused_on_all_ranks(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """By one error; and where others may write, nothing is written."""
+    folder = pathlib.Path(hvd.broadcast_object(str(tmp_path))) / "commits"
+    if hvd.rank() == 0 and place == "a file":
+        folder.touch()
+    elif hvd.rank() == 0:
+        folder.mkdir()
+        folder.chmod(0o777)
+    hvd.barrier()
+    monkeypatch.setenv("RINGREDUCE_COMMITS", str(folder))
+    state = hvd.elastic.TorchState(torch.nn.Linear(2, 1), None, step=0)
+    before = folder.stat().st_mtime_ns
+    with pytest.raises(rr.ConfigError, match=r"commits cannot be kept in .*: rank 0: ") as error:
+        hvd.elastic.run(lambda state: state.commit())(state)
+    assert len(set(hvd.allgather_object(str(error.value)))) == 1
+    assert folder.stat().st_mtime_ns == before
+
+
 def test_programs_name_their_attributes_as_they_like(world: rr.Communicator, tmp_path_factory: Any) -> None:
     """Horovod's methods alone are taken; what else a state does goes on beside such attributes."""
     folder = hvd.broadcast_object(str(tmp_path_factory.mktemp("commits")))

@@ -67,6 +67,15 @@ def test_the_last_whole_commit_is_exported(folder: Path) -> None:
     assert sorted(each.name for each in folder.parent.iterdir()) == ["commits", "model.pt"]
 
 
+def test_a_folder_that_others_may_write_to_is_refused(folder: Path) -> None:
+    """Whoever can write there may have put another model in place of the commit's; the error says what to do."""
+    folder.chmod(0o770)
+    done = export(folder, folder.parent / "model.pt")
+    assert done.returncode == 2
+    assert "chmod go-w" in done.stderr
+    assert [each.name for each in folder.parent.iterdir()] == ["commits"]
+
+
 def test_any_commit_and_any_object_can_be_chosen(folder: Path) -> None:
     """By number and name; what is not there is told, with what is."""
     out = folder.parent / "out.pt"

@@ -10,7 +10,9 @@ sent a message. So it is taken for groups with other backends alone. `Collective
 from __future__ import annotations
 
 import socket
+import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
@@ -22,14 +24,16 @@ from torch._C import _distributed_c10d as c10d
 from torch.autograd import profiler
 
 from ringreduce import runtime
-from ringreduce.common.config import find_ranks_of_cpus
+from ringreduce.common.config import accelerate_uses_cpus, find_ranks_of_cpus
 from ringreduce.common.errors import ConfigError, TransportError, UnsupportedBufferError
 from ringreduce.common.launch import launch
 from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
 from ringreduce.runtime.groups import Group
+from ringreduce.torch.arrays import TENSORS
 from ringreduce.torch.distributed import works
 from ringreduce.torch.distributed.works import CollectiveWork, MessageWork, seconds
 from ringreduce.torch.uncompiled import leave_uncompiled
+from ringreduce.transport.point_to_point import Transfer
 
 __all__ = ["Collectives", "begin_anew", "create", "group_of", "rendezvous"]
 
@@ -128,13 +132,29 @@ def create(options: Any) -> Any:
             f"torch takes this process for rank {options.group_rank} of {options.group_size} in the group of ranks "
             f"{ranks}, and MPI for rank {mine} of {len(ranks)}: leave rank and world_size out of init_process_group"
         )
-    if len(ranks) > 1 and not torch.cuda.is_available():
-        find_ranks_of_cpus()
+    if len(ranks) > 1:
+        if not torch.cuda.is_available():
+            find_ranks_of_cpus()
+        _warn_if_accelerate_is_alone()
     group = runtime.group(ranks, timeout_s)
     made = _backend(group, options) if _has_others(options) else _ProcessGroup(group)
     made.timeout = options.timeout
     _groups.add(made)
     return made
+
+
+def _warn_if_accelerate_is_alone() -> None:
+    """Warn if Accelerate has taken, or will take, each rank for the only one."""
+    state: Any = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
+    if state is None:
+        return
+    if state._shared_state.get("num_processes") == 1:
+        remedy = "call init_process_group before Accelerator() or TrainingArguments are made"
+    elif torch.cuda.is_available() and not state._shared_state and not accelerate_uses_cpus():
+        remedy = "torch sees a GPU, which this backend does not use: say Accelerator(cpu=True), or use_cpu=True"
+    else:
+        return
+    warnings.warn(f"with Accelerate each rank would train alone: {remedy}", stacklevel=2)
 
 
 def begin_anew() -> None:
@@ -196,7 +216,9 @@ class Collectives:
         """What carries the collectives out."""
         return self._group
 
-    def _run(self, name: str, result: Sequence[Any], options: Any, call: Callable[[], object]) -> CollectiveWork:
+    def _run(
+        self, name: str, result: Sequence[Any], options: Any, call: Callable[[], object], given: Sequence[Any] = ()
+    ) -> CollectiveWork:
         """Carry a collective out, after those before it.
 
         Args:
@@ -205,18 +227,36 @@ class Collectives:
             options: torch's, which say whether the program waits for it at once. Torch keeps them only until this
                 returns, so that ``call`` must not look at them.
             call: does it.
+            given: the tensors that it reads besides.
         """
         self._sequence += 1
-        here = not getattr(options, "asyncOp", True)
+        group, here = self._group, not getattr(options, "asyncOp", True)
+
+        def begin() -> CollectiveWork:
+            if here:
+                return CollectiveWork(group.submit(call, name, here=True), result)
+            release = TENSORS.keep_in_place([*result, *given])
+            try:
+                task = group.submit(call, name, here=False)
+            except BaseException:
+                release()
+                raise
+            task.when_done(release)
+            return CollectiveWork(task, result)
+
         if not profiler._is_profiler_enabled:
-            return CollectiveWork(self._group.submit(call, name, here=here), result)
-        group, nbytes = self._group, sum(each.nbytes for each in result if each.layout is torch.strided)
-        text = f"{_NAME}:{name} ({nbytes} bytes, group of ranks {', '.join(map(str, group.ranks))})"
-        with profiler.record_function(text) as span:
-            work = CollectiveWork(group.submit(call, name, here=here), result)
+            return begin()
+        with self._shown(name, result) as span:
+            work = begin()
             if not here:
                 span._call_end_callbacks_on_future(work.get_future())
         return work
+
+    def _shown(self, name: str, tensors: Sequence[Any]) -> Any:
+        """Return a context that torch's profiler shows."""
+        nbytes = sum(each.nbytes for each in tensors if each.layout is torch.strided)
+        ranks = ", ".join(map(str, self._group.ranks))
+        return profiler.record_function(f"{_NAME}:{name} ({nbytes} bytes, group of ranks {ranks})")
 
     def _each(self, name: str, tensors: Sequence[Any], options: Any, call: Callable[..., object]) -> CollectiveWork:
         """As `_run`, for several tensors, or tuples of such, each of which is a call of its own."""
@@ -226,8 +266,9 @@ class Collectives:
             for each in listed:
                 call(*each) if isinstance(each, tuple) else call(each)
 
-        results = [each[0] if isinstance(each, tuple) else each for each in listed]
-        return self._run(name, [one for each in results for one in _listed(each)], options, run)
+        pairs = [each if isinstance(each, tuple) else (each, ()) for each in listed]
+        results, inputs = ([one for pair in pairs for one in _listed(pair[side])] for side in (0, 1))
+        return self._run(name, results, options, run, inputs)
 
     # ---- reductions ----
 
@@ -340,13 +381,13 @@ class Collectives:
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> CollectiveWork:
         root, outs = opts.rootRank, list(outputs[0]) if outputs else None
         rooms, given = outs and _all_movable(outs), _movable(inputs[0])
-        return self._run("gather", outs or [], opts, lambda: self._group.gather(rooms, given, root))
+        return self._run("gather", outs or [], opts, lambda: self._group.gather(rooms, given, root), [given])
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> CollectiveWork:
         root, given = opts.rootRank, _all_movable(inputs[0]) if inputs else None
         (output,) = outputs
         room = _movable(output)
-        return self._run("scatter", [output], opts, lambda: self._group.scatter(room, given, root))
+        return self._run("scatter", [output], opts, lambda: self._group.scatter(room, given, root), given or ())
 
     def all_to_all_single(
         self,
@@ -359,7 +400,9 @@ class Collectives:
     ) -> CollectiveWork:
         received, splits = list(output_split_sizes), list(input_split_sizes)
         room, given = _movable(output), _movable(input)
-        return self._run("alltoall", [output], opts, lambda: self._group.alltoall(room, given, received, splits))
+        return self._run(
+            "alltoall", [output], opts, lambda: self._group.alltoall(room, given, received, splits), [given]
+        )
 
     alltoall_base = all_to_all_single
 
@@ -367,7 +410,7 @@ class Collectives:
         self, outputs: _Tensors, inputs: _Tensors, opts: Any = None, timeout: timedelta | None = None
     ) -> CollectiveWork:
         rooms, given = _all_movable(outputs), _all_movable(inputs)
-        return self._run("alltoall", outputs, opts, lambda: self._group.alltoall_list(rooms, given))
+        return self._run("alltoall", outputs, opts, lambda: self._group.alltoall_list(rooms, given), given)
 
     # ---- meeting ----
 
@@ -383,7 +426,8 @@ class Collectives:
             wait_all_ranks: means nothing, as all are named in any case.
         """
         limit_s = None if timeout is None else max(timeout.total_seconds(), 0.0)
-        self._group.submit(lambda: self._group.barrier(limit_s), "monitored_barrier", here=True).wait()
+        with self._shown("monitored_barrier", []):
+            self._group.submit(lambda: self._group.barrier(limit_s), "monitored_barrier", here=True).wait()
 
     monitoredBarrier = monitored_barrier  # noqa: N815
 
@@ -391,7 +435,7 @@ class Collectives:
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> MessageWork:
         (tensor,) = _listed(tensors)
-        return MessageWork(self._group, self._group.send(_movable(tensor), dst, tag), [tensor])
+        return self._message(f"send to {dst}", tensor, lambda: self._group.send(_movable(tensor), dst, tag))
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> MessageWork:
         return self._recv(tensors, src, tag)
@@ -403,7 +447,16 @@ class Collectives:
 
     def _recv(self, tensors: Any, source: int | None, tag: int) -> MessageWork:
         (tensor,) = _listed(tensors)
-        return MessageWork(self._group, self._group.recv(_movable(tensor), source, tag), [tensor])
+        whom = "any rank" if source is None else source
+        return self._message(f"recv from {whom}", tensor, lambda: self._group.recv(_movable(tensor), source, tag))
+
+    def _message(self, name: str, tensor: torch.Tensor, begin: Callable[[], Transfer]) -> MessageWork:
+        if not profiler._is_profiler_enabled:
+            return MessageWork(self._group, begin(), tensor)
+        with self._shown(name, [tensor]) as span:
+            work = MessageWork(self._group, begin(), tensor)
+            span._call_end_callbacks_on_future(work.get_future())
+        return work
 
     # ---- coalescing: works come one after the other anyway, and the last of them stands for all ----
 

@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import Work
 
 from ringreduce.common.serial import Task
 from ringreduce.runtime.groups import Group
+from ringreduce.torch.arrays import TENSORS
 from ringreduce.transport.point_to_point import Transfer
 
 __all__ = ["CollectiveWork", "MessageWork", "seconds"]
@@ -137,24 +138,35 @@ class MessageWork(_Work):
     Args:
         group: whose.
         transfer: moves it.
-        result: its tensors.
+        tensor: its memory.
     """
 
-    def __init__(self, group: Group, transfer: Transfer, result: _Tensors) -> None:
-        super().__init__(result)
+    def __init__(self, group: Group, transfer: Transfer, tensor: torch.Tensor) -> None:
+        super().__init__([tensor])
         self._group = group
         self._transfer = transfer
+        self._release = TENSORS.keep_in_place([] if transfer.done else [tensor])
 
     def task(self) -> Task:
-        return self._group.delivered(self._transfer)
+        task = self._group.delivered(self._transfer)
+        task.when_done(self._release)
+        return task
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self._group.wait(self._transfer, seconds(timeout))
+        try:
+            self._group.wait(self._transfer, seconds(timeout))
+        finally:
+            self._release_if_done()
         return True
 
     def is_completed(self) -> bool:
         if not self._transfer.done:
             self._group.advance()
+        return self._release_if_done()
+
+    def _release_if_done(self) -> bool:
+        if self._transfer.done:
+            self._release()
         return self._transfer.done
 
     def is_success(self) -> bool:

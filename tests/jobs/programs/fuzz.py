@@ -83,7 +83,10 @@ class Call:
                 total = np.trunc(total)
             if framework == "torch" and draw.random() < 0.3:
                 factor = self.options["postscale_factor"] = draw.choice((0.5, 2.0))
-                total = np.trunc(total * factor) if whole else total * factor
+                if op == "average" and whole:
+                    total = scaled_average(np.sum(exact, axis=0), factor)
+                else:
+                    total = np.trunc(total * factor) if whole else total * factor
             self.expected = np.array_split(total, SIZE)[RANK] if kind == "reducescatter" else total
         elif kind in ("allgather", "gather"):
             self.expected = np.concatenate(exact)
@@ -123,6 +126,13 @@ class Call:
 def values(seed: int, count: int, dtype: str) -> np.ndarray:
     """Return small whole numbers, whose sums are exact."""
     return np.random.default_rng(seed).integers(0, 16, count).astype(dtype)
+
+
+def scaled_average(total: np.ndarray, factor: float) -> np.ndarray:
+    """Return what the average of whole numbers is, scaled, by the conventions of this job."""
+    if factor != 1.0 and rr.world().config.conventions.value == "horovod":
+        return np.trunc(total * (factor / SIZE))  # Horovod's formula
+    return np.trunc(np.trunc(total / SIZE) * factor)
 
 
 def spoilt(call: Call, draw: random.Random) -> tuple[list[Any], dict[str, Any]]:
@@ -287,8 +297,112 @@ def in_a_subset(draw: random.Random, framework: str) -> None:
     expect(rr.remove_process_set(made), "a set that was added can be removed")
 
 
+def scaled(draw: random.Random, framework: str) -> None:
+    """Integers of any width are averaged and scaled, by the conventions of this job."""
+    before, after = draw.choice((1.0, 0.5, 2.0)), draw.choice((1.0, 0.5, 1.5, 2.0))
+    count, dtype = draw.choice(COUNTS), draw.choice(DTYPES[2:])
+    data = [values(draw.randrange(1 << 30), count, dtype) for _ in range(SIZE)]
+    total = np.sum([np.trunc(each.astype(np.float64) * before) for each in data], axis=0)
+    exact = scaled_average(total, after)
+    given = {"op": hvd.Average, "prescale_factor": before, "postscale_factor": after}
+    mine = torch.from_numpy(data[RANK].copy())
+    kind = draw.choice(["allreduce", "allreduce_", "grouped_allreduce", "reducescatter"])
+    result = getattr(hvd, kind)([mine] if kind.startswith("grouped") else mine, **given)
+    found = np.asarray(result[0] if kind.startswith("grouped") else result, np.float64)
+    exact = np.array_split(exact, SIZE)[RANK] if kind == "reducescatter" else exact
+    expect(np.array_equal(found, exact), f"{kind}({given}, {mine.dtype})", (found[:4], exact[:4]))
+
+
+def narrow(draw: random.Random, framework: str) -> None:
+    """Floats of 16 bits by all ops, exact sums, products, and bool."""
+    draws = np.random.default_rng(draw.randrange(1 << 30))
+    count = draw.choice(COUNTS)
+    data = [draws.integers(0, 4, count) for _ in range(SIZE)]
+    dtype = draw.choice([torch.float16, torch.bfloat16, torch.float32, torch.int8, torch.int64, torch.bool])
+    mine, all_ = torch.from_numpy(data[RANK]).to(dtype), np.array(data, np.float64)
+    if dtype is torch.bool:
+        everyone = np.asarray(hvd.allgather(mine))
+        expect(np.array_equal(everyone, np.concatenate(data).astype(bool)), "allgather of bool", everyone[:4])
+        return
+    exact = {
+        hvd.Sum: all_.sum(0),
+        hvd.Product: all_.prod(0),
+        hvd.Min: all_.min(0),
+        hvd.Max: all_.max(0),
+    }
+    if dtype.is_floating_point:
+        exact |= {hvd.Average: all_.mean(0), hvd.ReproducibleSum: all_.sum(0)}
+    op = draw.choice([*exact])
+    found = np.asarray(hvd.allreduce(mine, op=op).double())
+    expect(np.allclose(found, exact[op], 1e-2), f"allreduce({op}, {dtype})", (found[:4], exact[op][:4]))
+
+
+def moved(draw: random.Random, framework: str) -> None:
+    """Parts of a root's array, rows of other numbers on each rank, messages around, and objects."""
+    rows = [[draw.choice((0, 1, 3, 500)) for _ in range(SIZE)] for _ in range(SIZE)]
+    data = [values(draw.randrange(1 << 30), sum(each), "float32") for each in rows]
+    mine, root = data[RANK], draw.randrange(SIZE)
+    library = rr if framework == "numpy" else hvd
+    given: Any = mine if framework == "numpy" else torch.from_numpy(mine)
+    everyone = np.asarray(library.allgather(given))
+    expect(np.array_equal(everyone, np.concatenate(data)), "allgather of other numbers of rows", everyone[:4])
+    parts = [np.split(each, np.cumsum(counts)[:-1])[RANK] for each, counts in zip(data, rows, strict=True)]
+    got, counts = library.alltoall(given, rows[RANK])
+    expect(np.array_equal(np.asarray(got), np.concatenate(parts)), "alltoall with splits", np.asarray(got)[:4])
+    expect([int(each) for each in counts] == [each[RANK] for each in rows], "with the numbers of rows", counts)
+    whole = values(draw.randrange(1 << 30), SIZE * draw.choice((1, 7, 5000)), "float64")
+    part = rr.scatter(whole if root == RANK else None, root)
+    expect(np.array_equal(part, np.split(whole, SIZE)[RANK]), "scatter", part)
+    right, left = (RANK + 1) % SIZE, (RANK - 1) % SIZE
+    room = np.empty_like(data[left])
+    rr.sendrecv(mine, right, room, left, tag=draw.randrange(3))
+    expect(np.array_equal(room, data[left]), "sendrecv", room[:4])
+    if SIZE > 1 and root in (RANK, left):
+        tag = draw.randrange(3)
+        if root == RANK:
+            rr.send(whole, right, tag)
+        else:
+            room = np.empty_like(whole)
+            expect(rr.recv(room, left if root else None, tag) == left, "recv says who has sent")
+            expect(np.array_equal(room, whole), "recv", room[:4])
+    rr.barrier()
+    hvd.barrier()
+    thing = {"rows": rows, "data": data[root]}
+    said = hvd.broadcast_object(thing if root == RANK else None, root)
+    expect(said["rows"] == rows and np.array_equal(said["data"], data[root]), "broadcast_object", said)
+    expect(hvd.allgather_object((RANK, rows[RANK])) == [*enumerate(rows)], "allgather_object")
+
+
+def compressed(draw: random.Random, framework: str) -> None:
+    """Floats travel in fewer bits: within what their format rounds."""
+    name, error = draw.choice([("bf16", 0.01), ("fp16", 0.001), ("fp8", 0.1), ("int8", 0.02), ("int4", 0.3)])
+    count = draw.choice(COUNTS)
+    data = [values(draw.randrange(1 << 30), count, "float32") for _ in range(SIZE)]
+    found = hvd.allreduce(torch.from_numpy(data[RANK]), op=hvd.Sum, compression=getattr(hvd.Compression, name))
+    exact = np.sum(data, axis=0, dtype=np.float64)
+    # What is sent on is rounded once more with each step, and is a sum already.
+    bound = error * 15 * SIZE * (SIZE + 1)
+    expect(np.allclose(np.asarray(found, np.float64), exact, 0, bound), f"allreduce as {name}", (found[:4], exact[:4]))
+
+
+def joined(draw: random.Random, framework: str) -> None:
+    """Ranks have other numbers of steps, and join."""
+    steps = [draw.randrange(4) for _ in range(SIZE)]
+    dtype = draw.choice([torch.float32, torch.int32])
+    for step in range(steps[RANK]):
+        active = [rank + 1 for rank in range(SIZE) if steps[rank] > step]
+        total = hvd.allreduce(torch.full((5,), RANK + 1, dtype=dtype), op=hvd.Sum, name=f"step {step}")
+        expect(bool((total == sum(active)).all()), f"sum over the ranks that have not joined of {steps}", total)
+    expect(steps[hvd.join()] == max(steps) or SIZE > 1, "join")
+
+
 STEPS: dict[Callable[[random.Random, str], None], float] = {
     right: 40,
+    scaled: 10,
+    narrow: 10,
+    moved: 8,
+    compressed: 4,
+    joined: 4,
     refused: 15,
     mismatched: 15,
     left_out: 2,
