@@ -91,6 +91,7 @@ def find(collective: Collective, name: str) -> Algorithm:
     raise ConfigError(f"unknown {collective.value} algorithm {name!r}; choose one of {', '.join(names(collective))}")
 
 
+@lru_cache(maxsize=1024)
 def names(collective: Collective, topology: Topology | None = None) -> tuple[str, ...]:
     """Return the names of the algorithms of ``collective``, with a ``topology`` only of those that run there."""
     return tuple(

@@ -23,7 +23,7 @@ from ringreduce.bench.cases import format_nbytes
 from ringreduce.bench.measure import Contender, iterations_for, time_in_turn, turn_for
 from ringreduce.bench.noise import Found, Noise, Usage
 from ringreduce.bench.noise import usage as usage_now
-from ringreduce.collectives import VENDOR, Call
+from ringreduce.collectives import VENDOR, Problem
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.collectives.selection import choose
 from ringreduce.collectives.tuning import Candidate, Model, Row, Sample, Table, fit, format_seconds
@@ -320,7 +320,7 @@ def _calls(iterations: int) -> int:
 
 def _rule(communicator: Communicator, nbytes: int) -> str:
     """Return what the built-in rules choose, whatever settings and tables say."""
-    call = Call(Collective.ALLREDUCE, nbytes, communicator.topology, op=SUM)
+    call = Problem(Collective.ALLREDUCE, nbytes, communicator.topology, op=SUM)
     return choose(call, replace(communicator.config, algorithm=None)).algorithm
 
 

@@ -45,18 +45,27 @@ class Operand:  # a frozen dataclass would take three times as long to make
     Attributes:
         view: the array's own memory with its own shape and strides, in ``dtype.storage``.
         dtype: the type of its elements.
+        address: of the first element.
+        shape, nbytes: of the view.
+        contiguous: whether the elements are one after the other in C order.
+        is_copy: whether the memory is not the caller's, but a copy that was made of a number or a lazy view.
 
     Args:
         view, dtype: see above.
-        address: of the first element; -1: it is looked up when somebody asks.
+        address: of the first element; -1: it is looked up.
+        is_copy: see above.
     """
 
-    __slots__ = ("_address", "dtype", "view")
+    __slots__ = ("address", "contiguous", "dtype", "is_copy", "nbytes", "shape", "view")
 
-    def __init__(self, view: npt.NDArray[Any], dtype: DType, address: int = -1) -> None:
+    def __init__(self, view: npt.NDArray[Any], dtype: DType, address: int = -1, *, is_copy: bool = False) -> None:
         self.view = view
         self.dtype = dtype
-        self._address = address
+        self.address: int = view.__array_interface__["data"][0] if address < 0 else address
+        self.shape = view.shape
+        self.nbytes = view.nbytes
+        self.contiguous = view.flags.c_contiguous
+        self.is_copy = is_copy
 
     @classmethod
     def of(cls, array: Any) -> Operand:
@@ -75,7 +84,9 @@ class Operand:  # a frozen dataclass would take three times as long to make
         if isinstance(array, _NUMBERS):
             view = np.asarray(array)
             view.flags.writeable = False
-            return cls._of_numpy(view)
+            operand = cls._of_numpy(view)
+            operand.is_copy = True
+            return operand
         hint = "; pass np.asarray(...)" if isinstance(array, (list, tuple)) else ""
         raise UnsupportedBufferError(f"expected a NumPy array or a torch tensor, got {type(array).__name__}{hint}")
 
@@ -99,7 +110,7 @@ class Operand:  # a frozen dataclass would take three times as long to make
         if tensor.is_neg() or tensor.is_conj():  # lazy views, which NumPy does not know: copy; let nobody store there
             view = tensor.detach().resolve_conj().resolve_neg().numpy()
             view.flags.writeable = False
-            return cls(view, dtype)
+            return cls(view, dtype, is_copy=True)
         try:
             address, storage = tensor.data_ptr(), tensor.untyped_storage()
         except RuntimeError:
@@ -119,29 +130,9 @@ class Operand:  # a frozen dataclass would take three times as long to make
         return cls(np.asarray(_TensorMemory(storage, address, dtype.storage, shape, strides)), dtype, address)
 
     @property
-    def address(self) -> int:
-        """Where the first element is."""
-        if self._address < 0:
-            self._address = address_of(self.view)
-        return self._address
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.view.shape
-
-    @property
     def count(self) -> int:
         """Elements."""
         return self.view.size
-
-    @property
-    def nbytes(self) -> int:
-        return self.view.nbytes
-
-    @property
-    def contiguous(self) -> bool:
-        """Whether the elements are one after the other in C order."""
-        return bool(self.view.flags.c_contiguous)
 
     def flat(self) -> npt.NDArray[Any]:
         """Return the elements in C order as one dimension: a view if they are contiguous, else a copy."""
@@ -153,7 +144,7 @@ class Operand:  # a frozen dataclass would take three times as long to make
 
     def unowned(self) -> Operand:
         """Return the same contiguous memory, which that one does not keep alive; see `unowned`."""
-        return Operand(unowned(self.view).reshape(self.shape), self.dtype)
+        return Operand(unowned(self.view, self.address).reshape(self.shape), self.dtype, self.address)
 
     def require_writable(self) -> None:
         """Check that results can be stored here.
@@ -208,6 +199,8 @@ def operand_of(array: Any) -> Operand | DeviceOperand:
     """
     if isinstance(array, np.ndarray):
         return Operand._of_numpy(array)
+    if isinstance(array, (Operand, DeviceOperand)):
+        return array
     return DeviceOperand.of(array) or Operand.of(array)
 
 
@@ -264,12 +257,17 @@ def address_of(array: npt.NDArray[Any]) -> int:
     return address
 
 
-def unowned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def unowned(array: npt.NDArray[Any], address: int = -1) -> npt.NDArray[Any]:
     """View the memory of a contiguous array, as one dimension and writable, without keeping it alive.
 
-    For plans, which outlive the arrays that they were made for: whoever runs one holds an array at that address.
+    For plans, which outlive the arrays that they were made for: the caller that runs one holds an array at that
+        address.
+
+    Args:
+        array: contiguous.
+        address: of its first element, if that is known.
     """
-    memory: Any = (ctypes.c_byte * array.nbytes).from_address(address_of(array))
+    memory: Any = (ctypes.c_byte * array.nbytes).from_address(address if address >= 0 else address_of(array))
     return np.frombuffer(memory, array.dtype) if array.nbytes else np.empty(0, array.dtype)
 
 

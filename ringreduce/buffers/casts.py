@@ -21,14 +21,16 @@ def wider(dtype: DType) -> DType:
     return DTYPES["uint64"] if dtype.name == "uint64" else DTYPES["int64"]
 
 
-def widen(view: Array, dtype: DType) -> Array:
-    """Return the elements of a view (in ``dtype.storage``) as a new C-contiguous array of the wider type."""
-    if dtype.name == "bfloat16":
-        # A bfloat16 is the upper half of a float32.
-        bits = view.astype(np.uint32, order="C")
-        bits <<= np.uint32(16)  # in place: of an array of no dimension anything else makes a number
-        return bits.view(np.float32)
-    return view.astype(wider(dtype).storage, order="C")
+def widen(view: Array, dtype: DType, out: Array | None = None) -> Array:
+    """Return the elements of a view (in ``dtype.storage``) in the wider type, C-contiguous; in ``out`` if given."""
+    wide = np.empty(view.shape, wider(dtype).storage) if out is None else out
+    if dtype.name == "bfloat16":  # the upper half of a float32
+        bits = wide.view(np.uint32)
+        np.copyto(bits, view)
+        np.left_shift(bits, np.uint32(16), out=bits)
+    else:
+        np.copyto(wide, view)
+    return wide
 
 
 def narrow(wide: Array, dtype: DType, target: Array) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,26 +20,22 @@ class DType:
         name: NumPy's (or ml_dtypes') name for it; torch uses the same ones.
         storage: the NumPy dtype of the views that the package works on; bfloat16, which NumPy lacks, is kept as uint16.
         kind: ``"float"``, ``"complex"``, ``"int"``, ``"uint"`` or ``"bool"``.
+        itemsize: bytes per element.
+        integral: whether averages are truncated toward zero; booleans count as 0 and 1.
+        half: whether this is a 16-bit float, which is accumulated in float32.
     """
 
     name: str
     storage: np.dtype[Any]
     kind: str
+    itemsize: int = field(init=False, compare=False)
+    integral: bool = field(init=False, compare=False)
+    half: bool = field(init=False, compare=False)
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes per element."""
-        return self.storage.itemsize
-
-    @property
-    def integral(self) -> bool:
-        """Whether averages are truncated toward zero; booleans count as 0 and 1."""
-        return self.kind in ("int", "uint", "bool")
-
-    @property
-    def half(self) -> bool:
-        """Whether this is a 16-bit float, which is accumulated in float32."""
-        return self.kind == "float" and self.itemsize == 2
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "itemsize", self.storage.itemsize)
+        object.__setattr__(self, "integral", self.kind in ("int", "uint", "bool"))
+        object.__setattr__(self, "half", self.kind == "float" and self.itemsize == 2)
 
     @classmethod
     def of(cls, dtype: Any) -> DType:

@@ -1,27 +1,38 @@
-"""Blocking collectives on one process set: check the arguments, choose, run."""
+"""Blocking collectives on one process set."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
+from time import perf_counter
 from typing import Any, TypeVar, overload
 
 import numpy as np
+import numpy.typing as npt
 
 from ringreduce.algorithms import Collective
-from ringreduce.buffers import DTYPES, Operand, as_given, operand_of, require_host
+from ringreduce.buffers import DType, Operand, as_given, new
+from ringreduce.buffers.codecs import Codec
 from ringreduce.buffers.device_arrays import DeviceOperand
-from ringreduce.collectives import DETERMINISTIC, Choice, Chosen, Feedback, Signature, codec_for
-from ringreduce.collectives.member import Running
-from ringreduce.collectives.messaging import Messaging
-from ringreduce.collectives.operands import AnyOperand, PartReceived, RowsReceived, apart, flat_target, same, with_rows
-from ringreduce.collectives.path import Offer, part_offer
-from ringreduce.collectives.repeat import NOTHING
-from ringreduce.common.arguments import row_counts, whole_number
+from ringreduce.collectives.call import DETERMINISTIC, Call, Choice, Signature, Task
+from ringreduce.collectives.choices import Choices
+from ringreduce.collectives.compressed import CompressedAllreduce, Feedback
+from ringreduce.collectives.context import Context
+from ringreduce.collectives.devices import DevicesOf, NoDevices, SegmentReducer, ordinal
+from ringreduce.collectives.messaging import CallTimer, Messaging
+from ringreduce.collectives.operands import AnyOperand, Operands, apart, flat
+from ringreduce.collectives.planning import Planner, Prepared
+from ringreduce.collectives.state import CommState
+from ringreduce.collectives.tuning import Table
+from ringreduce.common.arguments import array_shape
+from ringreduce.common.call_sites import GivenUp
+from ringreduce.common.cleanup import close_all
 from ringreduce.common.errors import ConfigError
-from ringreduce.common.partition import Partition
+from ringreduce.common.instruments import Tally
+from ringreduce.common.processes import Forked
 from ringreduce.common.reduce_ops import SUM, ReduceOp
+from ringreduce.transport.messages import Messages
 
 __all__ = ["Communicator"]
 
@@ -29,6 +40,8 @@ __all__ = ["Communicator"]
 A = TypeVar("A")
 
 _BARRIER = Signature.of("barrier", waits=False)
+#: In place of a result: the call was not repeated.
+_MISSED: Any = object()
 
 
 class Communicator(Messaging):
@@ -69,6 +82,7 @@ class Communicator(Messaging):
         context: the ranks and what connects them.
         channel: a transport between the same ranks that nobody else uses, for `send` and `recv`; closed with this.
             None: there are none.
+        devices: makes this rank's device memory.
 
     Attributes:
         rank, size: this rank's number, and how many there are.
@@ -76,11 +90,24 @@ class Communicator(Messaging):
         hosts: which ranks run on one machine; they need not share memory, as those of a node of `topology` do.
         config: the settings, equal on all ranks.
         library: what moves messages between the ranks, with its version; ``"none"`` where no library does.
-        gpu: this rank's, once it is used.
+        gpu: this rank's device memory.
         instruments: the observers of its collectives.
         tallies: what the calls of each collective add up to, by its name.
-        message_tallies: the same of what goes from one rank to another.
+        message_tallies: the same of messages from one rank to another.
     """
+
+    def __init__(self, context: Context, channel: Messages | None = None, devices: DevicesOf = NoDevices) -> None:
+        super().__init__(context, channel, CommState(context))
+        self._plans = context.plans
+        self.topology, self.size = context.topology, context.topology.size
+        self.hosts, self.config = context.node.hosts, context.config
+        self.library = context.messages.library
+        self.gpu = devices(context, self._state)
+        self._operands = Operands(self.gpu, context.arena, shares_results=self.size > 1)
+        self._planner = Planner(context, self._operands)
+        self._choices = Choices(context, self._planner, self.gpu)
+        self._compressed = CompressedAllreduce(context)
+        self.tallies = {each.value: Tally() for each in Collective}
 
     # ---- collectives ----
 
@@ -92,8 +119,9 @@ class Communicator(Messaging):
         out: Any = None,
         algorithm: str | None = None,
         deterministic: bool = False,
-        wire: str | None = None,
+        compression: str | None = None,
         feedback: Feedback | None = None,
+        wire: str | None = None,
     ) -> A:
         """Reduce arrays over all ranks, element by element; every rank gets the result, with the same bits.
 
@@ -105,31 +133,32 @@ class Communicator(Messaging):
             deterministic: add in the order of ranks, so that the bits depend on nothing but the ranks' values: not on
                 size, algorithm, the nodes of the ranks, fusion or segments. Between nodes with several ranks each this
                 sends more. Also by ``RINGREDUCE_DETERMINISTIC``; must agree.
-            wire: a format in `ringreduce.buffers.codecs.CODECS` in which ranks of different nodes send each other
-                floats, for sums and averages; must agree. Every element is encoded twice: when it is sent to the rank
-                that sums it up, in float32, and when that one sends the sum to all. On one node nothing is encoded.
-                None: as they are. Where ``RINGREDUCE_DETERMINISTIC`` is set no format can be asked for, on one node
-                either: what is rounded depends on which ranks share a node.
+            compression: a format in `ringreduce.buffers.codecs.CODECS` in which ranks of different nodes send each
+                other floats, for sums and averages; must agree. Every element is encoded twice: when it is sent to the
+                rank that sums it up, in float32, and when that one sends the sum to all. On one node nothing is
+                encoded. None: as they are. Where ``RINGREDUCE_DETERMINISTIC`` is set no format can be asked for, on one
+                node either: what is rounded depends on which ranks share a node.
             feedback: keeps what rounding lost, and adds it the next time, for an array that is reduced again and
                 again; on all ranks or none.
+            wire: the same as ``compression``.
 
         Returns:
             ``out``, or the new array.
 
         Raises:
             ConfigError: no such op, algorithm or format, or they do not go together or cannot run here.
-            UnsupportedBufferError: a wire format was asked for, and the array is not of floats.
+            UnsupportedBufferError: a format was asked for, and the array is not of floats.
         """
-        if deterministic and algorithm is None and wire is None:
+        if compression is None:
+            compression = wire
+        if deterministic and algorithm is None and compression is None:
             algorithm, deterministic = DETERMINISTIC, False
-        if not (deterministic or wire):
-            repeated: A | None = self._bound.repeat("allreduce", array, out, op, algorithm)
-            if repeated is not None:
-                return repeated
-        result: A = self._standing.call(
-            "allreduce", self._allreduce, array, op, out, algorithm, deterministic, wire, feedback
-        )
-        return result
+        if not (deterministic or compression):
+            repeated = self._repeat("allreduce", array, out, op, algorithm)
+            if repeated is not _MISSED:
+                return repeated  # type: ignore[no-any-return]
+        call = Call(Collective.ALLREDUCE, array, out, op, 0, None, algorithm, deterministic, compression, feedback)
+        return self._state.call("allreduce", self._perform, call)  # type: ignore[no-any-return]
 
     def reduce_scatter(self, array: A, op: ReduceOp | str = SUM, *, out: Any = None, algorithm: str | None = None) -> A:
         """Reduce arrays over all ranks and give every rank its part of the result.
@@ -139,33 +168,21 @@ class Communicator(Messaging):
 
         Args:
             array: at least one dimension; shape and dtype must agree.
-            op: as for `allreduce`.
-            algorithm: as for `allreduce`.
+            op, algorithm: as for `allreduce`.
             out: where this rank's part goes; None: a new array.
         """
-        repeated: A | None = self._bound.repeat("reduce_scatter", array, out, op, algorithm)
-        if repeated is not None:
-            return repeated
-        result: A = self._standing.call("reduce_scatter", self._reduce_scatter, array, op, out, algorithm)
-        return result
+        return self._make("reduce_scatter", array, out, op, algorithm)  # type: ignore[no-any-return]
 
     def reduce(
-        self,
-        array: A,
-        root: int = 0,
-        op: ReduceOp | str = SUM,
-        *,
-        out: Any = None,
-        algorithm: str | None = None,
+        self, array: A, root: int = 0, op: ReduceOp | str = SUM, *, out: Any = None, algorithm: str | None = None
     ) -> A | None:
         """Reduce arrays over all ranks, element by element; the root alone gets the result.
 
         Args:
             array: any shape, in host memory; shape and dtype must agree on all ranks.
             root: a rank; must agree.
-            op: as for `allreduce`.
-            out: where the result goes, at the root, as for `allreduce`; without a meaning on the other ranks.
-            algorithm: as for `allreduce`.
+            op, algorithm: as for `allreduce`.
+            out: where the result goes, at the root, as for `allreduce`; ignored on the other ranks.
 
         Returns:
             ``out``, or the new array, at the root; None on the other ranks, whose arrays stay as they are.
@@ -174,14 +191,8 @@ class Communicator(Messaging):
             ConfigError: there is no such rank, op or algorithm; or it cannot run here.
             UnsupportedBufferError: the array is in device memory.
         """
-        if type(root) is int:
-            repeated: A | None = self._bound.repeat(
-                "reduce", array, out if root == self.rank else None, op, algorithm, root
-            )
-            if repeated is not None:
-                return None if repeated is NOTHING else repeated
-        result: A | None = self._standing.call("reduce", self._reduce_to_root, array, root, op, out, algorithm)
-        return result
+        mine = out if root == self.rank else None
+        return self._make("reduce", array, mine, op, algorithm, root)  # type: ignore[no-any-return]
 
     def gather(self, array: A, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> A | None:
         """Concatenate the ranks' arrays along the first dimension, in rank order; the root alone gets the result.
@@ -190,8 +201,8 @@ class Communicator(Messaging):
             array: at least one dimension, in host memory. The first may differ between ranks, and be 0; the others and
                 the dtype must agree.
             root: a rank; must agree.
-            out: where the result goes, at the root; ``array`` may be its part of it. None: a new array. Without a
-                meaning on the other ranks.
+            out: where the result goes, at the root; ``array`` may be its part of it. None: a new array. Ignored on the
+                other ranks.
             algorithm: as for `allreduce`.
 
         Returns:
@@ -202,14 +213,8 @@ class Communicator(Messaging):
             UnsupportedBufferError: the array is in device memory.
             MismatchError: at the root, ``out`` has not as many rows as all arrays together.
         """
-        if type(root) is int:
-            repeated: A | None = self._bound.repeat(
-                "gather", array, out if root == self.rank else None, None, algorithm, root
-            )
-            if repeated is not None:
-                return None if repeated is NOTHING else repeated
-        result: A | None = self._standing.call("gather", self._gather, array, root, out, algorithm)
-        return result
+        mine = out if root == self.rank else None
+        return self._make("gather", array, mine, None, algorithm, root)  # type: ignore[no-any-return]
 
     def scatter(self, array: Any, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> Any:
         """Cut the root's array into equal parts along the first dimension, and give each rank one, in rank order.
@@ -230,11 +235,7 @@ class Communicator(Messaging):
             UnsupportedBufferError: the array is in device memory, or has more than 32 dimensions.
             MismatchError: on some rank, ``out`` or ``array`` has not the shape or the dtype that comes from the root.
         """
-        if type(root) is int:
-            repeated = self._bound.repeat("scatter", array, out, None, algorithm, root)
-            if repeated is not None:
-                return repeated
-        return self._standing.call("scatter", self._scatter, array, root, out, algorithm)
+        return self._make("scatter", array, out, None, algorithm, root)
 
     def allgather(self, array: A, *, out: Any = None, algorithm: str | None = None) -> A:
         """Concatenate the ranks' arrays along the first dimension, in rank order; every rank gets all of it.
@@ -248,11 +249,7 @@ class Communicator(Messaging):
         Raises:
             MismatchError: on some rank, ``out`` has not as many rows as all arrays together.
         """
-        repeated: A | None = self._bound.repeat("allgather", array, out, None, algorithm)
-        if repeated is not None:
-            return repeated
-        result: A = self._standing.call("allgather", self._allgather, array, out, algorithm)
-        return result
+        return self._make("allgather", array, out, None, algorithm)  # type: ignore[no-any-return]
 
     def broadcast(self, array: A, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> A:
         """Give every rank the root's array.
@@ -260,17 +257,12 @@ class Communicator(Messaging):
         Args:
             array: any shape; shape and dtype must agree, the content matters at the root only.
             root: a rank; must agree.
-            out: as for `allreduce`.
-            algorithm: as for `allreduce`.
+            out, algorithm: as for `allreduce`.
 
         Raises:
             ConfigError: there is no such rank.
         """
-        repeated: A | None = self._bound.repeat("broadcast", array, out, root, algorithm)
-        if repeated is not None:
-            return repeated
-        result: A = self._standing.call("broadcast", self._broadcast, array, root, out, algorithm)
-        return result
+        return self._make("broadcast", array, out, None, algorithm, root)  # type: ignore[no-any-return]
 
     @overload
     def alltoall(self, array: A, splits: None = None, *, out: Any = None, algorithm: str | None = None) -> A: ...
@@ -300,14 +292,13 @@ class Communicator(Messaging):
             MismatchError: on some rank, ``out`` has not as many rows as come there.
         """
         if splits is None:
-            repeated = self._bound.repeat("alltoall", array, out, None, algorithm)
-            if repeated is not None:
-                return repeated
-        return self._standing.call("alltoall", self._alltoall, array, splits, out, algorithm)
+            return self._make("alltoall", array, out, None, algorithm)
+        call = Call(Collective.ALLTOALL, array, out, None, 0, splits, algorithm)
+        return self._state.call("alltoall", self._perform, call)
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
-        self._standing.call(_BARRIER.text, self._meet, _BARRIER)
+        self._state.call(_BARRIER.text, self._meet, _BARRIER)
 
     # ---- of calls that are made of several collectives ----
 
@@ -317,7 +308,7 @@ class Communicator(Messaging):
         Args:
             text: what is called, with all that must agree: the name, and the rest in brackets.
         """
-        self._standing.call(text.partition("(")[0], self._meet, Signature.of(text, waits=False))
+        self._state.call(text.partition("(")[0], self._meet, Signature.of(text, waits=False))
 
     def refuse(self, name: str, error: Exception) -> None:
         """Meet the others in place of a call of this name, made of several collectives, that this rank cannot make.
@@ -326,257 +317,289 @@ class Communicator(Messaging):
             name: of the call, which begins with `meet`.
             error: why.
         """
-        self._standing.refuse(name, error)
-
-    # ---- how calls are carried out ----
-
-    def _allreduce(
-        self,
-        array: Any,
-        op: ReduceOp | str,
-        out: Any,
-        algorithm: str | None,
-        deterministic: bool,
-        wire: str | None,
-        feedback: Feedback | None,
-    ) -> Any:
-        if deterministic:
-            other = f"wire={wire!r}" if algorithm is None else f"algorithm={algorithm!r}"
-            raise ConfigError(f"give deterministic=True or {other}, not both")
-        kind = ReduceOp.parse(op)
-        source, in_place, is_new = operand_of(array), out is array, out is None
-        if wire is not None:
-            if algorithm is not None:
-                raise ConfigError(
-                    f"a wire format is an algorithm of its own; give wire={wire!r} or algorithm, not both"
-                )
-            codec = codec_for(wire, source.dtype, kind, deterministic=self.config.deterministic)
-            if not self.topology.single_node:
-                out, target = self._operands.result(array, source, source.shape, out)
-                chosen = self._selection.in_format(source, kind, codec, feedback=feedback is not None)
-                lent = self._operands.on_host(source, target)
-                with Running(self, "allreduce", chosen.choice.algorithm, source.nbytes), lent as (given, taken):
-                    chosen.run(given, taken, feedback)
-                return as_given(array, out) if is_new else out
-            if feedback is not None:
-                feedback.begin(0, 0)
-        out, target = self._operands.result(array, source, source.shape, out)
-        if isinstance(source, DeviceOperand):
-            assert isinstance(target, DeviceOperand)
-            self._reduce_on_device(source, target, kind, algorithm)
-            return out
-        assert isinstance(target, Operand)
-        if not (is_new or in_place) and np.may_share_memory(source.view, target.view) and not same(source, target):
-            source = Operand(source.view.copy(), source.dtype)
-        chosen = self._reduce(source, target, kind, algorithm)
-        assert chosen.reduction is not None
-        given_out = None if is_new else out
-        self._bound.bind_reduction(array, given_out, (op, algorithm), chosen.reduction, source, target)
-        return as_given(array, out) if is_new else out
-
-    def allreduce_operands(
-        self, source: AnyOperand, target: AnyOperand, op: ReduceOp, algorithm: str | None = None
-    ) -> tuple[Choice, Signature]:
-        """Do what `allreduce` does for operands that were checked: of equal shape and dtype.
-
-        The target is writable, and the same memory as the source or apart from it. Both are in host memory, or both in
-        device memory in C order.
-
-        Returns:
-            What carried it out.
-        """
-        reduce = self._reduce_on_device if isinstance(source, DeviceOperand) else self._reduce
-        chosen: Chosen = self._standing.call("allreduce", reduce, source, target, op, algorithm)
-        return chosen.choice, chosen.signature
-
-    def _reduce(self, source: Operand, target: Operand, op: ReduceOp, algorithm: str | None) -> Chosen:
-        self._standing.require_open()
-        chosen = self._selection.reduction(source, op, algorithm)
-        with Running(self, "allreduce", chosen.choice.algorithm, source.view.nbytes):
-            chosen.run(source, target)
-        return chosen
-
-    def _reduce_on_device(
-        self, source: DeviceOperand, target: DeviceOperand, op: ReduceOp, algorithm: str | None
-    ) -> Chosen:
-        self._standing.require_open()
-        reducers = partial(self._selection.segments, source, op=op, algorithm=algorithm)
-        running = partial(Running, self, "allreduce", nbytes=source.nbytes)
-        return self.gpu.allreduce(source, target, op, algorithm, reducers, running)
-
-    def _reduce_scatter(self, array: Any, op: ReduceOp | str, out: Any, algorithm: str | None) -> Any:
-        kind, is_new = ReduceOp.parse(op), out is None
-        source = with_rows(array, "reduce_scatter")
-        rows, row = Partition.first_larger(source.shape[0], self.size).segment, prod(source.shape[1:])
-        shape = (_length(rows[self.rank]), *source.shape[1:])
-        out, target = self._operands.result(array, source, shape, out)
-        counts = [_length(part) * row for part in rows]
-        chosen = self._selection.other(
-            Collective.REDUCE_SCATTER, source.dtype, source.shape, algorithm, kind.value, kind, source.nbytes
-        )
-        running = Running(self, "reduce_scatter", chosen.choice.algorithm, source.nbytes)
-        with running, self._operands.on_host(source, target) as (given, taken), flat_target(taken) as flat:
-            flat_source = apart(given.flat(), flat, -sum(counts[: self.rank]))
-            again = chosen.run(flat_source, counts, flat)
-        used, given_out = Operand(flat_source, source.dtype), None if is_new else out
-        self._bound.bind("reduce_scatter", array, given_out, (op, algorithm), again, used, target, source.nbytes)
-        return out
-
-    def _reduce_to_root(self, array: Any, root: int, op: ReduceOp | str, out: Any, algorithm: str | None) -> Any:
-        root, kind, is_new = self._require_root(root), ReduceOp.parse(op), out is None
-        source, target = require_host(operand_of(array), "reduce"), None
-        if self.rank == root:
-            out, target = self._operands.result(array, source, source.shape, out)
-        self._standing.require_open()
-        nbytes = source.nbytes
-        chosen = self._selection.other(
-            Collective.REDUCE, source.dtype, source.shape, algorithm, f"{kind.value}, root {root}", kind, nbytes
-        )
-        with Running(self, "reduce", chosen.choice.algorithm, nbytes):
-            flat = source.flat()
-            if target is None:
-                again = chosen.run(flat, None, root)
-            else:
-                with flat_target(require_host(target, "reduce")) as into:
-                    flat = apart(flat, into, 0)
-                    again = chosen.run(flat, into, root)
-        used, given_out = Operand(flat, source.dtype), None if is_new else out
-        if target is None:
-            self._bound.bind_for_others("reduce", array, (op, algorithm), again, used, root)
-            return None
-        self._bound.bind("reduce", array, given_out, (op, algorithm), again, used, target, nbytes, root)
-        return as_given(array, out) if is_new else out
-
-    def _gather(self, array: Any, root: int, out: Any, algorithm: str | None) -> Any:
-        root = self._require_root(root)
-        source, am_root = require_host(with_rows(array, "gather"), "gather"), self.rank == root
-        self._operands.require_usable(source)
-        shape, row = ("*", *source.shape[1:]), prod(source.shape[1:])
-        received = RowsReceived(self._operands, array, source, out if am_root else None)
-        chosen = self._selection.other(Collective.GATHER, source.dtype, shape, algorithm, f"root {root}")
-        running = Running(self, "gather", chosen.choice.algorithm, source.nbytes * (self.size if am_root else 1))
-        with running:
-            flat = source.flat()
-            again = chosen.run(flat, Offer(received.room, (source.shape[0],)), row, received, root)
-            if received.target is not None:
-                running.nbytes = received.target.nbytes
-        used = Operand(flat, source.dtype)
-        if not am_root:
-            self._bound.bind_for_others("gather", array, (None, algorithm), again, used, root)
-            return None
-        result, nbytes = received.store(), running.nbytes
-        self._bound.bind("gather", array, out, (None, algorithm), again, used, received.target, nbytes, root)
-        return result
-
-    def _scatter(self, array: Any, root: int, out: Any, algorithm: str | None) -> Any:
-        root = self._require_root(root)
-        self._standing.require_open()
-        source = target = part = None
-        if array is not None:
-            source = require_host(with_rows(array, "scatter"), "scatter")
-            rows = source.shape[0]
-            if rows % self.size:
-                raise ConfigError(f"scatter: {rows} rows do not divide into {self.size} equal parts")
-            part = (rows // self.size, *source.shape[1:]), source.dtype
-        elif self.rank == root:
-            raise ConfigError("scatter: the root has to pass an array")
-        if out is not None:
-            if source is None or part is None:
-                target = require_host(operand_of(out), "scatter")
-                target.require_writable()
-                part = target.shape, target.dtype
-            else:
-                target = require_host(self._operands.result(array, source, part[0], out)[1], "scatter")
-        flat, used = np.empty(0, np.uint8), None
-        if source is not None and self.rank == root:
-            used = Operand(source.flat(), source.dtype)
-            flat = used.view.view(np.uint8)
-        make = self._operands.maker(0 if array is None else array)
-        received, offer = PartReceived(make, target, out), part_offer(part)
-        chosen = self._selection.other(Collective.SCATTER, DTYPES["uint8"], None, algorithm, f"root {root}")
-        known = flat.nbytes or (0 if part is None else prod(part[0]) * part[1].itemsize)
-        running = Running(self, "scatter", chosen.choice.algorithm, known)
-        with running:
-            again = chosen.run(flat, offer, received, root)
-            assert received.target is not None
-            running.nbytes = flat.nbytes or received.target.nbytes
-        self._bound.bind_scatter(array, out, algorithm, again, used, received, make, root)
-        return received.store()
-
-    def _require_root(self, root: int) -> int:
-        """Return the number of a rank.
-
-        Raises:
-            ConfigError: there is no such rank.
-        """
-        root = whole_number("root", root)
-        if not 0 <= root < self.size:
-            raise ConfigError(f"root must be a rank, 0 to {self.size - 1}, got {root}")
-        return root
-
-    def _allgather(self, array: Any, out: Any, algorithm: str | None) -> Any:
-        source = with_rows(array, "allgather")
-        self._operands.require_usable(source)
-        shape, row = ("*", *source.shape[1:]), prod(source.shape[1:])
-        received = RowsReceived(self._operands, array, source, out)
-        chosen = self._selection.other(Collective.ALLGATHER, source.dtype, shape, algorithm)
-        running = Running(self, "allgather", chosen.choice.algorithm, source.nbytes * self.size)
-        with running, self._operands.on_host(source, source, store=False) as (given, _):
-            flat = given.flat()
-            again = chosen.run(flat, Offer(received.room, (source.shape[0],)), row, received)
-            assert received.target is not None
-            running.nbytes = received.target.nbytes
-        result = received.store()
-        used = Operand(flat, source.dtype)
-        self._bound.bind("allgather", array, out, (None, algorithm), again, used, received.target, running.nbytes)
-        return result
-
-    def _broadcast(self, array: Any, root: int, out: Any, algorithm: str | None) -> Any:
-        given_root, is_new = root, out is None
-        root = self._require_root(root)
-        source, am_root = operand_of(array), self.rank == root
-        out, target = self._operands.result(array, source, source.shape, out)
-        nbytes = source.nbytes
-        chosen = self._selection.other(
-            Collective.BROADCAST, source.dtype, source.shape, algorithm, f"root {root}", nbytes=nbytes
-        )
-        lent = self._operands.on_host(source, target, fetch=am_root, store=not am_root or source is not target)
-        running = Running(self, "broadcast", chosen.choice.algorithm, nbytes)
-        with running, lent as (given, taken), flat_target(taken) as flat:
-            flat_source = apart(given.flat(), flat, 0) if am_root and not same(given, taken) else flat
-            again = chosen.run(flat_source, flat, root)
-        used, given_out = Operand(flat_source, source.dtype) if am_root else None, None if is_new else out
-        self._bound.bind("broadcast", array, given_out, (given_root, algorithm), again, used, target, nbytes)
-        return as_given(array, out) if is_new else out
-
-    def _alltoall(self, array: Any, splits: Sequence[int] | None, out: Any, algorithm: str | None) -> Any:
-        source = with_rows(array, "alltoall")
-        self._operands.require_usable(source)
-        shape, row = ("*", *source.shape[1:]), prod(source.shape[1:])
-        received = RowsReceived(self._operands, array, source, out)
-        offer = Offer(received.room, tuple(row_counts(splits, source.shape[0], self.size)))
-        chosen = self._selection.other(Collective.ALLTOALL, source.dtype, shape, algorithm)
-        running = Running(self, "alltoall", chosen.choice.algorithm, source.nbytes)
-        with running, self._operands.on_host(source, source, store=False) as (given, _):
-            flat = given.flat()
-            if isinstance(received.target, Operand):
-                flat = apart(flat, received.target.view)
-            again = chosen.run(flat, offer, row, received)
-        result = received.store()
-        if splits is None:
-            used = Operand(flat, source.dtype)
-            self._bound.bind("alltoall", array, out, (None, algorithm), again, used, received.target, source.nbytes)
-            return result
-        return result, received.rows
+        self._state.refuse(name, error)
 
     def _meet(self, signature: Signature) -> None:
-        self._standing.require_open()
+        self._state.require_open()
         try:
             self._context.meet(signature)
         except BaseException as error:
-            self._standing.fail(error)
+            self._state.fail(error)
             raise
 
+    # ---- how calls are carried out ----
 
-def _length(part: slice) -> int:
-    return int(part.stop - part.start)
+    def _make(
+        self, collective: str, array: Any, out: Any, op: Any = None, algorithm: str | None = None, root: Any = 0
+    ) -> Any:
+        """Repeat a call, or make it for the first time."""
+        if type(root) is int:
+            repeated = self._repeat(collective, array, out, op, algorithm, root)
+            if repeated is not _MISSED:
+                return repeated
+        call = Call(Collective(collective), array, out, op, root, None, algorithm)
+        return self._state.call(collective, self._perform, call)
+
+    def _repeat(self, collective: str, array: Any, out: Any, op: Any, algorithm: str | None, root: Any = 0) -> Any:
+        """Run the plan of a call that was made with the same arrays before; return `_MISSED` if there is none."""
+        repeat = self._plans.find(collective, array, out, op, algorithm, root)
+        instruments = self.instruments
+        if repeat is None or instruments.observers:
+            return _MISSED
+        state, tally, nbytes = self._state, repeat.tally, repeat.nbytes
+        begun = state.calls.number
+        started = perf_counter()
+        record: list[Any] = [started, 0.0, collective, nbytes]
+        instruments.calls.append(record)
+        try:
+            result = state.quiet.run(repeat.run)
+        except BaseException as error:
+            state.end(collective, error, begun)
+            raise
+        if repeat.counts_result:
+            record[3] = nbytes = result.nbytes
+        tally.calls += 1
+        tally.nbytes += nbytes
+        record[1] = ended = perf_counter()
+        tally.seconds += ended - started
+        return result
+
+    def _perform(self, call: Call) -> Any:
+        """Check, choose, plan and run a call; remember how to repeat it."""
+        self._state.require_open()
+        prepared = self._planner.prepare[call.collective](call)
+        source = prepared.source
+        if prepared.codec is not None:
+            if not self.topology.single_node:
+                return self._reduce_compressed(prepared, prepared.codec)
+            if call.feedback is not None:
+                call.feedback.begin(0, 0)
+        if isinstance(source, DeviceOperand) and call.collective is Collective.ALLREDUCE:
+            return self._reduce_on_device(prepared, source)
+        task = self._planner.task(prepared)
+        timer = self._timer(prepared, task.choice.algorithm)
+        follows = call.collective is Collective.BROADCAST and self.rank != prepared.root
+        with timer:
+            if isinstance(source, Operand):
+                self._run(prepared, task, source, follows=follows)
+            else:
+                with self._operands.on_host(source, fetch=not follows) as given:
+                    self._run(prepared, task, given, follows=follows)
+            if prepared.counts_result and prepared.result is not None:
+                assert prepared.result.operand is not None
+                timer.nbytes = prepared.result.operand.nbytes
+        return self._finish(prepared)
+
+    def _run(self, prepared: Prepared, task: Task, given: Operand, *, follows: bool) -> None:
+        """Find or make the plan of a call, and run it.
+
+        Args:
+            prepared, task: the call.
+            given: its input in host memory.
+            follows: whether it is a broadcast of another rank: then its result is what messages come into.
+        """
+        planner, result = self._planner, prepared.result
+        target = None if result is None or result.operand is None else result.flat()
+        source = flat(given)
+        if follows:
+            assert target is not None
+            source = target
+        elif target is not None and prepared.is_apart:
+            source = apart(source, target, prepared.start)
+        plan = planner.plan(task, source, target, prepared.numbers)
+        try:
+            plan.run(source, prepared.place)
+        finally:
+            if not plan.reusable:
+                plan.close()
+        prepared.again = planner.again(prepared, task, source, plan)
+
+    def _finish(self, prepared: Prepared) -> Any:
+        """Return the result of a call that has run, and remember how to repeat it."""
+        call, result = prepared.call, prepared.result
+        counted, counts_result = prepared.counted, prepared.counts_result and call.out is None
+        if prepared.counts_result and result is not None and result.operand is not None:
+            counted = result.operand.nbytes
+        if prepared.again is not None and call.splits is None and call.compression is None:
+            tally = self.tallies[call.collective.value]
+            self._plans.keep(call, prepared.again, tally, counted, counts_result=counts_result)
+        if self._plans.crowded:
+            self._plans.trim()
+        if result is None:
+            return None
+        out = result.finish()
+        if call.splits is not None:
+            return out, list(result.rows)
+        return as_given(call.array, out) if call.out is None and call.array is not None else out
+
+    def _timer(self, prepared: Prepared, algorithm: str) -> CallTimer:
+        collective = prepared.call.collective.value
+        tally, fail = self.tallies[collective], self._state.fail
+        return CallTimer(self.instruments, tally, collective, algorithm, prepared.counted, fail)
+
+    def _reduce_compressed(self, prepared: Prepared, codec: Codec) -> Any:
+        result, task = prepared.result, self._planner.compressed(prepared, codec)
+        assert result is not None
+        with self._timer(prepared, task.choice.algorithm), self._operands.on_host(prepared.source) as given:
+            target = result.flat()
+            source = apart(flat(given), target)
+            self._compressed.allreduce(codec, task, source, target, prepared.call.feedback)
+        return self._finish(prepared)
+
+    def _reduce_on_device(self, prepared: Prepared, source: DeviceOperand) -> Any:
+        result, call = prepared.result, prepared.call
+        assert result is not None
+        assert isinstance(result.operand, DeviceOperand)
+        timer = partial(self._timer, prepared)
+        reducers = partial(self._segment_reducers, prepared)
+        self.gpu.allreduce(source, result.operand, prepared.op, call.algorithm, reducers, timer)
+        return result.out
+
+    def _segment_reducers(self, prepared: Prepared, parts: Sequence[slice]) -> dict[int, SegmentReducer]:
+        """Return what reduces the segments of an array in device memory in host memory, by their elements."""
+        lengths = dict.fromkeys(part.stop - part.start for part in (parts[0], parts[-1]))
+        usual = next(iter(lengths))
+        tasks = {count: self._planner.segment(prepared, count, usual) for count in lengths}
+        return {
+            count: SegmentReducer(task.choice, task.signature, partial(self._reduce_segment, task))
+            for count, task in tasks.items()
+        }
+
+    def _reduce_segment(self, task: Task, segment: Operand) -> None:
+        """Reduce a segment of an array in device memory in place, where it is in host memory."""
+        plan = self._planner.plan(task, segment, segment)
+        plan.run(segment, lambda rows: segment)
+        if not plan.reusable:
+            plan.close()
+
+    def allreduce_operands(
+        self, source: AnyOperand, target: AnyOperand, op: ReduceOp, algorithm: str | None = None
+    ) -> None:
+        """Do what `allreduce` does for operands, of equal shape and dtype: the same memory, or apart."""
+        call = Call(Collective.ALLREDUCE, source, target, op, algorithm=algorithm)
+        self._state.call("allreduce", self._perform, call)
+
+    # ---- buffers, and what would run ----
+
+    def wait_patiently(self, when: Callable[[], bool]) -> None:
+        """Nap from the start of each wait, as long as ``when()`` holds; for `Engine`."""
+        self._context.waiter.patient = when
+
+    @overload
+    def empty(
+        self, shape: int | Sequence[int], dtype: Any = np.float32, *, device: None = None
+    ) -> npt.NDArray[Any]: ...
+
+    @overload
+    def empty(self, shape: int | Sequence[int], dtype: Any = np.float32, *, device: str | None) -> Any: ...
+
+    def empty(self, shape: int | Sequence[int], dtype: Any = np.float32, *, device: str | None = None) -> Any:
+        """Return an uninitialised array that collectives use without a copy: a communication buffer.
+
+        It is in memory that the ranks of the node share, starts on a page, and is given back when the array and all its
+        views are gone. Local: ranks may make different buffers, or none. ``dtype`` ``"bfloat16"`` takes ml_dtypes.
+
+        Args:
+            shape: of the array.
+            dtype: of its elements.
+            device: ``"cuda"``, or ``"cuda:1"``, for a CuPy array in device memory, which no other rank reaches.
+
+        Returns:
+            A NumPy array, or a CuPy array.
+
+        Raises:
+            UnsupportedBufferError: a device was asked for, and CuPy or the GPU is missing.
+        """
+        self._state.require_open()
+        row, dims = DType.of(dtype), array_shape(shape)
+        if device not in (None, "cpu"):
+            return self.gpu.empty(ordinal(device), dims, row)
+        memory = self._context.arena.array(prod(dims) * row.itemsize)
+        native: np.dtype[Any] = new((0,), row, "numpy").dtype
+        return memory.view(native).reshape(dims)
+
+    def empty_like(self, array: Any) -> Any:
+        """Return an uninitialised array for a result: of the shape, dtype and library of one in host memory, C order.
+
+        It is a communication buffer as long as the results that live together are not too large; see
+        ``RINGREDUCE_RESULTS``. Local.
+        """
+        self._state.require_open()
+        return self._operands.maker(array)(tuple(array.shape), DType.of(array.dtype))[0]
+
+    def algorithms(
+        self, collective: Collective | str = Collective.ALLREDUCE, *, device: str | None = None
+    ) -> list[str]:
+        """See `Choices.names`."""
+        return self._choices.names(collective, device=device)
+
+    def use(self, table: Table | None) -> None:
+        """See `Choices.use`."""
+        self._choices.use(table)
+
+    def choose(self, *arguments: Any, **options: Any) -> Choice:
+        """See `Choices.choose`."""
+        return self._choices.choose(*arguments, **options)
+
+    def path_on_device(self, dtype: Any, op: ReduceOp | str = SUM, algorithm: str | None = None) -> Choice:
+        """See `Choices.on_device`."""
+        return self._choices.on_device(dtype, op, algorithm)
+
+    def transport_name(self, algorithm: str, collective: Collective | str = Collective.ALLREDUCE) -> str:
+        """See `Choices.transport`."""
+        return self._choices.transport(algorithm, collective)
+
+    def explain(self, *arguments: Any, **options: Any) -> str:
+        """See `Choices.explain`."""
+        return self._choices.explain(*arguments, **options)
+
+    # ---- the end ----
+
+    def give_up(self, error: BaseException) -> None:
+        """Refuse all further calls, as what the ranks have under way is no longer known. Local.
+
+        Args:
+            error: why; the errors of those calls say so.
+        """
+        self._state.give_up(error)
+        if self._point_to_point is not None:
+            self._point_to_point.fail(error)
+
+    def leave(self, why: GivenUp) -> bool:
+        """Let nobody on this node wait for this rank any more; return whether it is the first of them that leaves."""
+        return self._context.board.leave(why)
+
+    def neighbours(self) -> list[int]:
+        """Return the processes of the other ranks of this node."""
+        context = self._context
+        return [context.arena.pid(member) for member in context.board.peers]
+
+    def forked(self, processes: Forked) -> None:
+        """Take note that this process has just forked others; see `Arena`."""
+        self._context.arena.forked(processes)
+
+    def disown(self, reason: str) -> None:
+        """Refuse all calls: this process was forked by the rank whose communicator this is.
+
+        What this process writes to communication buffers stays its own.
+
+        Args:
+            reason: what the `ConfigError` of later calls says.
+        """
+        self._state.disown(reason)
+        if self._point_to_point is not None:
+            self._point_to_point.disown(ConfigError(reason))
+        self._context.arena.disown()
+
+    def close(self) -> None:
+        """Give everything back; collectives raise `ShutdownError` from here on. Collective, and safe to call twice."""
+        if self._state.ended:
+            return
+        self._state.close()
+        if self._point_to_point is not None:
+            self._point_to_point.close()
+        if self._state.failed:
+            self.gpu.abandon()
+            self._context.abandon()
+            return
+        close_all(self.gpu.close, self._context.close)

@@ -12,6 +12,7 @@ descent", Interspeech 2014; both directions as in Tang et al., "DoubleSqueeze", 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain, pairwise, zip_longest
 
@@ -21,16 +22,15 @@ import numpy.typing as npt
 from ringreduce.buffers import Call, Operand, address_of, narrow, widen
 from ringreduce.buffers.codecs import CODECS, Codec
 from ringreduce.buffers.dtypes import DType
-from ringreduce.collectives.context import Cache, Context
-from ringreduce.collectives.messages import BoundPlan
-from ringreduce.collectives.operands import same
-from ringreduce.collectives.path import Task
+from ringreduce.collectives.call import Task
+from ringreduce.collectives.context import Context
+from ringreduce.collectives.messages import NodeSchedule
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
 from ringreduce.common.partition import Partition, Segment, segments_of_buffer
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.transport.shared.arena import Location
 
-__all__ = ["Feedback", "Formats", "codec_for"]
+__all__ = ["CompressedAllreduce", "Feedback", "codec_for"]
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -68,7 +68,7 @@ class Feedback:
         return float(np.sqrt(self._lost / self._meant)) if self._meant else 0.0
 
     def begin(self, sent: int, summed: int) -> None:
-        """Prepare for a call; for `Formats`. What was kept for another length is forgotten."""
+        """Prepare for a call; for `CompressedAllreduce`. What was kept for another length is forgotten."""
         if self.sent is None or self.sent.size != sent:
             self.sent = np.zeros(sent, np.float32)
         if self.summed is None or self.summed.size != summed:
@@ -110,7 +110,7 @@ def codec_for(wire: str, dtype: DType, op: ReduceOp, *, deterministic: bool) -> 
     return codec
 
 
-class Formats:
+class CompressedAllreduce:
     """Carries out allreduces in wire formats on one process set that spans several nodes."""
 
     transport = "messages"
@@ -120,29 +120,28 @@ class Formats:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._shares_memory = max(len(each) for each in context.topology.nodes) > 1
-        self._plans: Cache[_Plan] = Cache(32)
         self._staging: Floats = _NOTHING  # in the arena
 
     def allreduce(self, codec: Codec, task: Task, source: Operand, target: Operand, feedback: Feedback | None) -> None:
-        """Reduce floats into ``target``: the same memory or apart from it.
+        """Reduce floats into ``target``, both flat: the same memory or apart from it.
 
         Raises:
             MismatchError, CollectiveTimeoutError, TransportError: see the communicator.
         """
-        plain = source.dtype.name == "float32" and target.contiguous
+        plain = source.dtype.name == "float32"
         if source.dtype.half:
-            work = widen(source.view, source.dtype).reshape(-1)
+            work = widen(source.view, source.dtype)
         elif plain:
-            work = target.flat()
-            if not same(source, target):
-                np.copyto(work.reshape(source.shape), source.view)
+            work = target.view
+            if source.address != target.address:
+                np.copyto(work, source.view)
         else:
-            work = source.view.astype(np.float32, order="C").reshape(-1)
+            work = source.view.astype(np.float32)
         self._run(codec, task, work, feedback)
         if source.dtype.half:
-            narrow(work.reshape(source.shape), target.dtype, target.view)
+            narrow(work, target.dtype, target.view)
         elif not plain:
-            np.copyto(target.view, work.reshape(target.shape), casting="same_kind")
+            np.copyto(target.view, work, casting="same_kind")
 
     def _run(self, codec: Codec, task: Task, data: Floats, feedback: Feedback | None) -> None:
         """Reduce ``data`` in place: one-dimensional, contiguous."""
@@ -164,18 +163,16 @@ class Formats:
         if work is not data:
             np.copyto(data, work)
 
-    def _plan(self, codec: Codec, task: Task, count: int, location: Location | None) -> _Plan:
+    def _plan(self, codec: Codec, task: Task, count: int, location: Location | None) -> _Coded:
         """Return the plan for this location of the arena, or (None) for any memory, which no other rank touches."""
-        key = task.signature.code, location
-        return self._plans.get(key, lambda: _Plan(self._context, codec, task, count, location))
-
-    def close(self) -> None:
-        self._staging = _NOTHING
-        self._plans.close()
+        key = "compressed", task.signature.code, location
+        return self._context.plans.get(key, lambda: _Coded(self._context, codec, task, count, location))
 
 
-class _Plan:
+class _Coded:
     """The allreduce of arrays of one length."""
+
+    reusable = True
 
     def __init__(self, context: Context, codec: Codec, task: Task, count: int, location: Location | None) -> None:
         topology, rank = context.topology, context.rank
@@ -193,7 +190,8 @@ class _Plan:
             factor = 1.0 / topology.size if task.op is ReduceOp.AVERAGE else None
             self._coding = _Coding(codec, rank, lanes[local], owned, largest, factor)
         memory = _NOTHING if location is None else context.arena.view(location, _NOTHING.dtype, count)
-        self._plan = BoundPlan(context, task, memory, segments, self._coding)
+        task = task._replace(choice=replace(task.choice, algorithm=CompressedAllreduce.algorithm))
+        self._schedule = NodeSchedule(context, task, memory, segments, self._coding)
 
     def run(self, data: Floats, others: list[int], feedback: Feedback | None) -> None:
         """Reduce in place.
@@ -206,13 +204,13 @@ class _Plan:
         if self._coding is not None:
             self._coding.begin(data, feedback)
         try:
-            self._plan.run(others)
+            self._schedule.run(others)
         finally:
             if self._coding is not None:
                 self._coding.end()
 
     def close(self) -> None:
-        self._plan.close()
+        self._schedule.close()
 
 
 def _segments(lanes: Segment, nnodes: int, limit: int, align: int) -> list[Segment]:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, NoReturn, Protocol, TypeVar
+from typing import NoReturn
 
 import numpy as np
 
 from ringreduce.algorithms import Collective, Schedule, schedule_for
 from ringreduce.buffers import DTYPES, Kernels, kernels_for
-from ringreduce.collectives.plan import STREAMS, Coding, Memory, Plan
+from ringreduce.collectives.call import Signature
+from ringreduce.collectives.execution import STREAMS, BoundSchedule
+from ringreduce.collectives.memory import Coding, Memory
+from ringreduce.collectives.plan import Plans
 from ringreduce.common.call_sites import Called, GivenUp
-from ringreduce.common.cleanup import close_all
 from ringreduce.common.config import Config
 from ringreduce.common.errors import MismatchError
 from ringreduce.common.instruments import Instruments
@@ -24,37 +25,14 @@ from ringreduce.common.topology import Topology
 from ringreduce.transport.agreement import Agreement
 from ringreduce.transport.messages import Messages, exchange_json
 from ringreduce.transport.shared.arena import NOWHERE, Arena, Location
-from ringreduce.transport.shared.board import Arrival, Board, signature_hash
+from ringreduce.transport.shared.board import Arrival, Board
 from ringreduce.transport.shared.node import Node
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["Cache", "Context", "Signature"]
+__all__ = ["Context"]
 
 
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """What must agree between the ranks in a call.
-
-    Attributes:
-        text: for people.
-        code: for flags and tags.
-        arrival: the same for a board, where no memory is touched.
-        waits: whether no rank can end the call before all have come to it. Then ranks of several nodes need not compare
-            a call that all have made before: messages of different calls do not match.
-    """
-
-    text: str
-    code: int
-    arrival: Arrival
-    waits: bool
-
-    @classmethod
-    def of(cls, text: str, *, waits: bool = True) -> Signature:
-        code = signature_hash(text)
-        return cls(text, code, Arrival(text, code), waits)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Context:
     """The ranks of a process set and what connects them.
 
@@ -66,10 +44,15 @@ class Context:
         called: says what this rank calls, and where, to ranks that call something else.
         counts_decide: whether arrays of different shapes are the same to an allreduce, a reduce and a broadcast, if
             they have as many elements.
-        agreement: compares signatures over messages, where not all ranks meet at one board.
+        instruments: the observers of collectives and their steps.
+        plans: of the calls of these ranks.
+        rank: this rank.
+        topology: which ranks share memory.
+        arena: the memory that this rank shares with its node.
+        board: where the ranks of the node meet.
         single_node: whether all ranks meet at one board.
-        instruments: who is told of collectives and their steps.
-        barriers: of calls that do not wait for all ranks themselves, by the code of their signature.
+        agreement: compares signatures over messages, where they do not.
+        calls: what counts the calls that this rank has begun, as its ``number``.
     """
 
     messages: Messages
@@ -78,39 +61,31 @@ class Context:
     config: Config
     called: Callable[[str], Called] = Called.here
     counts_decide: bool = False
-    agreement: Agreement = field(init=False)
-    single_node: bool = field(init=False)
     instruments: Instruments = field(default_factory=Instruments)
-    barriers: Cache[Plan] = field(default_factory=lambda: Cache())
+    plans: Plans = field(default_factory=Plans)
+    rank: int = field(init=False)
+    topology: Topology = field(init=False)
+    arena: Arena = field(init=False)
+    board: Board = field(init=False)
+    single_node: bool = field(init=False)
+    agreement: Agreement = field(init=False)
+    calls: Board | Agreement = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "single_node", self.topology.single_node)
-        object.__setattr__(self, "agreement", Agreement(self.messages, self.waiter, self.called))
+        self.rank, self.topology = self.messages.rank, self.node.topology
+        self.arena, self.board = self.node.arena, self.node.board
+        self.single_node = self.topology.single_node
+        self.agreement = Agreement(self.messages, self.waiter, self.called)
+        self.calls = self.board if self.single_node else self.agreement
         self.board.called = self.called
         if not self.single_node:
             self.waiter.watchers.append(self.agreement.watch)
-
-    @property
-    def rank(self) -> int:
-        return self.messages.rank
-
-    @property
-    def topology(self) -> Topology:
-        return self.node.topology
-
-    @property
-    def arena(self) -> Arena:
-        return self.node.arena
-
-    @property
-    def board(self) -> Board:
-        return self.node.board
 
     def schedule(self, collective: Collective, algorithm: str, root: int = 0) -> Schedule:
         """Return this rank's steps."""
         return schedule_for(collective, algorithm, self.rank, self.topology, root)
 
-    def plan(
+    def bind(
         self,
         collective: Collective,
         algorithm: str,
@@ -122,9 +97,9 @@ class Context:
         root: int = 0,
         coding: Coding | None = None,
         observed: bool = True,
-    ) -> Plan:
-        """Return this rank's steps bound to memory, with messages; arguments as for `Plan`."""
-        return Plan(
+    ) -> BoundSchedule:
+        """Bind this rank's steps to memory, with messages; arguments as for `BoundSchedule`."""
+        return BoundSchedule(
             self.rank,
             self.schedule(collective, algorithm, root),
             segments,
@@ -139,11 +114,6 @@ class Context:
             coding=coding,
             absent=self.agreement.absent,
         )
-
-    @property
-    def calls(self) -> Board | Agreement:
-        """What counts the calls that this rank has begun, as its ``number``."""
-        return self.board if self.single_node else self.agreement
 
     def meet(self, signature: Signature) -> None:
         """Make sure that all ranks call this, before any data is sent as messages.
@@ -190,15 +160,15 @@ class Context:
     def _enter(self, signature: Signature) -> None:
         """Begin a call of several nodes; where it does not wait for all ranks itself, wait for them."""
         if not (self.agreement.enter(signature.text) or signature.waits):
-            self.barriers.get(signature.code, partial(self._barrier, signature)).run()
+            self.plans.get(("barrier", signature.code), partial(self._barrier, signature)).run()
             if self.instruments.observers:
                 self.instruments.step("meet")
 
-    def _barrier(self, signature: Signature) -> Plan:
-        """Return an allreduce of one byte, which no rank can end before all have begun it."""
+    def _barrier(self, signature: Signature) -> BoundSchedule:
+        """Bind an allreduce of one byte, which no rank can end before all have begun it."""
         memory, kernels = Memory(np.zeros(1, np.uint8)), kernels_for(DTYPES["uint8"], MAX, self.topology.size)
         segments, kind = [(slice(0, 1),)], Collective.ALLREDUCE
-        return self.plan(kind, "recursive_doubling", segments, memory, kernels, signature, observed=False)
+        return self.bind(kind, "recursive_doubling", segments, memory, kernels, signature, observed=False)
 
     def recover(self, mismatch: MismatchError, number: int) -> None:
         """Go on after a mismatch between nodes: end the messages under way, and count calls alike. Collective.
@@ -235,39 +205,8 @@ class Context:
 
     def close(self) -> None:
         """Give everything back; arrays that users still hold stay valid."""
+        self.plans.close()
         self.board.close()
         self.waiter.forget()
-        self.barriers.close()
         self.messages.close()
         self.arena.close()
-
-
-class _Closable(Protocol):
-    def close(self) -> None: ...
-
-
-T = TypeVar("T", bound=_Closable)
-
-
-class Cache(Generic[T]):
-    """Plans by what they are bound to; the one unused for longest is closed when there are too many."""
-
-    def __init__(self, limit: int = 256) -> None:
-        self._limit = limit
-        self._plans: OrderedDict[Hashable, T] = OrderedDict()
-
-    def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the plan of ``key``; make it if there is none."""
-        plan = self._plans.get(key)
-        if plan is not None:
-            self._plans.move_to_end(key)
-            return plan
-        plan = self._plans[key] = make()
-        if len(self._plans) > self._limit:
-            self._plans.popitem(last=False)[1].close()
-        return plan
-
-    def close(self) -> None:
-        plans = list(reversed(self._plans.values()))
-        self._plans.clear()
-        close_all(*(plan.close for plan in plans))

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ringreduce.algorithms import Collective
 from ringreduce.buffers import DType, Operand
 from ringreduce.buffers.device_arrays import DeviceOperand
+from ringreduce.collectives.call import Choice, Signature
 from ringreduce.collectives.context import Context
-from ringreduce.collectives.path import Choice, Chosen
-from ringreduce.collectives.state import Standing
+from ringreduce.collectives.state import CommState
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
 from ringreduce.common.reduce_ops import ReduceOp
 
-__all__ = ["Devices", "DevicesOf", "NoDevices", "ordinal"]
+__all__ = ["Devices", "DevicesOf", "NoDevices", "SegmentReducer", "ordinal"]
+
+
+class SegmentReducer(NamedTuple):
+    """What reduces segments of one length in host memory.
+
+    Attributes:
+        choice: how.
+        signature: what must agree in it.
+        run: reduces one in place.
+    """
+
+    choice: Choice
+    signature: Signature
+    run: Callable[[Operand], object]
 
 
 class Devices(Protocol):
@@ -46,9 +60,9 @@ class Devices(Protocol):
         target: DeviceOperand,
         op: ReduceOp,
         algorithm: str | None,
-        reducers: Callable[[Sequence[slice]], Mapping[int, Chosen]],
+        reducers: Callable[[Sequence[slice]], Mapping[int, SegmentReducer]],
         running: Callable[[str], AbstractContextManager[None]],
-    ) -> Chosen:
+    ) -> Choice:
         """Reduce arrays, and return what did it. Collective.
 
         Args:
@@ -78,13 +92,13 @@ class Devices(Protocol):
 
 
 #: Makes the devices of a communicator from its context and its state.
-DevicesOf = Callable[[Context, Standing], Devices]
+DevicesOf = Callable[[Context, CommState], Devices]
 
 
 class NoDevices:
     """A rank without devices: arrays in device memory are refused."""
 
-    def __init__(self, context: Context, standing: Standing) -> None:
+    def __init__(self, context: Context, state: CommState) -> None:
         pass
 
     def _refuse(self, *arguments: object, **options: object) -> Any:

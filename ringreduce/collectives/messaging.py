@@ -2,21 +2,96 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 
 from ringreduce.buffers import Operand, operand_of, require_host
-from ringreduce.collectives.member import Member, Running
+from ringreduce.collectives.context import Context
+from ringreduce.collectives.state import CommState
 from ringreduce.common.arguments import whole_number
 from ringreduce.common.errors import ConfigError, MismatchError
+from ringreduce.common.instruments import Instruments, Tally
+from ringreduce.transport.messages import Messages
 from ringreduce.transport.point_to_point import PointToPoint
+from ringreduce.transport.waiting import Waiter
 
-__all__ = ["Messaging"]
+__all__ = ["CallTimer", "Messaging"]
 
 
-class Messaging(Member):
-    """Messages from one rank to another; not collective, and on any thread. See `Communicator` for the rest."""
+class CallTimer:
+    """The context of a collective that runs: tells the observers, counts it, and reports errors.
+
+    A class, as a generator for a context manager would take a microsecond of the three that a small call has.
+
+    Args:
+        instruments: the observers.
+        tally: what counts the call.
+        collective, algorithm, nbytes: what runs.
+        fail: called with an error; None: of messages from one rank to another, whose errors concern these alone, and
+            which are not among the calls that all ranks make.
+
+    Attributes:
+        nbytes: the bytes that it counts for; may change while it runs.
+    """
+
+    __slots__ = ("_algorithm", "_call", "_collective", "_fail", "_instruments", "_tally", "nbytes")
+
+    def __init__(
+        self,
+        instruments: Instruments,
+        tally: Tally,
+        collective: str,
+        algorithm: str,
+        nbytes: int,
+        fail: Callable[[BaseException], object] | None = None,
+    ) -> None:
+        self._fail, self._instruments, self._tally = fail, instruments, tally
+        self._collective = collective
+        self._algorithm = algorithm
+        self.nbytes = nbytes
+
+    def __enter__(self) -> None:
+        if self._instruments.observers:
+            self._instruments.tell("collective_started", self._collective, self._algorithm, self.nbytes)
+        self._call: list[Any] = [perf_counter(), 0.0, self._collective, self.nbytes]
+        if self._fail is not None:  # the calls that are kept have the same numbers on all ranks
+            self._instruments.calls.append(self._call)
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            if self._fail is not None:
+                self._fail(error)
+            return
+        self._call[1] = ended = perf_counter()
+        seconds = ended - self._call[0]
+        tally = self._tally
+        tally.calls += 1
+        tally.nbytes += self.nbytes
+        tally.seconds += seconds
+        instruments = self._instruments
+        if instruments.observers:
+            instruments.tell("collective_finished", self._collective, self._algorithm, self.nbytes, seconds)
+
+
+class Messaging:
+    """The part of a `Communicator` that sends messages from one rank to another: not collective, on any thread.
+
+    Attributes:
+        message_tallies: what these calls add up to, by name.
+    """
+
+    def __init__(self, context: Context, channel: Messages | None, state: CommState) -> None:
+        self._context, self._state = context, state
+        self.rank, self.instruments = context.rank, context.instruments
+        self._point_to_point: PointToPoint | None = None
+        if channel is not None:
+            waiter = Waiter(context.waiter.timeout_s, context.waiter.crowded)
+            self._point_to_point = PointToPoint(channel, waiter, context.board.find_lost)
+            waiter.watchers.append(self._point_to_point.watch)
+        self.message_tallies = {name: Tally() for name in ("send", "recv", "sendrecv")}
 
     def send(self, array: Any, dest: int, tag: int = 0) -> None:
         """Send an array to a rank that receives it; not collective.
@@ -37,7 +112,7 @@ class Messaging(Member):
             PeerLostError: a rank of this machine is gone.
         """
         point_to_point, source = self._to_one(), require_host(operand_of(array), "send")
-        with Running(self, "send", "messages", source.nbytes):
+        with self._timed("send", source.nbytes):
             point_to_point.wait(point_to_point.send_array(source, whole_number("dest", dest), whole_number("tag", tag)))
 
     def recv(self, out: Any, source: int | None = None, tag: int = 0) -> int:
@@ -59,7 +134,7 @@ class Messaging(Member):
         """
         point_to_point, target = self._to_one(), require_host(operand_of(out), "recv")
         sender = None if source is None else whole_number("source", source)
-        with Running(self, "recv", "messages", target.nbytes):
+        with self._timed("recv", target.nbytes):
             transfer = point_to_point.recv_array(target, sender, whole_number("tag", tag))
             try:
                 point_to_point.wait(transfer)
@@ -86,7 +161,7 @@ class Messaging(Member):
         point_to_point, to = self._to_one(), whole_number("dest", dest)
         sender, tag = None if source is None else whole_number("source", source), whole_number("tag", tag)
         given, taken = (require_host(operand_of(each), "sendrecv") for each in (array, out))
-        with Running(self, "sendrecv", "messages", given.nbytes):
+        with self._timed("sendrecv", given.nbytes):
             if to == sender == self.rank:
                 self._copy_to_self(given, taken)
                 return out
@@ -101,8 +176,11 @@ class Messaging(Member):
                 raise
         return out
 
+    def _timed(self, name: str, nbytes: int) -> CallTimer:
+        return CallTimer(self.instruments, self.message_tallies[name], name, "messages", nbytes)
+
     def _to_one(self) -> PointToPoint:
-        self._standing.require_open()
+        self._state.require_open()
         if self._point_to_point is None:
             raise ConfigError("this communicator has no messages from one rank to another")
         return self._point_to_point

@@ -1,36 +1,22 @@
-"""The arrays of a call: checked against each other, and lent in host memory where they are in a GPU's."""
+"""The arrays of a call: checked against each other, and brought to flat host memory and back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from ringreduce.buffers import DTYPES, DType, Operand, address_of, library_of, native, new, operand_of
+from ringreduce.buffers import DTYPES, DType, Operand, library_of, native, new, operand_of
 from ringreduce.buffers.device_arrays import DeviceOperand
 from ringreduce.collectives.devices import Devices
-from ringreduce.collectives.path import part_told
-from ringreduce.collectives.state import Standing
+from ringreduce.collectives.rows import part_of
 from ringreduce.common.errors import UnsupportedBufferError
 from ringreduce.transport.shared.arena import Arena
 
-__all__ = [
-    "AnyOperand",
-    "Maker",
-    "Operands",
-    "PartReceived",
-    "RowsReceived",
-    "apart",
-    "can_be_watched",
-    "flat_target",
-    "is_memory_of",
-    "same",
-    "with_rows",
-]
+__all__ = ["AnyOperand", "Maker", "Operands", "Result", "apart", "flat", "with_rows"]
 
 #: Smaller results are private: they go through mailboxes, or through a plan's own memory.
 _LEAST_SHARED_NBYTES = 16 << 10
@@ -39,21 +25,19 @@ _LEAST_SHARED_NBYTES = 16 << 10
 AnyOperand = Operand | DeviceOperand
 
 #: Makes an array of a shape and a dtype; returns it and its memory.
-Maker = Callable[[tuple[int, ...], DType], tuple[Any, Operand]]
+Maker = Callable[[tuple[int, ...], DType], tuple[Any, AnyOperand]]
 
 
 class Operands:
-    """Checks the arrays that a rank passes to its calls, and lends them in host memory.
+    """Checks the arrays that a rank passes to its calls, and makes those of results.
 
     Args:
-        standing: says whether calls may be made.
         gpu: this rank's.
         arena: where results may lie.
         shares_results: whether anybody gains by that.
     """
 
-    def __init__(self, standing: Standing, gpu: Devices, arena: Arena, *, shares_results: bool) -> None:
-        self._standing = standing
+    def __init__(self, gpu: Devices, arena: Arena, *, shares_results: bool) -> None:
         self._gpu = gpu
         self._arena = arena
         self._shares_results = shares_results
@@ -63,14 +47,12 @@ class Operands:
 
         Raises:
             UnsupportedBufferError: it is on another GPU than this rank's.
-            ConfigError, ShutdownError, TransportError: there are no calls any more.
         """
-        self._standing.require_open()
         if isinstance(operand, DeviceOperand):
             self._gpu.require_usable(operand.device)
 
-    def result(self, array: Any, source: AnyOperand, shape: tuple[int, ...], out: Any) -> tuple[Any, AnyOperand]:
-        """Return where the result goes: ``out`` once it is checked, or a new array; and its memory.
+    def result(self, array: Any, source: AnyOperand, shape: tuple[int, ...], out: Any) -> Result:
+        """Return where a result of known shape goes: ``out`` once it is checked, or a new array.
 
         Args:
             array: what the caller passed.
@@ -81,27 +63,50 @@ class Operands:
         Raises:
             UnsupportedBufferError: it cannot go there.
         """
-        self.require_usable(source)
+        if isinstance(source, DeviceOperand):
+            self.require_usable(source)
         if out is None:
-            return self.new(array, source, shape)
+            result = Result(self, self.maker(array, source))
+            result.make(shape, source.dtype)
+            return result
         target = source if out is array else self.fitting(source, out)
-        if target.shape != shape or target.dtype != source.dtype:
+        if target.shape != shape or target.dtype is not source.dtype:
             raise UnsupportedBufferError(
                 f"out has shape {target.shape} and dtype {target.dtype.name}, "
                 f"the result has shape {shape} and dtype {source.dtype.name}"
             )
         target.require_writable()
-        return out, target
+        return Result(self, out=out, operand=target)
 
-    def new(self, array: Any, source: AnyOperand, shape: tuple[int, ...]) -> tuple[Any, AnyOperand]:
-        """Return a new array of the library and the dtype of ``array``, and its memory."""
-        if isinstance(source, Operand):
-            return self.maker(array)(shape, source.dtype)
-        out = source.like(shape)
-        return out, operand_of(out)
+    def rows(self, array: Any, source: AnyOperand, out: Any) -> Result:
+        """Return where a result goes whose rows other ranks decide: ``out`` once it is checked, or a new array.
 
-    def maker(self, array: Any) -> Maker:
-        """Return what makes arrays in host memory of the library of ``array``, which it does not keep."""
+        Args, Raises:
+            as for `result`.
+        """
+        self.require_usable(source)
+        row = source.shape[1:]
+        if out is None:
+            return Result(self, self.maker(array, source), row=row, dtype=source.dtype)
+        target = self.fitting(source, out)
+        if not target.shape or target.shape[1:] != row or target.dtype is not source.dtype:
+            raise UnsupportedBufferError(
+                f"out has shape {target.shape} and dtype {target.dtype.name}, "
+                f"the result has rows of shape {row} and dtype {source.dtype.name}"
+            )
+        target.require_writable()
+        return Result(self, out=out, operand=target)
+
+    def maker(self, array: Any, source: AnyOperand | None = None) -> Maker:
+        """Return what makes arrays of the library of ``array``, which it does not keep, where ``source`` is."""
+        if isinstance(source, DeviceOperand):
+            like = source.like
+
+            def make_on_device(shape: tuple[int, ...], dtype: DType) -> tuple[Any, AnyOperand]:
+                out = like(shape)
+                return out, operand_of(out)
+
+            return make_on_device
         library, arena, shared = library_of(array), self._arena, self._shares_results
 
         def make(shape: tuple[int, ...], dtype: DType) -> tuple[Any, Operand]:
@@ -126,115 +131,108 @@ class Operands:
             raise UnsupportedBufferError("array and out must both be in host memory or both in device memory")
         return target
 
-    def on_host(
-        self, source: AnyOperand, target: AnyOperand, *, fetch: bool = True, store: bool = True
-    ) -> AbstractContextManager[tuple[Operand, Operand]]:
-        """Lend two arrays that `result` checked, in host memory: themselves if they are there, else copies.
+    @contextmanager
+    def on_host(self, operand: AnyOperand, *, fetch: bool = True, store: bool = False) -> Iterator[Operand]:
+        """Lend an array in host memory: itself if it is there, else a copy.
 
         Args:
-            source: what goes into the collective.
-            target: what comes out of it.
-            fetch: whether this rank's input is wanted.
-            store: whether the result is new to this rank.
+            operand: of the array.
+            fetch: whether the copy holds what the array does.
+            store: whether it is copied back.
         """
-        if isinstance(source, Operand):
-            assert isinstance(target, Operand)
-            return nullcontext((source, target))
-        assert isinstance(target, DeviceOperand)
-        return self._gpu.lend(source, target, fetch=fetch, store=store)
+        if isinstance(operand, Operand):
+            yield operand
+            return
+        with self._gpu.lend(operand, operand, fetch=fetch, store=store) as (given, taken):
+            yield taken if store else given
 
 
-class RowsReceived:
-    """The result of a collective in which ranks may give any number of rows: known when the ranks have met.
+class Result:
+    """Where the result of a call goes.
 
     Args:
-        operands: checks and lends.
-        array: this rank's input, as the caller passed it.
-        source: its memory.
-        out: where the caller wants the result, None for a new array.
+        operands: brings it to device memory.
+        maker: makes the array, where the caller has given none.
+        row, dtype: of such an array whose number of rows other ranks decide.
+        out: the caller's array.
+        operand: its memory.
 
     Attributes:
-        out: the result, once this was called.
-        target: its memory, once that is known.
-        room: the rows of ``out``; -1: it is made as large as is wanted.
-        rows: those that came from each rank, once this was called.
-
-    Raises:
-        UnsupportedBufferError: the result cannot go to ``out``.
+        out: the array, once there is one.
+        operand: its memory.
+        rows: what `place` was called with.
     """
 
-    def __init__(self, operands: Operands, array: Any, source: AnyOperand, out: Any) -> None:
+    def __init__(
+        self,
+        operands: Operands,
+        maker: Maker | None = None,
+        *,
+        row: tuple[int, ...] | None = None,
+        dtype: DType | None = None,
+        out: Any = None,
+        operand: AnyOperand | None = None,
+    ) -> None:
         self._operands = operands
-        self._array, self._source = array, source
-        self._flat: npt.NDArray[Any] | None = None
-        self.out, self.room = out, -1
-        self.target: AnyOperand | None = None
-        self.rows: list[int] = []
-        if out is not None:
-            self.target = operands.fitting(source, out)
-            shape, row = self.target.shape, source.shape[1:]
-            if not shape or shape[1:] != row or self.target.dtype != source.dtype:
-                raise UnsupportedBufferError(
-                    f"out has shape {shape} and dtype {self.target.dtype.name}, "
-                    f"the result has rows of shape {row} and dtype {source.dtype.name}"
-                )
-            self.target.require_writable()
-            self.room = shape[0]
+        self._maker, self._row, self._dtype = maker, row, dtype
+        self._flat: Operand | None = None
+        self.out, self.operand = out, operand
+        self.rows: Sequence[int] = ()
 
-    def __call__(self, rows: list[int]) -> Operand:
-        """Return where the rows that come from each rank go: contiguous, in host memory."""
+    @property
+    def room(self) -> int:
+        """The rows of the array; -1: it is made as large as is needed."""
+        return -1 if self.operand is None else self.operand.shape[0]
+
+    def make(self, shape: tuple[int, ...], dtype: DType) -> None:
+        """Make a new array."""
+        assert self._maker is not None
+        self.out, self.operand = self._maker(shape, dtype)
+
+    def flat(self) -> Operand:
+        """Return contiguous host memory for the result, one-dimensional."""
+        operand = self.operand
+        assert operand is not None
+        if self._flat is None:
+            if isinstance(operand, Operand) and operand.contiguous:
+                self._flat = flat(operand)
+            else:
+                self._flat = Operand(np.empty(prod(operand.shape), operand.dtype.storage), operand.dtype)
+        return self._flat
+
+    def place(self, rows: Sequence[int] = ()) -> Operand:
+        """Return `flat`, for rows that come from each rank; a `ringreduce.collectives.plan.Place`."""
         self.rows = rows
-        if self.target is None:
-            self.out, self.target = self._operands.new(self._array, self._source, (sum(rows), *self._source.shape[1:]))
-        target = self.target
-        if isinstance(target, Operand) and target.contiguous:
-            return target
-        self._flat = np.empty(prod(target.shape), target.dtype.storage)
-        return Operand(self._flat, target.dtype)
+        if self.operand is None:
+            assert self._row is not None
+            assert self._dtype is not None
+            self.make((sum(rows), *self._row), self._dtype)
+        return self.flat()
 
-    def store(self) -> Any:
-        """Return the result, now that all rows are there."""
-        if self._flat is not None:
-            assert self.target is not None
-            with self._operands.on_host(self.target, self.target, fetch=False) as (_, taken):
-                np.copyto(taken.view, self._flat.reshape(taken.shape))
+    def part(self, agreed: Sequence[int]) -> Operand:
+        """Return `flat` as bytes, for the part of a scatter that `agreed_part` describes; a `Place`."""
+        if self.operand is None:
+            self.make(*part_of(agreed))
+        whole = self.flat()
+        return Operand(whole.view.view(np.uint8), DTYPES["uint8"], whole.address)
+
+    def finish(self) -> Any:
+        """Return the array, now that the result is in `flat`."""
+        operand, done = self.operand, self._flat
+        if done is not None and operand is not None and (isinstance(operand, DeviceOperand) or not operand.contiguous):
+            with self._operands.on_host(operand, fetch=False, store=True) as taken:
+                np.copyto(taken.view, done.view.reshape(taken.shape))
         return self.out
 
 
-class PartReceived:
-    """The result of a scatter, of which a rank may know nothing before the ranks have met.
-
-    Args:
-        make: makes a new result.
-        target: where the caller wants the result, once it is checked; None: a new array.
-        out: the array of the caller's that this is.
-
-    Attributes:
-        out: the result, once this was called.
-        target: its memory, once that is known.
-        flat: the part as contiguous bytes, once this was called.
-    """
-
-    def __init__(self, make: Maker, target: Operand | None = None, out: Any = None) -> None:
-        self._make = make
-        self.out = out
-        self.target = target
-        self.flat: Operand | None = None
-
-    def __call__(self, part: list[int]) -> Operand:
-        """Return where the part that `part_agreed` describes goes, as contiguous bytes."""
-        if self.target is None:
-            self.out, self.target = self._make(*part_told(part))
-        self.flat = Operand(self.target.flat().view(np.uint8), DTYPES["uint8"])
-        return self.flat
-
-    def store(self) -> Any:
-        """Return the result, now that the part is there."""
-        assert self.target is not None
-        assert self.flat is not None
-        if not self.target.contiguous:
-            np.copyto(self.target.view, self.flat.view.view(self.target.view.dtype).reshape(self.target.shape))
-        return self.out
+def flat(operand: Operand) -> Operand:
+    """Return an operand as one dimension in C order: its own memory if it is contiguous, else a copy."""
+    view = operand.view
+    if view.ndim == 1 and view.flags.c_contiguous:
+        return operand
+    if view.flags.c_contiguous:
+        return Operand(view.reshape(-1), operand.dtype, operand.address)
+    return Operand(operand.flat(), operand.dtype)
 
 
 def with_rows(array: Any, what: str) -> AnyOperand:
@@ -249,43 +247,16 @@ def with_rows(array: Any, what: str) -> AnyOperand:
     return source
 
 
-def can_be_watched(array: Any) -> bool:
-    """Return whether an array can be recognized when it is passed again: one of NumPy or torch, and no number."""
-    return isinstance(array, np.ndarray) or hasattr(array, "data_ptr")
-
-
-def is_memory_of(array: Any, operand: AnyOperand) -> bool:
-    """Return whether an operand in host memory is an array's own memory, all of it and contiguous: no copy."""
-    if not (isinstance(operand, Operand) and operand.contiguous and operand.count and can_be_watched(array)):
-        return False
-    address = address_of(array) if isinstance(array, np.ndarray) else array.data_ptr()
-    return bool(address == operand.address)
-
-
-def apart(source: npt.NDArray[Any], target: npt.NDArray[Any], start: int | None = None) -> npt.NDArray[Any]:
-    """Return a source, or a copy of it if a result would overwrite what others still read.
+def apart(source: Operand, target: Operand, start: int | None = 0) -> Operand:
+    """Return a flat source, or a copy of it if storing the result would overwrite what others still read.
 
     Args:
-        source: flat.
-        target: where the result goes.
-        start: the element of the target at which the source may begin, as it belongs there.
+        source: the input.
+        target: the result, flat.
+        start: the element of the target at which the source may begin, as it belongs there; None: nowhere.
     """
-    if not np.may_share_memory(source, target):
+    if not np.may_share_memory(source.view, target.view):
         return source
-    where = address_of(target) + (start or 0) * source.itemsize
-    stays = start is not None and target.flags.c_contiguous and address_of(source) == where
-    return source if stays else source.copy()
-
-
-def same(source: Operand, target: Operand) -> bool:
-    """Return whether two operands of one shape are the same elements."""
-    return source.address == target.address and source.view.strides == target.view.strides
-
-
-@contextmanager
-def flat_target(target: Operand) -> Iterator[npt.NDArray[Any]]:
-    """Lend the target as a flat array: itself, or, where it is not contiguous, a copy that is copied back."""
-    flat = target.flat()
-    yield flat
-    if not target.contiguous:
-        np.copyto(target.view, flat.reshape(target.shape))
+    if start is not None and source.address == target.address + start * source.dtype.itemsize:
+        return source
+    return Operand(source.view.copy(), source.dtype)

@@ -1,534 +1,213 @@
-"""Runs schedules: one `Plan` for every algorithm, transport and dtype.
+"""Plans: calls bound to algorithm, path and memory, made once and run as often as the call comes again.
 
-A plan is a schedule bound to memory. Binding makes all views and describes all messages; running only starts, waits
-and calls. A schedule treats all elements alike, so each segment of the buffer runs by itself: a few streams carry one
-segment each at a time, and while one waits for its messages another reduces. That is the whole of segmentation and
-pipelining, for rings and trees and hierarchies alike.
+As MPI-4's persistent collectives and UCC's ``collective_init`` and ``post``. `Plans` is the one cache of a
+communicator: it finds a plan by what it is bound to, and, for a call that comes again with the same arrays, by these
+objects.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+import ctypes
+import weakref
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-from ringreduce.algorithms.schedule import Schedule, Step, Transfer
-from ringreduce.buffers import Call, Kernels, address_of
-from ringreduce.common.errors import name_ranks
-from ringreduce.common.instruments import Instruments
-from ringreduce.common.partition import Segment, pieces
-from ringreduce.transport.messages import Messages, Request
-from ringreduce.transport.shared.private import PrivateMemory
-from ringreduce.transport.waiting import Waiter
+from ringreduce.buffers import Operand
+from ringreduce.collectives.call import Call
+from ringreduce.common.cleanup import close_all
+from ringreduce.common.instruments import Tally
 
-__all__ = ["INNER_NBYTES", "STREAMS", "Coding", "Elements", "Memory", "Plan"]
+__all__ = ["Place", "Plan", "Plans", "Repeat"]
 
-Array = npt.NDArray[Any]
-Bytes = npt.NDArray[np.uint8]
+#: Returns flat, contiguous memory for a result, once it is known what the other ranks give: see `Mover`.
+Place = Callable[[Sequence[int]], Operand]
 
-#: Segments in flight at once: with four receives posted a link never idles while a segment is reduced.
-STREAMS = 4
-#: Messages that a stream leaves behind, if nothing depends on them, when it goes on.
-_LEFT_BEHIND = 1
-#: While blocks of at least so many bytes travel, a rank may nap, as other streams keep the link busy.
-_BULK_NBYTES = 64 << 10
-#: Bytes of direct accesses that are combined and copied on at a time: few enough to stay in L2.
-INNER_NBYTES = 256 << 10
+#: Plans of one communicator. The one unused for longest goes first.
+_LIMIT = 256
+#: Choices of algorithm and path, which are a few hundred bytes each.
+_CHOICES = 4096
 
 
-class Elements(Protocol):
-    """What a plan needs of a buffer: its contiguous parts."""
-
-    @property
-    def dtype(self) -> np.dtype[Any]: ...
-    @property
-    def itemsize(self) -> int: ...
-    def __getitem__(self, part: slice, /) -> Array: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Where a plan's blocks are.
+class Plan(ABC):
+    """A call that is bound to algorithm, path and memory. It keeps no array of the caller's alive.
 
     Attributes:
-        mine: this rank's buffer, one-dimensional; where something is loaded or stored directly, an array.
-        peers: the buffers of ranks whose memory can be touched, or copied at least, by rank.
-        peer_segments: for peers whose blocks are elsewhere than here: their segments, by rank.
-        result: where direct accesses put what they load or reduce, if not into ``mine``, and copy it to peers from;
-            and where steps with messages combine by rank.
-        result_segments: where blocks are in the result, if elsewhere than in ``mine``.
-        peer_results: where direct accesses store to, if not into ``peers``; by rank.
-        copies: returns, for a peer, `INNER_NBYTES` bytes to which pieces of its private memory go, to be reduced.
-        make_scratch: makes memory of the same kind for so many elements that messages bring; None: NumPy does.
+        reusable: whether it may be run again; if not, it is closed after the one call.
     """
 
-    mine: Elements
-    peers: Mapping[int, Array | PrivateMemory] = field(default_factory=dict)
-    peer_segments: dict[int, list[Segment]] = field(default_factory=dict)
-    result: Array | None = None
-    result_segments: list[Segment] | None = None
-    peer_results: Mapping[int, Array | PrivateMemory] | None = None
-    copies: Callable[[int], Bytes] = lambda peer: np.empty(INNER_NBYTES, np.uint8)
-    make_scratch: Callable[[int], Array] | None = None
+    reusable = True
 
-
-class Coding(Protocol):
-    """How blocks travel in messages, where that is not as they are.
-
-    A part is where blocks are in the buffer. All methods but `nbytes` bind a call, which works on what is there when it
-    is made.
-    """
-
-    def nbytes(self, part: slice) -> int:
-        """Return the bytes that an encoded part takes."""
-
-    def encode(self, part: slice, target: Bytes) -> Call:
-        """Bind: encode a part."""
-
-    def decode(self, source: Bytes, part: slice) -> Call:
-        """Bind: overwrite a part by what was received."""
-
-    def combine(self, part: slice, arrived: Sequence[tuple[int, Bytes]], target: Bytes) -> Call:
-        """Bind: reduce a part with what other ranks sent of it, in the order of ranks.
+    @abstractmethod
+    def run(self, source: Operand, place: Place) -> None:
+        """Carry the call out. Collective.
 
         Args:
-            part: gets what the result decodes to.
-            arrived: (rank, what it sent).
-            target: gets the result, encoded.
-        """
-
-
-@dataclass(slots=True)
-class _Round:
-    """One step of one segment, bound.
-
-    Attributes:
-        name: for observers.
-        requests: the messages to start, in this order.
-        before: calls that need none of them.
-        after: calls that need those of them that are needed.
-        needed, kept: those of them that the next step needs; and those whose memory no later step changes, for which
-            only the end of the plan has to wait.
-    """
-
-    name: str
-    requests: list[Request]
-    before: list[Call]
-    after: list[Call]
-    needed: list[Request]
-    kept: list[Request]
-
-
-class Plan:
-    """A schedule bound to memory, to be run any number of times.
-
-    Attributes:
-        calls: without messages nothing has to be waited for, and running the plan is making these calls.
-
-    Args:
-        rank: this rank.
-        schedule: its steps.
-        segments: the parts of the buffer that the schedule runs over, one after another in each of a few streams.
-        memory: the buffers.
-        kernels: how blocks are reduced. An average is divided on the ranks that complete a block of an allreduce, and
-            moves divided from there; with messages, a reduce-scatter and a reduction to a root take sums.
-        messages: what carries messages, None for a schedule without any.
-        waiter: how to wait for them.
-        signature: what the user called, for error messages.
-        tag: the first of `STREAMS` tags that no other call in flight uses.
-        instruments: who is told of steps; None: nobody.
-        coding: how blocks travel in messages, for a schedule that combines them by rank; None: as they are. Only direct
-            accesses look at ``memory`` then.
-        absent: returns which ranks have not come to the call, for error messages; nothing where that is not known.
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        schedule: Schedule,
-        segments: Sequence[Segment],
-        memory: Memory,
-        kernels: Kernels | None,
-        messages: Messages | None,
-        waiter: Waiter,
-        signature: str,
-        tag: int = 0,
-        *,
-        instruments: Instruments | None = None,
-        coding: Coding | None = None,
-        absent: Callable[[], str] = str,
-    ) -> None:
-        self._rank = rank
-        self._schedule = schedule
-        self._last = schedule.last_reductions()
-        self._kept_sends = schedule.kept_sends()
-        self._memory = memory
-        self._kernels = kernels
-        self._messages = messages
-        largest = max((block.stop - block.start for segment in segments for block in segment), default=0)
-        # What is encoded travels in messages too small for that.
-        self._bulk = coding is None and largest * memory.mine.itemsize >= _BULK_NBYTES
-        self._waiter = waiter
-        # Not a method of this: the cycle would keep the caller's memory until the collector comes.
-        self._waiting_for = partial(_waiting_for, schedule, signature, absent)
-        self._instruments = Instruments() if instruments is None else instruments
-        self._coding = coding
-        nstreams = min(STREAMS, len(segments))
-        self._streams: list[list[_Round]] = [[] for _ in range(nstreams)]
-        make = memory.make_scratch or partial(np.empty, dtype=memory.mine.dtype if coding is None else np.uint8)
-        scratches = [(_Scratch(make), _Scratch(make)) for _ in range(nstreams)]
-        self._requests: list[Request] = []
-        try:
-            for index, segment in enumerate(segments):
-                stream = index % nstreams
-                self._streams[stream] += self._bind(index, segment, tag + stream, *scratches[stream])
-        except BaseException:
-            self.close()
-            raise
-        self.calls = [call for stream in self._streams for each in stream for call in each.before]
-
-    def run(self) -> None:
-        """Carry the steps out.
+            source: this rank's input: flat, and where it was when the plan was made.
+            place: called once, for the memory of the result.
 
         Raises:
-            CollectiveTimeoutError, TransportError: a peer or the transport failed; the buffer's content is undefined.
+            MismatchError, CollectiveTimeoutError, TransportError: see `Communicator`.
         """
-        if self._messages is None:
-            for call in self.calls:
-                call()
-            if self._instruments.observers:
-                self._instruments.step("load and store")
-            return
-        started: list[Request] = []
-        streams = [self._carry_out(rounds, self._messages, started) for rounds in self._streams]
-        try:
-            if len(streams) > 1:
-                self._run_together(streams, self._messages)
-            else:
-                for needed, kept in streams[0]:
-                    requests = needed + kept
-                    if not self._messages.test_all(requests):
-                        self._waiter.until(partial(self._messages.test_all, requests), self._waiting_for)
-        except BaseException:
-            self._messages.give_up(started)
-            raise
+
+    def close(self) -> None:  # noqa: B027  most plans have nothing to give back
+        """Give back what it is bound to."""
+
+
+class Repeat(NamedTuple):
+    """A call that can be made again with the arrays that it was made with.
+
+    Attributes:
+        op, algorithm: as the caller passed them.
+        is_array: whether an array is the one that was passed, with the memory and layout that it had.
+        is_out: the same of ``out``; None: that was ``array``, or nothing.
+        run: makes the call and returns its result.
+        tally: what counts it.
+        nbytes: what it counts for.
+        counts_result: whether it counts for the bytes of its result instead, which other ranks decide.
+    """
+
+    op: Any
+    algorithm: Any
+    is_array: Callable[[Any], bool]
+    is_out: Callable[[Any], bool] | None
+    run: Callable[[], Any]
+    tally: Tally
+    nbytes: int
+    counts_result: bool
+
+
+class Kept(Protocol):
+    """What the cache keeps: a `Plan`, or a schedule that several plans run.
+
+    Attributes:
+        reusable: as for `Plan`.
+    """
+
+    reusable: bool
+
+    def close(self) -> None: ...
+
+
+K = TypeVar("K", bound=Kept)
+C = TypeVar("C")
+
+
+class Plans:
+    """The plans of one communicator.
+
+    Attributes:
+        crowded: whether there are too many; `trim` is called between two calls then.
+    """
+
+    def __init__(self) -> None:
+        self.crowded = False
+        self._plans: OrderedDict[Hashable, Kept] = OrderedDict()
+        self._choices: dict[Hashable, Any] = {}
+        self._repeats: dict[tuple[int, int, str, int], Repeat] = {}
+
+    def get(self, key: Hashable, make: Callable[[], K]) -> K:
+        """Return the plan of ``key``; make it if there is none."""
+        plan: Any = self._plans.get(key)
+        if plan is not None:
+            self._plans.move_to_end(key)
+            return plan  # type: ignore[no-any-return]
+        plan = make()
+        if plan.reusable:
+            self._plans[key] = plan
+            self.crowded = len(self._plans) > _LIMIT
+        return plan  # type: ignore[no-any-return]
+
+    def trim(self) -> None:
+        """Drop plans that were unused for longest, if there are too many. No call may be under way."""
+        while len(self._plans) > _LIMIT:
+            self._repeats.clear()  # some may run the plan that goes
+            self._plans.popitem(last=False)[1].close()
+        self.crowded = False
+
+    def choice(self, kind: Hashable, make: Callable[[], C]) -> C:
+        """Return what was chosen for a kind of call; choose if nothing was."""
+        found: C | None = self._choices.get(kind)
+        if found is None:
+            if len(self._choices) >= _CHOICES:
+                self._choices.clear()
+            found = self._choices[kind] = make()
+        return found
+
+    def find(self, collective: str, array: Any, out: Any, op: Any, algorithm: str | None, root: int) -> Repeat | None:
+        """Return how to repeat a call with these arguments, None if that is not known."""
+        repeat = self._repeats.get((id(array), id(out), collective, root))
+        if (
+            repeat is None
+            or repeat.op is not op
+            or repeat.algorithm is not algorithm
+            or not repeat.is_array(array)
+            or not (repeat.is_out is None or repeat.is_out(out))
+        ):
+            return None
+        return repeat
+
+    def keep(self, call: Call, run: Callable[[], Any], tally: Tally, nbytes: int, *, counts_result: bool) -> None:
+        """Remember how to repeat a call, for as long as its arrays live."""
+        array, out = call.array, call.out
+        key = id(array), id(out), call.collective.value, call.root
+
+        def forget(_: object) -> None:
+            self._repeats.pop(key, None)
+
+        is_array = _same(array, forget, written=out is array)
+        is_out = None if out is None or out is array else _same(out, forget, written=True)
+        self._repeats[key] = Repeat(call.op, call.algorithm, is_array, is_out, run, tally, nbytes, counts_result)
+
+    def forget(self) -> None:
+        """Choose for every call from now on. Plans stay: after a failure, messages may still arrive in their memory."""
+        self._repeats.clear()
+        self._choices.clear()
 
     def close(self) -> None:
-        """Give back the messages; the plan cannot run again."""
-        if self._messages is not None:
-            self._messages.free(self._requests)
-        self._requests, self._streams = [], []
-
-    # ---- running ----
-
-    def _carry_out(
-        self, rounds: list[_Round], messages: Messages, started: list[Request]
-    ) -> Iterator[tuple[list[Request], list[Request]]]:
-        """Run the rounds of a stream, and add all messages that start to a list.
-
-        Yields:
-            The messages that must be complete before it goes on, and those that may go on, too.
-        """
-        together = len(self._streams) > 1  # then `_run_together` tells of the waits
-        for each in rounds:
-            if each.requests:
-                started += each.requests
-                messages.start(each.requests)
-            for call in each.before:
-                call()
-            if each.requests:
-                yield each.needed, each.kept
-            if self._instruments.observers and not together:
-                self._instruments.step(f"{each.name}: transfer")
-            for call in each.after:
-                call()
-            if self._instruments.observers and (each.after or together):
-                self._instruments.step(f"{each.name}: reduce")
-
-    def _run_together(self, streams: list[Iterator[tuple[list[Request], list[Request]]]], messages: Messages) -> None:
-        """Advance whichever stream has its messages; that order varies from run to run, the results do not.
-
-        A stream may leave a few messages behind that only the end has to wait for.
-        """
-        under_way = [each for stream in streams for each in _next(stream)]
-        while under_way:
-            several = len({each.stream for each in under_way}) > 1
-            done = self._wait_for_some(messages, [each.request for each in under_way], several=several)
-            if self._instruments.observers:
-                self._instruments.step("wait for messages")
-            advanced = {under_way[position].stream for position in done}
-            under_way = [each for position, each in enumerate(under_way) if position not in done]
-            for stream in advanced:
-                left = [each.needed for each in under_way if each.stream is stream]
-                if not any(left) and len(left) <= _LEFT_BEHIND:
-                    under_way += _next(stream)
-
-    def _wait_for_some(self, messages: Messages, requests: list[Request], *, several: bool) -> set[int]:
-        """Return the positions of those that have become complete, at least one; ``several``: streams have some."""
-        done: set[int] = set()
-
-        def some() -> bool:
-            done.update(messages.test_some(requests))
-            return bool(done)
-
-        if not some():
-            wait = self._waiter.until_some if self._bulk and several else self._waiter.until
-            wait(some, self._waiting_for)
-        return done
-
-    # ---- binding ----
-
-    def _bind(self, index: int, segment: Segment, tag: int, scratch: _Scratch, kept: _Scratch) -> Iterator[_Round]:
-        kept.reset()
-        known: dict[range, Bytes] = {}  # blocks that the step before has combined -> their encoding
-        for number, step in enumerate(self._schedule.steps, start=1):
-            name, last = f"step {number} of segment {index + 1}", self._last[number - 1]
-            scratch.reset()
-            if not (step.sends or step.recvs):
-                yield _Round(name, [], list(self._direct_calls(step, last, index, segment)), [], [], [])
-                known.clear()
-            elif self._coding is None:
-                yield self._bind_plain(name, step, last, self._kept_sends[number - 1], index, segment, tag, scratch)
-            else:
-                yield from self._bind_coded(name, step, segment, tag, scratch, kept, known)
-
-    def _bind_plain(
-        self,
-        name: str,
-        step: Step,
-        last: frozenset[int],
-        kept_sends: frozenset[Transfer],
-        index: int,
-        segment: Segment,
-        tag: int,
-        scratch: _Scratch,
-    ) -> _Round:
-        memory, kernels = self._memory, self._kernels
-        mine, result = memory.mine, memory.mine if memory.result is None else memory.result
-        into = segment if memory.result_segments is None else memory.result_segments[index]
-        needed: list[Request] = []
-        kept: list[Request] = []
-        requests: list[Request] = []
-        for each, part in _parts(segment, step.sends):
-            requests.append(self._send(mine[part], each.peer, tag))
-            (kept if each in kept_sends else needed).append(requests[-1])
-        terms: dict[range, list[tuple[int, Array]]] = {}
-        for each, part in _parts(segment, step.recvs):
-            place = scratch.take(part.stop - part.start) if each.reduce else mine[part]
-            requests.append(self._recv(place, each.peer, tag))
-            needed.append(requests[-1])
-            if each.reduce:
-                terms.setdefault(each.blocks, []).append((each.peer, place))
-        after: list[Call] = []
-        for blocks, arrived in terms.items():
-            assert kernels is not None
-            target, complete = mine[_span(segment, blocks)], blocks.start in last
-            if step.by_rank:
-                after.append(self._combine(arrived, target, result[_span(into, blocks)], complete=complete))
-                continue
-            for number, (_, place) in enumerate(arrived, start=1):
-                after.append(kernels.fold(target, place, complete=complete and number == len(arrived)))
-        return _Round(name, requests, [], after, needed, kept)
-
-    def _bind_coded(
-        self,
-        name: str,
-        step: Step,
-        segment: Segment,
-        tag: int,
-        scratch: _Scratch,
-        kept: _Scratch,
-        known: dict[range, Bytes],
-    ) -> Iterator[_Round]:
-        """Bind a step whose messages are encoded: what is sent, in a round before.
-
-        Args:
-            name, step, segment, tag: as for `_bind_plain`.
-            scratch: lasts for this step.
-            kept: lasts for this segment.
-            known: blocks that the step before has combined -> their encoding; becomes that of this step's.
-        """
-        coding = self._coding
-        assert coding is not None
-        assert step.by_rank or not any(each.reduce for each in step.recvs), "terms are combined in the order of ranks"
-        encoding: list[Call] = []
-        requests: list[Request] = []
-        after: list[Call] = []
-        sent = dict(known)
-        known.clear()
-        for each, part in _parts(segment, step.sends):
-            if each.blocks not in sent:
-                sent[each.blocks] = scratch.take(coding.nbytes(part))
-                encoding.append(coding.encode(part, sent[each.blocks]))
-            requests.append(self._send(sent[each.blocks], each.peer, tag))
-        terms: dict[range, list[tuple[int, Bytes]]] = {}
-        for each, part in _parts(segment, step.recvs):
-            place = scratch.take(coding.nbytes(part))
-            requests.append(self._recv(place, each.peer, tag))
-            if each.reduce:
-                terms.setdefault(each.blocks, []).append((each.peer, place))
-            else:
-                after.append(coding.decode(place, part))
-        for blocks, arrived in terms.items():
-            part = _span(segment, blocks)
-            known[blocks] = kept.take(coding.nbytes(part))
-            after.append(coding.combine(part, arrived, known[blocks]))
-        if encoding:
-            yield _Round(f"{name}: encode", [], encoding, [], [], [])
-        yield _Round(name, requests, [], after, requests, [])
-
-    def _send(self, data: Array, peer: int, tag: int) -> Request:
-        assert self._messages is not None
-        self._requests.append(self._messages.send(data, peer, tag))
-        return self._requests[-1]
-
-    def _recv(self, data: Array, peer: int, tag: int) -> Request:
-        assert self._messages is not None
-        self._requests.append(self._messages.recv(data, peer, tag))
-        return self._requests[-1]
-
-    def _direct_calls(self, step: Step, last: frozenset[int], index: int, segment: Segment) -> Iterator[Call]:
-        """Load and store piece by piece, so that a piece is stored to the peers while it is in the cache."""
-        memory = self._memory
-        into = segment if memory.result_segments is None else memory.result_segments[index]
-        touched = list(dict.fromkeys(each.blocks for each in step.loads + step.stores))
-        for blocks in touched:
-            loads = [(each, self._remote(index, segment, each)) for each in step.loads if each.blocks == blocks]
-            stores = [(each.peer, self._stored(index, segment, each)) for each in step.stores if each.blocks == blocks]
-            result = (memory.mine if memory.result is None else memory.result)[_span(into, blocks)]
-            copies = [remote for each, remote in loads if not each.reduce]
-            complete = blocks.start in last
-            limit = INNER_NBYTES // result.itemsize if len(copies) < len(loads) or stores else result.size
-            for piece in pieces(0, result.size, max(1, limit)):
-                reducing = [(each.peer, remote[piece]) for each, remote in loads if each.reduce]
-                if reducing:
-                    mine = memory.mine[_span(segment, blocks)][piece]
-                    everywhere = {peer for peer, _ in stores} == {peer for peer, _ in reducing}
-                    touchable = all(isinstance(remote, np.ndarray) for _, remote in reducing)
-                    in_place = memory.result is None and memory.peer_results is None
-                    if len(reducing) > 1 and everywhere and touchable and in_place:
-                        yield from self._combine_in_all(reducing, mine, complete=complete)
-                        continue
-                    # The same object, if it is the same memory: then NumPy need not find that out in each call.
-                    target = mine if memory.result is None else result[piece]
-                    yield from self._combine_here(reducing, mine, target, complete=complete)
-                for remote in copies:
-                    yield _copy(remote[piece], result[piece])
-                for _, remote in stores:
-                    if not _is_same(result[piece], remote[piece]):
-                        yield _store(result[piece], remote[piece])
-
-    def _combine(
-        self, contributions: list[tuple[int, Array]], mine: Array, target: Array | None = None, *, complete: bool
-    ) -> Call:
-        """Bind a reduction of ``mine`` and the peers' views, in rank order whoever carries it out; into ``mine``."""
-        assert self._kernels is not None
-        ordered = sorted([*contributions, (self._rank, mine)], key=lambda each: each[0])
-        combine = self._kernels.combine([view for _, view in ordered], complete=complete)
-        return partial(combine, mine if target is None else target)
-
-    def _combine_here(
-        self, contributions: list[tuple[int, Array | PrivateMemory]], mine: Array, target: Array, *, complete: bool
-    ) -> Iterator[Call]:
-        """Reduce ``mine`` and what peers have into a target; private memory is copied first."""
-        terms: list[tuple[int, Array]] = []
-        for peer, remote in contributions:
-            if isinstance(remote, PrivateMemory):
-                terms.append((peer, self._memory.copies(peer)[: mine.nbytes].view(mine.dtype)))
-                yield remote.copy_to(terms[-1][1])
-            else:
-                terms.append((peer, remote))
-        yield self._combine(terms, mine, target, complete=complete)
-
-    def _combine_in_all(self, contributions: list[tuple[int, Any]], mine: Array, *, complete: bool) -> Iterator[Call]:
-        """Reduce into the lowest rank's view, where the sum begins, and copy to all others, mine among them.
-
-        The result goes to all of them anyway, and a sum that grows in a source takes no scratch from the cache.
-        """
-        assert self._kernels is not None
-        ordered = [view for _, view in sorted([*contributions, (self._rank, mine)], key=lambda each: each[0])]
-        yield partial(self._kernels.combine(ordered, complete=complete), ordered[0])
-        for view in ordered[1:]:
-            yield partial(np.copyto, view, ordered[0])
-
-    def _remote(self, index: int, segment: Segment, access: Transfer) -> Array | PrivateMemory:
-        segments = self._memory.peer_segments.get(access.peer)
-        return self._memory.peers[access.peer][_span(segment if segments is None else segments[index], access.remote)]
-
-    def _stored(self, index: int, segment: Segment, access: Transfer) -> Array | PrivateMemory:
-        results = self._memory.peer_results
-        if results is None:
-            return self._remote(index, segment, access)
-        return results[access.peer][_span(segment, access.remote)]
+        """Give all plans back."""
+        self.forget()
+        plans = list(reversed(self._plans.values()))
+        self._plans.clear()
+        close_all(*(plan.close for plan in plans))
 
 
-class _UnderWay(NamedTuple):
-    """A message under way, its stream, and whether that needs it to go on."""
+def _same(array: Any, forget: Callable[[object], object], *, written: bool) -> Callable[[Any], bool]:
+    """Return what says whether an array is this one, which is not held, and has the memory and layout that it has now.
 
-    stream: Iterator[tuple[list[Request], list[Request]]]
-    request: Request
-    needed: bool
-
-
-def _next(stream: Iterator[tuple[list[Request], list[Request]]]) -> list[_UnderWay]:
-    needed, kept = next(stream, ([], []))
-    return [_UnderWay(stream, each, True) for each in needed] + [_UnderWay(stream, each, False) for each in kept]
-
-
-class _Scratch:
-    """Where one stream receives what is to be reduced; each step uses it from the start."""
-
-    def __init__(self, make: Callable[[int], Array]) -> None:
-        self._make = make
-        self._chunks: list[Array] = []
-        self._taken = 0
-
-    def reset(self) -> None:
-        self._taken = 0
-
-    def take(self, count: int) -> Array:
-        """Return ``count`` elements that no other take since the reset has."""
-        if self._taken == len(self._chunks):
-            self._chunks.append(self._make(count))
-        elif self._chunks[self._taken].size < count:
-            self._chunks[self._taken] = self._make(count)
-        self._taken += 1
-        return self._chunks[self._taken - 1][:count]
-
-
-def _copy(source: Array | PrivateMemory, target: Array) -> Call:
-    return source.copy_to(target) if isinstance(source, PrivateMemory) else partial(np.copyto, target, source)
-
-
-def _store(source: Array, target: Array | PrivateMemory) -> Call:
-    return target.copy_from(source) if isinstance(target, PrivateMemory) else partial(np.copyto, target, source)
-
-
-def _is_same(source: Array, target: Array | PrivateMemory) -> bool:
-    """Return whether what is to be stored was put there at once."""
-    return isinstance(target, np.ndarray) and address_of(source) == address_of(target)
-
-
-def _waiting_for(schedule: Schedule, signature: str, absent: Callable[[], str]) -> str:
-    if missing := absent():
-        return missing
-    peers = sorted({each.peer for step in schedule.steps for each in step.recvs + step.sends})
-    return f"messages of {name_ranks(peers)} in {signature}"
-
-
-def _parts(segment: Segment, transfers: Iterable[Transfer]) -> list[tuple[Transfer, slice]]:
-    """Return the transfers that have something to move in a segment, and where in the buffer it is."""
-    spans = ((each, _span(segment, each.blocks)) for each in transfers)
-    return [(each, part) for each, part in spans if part.start < part.stop]
-
-
-def _span(segment: Segment, blocks: range) -> slice:
-    """Return where consecutive blocks of a segment are."""
-    span = slice(segment[blocks.start].start, segment[blocks.stop - 1].stop)
-    held = sum(segment[block].stop - segment[block].start for block in blocks)
-    assert span.stop - span.start == held, f"blocks {blocks} are not contiguous in this segment"
-    return span
+    Args:
+        array: of NumPy or torch; None: nothing was passed.
+        forget: called when it is gone.
+        written: whether it must still be writable.
+    """
+    if array is None:
+        return lambda given: given is None
+    known: Callable[[], Any] = weakref.ref(array, forget)
+    if isinstance(array, np.ndarray):  # a weak reference forbids `resize`; all else can be assigned
+        # The field in which NumPy keeps the address, by its C interface: `address_of` takes a fifth of a small call. It
+        # is not read once the array is gone, as the reference is looked at first.
+        data = ctypes.c_void_p.from_address(id(array) + object.__basicsize__)
+        assert data.value == array.__array_interface__["data"][0]
+        address, shape, strides, dtype = data.value, array.shape, array.strides, array.dtype
+        return lambda given: (
+            known() is given
+            and data.value == address
+            and given.strides == strides
+            and given.shape == shape
+            and given.dtype is dtype
+            and (not written or given.flags.writeable)
+        )
+    # `set_`, `resize_`, ``data =`` and `t_` change a tensor, and its storage can be made smaller.
+    address, kind, size, strides = array.data_ptr(), array.dtype, array.shape, array.stride()
+    nbytes = array.untyped_storage().nbytes()
+    return lambda given: (
+        known() is given
+        and given.data_ptr() == address
+        and given.dtype is kind
+        and given.shape == size
+        and given.stride() == strides
+        and given.untyped_storage().nbytes() == nbytes
+    )

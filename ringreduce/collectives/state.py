@@ -30,24 +30,23 @@ from ringreduce.common.errors import (
     since,
 )
 
-__all__ = ["Standing", "require_alone"]
+__all__ = ["CommState", "require_alone"]
 
 
-class Standing:
-    """The standing of one rank in one process set.
+class CommState:
+    """Whether one rank may make calls in one process set.
 
     Args:
         context: the ranks.
-        forget: called when a call has failed, and in the end: drop what was looked up for later calls.
 
     Attributes:
+        calls: what counts the calls that this rank has begun.
         quiet: where calls run. It can be entered only once at a time, and so keeps calls apart.
     """
 
-    def __init__(self, context: Context, *forget: Callable[[], object]) -> None:
+    def __init__(self, context: Context) -> None:
         self._context = context
-        self._forget = forget
-        self._calls = context.calls
+        self.calls = context.calls
         self._behind = 0  # how many calls this rank had begun before the present one
         self._closed = False
         self._disowned = ""
@@ -95,7 +94,7 @@ class Standing:
             raise
 
     def _carry_out(self, collective: str, carry_out: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        self._behind = self._calls.number
+        self._behind = self.calls.number
         try:
             return carry_out(*arguments)
         except Exception as error:
@@ -114,6 +113,23 @@ class Standing:
 
     # ---- what ends calls ----
 
+    def end(self, collective: str, error: BaseException, begun: int) -> None:
+        """Decide what an error that has ended a repeated call means, for this call and later ones; see the module.
+
+        Args:
+            collective: its name.
+            error: what came out of running it in `quiet`.
+            begun: how many calls this rank had begun before it.
+
+        Raises:
+            ConfigError: another call was under way.
+        """
+        require_alone(error)
+        self._behind = begun
+        self.fail(error)
+        if isinstance(error, Exception) and self._unheard(error):
+            self.quiet.run(self._refuse, refusal(collective, error), error)
+
     def fail(self, error: BaseException) -> None:
         """Decide what an error that has ended a call means for later calls; see the module."""
         if not self._unheard(error):
@@ -121,11 +137,10 @@ class Standing:
 
     def break_off(self, error: BaseException) -> None:
         """As `fail`, for a call that other ranks know of."""
-        for each in self._forget:
-            each()
+        self._context.plans.forget()
         if isinstance(error, MismatchError) and error.in_step and not self._context.single_node:
             try:
-                self._context.recover(error, self._calls.number)
+                self._context.recover(error, self.calls.number)
             except BaseException as lost:  # also what a signal handler raises: messages are under way still
                 error.in_step = False
                 self.give_up(lost)
@@ -140,8 +155,7 @@ class Standing:
 
     def give_up(self, error: BaseException) -> None:
         """Refuse all further calls, and let no other rank wait for one: which calls belong together is not known."""
-        for forget in self._forget:
-            forget()
+        self._context.plans.forget()
         if self._failure is None:
             # Its traceback keeps the arrays of the call alive, to which a rank that is late may still store.
             self._failure = error
@@ -152,18 +166,18 @@ class Standing:
     def disown(self, reason: str) -> None:
         """Refuse all calls: this process was forked by the rank; ``reason`` is what the errors say."""
         self._disowned = reason
+        self._context.plans.forget()
         self.quiet = quiet_context()  # the rank may be in the midst of a call
 
     def close(self) -> None:
         """Refuse all calls from now on, and tell the others."""
         self._closed = True
-        for forget in self._forget:
-            forget()
+        self._context.plans.forget()
         self._context.leave()
 
     def _unheard(self, error: BaseException) -> bool:
         """Return whether a call has failed on this rank alone, before any other rank has heard of it."""
-        begun = self._calls.number != self._behind
+        begun = self.calls.number != self._behind
         ours = isinstance(error, Exception) and not isinstance(error, CollectiveError)
         return ours and self.open and not begun
 
@@ -186,7 +200,7 @@ def require_alone(error: BaseException) -> None:
     """Raise a `ConfigError` if a call could not begin because another one was under way.
 
     Args:
-        error: what came out of running in `Standing.quiet`, where it was caught.
+        error: what came out of running in `CommState.quiet`, where it was caught.
 
     Raises:
         ConfigError: another one was.

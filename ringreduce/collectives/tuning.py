@@ -31,7 +31,9 @@ import numpy.typing as npt
 
 from ringreduce import algorithms
 from ringreduce.algorithms import Collective
-from ringreduce.collectives import Call, Work, path_for
+from ringreduce.collectives.call import Problem
+from ringreduce.collectives.path import Work
+from ringreduce.collectives.paths import path_for
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.topology import Topology
 
@@ -71,7 +73,7 @@ def work(algorithm: str, nbytes: int, topology: Topology) -> Work:
     Raises:
         ConfigError: there is no such algorithm, or it cannot run there.
     """
-    call = Call(Collective.ALLREDUCE, nbytes, topology)
+    call = Problem(Collective.ALLREDUCE, nbytes, topology)
     return path_for(algorithm, call).cost(algorithm, call)
 
 
@@ -394,7 +396,7 @@ class Table:
 
     def _works_alike(self, algorithm: str, *sizes: int) -> bool:
         """Return whether an algorithm takes the same path at these sizes; the MPI library's is not known."""
-        calls = [Call(Collective.ALLREDUCE, nbytes, self.key.topology) for nbytes in sizes]
+        calls = [Problem(Collective.ALLREDUCE, nbytes, self.key.topology) for nbytes in sizes]
         return not _is_ours(algorithm) or len({path_for(algorithm, call) for call in calls}) == 1
 
     def _winners(self) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 __all__ = ["Topology"]
 
@@ -14,13 +14,19 @@ class Topology:
 
     Attributes:
         nodes: for each node the ranks on it, ascending; nodes in order of their first rank.
+        size: how many ranks there are.
+        single_node: whether all are on one node.
     """
 
     nodes: tuple[tuple[int, ...], ...]
+    size: int = field(init=False, compare=False, repr=False)
+    single_node: bool = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         ranks = sorted(rank for node in self.nodes for rank in node)
         assert ranks == list(range(len(ranks))) and all(self.nodes), f"not a topology: {self.nodes}"
+        object.__setattr__(self, "size", len(ranks))
+        object.__setattr__(self, "single_node", len(self.nodes) == 1)
 
     @classmethod
     def from_hosts(cls, hosts: Iterable[Hashable]) -> Topology:
@@ -34,14 +40,6 @@ class Topology:
     def uniform(cls, nnodes: int, local_size: int) -> Topology:
         """Return ``nnodes`` nodes of ``local_size`` consecutive ranks each."""
         return cls.from_hosts(rank // local_size for rank in range(nnodes * local_size))
-
-    @property
-    def size(self) -> int:
-        return sum(len(node) for node in self.nodes)
-
-    @property
-    def single_node(self) -> bool:
-        return len(self.nodes) == 1
 
     @property
     def homogeneous(self) -> bool:

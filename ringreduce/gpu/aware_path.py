@@ -26,8 +26,10 @@ import numpy.typing as npt
 from ringreduce.algorithms import Collective
 from ringreduce.buffers import Call, DType, address_of
 from ringreduce.buffers.device_driver import Arithmetic, Driver, Stream
-from ringreduce.collectives.context import Cache, Context, Signature
-from ringreduce.collectives.plan import Memory, Plan
+from ringreduce.collectives.call import Signature
+from ringreduce.collectives.context import Context
+from ringreduce.collectives.execution import BoundSchedule
+from ringreduce.collectives.memory import Memory
 from ringreduce.common.cleanup import close_all
 from ringreduce.common.errors import TransportError
 from ringreduce.common.partition import segments_of_buffer
@@ -46,6 +48,7 @@ Array = npt.NDArray[Any]
 #: launch a kernel and wait for it.
 _SEGMENT_NBYTES = 1 << 20
 _GRAIN_NBYTES = 2 << 20
+_MOST_PLANS = 256
 
 
 class AwareAllreduce(OnDevice):
@@ -59,7 +62,7 @@ class AwareAllreduce(OnDevice):
         self._stream = driver.make_stream()  # for sums, which need not wait for the user's
         self._computed, self._ready = driver.make_event(), driver.make_event()
         self._memory: dict[tuple[int, int], int] = {}  # (which piece of a plan, its bytes) -> where it is
-        self._plans: Cache[_Plan] = Cache()
+        self._plans: dict[int, _Plan] = {}  # the same on all ranks, as they make plans together
         self._broken = False
         self.description = f"CUDA-aware MPI, with CuPy's sums ({reason})"
 
@@ -100,7 +103,7 @@ class AwareAllreduce(OnDevice):
         if arithmetic.count == 0:
             return True
         try:
-            plan = self._plans.get(signature.code, lambda: self._make(arithmetic, signature))
+            plan = self._plans.get(signature.code) or self._make(arithmetic, signature)
         except StepFailedError as error:
             self._broken = True
             if self._context.rank == 0:
@@ -120,7 +123,9 @@ class AwareAllreduce(OnDevice):
         driver.synchronize(self._done)
         memory = (partial(driver.free, address) for address in self._memory.values())
         events = (partial(driver.free_event, each) for each in (self._computed, self._ready, self._done))
-        close_all(self._plans.close, *memory, *events, partial(driver.free_stream, self._stream))
+        close_all(
+            *(plan.close for plan in self._plans.values()), *memory, *events, partial(driver.free_stream, self._stream)
+        )
 
     def abandon(self) -> None:
         """Leave everything to the end of the process, as MPI may still use it; host memory is not touched here."""
@@ -131,7 +136,11 @@ class AwareAllreduce(OnDevice):
         Raises:
             StepFailedError: on all of them, if one has no memory.
         """
-        return together(self._context.messages, lambda: self._bind(arithmetic, signature), _Plan.close)
+        made = together(self._context.messages, lambda: self._bind(arithmetic, signature), _Plan.close)
+        if len(self._plans) >= _MOST_PLANS:
+            self._plans.pop(next(iter(self._plans))).close()
+        self._plans[signature.code] = made
+        return made
 
     def _bind(self, arithmetic: Arithmetic, signature: Signature) -> _Plan:
         context, dtype, taken = self._context, arithmetic.dtype, itertools.count()
@@ -144,7 +153,7 @@ class AwareAllreduce(OnDevice):
         nblocks = context.schedule(Collective.ALLREDUCE, self.algorithm).nblocks
         segments = segments_of_buffer(arithmetic.count, nblocks, max(1, _SEGMENT_NBYTES // dtype.itemsize))
         memory = Memory(mine, make_scratch=scratch)
-        plan = context.plan(Collective.ALLREDUCE, self.algorithm, segments, memory, sums, signature)
+        plan = context.bind(Collective.ALLREDUCE, self.algorithm, segments, memory, sums, signature)
         return _Plan(address_of(mine), plan)
 
     def _piece(self, number: int, nbytes: int) -> Array:
@@ -172,7 +181,7 @@ class _Plan:
     """A plan on device memory, and where that begins."""
 
     address: int
-    plan: Plan
+    plan: BoundSchedule
 
     def close(self) -> None:
         self.plan.close()

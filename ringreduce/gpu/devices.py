@@ -15,9 +15,10 @@ from ringreduce.algorithms import Collective
 from ringreduce.buffers import DType, Operand
 from ringreduce.buffers.device_arrays import DeviceOperand, empty_on_device
 from ringreduce.buffers.device_driver import Arithmetic, Driver
-from ringreduce.collectives.context import Context, Signature
-from ringreduce.collectives.path import DETERMINISTIC, NCCL, Choice, Chosen
-from ringreduce.collectives.state import Standing
+from ringreduce.collectives.call import DETERMINISTIC, NCCL, Choice, Signature
+from ringreduce.collectives.context import Context
+from ringreduce.collectives.devices import SegmentReducer
+from ringreduce.collectives.state import CommState
 from ringreduce.common.cleanup import close_all
 from ringreduce.common.config import gpu_switches
 from ringreduce.common.errors import (
@@ -58,7 +59,7 @@ class Gpu:
 
     Args:
         context: the ranks.
-        standing: hears of what fails while they set up NCCL or CUDA-aware MPI.
+        state: hears of what fails while they set up NCCL or CUDA-aware MPI.
 
     Attributes:
         drivers: returns the driver of a GPU by its ordinal, of the current one for None.
@@ -66,9 +67,9 @@ class Gpu:
         awareness: asks the MPI library whether it takes addresses of GPU memory.
     """
 
-    def __init__(self, context: Context, standing: Standing) -> None:
+    def __init__(self, context: Context, state: CommState) -> None:
         self._context = context
-        self._standing = standing
+        self._state = state
         self.drivers: Callable[[int | None], Driver] = cuda_driver
         self.libraries: Callable[[int], Nccl] = cupy_nccl
         self.awareness: Callable[[], CudaAwareness] = partial(_awareness, context)
@@ -122,9 +123,9 @@ class Gpu:
         target: DeviceOperand,
         op: ReduceOp,
         algorithm: str | None,
-        reducers: Callable[[Sequence[slice]], Mapping[int, Chosen]],
+        reducers: Callable[[Sequence[slice]], Mapping[int, SegmentReducer]],
         running: Callable[[str], AbstractContextManager[None]],
-    ) -> Chosen:
+    ) -> Choice:
         """Reduce arrays of any layout by what is asked for, else through host memory. Collective.
 
         Args:
@@ -144,10 +145,9 @@ class Gpu:
         given, taken = staging.in_c_order(source), target.scratch()
         if given.may_overlap(taken) and not given.same_memory(taken):
             given = staging.in_c_order(given, copy=True)
-        whole = chosen[parts[0].stop - parts[0].start]
         choice = self._allreduce(given, taken, op, algorithm, parts, chosen, running)
         staging.store(target, taken)
-        return whole._replace(choice=choice)
+        return choice
 
     def _allreduce(
         self,
@@ -156,7 +156,7 @@ class Gpu:
         op: ReduceOp,
         algorithm: str | None,
         parts: Sequence[slice],
-        chosen: Mapping[int, Chosen],
+        chosen: Mapping[int, SegmentReducer],
         running: Callable[[str], AbstractContextManager[None]],
     ) -> Choice:
         """Reduce arrays in C order, and return what did it."""
@@ -167,7 +167,7 @@ class Gpu:
             return whole.choice
 
         def reduce(segment: Operand) -> None:
-            chosen[segment.count].run(segment, segment)
+            chosen[segment.count].run(segment)
 
         asked = self._asked(algorithm)
         self._set_up(asked)
@@ -212,7 +212,7 @@ class Gpu:
             else:
                 made = AwareAllreduce.of(context, driver, self.awareness)
         except BaseException as error:
-            self._standing.break_off(error)
+            self._state.break_off(error)
             raise
         self._paths[asked] = made
         if context.rank:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 
 from ringreduce.buffers import DType
 from ringreduce.buffers.device_driver import Arithmetic, Driver, Stream
-from ringreduce.collectives.context import Context, Signature
-from ringreduce.collectives.path import NCCL
+from ringreduce.collectives.call import NCCL, Signature
+from ringreduce.collectives.context import Context
 from ringreduce.common.errors import MismatchError, RingReduceError, TransportError
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.gpu.nccl import Nccl, NcclRanks, code_of_dtype, code_of_op, join_nccl, version_text

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from ringreduce.buffers import DType
 from ringreduce.buffers.device_driver import Arithmetic, Driver, Stream
-from ringreduce.collectives.context import Context, Signature
-from ringreduce.collectives.path import Choice
+from ringreduce.collectives.call import Choice, Signature
+from ringreduce.collectives.context import Context
 from ringreduce.common.reduce_ops import ReduceOp
 
 __all__ = ["OnDevice"]

@@ -100,7 +100,11 @@ class MemoryMessages:
 
     def test_all(self, requests: Sequence[Request]) -> bool:
         self.test_some(requests)
-        return all(each.done for each in requests if isinstance(each, _Transfer))
+        for each in requests:
+            assert isinstance(each, _Transfer)
+            if not each.done:
+                return False
+        return True
 
     def test_some(self, requests: Sequence[Request]) -> Sequence[int]:
         finished = []

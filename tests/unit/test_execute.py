@@ -9,7 +9,8 @@ import pytest
 
 from ringreduce.algorithms import Collective, schedule_for
 from ringreduce.buffers import DTYPES, kernels_for
-from ringreduce.collectives.plan import Memory, Plan
+from ringreduce.collectives.execution import BoundSchedule
+from ringreduce.collectives.memory import Memory
 from ringreduce.common.errors import CollectiveTimeoutError
 from ringreduce.common.partition import Partition, segments_of_buffer
 from ringreduce.common.reduce_ops import SUM, ReduceOp
@@ -33,7 +34,7 @@ def allreduce(
         messages = RecordingMessages(world.messages(rank))
         schedule = schedule_for(Collective.ALLREDUCE, algorithm, rank, Topology.uniform(size, 1))
         mine = inputs[rank].copy()
-        plan = Plan(
+        plan = BoundSchedule(
             rank,
             schedule,
             segments_of_buffer(count, schedule.nblocks, limit),
@@ -151,7 +152,7 @@ def test_a_plan_without_messages_touches_memory_alone() -> None:
         memory = Memory(buffers[rank], {1 - rank: buffers[1 - rank]})
         segments = [Partition.even(10, schedule.nblocks).segment]
         kernels = kernels_for(FLOAT32, SUM, 2)
-        Plan(rank, schedule, segments, memory, kernels, None, Waiter(1.0), "test").run()
+        BoundSchedule(rank, schedule, segments, memory, kernels, None, Waiter(1.0), "test").run()
     assert [buffer.tolist() for buffer in buffers] == [[100.0 + index for index in range(10)]] * 2
 
 
@@ -163,7 +164,7 @@ def test_waiting_in_vain_names_the_peers(limit: int) -> None:
     mine = np.ones(30, np.float32)
     segments = segments_of_buffer(30, schedule.nblocks, limit)
     kernels = kernels_for(FLOAT32, SUM, 3)
-    plan = Plan(0, schedule, segments, Memory(mine), kernels, messages, Waiter(0.001), "allreduce of thirty")
+    plan = BoundSchedule(0, schedule, segments, Memory(mine), kernels, messages, Waiter(0.001), "allreduce of thirty")
     error = caught(plan.run)
     assert isinstance(error, CollectiveTimeoutError)
     assert "messages of ranks 1-2 in allreduce of thirty" in str(error)
@@ -188,7 +189,7 @@ def test_requests_are_given_back() -> None:
             self._inner.free(requests)
 
     messages = Counting(MemoryWorld(3).messages(0))
-    make: Callable[[str], Plan] = lambda name: Plan(  # noqa: E731
+    make: Callable[[str], BoundSchedule] = lambda name: BoundSchedule(  # noqa: E731
         0,
         schedule_for(Collective.ALLREDUCE, name, 0, Topology.uniform(3, 1)),
         segments_of_buffer(30, schedule_for(Collective.ALLREDUCE, name, 0, Topology.uniform(3, 1)).nblocks, 2),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ringreduce.algorithms import ALGORITHMS, Collective
-from ringreduce.collectives import VENDOR, Call, Choice, selection
+from ringreduce.collectives import VENDOR, Choice, Problem, selection
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import SUM
@@ -30,9 +30,9 @@ TOPOLOGIES = [ONE, NODE, FLAT, THREE, GRID, UNEVEN, UNEVEN_THREE, MANY, MANY_LAN
 
 def call(
     topology: Topology, nbytes: int, collective: Collective = Collective.ALLREDUCE, *, vendor: bool = True
-) -> Call:
+) -> Problem:
     """Return a call on float32, with an MPI library that takes everything or with none."""
-    return Call(collective, nbytes, topology, op=SUM, library=(lambda *_: True) if vendor else None)
+    return Problem(collective, nbytes, topology, op=SUM, library=(lambda *_: True) if vendor else None)
 
 
 def choose(topology: Topology, nbytes: int, collective: Collective = Collective.ALLREDUCE, **settings) -> Choice:
@@ -75,7 +75,7 @@ def test_allreduce_goes_by_size_and_topology(topology: Topology, nbytes: int, al
 )
 def test_reduce_scatter_goes_by_size_and_topology(topology: Topology, small: str, large: str) -> None:
     """Where ranks of a node share its link, all send to all at once only what is small."""
-    limit = selection._DIRECT_NBYTES
+    limit = 64 << 10
     assert choose(topology, limit, Collective.REDUCE_SCATTER).algorithm == small
     assert choose(topology, limit + 1, Collective.REDUCE_SCATTER).algorithm == large
 

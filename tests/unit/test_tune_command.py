@@ -15,7 +15,7 @@ from ringreduce.algorithms import Collective
 from ringreduce.bench.noise import Noise, Usage, usage
 from ringreduce.bench.tune import SIZES, calls_of, tune
 from ringreduce.cli import commands
-from ringreduce.collectives import Call
+from ringreduce.collectives import Problem
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.collectives.selection import choose
 from ringreduce.collectives.tuning import Key, Model, Table
@@ -86,7 +86,7 @@ class Machine:
     def rule(self, nbytes: int) -> str:
         """Return what the built-in rules take."""
         topology = self.communicator.topology
-        return choose(Call(Collective.ALLREDUCE, nbytes, topology, op=SUM), Config()).algorithm
+        return choose(Problem(Collective.ALLREDUCE, nbytes, topology, op=SUM), Config()).algorithm
 
     def algorithms(self) -> list[str]:
         return self.communicator.algorithms("allreduce")

@@ -27,6 +27,7 @@ import threading
 from array import array
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from math import prod
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -96,6 +97,7 @@ class Board:
         waiter: how to wait, and the watchers that may end a wait.
 
     Attributes:
+        peers: the other members, ascending.
         number: the calls that this rank has begun.
         epoch: the barriers that it has reached.
         called: says what this rank calls, and where, to members that call something else.
@@ -105,6 +107,7 @@ class Board:
         self, arena: Arena, members: Sequence[int], locations: Sequence[Location], rank: int, waiter: Waiter
     ) -> None:
         self.members = tuple(members)
+        self.peers = [member for member in members if member != rank]
         self.index = self.members.index(rank)
         self._rank = rank
         self._arena = arena
@@ -143,16 +146,14 @@ class Board:
 
     def mailboxes(self, parity: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> list[Array]:
         """Return every member's mailbox as an array, in the order of ``members``."""
-        return self._areas(_MAILBOXES + parity * MAILBOX_NBYTES, MAILBOX_NBYTES, dtype, shape)
-
-    def stages(self, number: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> list[Array]:
-        """Return every member's staging area ``number`` (0 to 3) as an array, in the order of ``members``."""
-        return self._areas(_STAGES + number * STAGE_NBYTES, STAGE_NBYTES, dtype, shape)
-
-    def _areas(self, offset: int, limit: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> list[Array]:
-        nbytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-        assert nbytes <= limit
+        nbytes, offset = dtype.itemsize * prod(shape), _MAILBOXES + parity * MAILBOX_NBYTES
+        assert nbytes <= MAILBOX_NBYTES
         return [part[offset : offset + nbytes].view(dtype).reshape(shape) for part in self._parts]
+
+    def stages(self, dtype: np.dtype[Any]) -> list[list[Array]]:
+        """Return every member's four staging areas as flat arrays: by area, in the order of ``members``."""
+        starts = range(_STAGES, _BOARD_NBYTES, STAGE_NBYTES)
+        return [[part[start : start + STAGE_NBYTES].view(dtype) for part in self._parts] for start in starts]
 
     def say(self, numbers: Sequence[int]) -> None:
         """Let the other members read numbers once this rank has arrived at its next call; see `said`."""
@@ -224,11 +225,6 @@ class Board:
         """
         self.arrive(Arrival(reason, _REFUSED))
         self._disagree(reason)  # all have refused
-
-    @property
-    def peers(self) -> list[int]:
-        """The other members, ascending."""
-        return [member for member, _ in self._others]
 
     def barrier(self, signature: str, *, wait: bool = True) -> None:
         """Wait until every member has reached its n-th barrier, as this rank reaches its own.

@@ -1,0 +1,92 @@
+"""What ranks tell each other in collectives to which each may give any number of rows, and what follows from that.
+
+Every rank tells all others a few numbers when they meet: first the rows of the array for its result (-1: it makes one
+as large as is needed), then how many rows it gives: one number for all ranks, or one for each. In a scatter: the dtype
+of its part (-1: it takes what the root has), the number of dimensions, and the shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ringreduce.buffers import DTYPES, DType
+from ringreduce.common.arguments import shape_text
+from ringreduce.common.errors import MismatchError, UnsupportedBufferError
+
+__all__ = ["agreed_part", "part_numbers", "part_of", "received_rows", "rows_for"]
+
+_MOST_DIMENSIONS = 32
+_DTYPE_NAMES = tuple(DTYPES)
+
+
+def rows_for(numbers: Sequence[int], rank: int) -> int:
+    """Return how many rows a rank gets from the one that has told these numbers."""
+    return numbers[rank + 1] if len(numbers) > 2 else numbers[1]
+
+
+def received_rows(signature: str, told: Sequence[Sequence[int]], rank: int) -> list[int]:
+    """Return how many rows a rank gets from each.
+
+    Args:
+        signature: of the call.
+        told: the numbers of all ranks, in rank order.
+        rank: who gets the rows.
+
+    Raises:
+        MismatchError: on all ranks: on some, the array for the result is too small or too large.
+    """
+    received = [[rows_for(each, rank) for each in told] for rank in range(len(told))]
+    if all(each[0] in (-1, sum(rows)) for each, rows in zip(told, received, strict=True)):
+        return received[rank]
+    texts = {}
+    for number, (each, rows) in enumerate(zip(told, received, strict=True)):
+        wrong = each[0] not in (-1, sum(rows))
+        texts[number] = f"{signature}, out has {each[0]} rows, and the result {sum(rows)}" if wrong else signature
+    raise MismatchError(texts)
+
+
+def part_numbers(part: tuple[tuple[int, ...], DType] | None) -> tuple[int, ...]:
+    """Return what a rank tells in a scatter: dtype and shape of its part; None: it takes what the root has.
+
+    Raises:
+        UnsupportedBufferError: the part has more dimensions than can be told.
+    """
+    shape, kind = ((), -1) if part is None else (part[0], _DTYPE_NAMES.index(part[1].name))
+    if len(shape) > _MOST_DIMENSIONS:
+        raise UnsupportedBufferError(f"scatter takes arrays of at most {_MOST_DIMENSIONS} dimensions, got {len(shape)}")
+    return (kind, len(shape), *shape, *[0] * (_MOST_DIMENSIONS - len(shape)))
+
+
+def agreed_part(signature: str, told: Sequence[Sequence[int]], root: int) -> list[int]:
+    """Return what every rank gets in a scatter, for `part_of`.
+
+    Args:
+        signature: of the call.
+        told: the numbers of all ranks, in rank order.
+        root: which of them gives the parts.
+
+    Raises:
+        MismatchError: on all ranks: some expect other parts than the root gives.
+    """
+    given = tuple(told[root])
+    if any(tuple(each) not in (given, _ANY_PART) for each in told):
+        texts = {}
+        for rank, each in enumerate(told):
+            shape, dtype = part_of(_part(each))
+            wanted = "" if tuple(each) == _ANY_PART else f", parts of shape {shape_text(shape)}, {dtype.name}"
+            texts[rank] = f"{signature[:-1]}{wanted})"
+        raise MismatchError(texts)
+    return _part(given)
+
+
+def part_of(agreed: Sequence[int]) -> tuple[tuple[int, ...], DType]:
+    """Return shape and dtype of what `agreed_part` returned."""
+    return tuple(agreed[1:]), DTYPES[_DTYPE_NAMES[agreed[0]]]
+
+
+def _part(numbers: Sequence[int]) -> list[int]:
+    return [numbers[0], *numbers[2 : numbers[1] + 2]]
+
+
+#: Of a scatter: a rank that takes whatever the root gives.
+_ANY_PART = part_numbers(None)
