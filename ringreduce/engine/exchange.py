@@ -98,10 +98,11 @@ class Exchange:
         """Let the coordinator, which is here, decide what follows from the notes of a rank."""
         assert self._coordinator is not None
         now = self._clock()
+        decided: list[Note] = []
         for note in notes:
-            decided = self._coordinator.hear(rank, note, now)
-            if decided:
-                self._announce(decided)
+            decided += self._coordinator.hear(rank, note, now)
+        if decided:  # as one message: this rank reads and sends nothing more before it has done all of it
+            self._announce(decided)
 
     def _announce(self, notes: list[Note]) -> None:
         """Let all ranks know what the coordinator has decided."""

@@ -151,7 +151,7 @@ class Reduction(Operation):
             counts: tuple[tuple[str, int], ...] = ((only.dtype.name, only.view.size),)
         else:
             counts = _counted(self.given)
-        super().__init__(name, _reduction_signature(text, op.value, counts))
+        super().__init__(name, _reduction_signature(text, op, counts))
         self.op = op
         self.sources = sources
         self.targets = targets
@@ -182,8 +182,8 @@ class Reduction(Operation):
 
 
 @lru_cache(maxsize=4096)
-def _reduction_signature(text: str, op: str, counts: tuple[tuple[str, int], ...]) -> OperationSignature:
-    return OperationSignature(text, Kind.REDUCTION, op, counts)
+def _reduction_signature(text: str, op: ReduceOp, counts: tuple[tuple[str, int], ...]) -> OperationSignature:
+    return OperationSignature(text, Kind.REDUCTION, op.value, counts)
 
 
 def _counted(operands: Sequence[Operand]) -> tuple[tuple[str, int], ...]:
