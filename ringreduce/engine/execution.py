@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -14,9 +14,8 @@ from ringreduce.buffers import DType, Operand, divide, divide_toward_zero, narro
 from ringreduce.collectives import Feedback
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.reduce_ops import AVERAGE, MIN, PRODUCT, SUM, ReduceOp
-from ringreduce.engine.decisions import Kind, Run
 
-__all__ = ["Executor"]
+__all__ = ["Executor", "neutral_array"]
 
 _BUFFERS_NBYTES = 64 << 20  # communication buffers that are kept for the next time
 
@@ -43,26 +42,19 @@ class Executor:
         self.size = communicator.size
         self._buffers: OrderedDict[tuple[str, tuple[tuple[int, ...], ...]], _Buffer] = OrderedDict()
 
-    def stand_in(self, run: Run) -> None:
-        """Take part in operations that this rank, which has joined, has not submitted: with neutral elements."""
-        signature = run.operations[0].signature
-        if signature.kind is Kind.REDUCTION:
-            self.reduce_packed(run, [])
-        elif signature.kind is Kind.IN_PLACE:
-            op = ReduceOp(signature.op)
-            arrays = [_neutral_array(op, DType.of(name), count) for name, count in signature.counts]
-            # All ranks give feedbacks, or none does.
-            self.reduce_in_place(run, arrays, [Feedback(keep=False) for _ in arrays] if signature.feedback else ())
-        else:
-            assert signature.kind is Kind.GATHER, signature
-            for name, length in signature.counts:
-                self.communicator.allgather(typed(np.empty(0, np.uint8), DType.of(name)).reshape(0, length))
+    def reduce_in_place(
+        self, op: ReduceOp, arrays: Sequence[Any], wire: str | None, feedbacks: Sequence[Feedback], active: int
+    ) -> None:
+        """Reduce arrays one by one, each where it is; as many and of the same dtypes and lengths on all ranks.
 
-    def reduce_in_place(self, run: Run, arrays: Sequence[Any], feedbacks: Sequence[Feedback]) -> None:
-        """Reduce arrays one by one, each where it is; as many and of the same dtypes and lengths on all ranks."""
-        signature = run.operations[0].signature
-        op, wire = ReduceOp(signature.op), signature.wire or None
-        divisor = self._divisor(op, run.active)
+        Args:
+            op: how.
+            arrays: contiguous.
+            wire: the format in which they travel; None: as they are.
+            feedbacks: one for each array, or none.
+            active: over so many ranks are averages.
+        """
+        divisor = self._divisor(op, active)
         for index, array in enumerate(arrays):
             feedback = feedbacks[index] if feedbacks else None
             if not divisor:
@@ -75,19 +67,22 @@ class Executor:
                 self.communicator.allreduce(array, SUM, out=array, wire=wire, feedback=feedback)
                 divide(Operand.of(array).flat(), divisor)
 
-    def reduce_packed(self, run: Run, operands: Sequence[tuple[Operand, Operand]]) -> None:
+    def reduce_packed(
+        self, op: ReduceOp, totals: Mapping[str, int], operands: Sequence[tuple[Operand, Operand]], active: int
+    ) -> None:
         """Reduce all arrays of one dtype together.
 
         Args:
-            run: all that travels together.
+            op: how.
+            totals: how many elements there are of each dtype; the same on all ranks, in the same order.
             operands: each source with its target; none on a rank that has joined, which contributes neutral elements.
+            active: over so many ranks are averages.
         """
-        op = ReduceOp(run.operations[0].signature.op)
         pairs: dict[str, list[_Pair]] = {}
         for source, target in operands:
             pairs.setdefault(source.dtype.name, []).append((source.view, target.view))
-        divisor = self._divisor(op, run.active)
-        for name, count in run.totals.items():
+        divisor = self._divisor(op, active)
+        for name, count in totals.items():
             dtype, mine = DType.of(name), pairs.get(name, [])
             if divisor:
                 self._average_over(divisor, dtype, count, mine)
@@ -176,7 +171,8 @@ def _cut(flat: npt.NDArray[Any], shapes: Sequence[tuple[int, ...]]) -> list[npt.
     return parts
 
 
-def _neutral_array(op: ReduceOp, dtype: DType, count: int) -> Any:
+def neutral_array(op: ReduceOp, dtype: DType, count: int) -> Any:
+    """Return an array that changes nothing when it is reduced with others."""
     memory = np.empty(count * dtype.itemsize, np.uint8)
     memory.view(dtype.storage)[:] = _neutral(op, dtype)
     return typed(memory, dtype)

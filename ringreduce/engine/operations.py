@@ -7,13 +7,16 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from ringreduce.buffers import DType, Operand, operand_of
+import numpy as np
+
+from ringreduce.buffers import DType, Operand, operand_of, typed
+from ringreduce.collectives import Feedback
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.call_sites import Stack, place_of, program_stack, refusal
 from ringreduce.common.errors import RingReduceError
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.engine.decisions import Kind, OperationSignature, Run
-from ringreduce.engine.execution import Executor
+from ringreduce.engine.execution import Executor, neutral_array
 
 __all__ = [
     "BlockingCall",
@@ -29,6 +32,7 @@ __all__ = [
     "Withdrawal",
     "WithdrawnError",
     "is_unnamed",
+    "stand_in",
     "unnamed",
 ]
 
@@ -168,7 +172,7 @@ class Reduction(Operation):
             raise RefusedError(error) from error
         if len(run.operations) > 1 or len(self.sources) > 1 or run.active < executor.size:
             pairs = [pair for each in together for pair in zip(each.given, each.taken, strict=True)]
-            executor.reduce_packed(run, pairs)
+            executor.reduce_packed(self.op, run.totals, pairs, run.active)
         elif self.targets is self.sources:
             array = self.sources[0]
             executor.communicator.allreduce(array, self.op, out=array)  # repeated with the same object, it is fastest
@@ -257,7 +261,7 @@ class InPlaceAllreduce(Operation):
         active: how many ranks contributed, once it is done.
     """
 
-    __slots__ = ("active", "arrays", "feedbacks", "within")
+    __slots__ = ("active", "arrays", "feedbacks", "op", "within")
 
     def __init__(
         self,
@@ -276,12 +280,12 @@ class InPlaceAllreduce(Operation):
             name,
             OperationSignature(text, Kind.IN_PLACE, op.value, parts, wire or "", bool(feedbacks), speculative),
         )
-        self.arrays, self.feedbacks, self.within = arrays, feedbacks, within
+        self.op, self.arrays, self.feedbacks, self.within = op, arrays, feedbacks, within
         self.active = 0
 
     def carry_out(self, executor: Executor, run: Run, together: Sequence[Operation]) -> None:
         with nullcontext() if self.within is None else self.within():
-            executor.reduce_in_place(run, self.arrays, self.feedbacks)
+            executor.reduce_in_place(self.op, self.arrays, self.signature.wire or None, self.feedbacks, run.active)
         self.active = run.active
 
 
@@ -311,6 +315,23 @@ class Gather(Operation):
     def carry_out(self, executor: Executor, run: Run, together: Sequence[Operation]) -> None:
         with nullcontext() if self.within is None else self.within():
             self.result = [executor.communicator.allgather(array) for array in self.arrays]
+
+
+def stand_in(executor: Executor, run: Run) -> None:
+    """Take part, with neutral elements, in operations that this rank, which has joined, has not submitted."""
+    signature = run.operations[0].signature
+    if signature.kind is Kind.GATHER:
+        for name, length in signature.counts:
+            executor.communicator.allgather(typed(np.empty(0, np.uint8), DType.of(name)).reshape(0, length))
+        return
+    op = ReduceOp(signature.op)
+    if signature.kind is Kind.REDUCTION:
+        executor.reduce_packed(op, run.totals, [], run.active)
+        return
+    assert signature.kind is Kind.IN_PLACE, signature
+    arrays = [neutral_array(op, DType.of(name), count) for name, count in signature.counts]
+    feedbacks = [Feedback(keep=False) for _ in arrays] if signature.feedback else []  # all ranks give them, or none
+    executor.reduce_in_place(op, arrays, signature.wire or None, feedbacks, run.active)
 
 
 class WithdrawnError(RingReduceError):

@@ -44,6 +44,7 @@ from ringreduce.engine.operations import (
     Withdrawal,
     WithdrawnError,
     is_unnamed,
+    stand_in,
 )
 from ringreduce.engine.pending import PendingOperations
 
@@ -171,7 +172,7 @@ class Progress:
                 if own:
                     own[0].carry_out(self._executor, run, own)
                 else:
-                    self._executor.stand_in(run)
+                    stand_in(self._executor, run)
             finally:
                 seconds = time.perf_counter() - started
                 pending.tally.batches += 1
