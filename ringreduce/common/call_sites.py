@@ -141,13 +141,13 @@ class GivenUp(_GivenUp):
         return kind(f"rank {rank} has given up ({self.reason}); {doing}")
 
 
-def program_stack() -> Stack:
-    """Return what the program is running now: its innermost frames, from that on which has called this package."""
+def program_stack(depth: int = _DEPTH) -> Stack:
+    """Return the innermost frames of the program, at most so many, from that on which has called this package."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _is_ours(frame.f_code.co_filename):
         frame = frame.f_back
     frames: list[tuple[CodeType, int]] = []
-    while frame is not None and len(frames) < _DEPTH:
+    while frame is not None and len(frames) < depth:
         frames.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
     return tuple(frames)

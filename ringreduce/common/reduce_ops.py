@@ -33,6 +33,8 @@ class ReduceOp(enum.Enum):
     MAX = "max"
     PRODUCT = "product"
 
+    __hash__ = object.__hash__  # members are one object each; that of `enum.Enum` is a function in Python
+
     @classmethod
     def parse(cls, op: ReduceOp | str) -> ReduceOp:
         """Return ``op`` itself, or the operation of that name (``"avg"`` and ``"prod"`` are understood too).

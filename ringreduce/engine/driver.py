@@ -1,4 +1,4 @@
-"""Who drives an engine: a thread that waits for an operation, or else a progress thread."""
+"""Which thread drives an engine: one that waits for an operation, or else the progress thread."""
 
 from __future__ import annotations
 
@@ -8,33 +8,36 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from ringreduce.engine.operations import Operation, UnderWay
+from ringreduce.engine.operations import Operation
+from ringreduce.engine.pending import PendingOperations
 from ringreduce.engine.progress import Progress
 
 __all__ = ["Driver"]
 
-_TRIES = 16
+_TRIES = 16  # yields between two looks at the clock
 _YIELD_S = 0.002  # after so long without news, nap
 _NAP_S = 50e-6
-_UNHURRIED_NAP_S = 100e-6  # while the program does something else
+_NAP_BESIDE_S = 100e-6  # of the progress thread, while the program computes
 _LONG_NAP_S = 1e-3  # after a second without news
-_DOZE_S = 1e-3, 8e-3  # how long the progress thread dozes at a time: first, and at most when that was needless
-_LINGER_S = 20e-3  # it dozes while the last news is not older than this, then it sleeps
-_PROMPT_S = 200e-6  # a program that waits within this time has waited at once
-_PROMPT = 2  # if it has so often in a row, it will again
-_IDLE_S = 1.0  # how often the coordinator checks for messages while its rank is idle
+_BACKOFF_S = 1e-3, 8e-3  # how long the progress thread sleeps at a time: first, and at most when that was needless
+_GRACE_S = 20e-3  # it looks by itself, so often, while the last news is not older than this; then it sleeps
+_FAST_WAIT_S = 200e-6  # a program that waits so soon after a submission, or submits more, has not computed
+_BURST_S = 10e-3  # submissions that take longer altogether count as computation
+_FAST_WAITS = 2  # a program that has waited at once so often in a row will do so again
+_IDLE_S = 1.0  # how often the coordinator's thread looks for messages while its rank is idle
 
 
 class Driver:
     """Lets one thread at a time make progress.
 
-    The progress thread sleeps while this rank has nothing under way, or while another thread waits and so drives. An
-    idle rank costs nothing; that of the coordinator checks once a second whether others wait for it.
+    The progress thread sleeps while this rank has nothing pending, and while another thread waits and so drives. An
+    idle rank costs nothing; that of the coordinator looks once a second whether others wait for it.
 
     Args:
         progress: what is driven.
-        under_way: what the program has submitted.
-        inside: entered by the progress thread for as long as it lives: what it calls back must not wait for it.
+        pending: what the program has submitted.
+        guard: entered by the progress thread for as long as it lives: what it calls back must not wait for it.
+        followers: whether other ranks may wait for this one before it has submitted anything.
         threads, clock: as for `Engine`.
 
     Attributes:
@@ -44,54 +47,61 @@ class Driver:
     def __init__(
         self,
         progress: Progress,
-        under_way: UnderWay,
-        inside: AbstractContextManager[None],
+        pending: PendingOperations,
+        guard: AbstractContextManager[None],
         *,
+        followers: bool,
         threads: bool,
         clock: Callable[[], float],
     ) -> None:
         self.threads = threads
-        self._prompt = 0  # how often in a row the program has waited at once
-        self._submitted_s: float | None = None  # when it submitted something after it last waited
+        self._progress = progress
+        self._pending = pending
+        self._guard = guard
+        self._followers = followers
+        self._clock = clock
+        self._fast_waits = 0  # how often in a row the program has waited at once
+        self._burst_s: float | None = None  # when the program submitted something first after its last wait
+        self._submitted_s = 0.0  # and last; no more than a moment after the one before
         self._waited_s = 0.0  # in waits that have ended
         self._waits_since: float | None = None  # any thread, without a gap
-        self._progress = progress
-        self._under_way = under_way
-        self._inside = inside
-        self._clock = clock
-        self._turn = threading.Lock()  # who holds it drives
+        self._turn = threading.Lock()  # the thread that holds it drives
         self._bell = threading.Lock()  # released to wake the progress thread: many times cheaper than a condition
         self._bell.acquire()
         self._asleep = False
-        self._dozing = False  # asleep, but wakes by itself in a moment
+        self._looks_soon = False  # asleep, but wakes by itself in a moment
         self._thread: threading.Thread | None = None
-        if progress.followers:
-            self._start()  # others may wait for this rank before it has submitted anything
+        if followers:
+            self._start()
 
     # ---- threads of the program ----
 
     @property
     def waited_s(self) -> float:
-        """How long the program has waited for operations, on any thread, in a wait that goes on, too."""
+        """How long the program has waited for operations, on any thread, including a wait that goes on."""
         since = self._waits_since
         return self._waited_s + (0.0 if since is None else self._clock() - since)
 
     def submitted(self) -> None:
-        """Let the progress thread know that something was submitted; the lock is held."""
-        if self._submitted_s is None:
-            self._submitted_s = self._clock()
+        """Let the progress thread know that something was submitted; the caller holds the lock."""
+        now = self._clock()
+        if self._burst_s is None:
+            self._burst_s = self._submitted_s = now
+        elif now - self._submitted_s < _FAST_WAIT_S and now - self._burst_s < _BURST_S:
+            self._submitted_s = now
         self.wake()
 
     def wake(self) -> None:
-        """Let the progress thread know that there is something to do, if nobody drives; the lock is held.
+        """Let the progress thread know that there is something to do, if nobody drives; the caller holds the lock.
 
-        To wake it takes 15 us of this thread's time, as it wants the interpreter's lock at once. A program that has
-        lately waited for what it submitted will do so again, and drive itself; if not, a dozing thread sees it soon.
+        To wake it takes 15 us of this thread's time, as it wants the interpreter's lock at once, and takes it again and
+        again while the program goes on submitting. A program that has waited at once for what it submitted will do so
+        again, and drive itself; if it does not, the progress thread sees that soon.
         """
-        if self._under_way.waiters:
+        if self._pending.waiters:
             return
         if self._asleep:
-            if self._dozing and self._prompt >= _PROMPT:
+            if self._looks_soon and self._fast_waits >= _FAST_WAITS:
                 return
             self._asleep = False
             self._ring()
@@ -102,57 +112,64 @@ class Driver:
         """Learn from the program's wait for what it has submitted whether to wake the progress thread next time."""
         # Not from who has read what it submitted: the progress thread, once woken, may do so in any moment in which the
         # program does not hold the interpreter's lock, and would then be woken, and in the way, each time.
-        submitted_s, self._submitted_s = self._submitted_s, None
-        if submitted_s is not None:
-            self._prompt = self._prompt + 1 if self._clock() - submitted_s < _PROMPT_S else 0
+        if self._burst_s is not None:
+            self._burst_s = None
+            self._fast_waits = self._fast_waits + 1 if self._clock() - self._submitted_s < _FAST_WAIT_S else 0
 
     def wait(self, operation: Operation) -> None:
         """Return when an operation is done; this thread, which is counted as a waiter, drives unless another does."""
-        under_way = self._under_way
+        pending = self._pending
         if self._waits_since is None:
             self._waits_since = self._clock()
         try:
-            while self._may_drive_for(operation):
+            while not operation.done:
+                drives = not pending.closed and self._turn.acquire(blocking=False)
+                if not (drives or self._wait_for_turn(operation)):
+                    return
                 try:
-                    self._drive(lambda: operation.done, hurried=True)
+                    self._drive(operation)
                 finally:
                     self._turn.release()
         finally:
-            with under_way.lock:
-                under_way.waiters -= 1
-                if under_way.waiters:
-                    under_way.changed.notify_all()
+            with pending.lock:
+                pending.waiters -= 1
+                if pending.waiters:
+                    pending.wake_sleepers()
                 else:
-                    self._waited_s, self._waits_since = self.waited_s, None
-                    if under_way.count:
+                    if self._waits_since is not None:
+                        self._waited_s += self._clock() - self._waits_since
+                        self._waits_since = None
+                    if pending.count:
                         self.wake()
 
     def try_step(self) -> None:
         """Make a step of progress unless another thread drives."""
         if self._turn.acquire(blocking=False):
             try:
-                self._progress.step()
+                if self._pending.failure is None:
+                    self._progress.step()
             finally:
                 self._turn.release()
-            self._under_way.wake_waiters()
+            with self._pending.lock:
+                self._pending.wake_sleepers()
 
     def is_patient(self) -> bool:
-        """Return whether what is under way goes on beside the program, which needs the core more."""
-        return self._progress.overlaps and not self._under_way.waiters
+        """Return whether what runs now goes on beside the program, which needs the core more."""
+        return self._progress.overlaps and not self._pending.waiters
 
     def fail(self, error: BaseException) -> None:
-        """End everything that is under way, with an error."""
+        """End everything with an error."""
         with self._turn:
             self._progress.fail(error)
 
     def close(self) -> None:
-        """End everything that is under way, and the progress thread; does nothing the second time."""
-        under_way = self._under_way
-        with under_way.lock:
-            if under_way.closed or under_way.barred:
+        """End everything, and the progress thread; does nothing the second time."""
+        pending = self._pending
+        with pending.lock:
+            if pending.closed or pending.barred:
                 return
-            under_way.closed = True
-            under_way.changed.notify_all()
+            pending.closed = True
+            pending.wake_sleepers()
             self._ring()
         try:
             with self._turn:
@@ -162,14 +179,15 @@ class Driver:
                 self._thread.join()
             self._progress.close()
 
-    def _may_drive_for(self, operation: Operation) -> bool:
-        """Wait until this thread may drive (return True), or the operation is done (return False)."""
-        # Tried with the lock held, for whoever stops driving tells the waiters so with it held.
-        with self._under_way.lock:
+    def _wait_for_turn(self, operation: Operation) -> bool:
+        """Wait until this thread drives (return True), or the operation is done (return False)."""
+        # Tried with the lock held, as a thread that stops driving holds it when it tells the waiters so.
+        with self._pending.lock:
             while not operation.done:
-                if not self._under_way.closed and self._turn.acquire(blocking=False):
+                if not self._pending.closed and self._turn.acquire(blocking=False):
                     return True
-                self._under_way.changed.wait(_IDLE_S)
+                self._ring()  # the progress thread may nap
+                self._pending.sleep(_IDLE_S)
         return False
 
     # ---- the progress thread ----
@@ -184,51 +202,66 @@ class Driver:
             self._bell.release()
 
     def _run_thread(self) -> None:
-        with self._inside:
+        with self._guard:
             self._make_progress()
 
     def _make_progress(self) -> None:
-        under_way, progress = self._under_way, self._progress
-        doze_s = _DOZE_S[0]
-        while not under_way.closed:
+        pending, progress = self._pending, self._progress
+        sleep_s = _BACKOFF_S[0]
+        while not pending.closed:
+            with pending.lock:
+                self._looks_soon = self._clock() - progress.news_s < _GRACE_S
+                self._asleep = pending.waiters > 0 or not pending.count
+                self._asleep = self._asleep or (self._looks_soon and self._program_submits())
             rung = True
-            with under_way.lock:
-                self._asleep = under_way.waiters > 0 or not under_way.count
-                self._dozing = self._clock() - progress.news_s < _LINGER_S
             if self._asleep:
-                until_s = doze_s if self._dozing else _IDLE_S if progress.coordinates else -1
+                until_s = sleep_s if self._looks_soon else _IDLE_S if self._followers else -1
                 rung = self._bell.acquire(timeout=until_s)
                 self._asleep = False
-            if under_way.waiters or (self._dozing and not under_way.count):
-                doze_s = min(2 * doze_s, _DOZE_S[1])
+            if pending.waiters or (self._looks_soon and (not pending.count or self._program_submits())):
+                sleep_s = min(2 * sleep_s, _BACKOFF_S[1])
                 continue
-            doze_s = _DOZE_S[0]
-            if not rung:  # it has slept its time out: if the program has submitted something, it did not wait for it
-                self._prompt = 0
+            sleep_s = _BACKOFF_S[0]
+            if not rung:  # the program has submitted something, if anything, and has not waited for it
+                self._fast_waits = 0
             with self._turn:
                 progress.overlaps = True
-                self._drive(lambda: bool(under_way.waiters) or not under_way.count, hurried=False)
+                self._drive(None)
                 progress.overlaps = False
-            under_way.wake_waiters()
+            with pending.lock:
+                pending.wake_sleepers()
+
+    def _program_submits(self) -> bool:
+        """Return whether the program, which will wait at once for what it submits, is still submitting."""
+        return (
+            self._fast_waits >= _FAST_WAITS
+            and self._burst_s is not None
+            and self._clock() - self._submitted_s < _FAST_WAIT_S
+        )
 
     # ---- driving; it is this thread's turn ----
 
-    def _drive(self, finished: Callable[[], bool], *, hurried: bool) -> None:
-        """Make progress until ``finished()``; hurried if somebody waits for it and has nothing else to do."""
-        under_way, progress = self._under_way, self._progress
+    def _drive(self, operation: Operation | None) -> None:
+        """Make progress until an operation, for which this thread waits, is done.
+
+        None: on the progress thread, until another thread waits or nothing is pending.
+        """
+        pending, progress = self._pending, self._progress
         tries = 0
-        while not under_way.closed and under_way.failure is None:
+        while not pending.closed and pending.failure is None:
             moved = progress.step()
-            if finished():
+            if operation.done if operation is not None else (pending.waiters or not pending.count):
                 return
             tries += 1
             if moved:
                 tries = 0
-            elif hurried and tries < _TRIES:
+            elif operation is not None and tries < _TRIES:
                 os.sched_yield()
             else:
                 tries = 0
                 quiet_s = self._clock() - progress.news_s
-                if quiet_s > _YIELD_S or not hurried:
-                    # MPI has nothing to sleep on; to spin would take the core from ranks that share it.
-                    time.sleep(_LONG_NAP_S if quiet_s >= 1.0 else _NAP_S if hurried else _UNHURRIED_NAP_S)
+                # MPI has nothing to sleep on; to spin would take the core from ranks that share it.
+                if operation is None:
+                    self._bell.acquire(timeout=_LONG_NAP_S if quiet_s >= 1.0 else _NAP_BESIDE_S)
+                elif quiet_s > _YIELD_S:
+                    time.sleep(_LONG_NAP_S if quiet_s >= 1.0 else _NAP_S)

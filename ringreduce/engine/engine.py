@@ -15,11 +15,13 @@ from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import CollectiveError, ConfigError, RingReduceError
 from ringreduce.common.instruments import EngineTally
 from ringreduce.engine.driver import Driver
-from ringreduce.engine.operations import Operation, Refusal, UnderWay, Withdrawal, WithdrawnError
+from ringreduce.engine.exchange import Exchange
+from ringreduce.engine.operations import Operation, Refusal, Withdrawal, WithdrawnError
+from ringreduce.engine.pending import PendingOperations
 from ringreduce.engine.progress import Progress
 from ringreduce.transport.control import ControlChannel
 
-__all__ = ["Engine", "Entrance"]
+__all__ = ["Engine", "ReentrancyGuard"]
 
 
 class Engine:
@@ -43,10 +45,18 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._communicator = communicator
-        self._entrance = Entrance()
-        self._under_way = UnderWay(communicator.instruments)
-        self._progress = Progress(communicator, channel, self._under_way, find_lost, clock)
-        self._driver = Driver(self._progress, self._under_way, self._entrance, threads=threads, clock=clock)
+        self._guard = ReentrancyGuard()
+        self._pending = PendingOperations(communicator.instruments)
+        exchange = Exchange(channel, communicator.rank, communicator.size, communicator.config, clock)
+        self._progress = Progress(communicator, exchange, self._pending, find_lost, clock)
+        self._driver = Driver(
+            self._progress,
+            self._pending,
+            self._guard,
+            followers=bool(exchange.followers),
+            threads=threads,
+            clock=clock,
+        )
         communicator.wait_patiently(self._driver.is_patient)
         self._names: Counter[str] = Counter()  # by kind
 
@@ -57,7 +67,7 @@ class Engine:
     @property
     def tally(self) -> EngineTally:
         """What the engine has done so far."""
-        return self._progress.tally
+        return self._pending.tally
 
     @property
     def joins(self) -> int:
@@ -87,9 +97,9 @@ class Engine:
             ShutdownError: the engine was closed.
             TransportError: an earlier operation failed in a way that ended all.
         """
-        with self._entrance:
-            with self._under_way.lock:
-                error = self._under_way.add(operation, unique=unique)
+        with self._guard:
+            with self._pending.lock:
+                error = self._pending.add(operation, unique=unique)
                 self._driver.submitted()
             if error is not None:
                 raise error
@@ -109,16 +119,19 @@ class Engine:
         Raises:
             what `submit` and `wait` raise.
         """
-        with self._entrance:
-            with self._under_way.lock:
-                error = self._under_way.add(operation, unique=unique)
+        with self._guard:
+            pending = self._pending
+            with pending.lock:
+                error = pending.add(operation, unique=unique)
                 if error is not None:
                     self._driver.wake()
                     raise error
-                self._under_way.waiters += 1
-            self._under_way.add_wait()
+                pending.waiters += 1
+            pending.inbox.append(None)  # it waits
             self._driver.wait(operation)
-            return _outcome(operation)
+        if operation.error is not None:
+            raise operation.error
+        return operation.result
 
     def withdraw(self, operations: Sequence[Operation]) -> None:
         """Withdraw speculative operations; returns at once, and takes no lock, for finalizers.
@@ -126,7 +139,7 @@ class Engine:
         Those that all ranks have submitted when the coordinator hears of it run all the same. Once an operation is
         done, `Operation.withdrawn` says whether it was withdrawn.
         """
-        self._under_way.inbox.append(Withdrawal(operations))
+        self._pending.inbox.append(Withdrawal(operations))
 
     def settle(self, operation: Operation) -> bool:
         """Withdraw an operation that is speculative; return whether it has run after all, once that is known.
@@ -154,16 +167,16 @@ class Engine:
         Raises:
             what `submit` raises.
         """
-        with self._entrance, self._under_way.lock:
-            join = self._under_way.add_join()
+        with self._guard, self._pending.lock:
+            join = self._pending.add_join()
             self._driver.submitted()
         return join
 
     def poll(self, operation: Operation) -> bool:
         """Return whether an operation is done. It may take a step of progress, and waits for other ranks only there."""
-        self._under_way.add_wait()
+        self._pending.add_wait()
         if not operation.done:
-            with self._entrance:
+            with self._guard:
                 self._driver.try_step()
         return operation.done
 
@@ -176,19 +189,21 @@ class Engine:
             PeerLostError: a rank that it needs has shut down or died.
             ShutdownError: this rank has shut down.
         """
-        under_way, driver = self._under_way, self._driver
-        under_way.add_wait()
+        pending, driver = self._pending, self._driver
+        pending.add_wait()
         driver.observe_wait()
         if not operation.done:
-            with self._entrance:
-                with under_way.lock:
-                    under_way.waiters += 1
+            with self._guard:
+                with pending.lock:
+                    pending.waiters += 1
                 driver.wait(operation)
-        return _outcome(operation)
+        if operation.error is not None:
+            raise operation.error
+        return operation.result
 
     def fail(self, error: BaseException) -> None:
         """End everything that is under way with an error, on the other ranks too; nothing is submitted from here on."""
-        with self._entrance:
+        with self._guard:
             self._driver.fail(error)
 
     def close(self) -> None:
@@ -197,7 +212,7 @@ class Engine:
         Raises:
             ConfigError: the thread that calls this is in the engine already.
         """
-        with self._entrance:
+        with self._guard:
             self._driver.close()
 
     def disown(self, reason: str) -> None:
@@ -208,13 +223,11 @@ class Engine:
         Args:
             reason: what the `ConfigError` of later calls says, and of waits for what the rank has under way.
         """
-        self._entrance = Entrance()
-        self._under_way.renew_locks()
-        self._under_way.barred = reason
-        self._progress.disown(reason)
+        self._guard = ReentrancyGuard()
+        self._pending.disown(reason)
 
 
-class Entrance:
+class ReentrancyGuard:
     """Lets no thread in a second time while it is inside: it would wait for itself.
 
     Raises:
@@ -246,9 +259,3 @@ def _is_below(frame: FrameType, top: FrameType | None) -> bool:
             return True
         top = top.f_back
     return False
-
-
-def _outcome(operation: Operation) -> Any:
-    if operation.error is not None:
-        raise operation.error
-    return operation.result

@@ -2,46 +2,62 @@
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from time import perf_counter
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any, NamedTuple
 
-from ringreduce.buffers import DType, Operand, operand_of
+import numpy as np
+
+from ringreduce.buffers import DType, Operand, operand_of, typed
+from ringreduce.collectives import Feedback
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.call_sites import Stack, place_of, program_stack, refusal
-from ringreduce.common.errors import ConfigError, RingReduceError, ShutdownError, since
-from ringreduce.common.instruments import Instruments
+from ringreduce.common.errors import RingReduceError
 from ringreduce.common.reduce_ops import ReduceOp
-from ringreduce.engine.orders import Kind, OperationSignature
+from ringreduce.engine.decisions import Kind, OperationSignature, Run
+from ringreduce.engine.execution import Executor, neutral_array
 
 __all__ = [
     "BlockingCall",
+    "CollectiveOp",
     "Gather",
     "InPlace",
+    "InPlaceAllreduce",
     "Join",
     "Operation",
     "Reduction",
     "Refusal",
-    "UnderWay",
+    "RefusedError",
     "Withdrawal",
     "WithdrawnError",
     "is_unnamed",
+    "stand_in",
     "unnamed",
 ]
 
 _UNNAMED = " without a name"
 
 
+class RefusedError(Exception):
+    """This rank cannot run an operation, and has told the others so in a collective.
+
+    Attributes:
+        reason: the error that says why.
+    """
+
+    def __init__(self, reason: Exception) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
 class Operation:
-    """A named operation; once it is done it has a result or an error.
+    """A named operation: it carries itself out, and has a result or an error then.
 
     Args:
-        name: what matches it with the other ranks' operations.
+        name: operations of the same name on all ranks belong together.
         signature: what must agree.
-        stack: where the program made it; None: it makes it now.
+        stack: where the program made it; None: where the program is now.
 
     Attributes:
         done: whether it has ended; the result or the error is set before this becomes true.
@@ -57,12 +73,27 @@ class Operation:
     def __init__(self, name: str, signature: OperationSignature, stack: Stack | None = None) -> None:
         self.name = name
         self.signature = signature
-        self.stack = program_stack() if stack is None else stack
+        if stack is None:  # the lines of operations with a name are not compared: one is enough for people
+            stack = program_stack() if name.endswith(_UNNAMED) else program_stack(1)
+        self.stack = stack
         self.done = self.withdrawn = False
         self.parts: Callable[[], Sequence[str]] | None = None
         self.result: Any = None
         self.error: BaseException | None = None
         self.record = [0.0, 0.0, 0.0, name, signature.text, self.stack, None]
+
+    def carry_out(self, executor: Executor, run: Run, together: Sequence[Any]) -> None:
+        """Set the result, by collectives of the engine's communicator that all ranks call now.
+
+        Args:
+            executor: has the communicator, and packs arrays.
+            run: what was decided; the same on all ranks.
+            together: all operations of this rank that travel together, of one class; this one is the first.
+
+        Raises:
+            RefusedError: this rank could not begin; the others know why.
+        """
+        raise AssertionError(f"{type(self).__name__} is never run")
 
     @property
     def site(self) -> str:
@@ -113,31 +144,62 @@ class Reduction(Operation):
         before: Callable[[], object] | None = None,
         after: Callable[[], Any] | None = None,
     ) -> None:
+        if targets is not sources and len(sources) == 1 and sources[0] is targets[0]:
+            sources = targets
         self.given = [Operand.of(source) for source in sources]
         self.taken = self.given if targets is sources else [Operand.of(target) for target in targets]
         for taken in self.taken:
             taken.require_writable()
-        super().__init__(name, OperationSignature(text, Kind.REDUCTION, op.value, _counted(self.given)))
+        if len(sources) == 1:
+            (only,) = self.given
+            counts: tuple[tuple[str, int], ...] = ((only.dtype.name, only.view.size),)
+        else:
+            counts = _counted(self.given)
+        super().__init__(name, _reduction_signature(text, op, counts))
         self.op = op
         self.sources = sources
         self.targets = targets
         self.before = before
         self.after = after
 
+    def carry_out(self, executor: Executor, run: Run, together: Sequence[Reduction]) -> None:
+        try:
+            for each in together:
+                if each.before is not None:
+                    each.before()
+        except Exception as error:
+            executor.communicator.refuse("allreduce", error)
+            raise RefusedError(error) from error
+        if len(run.operations) > 1 or len(self.sources) > 1 or run.active < executor.size:
+            pairs = [pair for each in together for pair in zip(each.given, each.taken, strict=True)]
+            executor.reduce_packed(self.op, run.totals, pairs, run.active)
+        elif self.targets is self.sources:
+            array = self.sources[0]
+            executor.communicator.allreduce(array, self.op, out=array)  # repeated with the same object, it is fastest
+        else:
+            executor.communicator.allreduce_operands(self.given[0], self.taken[0], self.op)
+        for each in together:
+            try:
+                each.result = each.targets if each.after is None else each.after()
+            except Exception as error:  # an error of this rank alone: the ranks are in step
+                each.error = error
+
+
+@lru_cache(maxsize=4096)
+def _reduction_signature(text: str, op: ReduceOp, counts: tuple[tuple[str, int], ...]) -> OperationSignature:
+    return OperationSignature(text, Kind.REDUCTION, op.value, counts)
+
 
 def _counted(operands: Sequence[Operand]) -> tuple[tuple[str, int], ...]:
     """Return how many elements of each dtype there are."""
-    if len(operands) == 1:  # the usual case, a microsecond faster
-        (only,) = operands
-        return ((only.dtype.name, only.view.size),)
     counts: dict[str, int] = {}
     for operand in operands:
         counts[operand.dtype.name] = counts.get(operand.dtype.name, 0) + operand.view.size
     return tuple(counts.items())
 
 
-class BlockingCall(Operation):
-    """Any other collective: a function that makes blocking calls, the same on all ranks.
+class CollectiveOp(Operation):
+    """Any other collective: a function that makes blocking calls, the same ones on all ranks.
 
     Args:
         name: as for `Operation`.
@@ -150,6 +212,9 @@ class BlockingCall(Operation):
     def __init__(self, name: str, text: str, run: Callable[[Communicator], Any]) -> None:
         super().__init__(name, OperationSignature(text))
         self.run = run
+
+    def carry_out(self, executor: Executor, run: Run, together: Sequence[Operation]) -> None:
+        self.result = self.run(executor.communicator)
 
 
 class Refusal(Operation):
@@ -177,7 +242,7 @@ class Join(Operation):
         super().__init__("join", OperationSignature("join"))
 
 
-class InPlace(Operation):
+class InPlaceAllreduce(Operation):
     """An allreduce of one or more arrays, each of them where it is: they travel neither together nor with others.
 
     Ranks that have joined take part with neutral elements.
@@ -196,7 +261,7 @@ class InPlace(Operation):
         active: how many ranks contributed, once it is done.
     """
 
-    __slots__ = ("active", "arrays", "feedbacks", "within")
+    __slots__ = ("active", "arrays", "feedbacks", "op", "within")
 
     def __init__(
         self,
@@ -215,8 +280,13 @@ class InPlace(Operation):
             name,
             OperationSignature(text, Kind.IN_PLACE, op.value, parts, wire or "", bool(feedbacks), speculative),
         )
-        self.arrays, self.feedbacks, self.within = arrays, feedbacks, within
+        self.op, self.arrays, self.feedbacks, self.within = op, arrays, feedbacks, within
         self.active = 0
+
+    def carry_out(self, executor: Executor, run: Run, together: Sequence[Operation]) -> None:
+        with nullcontext() if self.within is None else self.within():
+            executor.reduce_in_place(self.op, self.arrays, self.signature.wire or None, self.feedbacks, run.active)
+        self.active = run.active
 
 
 class Gather(Operation):
@@ -226,7 +296,7 @@ class Gather(Operation):
         name: as for `Operation`.
         text: all that must agree, in words.
         arrays: two-dimensional; the ranks may have different numbers of rows.
-        within: as for `InPlace`.
+        within: as for `InPlaceAllreduce`.
     """
 
     __slots__ = ("arrays", "within")
@@ -242,6 +312,27 @@ class Gather(Operation):
         super().__init__(name, OperationSignature(text, Kind.GATHER, counts=parts))
         self.arrays, self.within = arrays, within
 
+    def carry_out(self, executor: Executor, run: Run, together: Sequence[Operation]) -> None:
+        with nullcontext() if self.within is None else self.within():
+            self.result = [executor.communicator.allgather(array) for array in self.arrays]
+
+
+def stand_in(executor: Executor, run: Run) -> None:
+    """Take part, with neutral elements, in operations that this rank, which has joined, has not submitted."""
+    signature = run.operations[0].signature
+    if signature.kind is Kind.GATHER:
+        for name, length in signature.counts:
+            executor.communicator.allgather(typed(np.empty(0, np.uint8), DType.of(name)).reshape(0, length))
+        return
+    op = ReduceOp(signature.op)
+    if signature.kind is Kind.REDUCTION:
+        executor.reduce_packed(op, run.totals, [], run.active)
+        return
+    assert signature.kind is Kind.IN_PLACE, signature
+    arrays = [neutral_array(op, DType.of(name), count) for name, count in signature.counts]
+    feedbacks = [Feedback(keep=False) for _ in arrays] if signature.feedback else []  # all ranks give them, or none
+    executor.reduce_in_place(op, arrays, signature.wire or None, feedbacks, run.active)
+
 
 class WithdrawnError(RingReduceError):
     """What ends an operation that this rank has withdrawn; no program sees it."""
@@ -251,127 +342,6 @@ class Withdrawal(NamedTuple):
     """Asks the engine to withdraw speculative operations of this rank."""
 
     operations: Sequence[Operation]
-
-
-class UnderWay:
-    """The operations of a rank that are not done, and who waits for them: shared by all threads of an engine.
-
-    Args:
-        instruments: who is told.
-
-    Attributes:
-        inbox: what the program did, in order, as far as whoever drives has not read it; None: it waited.
-        lock: guards what follows; held for moments. Entering ``changed``, which wraps it, takes four times as long.
-        changed: notified when an operation is done, or nobody drives any more.
-        count: how many operations are not done.
-        waiters: how many threads wait for one.
-        join: the join that is not done.
-        closed: whether the engine was closed.
-        barred: why this process may not use the engine; empty: it may.
-        failure: what has ended everything.
-    """
-
-    def __init__(self, instruments: Instruments) -> None:
-        self.inbox: deque[Operation | Withdrawal | None] = deque()
-        self.count = 0
-        self.waiters = 0
-        self.join: Operation | None = None
-        self.closed = False
-        self.barred = ""
-        self.failure: BaseException | None = None
-        self._instruments = instruments
-        self._names: dict[str, Operation] = {}  # of operations that must be the only ones
-        self.renew_locks()
-
-    def renew_locks(self) -> None:
-        """Make new locks, in a forked process, where threads that are not there may hold these."""
-        self.lock = threading.Lock()
-        self.changed = threading.Condition(self.lock)
-
-    def add(self, operation: Operation, *, unique: bool = False) -> ConfigError | None:
-        """Count an operation and put it into the inbox; the lock is held.
-
-        Args:
-            operation: not done.
-            unique: whether its name must not be under way already. If it is, a refusal takes the operation's place.
-
-        Returns:
-            What the caller then raises.
-
-        Raises:
-            ConfigError, ShutdownError, TransportError: as from `Engine.submit`.
-        """
-        self._require_open()
-        error = None
-        if unique:
-            if operation.name in self._names:
-                error = ConfigError(
-                    f"an operation with the name {operation.name!r} is under way on this rank; "
-                    "synchronize it first, or choose another name"
-                )
-                kind = operation.signature.text.partition("(")[0]
-                operation = Refusal(operation.name, kind, error, operation.stack)
-            else:
-                self._names[operation.name] = operation
-        self.count += 1
-        operation.record[0] = perf_counter()
-        self._instruments.operations.append(operation.record)
-        if self._instruments.observers:
-            self._instruments.tell("operation_submitted", operation.name)
-            if operation.parts is not None:
-                self._instruments.tell("operation_described", operation.name, operation.parts())
-        self.inbox.append(operation)
-        return error
-
-    def add_join(self) -> Operation:
-        """Count a join and put it into the inbox; the lock is held. Raises as `add`."""
-        self._require_open()
-        self.join = Join()
-        self.count += 1
-        self.inbox.append(self.join)
-        return self.join
-
-    def add_wait(self) -> None:
-        """Record every wait, even for finished operations: the plan must not depend on timing."""
-        try:
-            if self.inbox[-1] is None:  # nothing was submitted since; a loop of polls must not fill the inbox
-                return
-        except IndexError:  # somebody has read everything
-            pass
-        self.inbox.append(None)
-
-    def end(self, operations: Sequence[Operation]) -> None:
-        """Make operations done, and wake the threads that wait."""
-        ended = perf_counter()
-        with self.lock:
-            for operation in operations:
-                operation.record[2] = ended
-                if operation.error is not None:
-                    operation.record[6] = repr(operation.error)
-                operation.done = True
-                if self._names.get(operation.name) is operation:
-                    del self._names[operation.name]
-                if operation is self.join:
-                    self.join = None
-            self.count -= len(operations)
-            if self.waiters:
-                self.changed.notify_all()
-
-    def wake_waiters(self) -> None:
-        """Let threads that wait see whether they can drive."""
-        with self.lock:
-            if self.waiters:
-                self.changed.notify_all()
-
-    def _require_open(self) -> None:
-        if self.barred:
-            raise ConfigError(self.barred)
-        if self.closed:
-            raise ShutdownError("ringreduce was shut down; call init() to start a new world")
-        if self.failure is not None:
-            raise since(self.failure, "operation")
-        if self.join is not None:
-            raise ConfigError("this rank has joined: it can submit nothing more until all ranks have")
 
 
 def _elements(array: Any) -> tuple[DType, int]:
@@ -388,3 +358,8 @@ def unnamed(kind: str) -> str:
 def is_unnamed(name: str) -> bool:
     """Return whether a name is one that `unnamed` gives."""
     return name.endswith(_UNNAMED)
+
+
+# Earlier names.
+BlockingCall = CollectiveOp
+InPlace = InPlaceAllreduce

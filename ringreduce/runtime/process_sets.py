@@ -150,7 +150,7 @@ class ProcessSet:
         Raises:
             ConfigError: this process is no member, or the set is not registered.
         """
-        return self._member_parts().communicator
+        return (self._parts or self._member_parts()).communicator
 
     @property
     def engine(self) -> Engine:
@@ -159,7 +159,7 @@ class ProcessSet:
         Raises:
             ConfigError: this process is no member, or the set is not registered.
         """
-        return self._member_parts().engine
+        return (self._parts or self._member_parts()).engine
 
     @property
     def connected(self) -> bool:

@@ -260,17 +260,18 @@ def _allreduce(
     """Return a request to reduce tensors out of autograd's sight; with ``first`` its result is not a list."""
     with preparing("allreduce", name, process_set) as prepare:
         tensors = prepare.listed(tensors)
-        sources = [TENSORS.without_graph(each) for each in tensors]
+        sources = [each.detach() if each.requires_grad else each for each in tensors]
         targets = sources if in_place else prepare.new_like(sources)
         given = tensors if in_place else targets
-
-        def result() -> Any:
-            if in_place:
-                for each in given:
-                    TENSORS.changed(each)
-            return given[0] if first else list(given)
-
+        result = partial(_result, given, first, in_place)
         return prepare.allreduce(sources, targets, chosen_op(op, average), prescale, postscale, result)
+
+
+def _result(tensors: _Tensors, first: bool, in_place: bool) -> Any:
+    if in_place:
+        for each in tensors:
+            TENSORS.changed(each)
+    return tensors[0] if first else list(tensors)
 
 
 def sparse_allreduce_async(

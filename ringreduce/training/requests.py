@@ -22,7 +22,7 @@ from ringreduce.common.arguments import real_number, row_counts, shown
 from ringreduce.common.conventions import Conventions
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
 from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
-from ringreduce.engine import BlockingCall, Engine, Operation, Reduction, Refusal, unnamed
+from ringreduce.engine import CollectiveOp, Engine, Operation, Reduction, Refusal, unnamed
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.framework import Arrays
@@ -159,7 +159,7 @@ class Request(NamedTuple):
     """An operation that only has to be started.
 
     Attributes:
-        operation: what is done; a `BlockingCall` if arrays are on a device.
+        operation: what is done; a `CollectiveOp` if arrays are on a device.
         process_set: the ranks that take part.
         unique: whether its name must not be under way already.
         arrays: the framework's, if it reads or writes arrays.
@@ -181,7 +181,7 @@ class Request(NamedTuple):
             release = self.arrays.keep_in_place(self.touched)
         if self.on_device:
             assert self.arrays is not None
-            assert isinstance(operation, BlockingCall)
+            assert isinstance(operation, CollectiveOp)
             operation.run, finish = self.arrays.beside_callers_stream(operation.run, self.touched)
         try:
             engine.submit(operation, unique=self.unique)
@@ -199,7 +199,7 @@ class Request(NamedTuple):
         operation = self.operation
         if self.on_device:
             assert self.arrays is not None
-            assert isinstance(operation, BlockingCall)
+            assert isinstance(operation, CollectiveOp)
             operation.run = self.arrays.on_callers_stream(operation.run, self.arrays.device_of(self.touched))
         return self.process_set.engine.run(operation, unique=self.unique)
 
@@ -220,15 +220,17 @@ class Preparing:
             one that is not registered (all ranks hear of it).
     """
 
-    __slots__ = ("_kind", "_name", "_process_set")
+    __slots__ = ("_key", "_kind", "_named", "_process_set")
 
     def __init__(self, kind: str, name: Any, process_set: Any) -> None:
-        self._kind, self._name, self._process_set = kind, name, process_set
-        named = name is None or isinstance(name, str)
-        if not (named and isinstance(process_set, ProcessSet) and process_set.process_set_id is not None):
+        self._kind, self._process_set = kind, process_set
+        self._named = isinstance(name, str)
+        self._key = name if self._named else unnamed(kind)
+        right = self._named or name is None
+        if not (right and isinstance(process_set, ProcessSet) and process_set.connected):
             with self:
                 require_process_set(process_set).included()  # raises unless it is registered
-                if not named:
+                if not right:
                     raise ConfigError(f"the name of an operation must be a str or None, got {shown(name)}")
 
     def __enter__(self: _Context) -> _Context:
@@ -246,11 +248,7 @@ class Preparing:
             text: what this rank wants; must agree on all ranks.
             run: takes the communicator; returns the result.
         """
-        return Request(BlockingCall(self._key, text, run), self._process_set, self._name is not None)
-
-    @property
-    def _key(self) -> str:
-        return self._name if isinstance(self._name, str) else unnamed(self._kind)
+        return Request(CollectiveOp(self._key, text, run), self._process_set, self._named)
 
 
 class PreparingArrays(Preparing):
@@ -292,23 +290,25 @@ class PreparingArrays(Preparing):
         """
         _require_some(sources)
         arrays = self._arrays
-        prescale, postscale = real_number("prescale_factor", prescale), real_number("postscale_factor", postscale)
-        text = _allreduce_in_words(op, prescale, postscale, tuple([(each.shape, each.dtype) for each in sources]))
-        if wire is not None:
-            text = f"{text} as {wire}"
+        if type(prescale) is not float or type(postscale) is not float:
+            prescale, postscale = real_number("prescale_factor", prescale), real_number("postscale_factor", postscale)
+        shapes = tuple([(each.shape, each.dtype) for each in sources])
+        text = _allreduce_in_words(op, prescale, postscale, shapes, wire)
         on_host = arrays.device_of(sources) is None and (targets is sources or arrays.device_of(targets) is None)
         if not on_host:
             text = f"{text} on {', '.join(map(arrays.place, sources))}"
-        op, postscale = self._scaled(op, postscale, sources)
+        if postscale != 1.0:
+            op, postscale = self._scaled(op, postscale, sources)
         before = None if prescale == 1.0 else partial(_scale, arrays, sources, prescale, targets)
         after = result if postscale == 1.0 else partial(_scale, arrays, targets, postscale, targets, result)
         given = sources if before is None else targets
-        reduce = _reduction_by_hand(arrays, op, wire)
-        if reduce is None:
-            kind = ReduceOp.parse(op)
+        if wire is not None or op in (Adasum, ReproducibleSum):
+            reduce = _reduction_by_hand(arrays, op, wire)
+        else:
+            kind = op if isinstance(op, ReduceOp) else ReduceOp.parse(op)
             if on_host:
                 reduction = Reduction(self._key, text, kind, given, targets, before=before, after=after)
-                return Request(reduction, self._process_set, self._name is not None, arrays, sources)
+                return Request(reduction, self._process_set, self._named, arrays, sources)
             reduce = partial(arrays.reduce_on_device, op=kind)
         self.require_usable(sources, targets)
 
@@ -401,7 +401,7 @@ class PreparingArrays(Preparing):
 
     def _scaled(self, op: Op, postscale: float, sources: Sequence[Any]) -> tuple[Op, float]:
         """Return the op and the factor with which these arrays are reduced, for those that the caller gave."""
-        if postscale == 1.0 or op != AVERAGE or not any(DType.of(each.dtype).integral for each in sources):
+        if postscale == 1.0 or op is not AVERAGE or not any(DType.of(each.dtype).integral for each in sources):
             return op, postscale
         conventions: Conventions = self._process_set.engine.communicator.config.conventions
         return conventions.scaled_average(postscale, self._process_set.size())
@@ -424,9 +424,12 @@ class PreparingArrays(Preparing):
 
     def listed(self, values: Any) -> Sequence[Any]:
         """Return the arrays of a group, which may come from a generator, as a sequence."""
-        if hasattr(values, "shape") or not isinstance(values, Iterable):
+        if isinstance(values, (list, tuple)):
+            listed: Sequence[Any] = values
+        elif hasattr(values, "shape") or not isinstance(values, Iterable):
             raise ConfigError(f"a group is a list of tensors, got one of type {type(values).__name__}; pass [tensor]")
-        listed = values if isinstance(values, (list, tuple)) else list(values)
+        else:
+            listed = list(values)
         self.require(*listed)
         return listed
 
@@ -470,10 +473,8 @@ def _scale(
     return targets if result is None else result()
 
 
-def _reduction_by_hand(arrays: Arrays, op: Op, wire: str | None) -> Callable[..., object] | None:
-    """Return a function that reduces arrays where a `Reduction` cannot: Adasum, exact sums, wire formats; else None."""
-    if wire is None and op not in (Adasum, ReproducibleSum):
-        return None
+def _reduction_by_hand(arrays: Arrays, op: Op, wire: str | None) -> Callable[..., object]:
+    """Return a function that reduces arrays where a `Reduction` cannot: for Adasum, exact sums and wire formats."""
 
     def reduce(communicator: Communicator, sources: Sequence[Any], targets: Sequence[Any]) -> None:
         _scale(arrays, sources, 1.0, targets)
@@ -524,19 +525,21 @@ def chosen_op(op: Op | None, average: bool | None) -> Op:
         return AVERAGE if average else SUM
     if op is None:
         return AVERAGE
-    return op if op in (Adasum, ReproducibleSum) else ReduceOp.parse(op)
+    return op if isinstance(op, ReduceOp) or op in (Adasum, ReproducibleSum) else ReduceOp.parse(op)
 
 
 # ---- arrays in words ----
 
 
 @lru_cache(maxsize=4096)
-def _allreduce_in_words(op: Op, prescale: float, postscale: float, arrays: tuple[tuple[Any, Any], ...]) -> str:
+def _allreduce_in_words(
+    op: Op, prescale: float, postscale: float, arrays: tuple[tuple[Any, Any], ...], wire: str | None
+) -> str:
     kind = "allreduce" if len(arrays) == 1 else "grouped allreduce"
     word = op if isinstance(op, str) else op.value
     words = ", ".join(_in_words(shape, dtype) for shape, dtype in arrays)
     scales = f", scaled by {prescale} and {postscale}" if (prescale, postscale) != (1.0, 1.0) else ""
-    return f"{kind}({word}, {words}{scales})"
+    return f"{kind}({word}, {words}{scales})" + (f" as {wire}" if wire is not None else "")
 
 
 def in_words(*arrays: Any, any_rows: bool = False) -> str:

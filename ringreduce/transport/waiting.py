@@ -62,7 +62,7 @@ class Waiter:
         for _ in range(0 if self.crowded or self.patient() else _POLLS):
             if ready():
                 return
-        self._check(ready, waiting_for, _YIELD_S, _NAP_S, _YIELDS)
+        self._check(ready, waiting_for, _YIELD_S, (_NAP_S, _NAP_S), _YIELDS)
 
     def until_some(self, ready: Callable[[], object], waiting_for: Callable[[], str]) -> None:
         """Return soon after ``ready()`` is true, which ends one of several large transfers that are under way.
@@ -75,20 +75,26 @@ class Waiter:
         """
         patient, slow = self.patient(), self._usual_s > _SLOW_S
         yield_s = 0.0 if patient or slow else _SOME_YIELD_S
-        nap_s = _PATIENT_NAP_S if patient else max(self._usual_s / 8, _NAP_S)
-        took_s = self._check(ready, waiting_for, yield_s, nap_s, 1)
+        naps_s = max(self._usual_s / 8, _NAP_S), _PATIENT_NAP_S
+        took_s = self._check(ready, waiting_for, yield_s, naps_s, 1)
         if not (patient or self.patient()):
             self._usual_s += (min(took_s, _MOST_S) - self._usual_s) / 8
 
     def _check(
-        self, ready: Callable[[], object], waiting_for: Callable[[], str], yield_s: float, nap_s: float, checks: int
+        self,
+        ready: Callable[[], object],
+        waiting_for: Callable[[], str],
+        yield_s: float,
+        naps_s: tuple[float, float],
+        checks: int,
     ) -> float:
         """Wait until ``ready()``; return about how long that took.
 
         Args:
             ready, waiting_for: as for `until`.
             yield_s: how long to check all the time; less, if the rank is patient.
-            nap_s: how long each nap is after that, for the first second.
+            naps_s: how long each nap is after that, for the first second: where nobody computes, and where the rank is
+                patient, which may change during the wait.
             checks: how many there are between two naps.
         """
         started = time.monotonic()
@@ -101,10 +107,11 @@ class Waiter:
             for watcher in self.watchers:
                 watcher()
             elapsed = time.monotonic() - started
-            naps = elapsed > yield_s or (elapsed > _PATIENT_YIELD_S and self.patient())
+            patient = self.patient()
+            naps = elapsed > yield_s or (elapsed > _PATIENT_YIELD_S and patient)
             if naps:
                 # Flags and MPI have nothing to sleep on; to spin for long would take the core from those waited for.
-                time.sleep(nap_s if elapsed < 1.0 else _LONG_NAP_S)
+                time.sleep(naps_s[patient] if elapsed < 1.0 else _LONG_NAP_S)
         if not ready():
             raise CollectiveTimeoutError(f"waited {self.timeout_s:g} s for {waiting_for()}")
         return elapsed

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringreduce.engine.fusion import plan
+from ringreduce.engine.coordinator import fuse
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ from ringreduce.engine.fusion import plan
 )
 def test_groups(items: list[tuple[str, int]], limit: int, groups: list[list[int]]) -> None:
     """Of one kind, in order, closed by the item that fills them; an item larger than the limit fills any."""
-    assert plan(items, limit) == groups
+    assert fuse(items, limit) == groups
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 20))), st.integers(1, 40))
@@ -34,7 +34,7 @@ def test_every_item_has_one_place(items: list[tuple[str, int]], limit: int) -> N
     """Groups hold all items, each once and in order, of one kind; all but the last of a kind are full, and no group
     was full before its last item came.
     """
-    groups = plan(items, limit)
+    groups = fuse(items, limit)
     assert sorted(index for members in groups for index in members) == list(range(len(items)))
     assert [members[0] for members in groups] == sorted(members[0] for members in groups)
     last = {items[members[0]][0]: members for members in groups}

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringreduce.common.call_sites import GivenUp
-from ringreduce.engine.negotiation import Coordinator, Participant
-from ringreduce.engine.orders import (
+from ringreduce.engine.coordinator import Coordinator
+from ringreduce.engine.decisions import (
     Expired,
     Joined,
     Kind,
@@ -29,6 +29,7 @@ from ringreduce.engine.orders import (
     Waiting,
     Withdrawn,
 )
+from ringreduce.engine.participant import Participant
 
 SIZES = [1, 2, 3, 4]
 BIG = 1 << 30
@@ -86,24 +87,24 @@ class Rank:
 
     def hear(self, note: Any) -> None:
         """Do what the coordinator says."""
-        order = self.participant.hear(note)
-        if isinstance(order, Run):
-            for named in order.operations:
-                self._finish(named.name, named.signature, submitted=order.active == self.participant._size)
-            self.log.append(("run", order.operations, order.active))
-        elif isinstance(order, Refuse):
-            self._finish(order.name)
-            self.log.append(("refuse", order.name, order.values))
-        elif isinstance(order, Joined):
+        decision = self.participant.hear(note)
+        if isinstance(decision, Run):
+            for named in decision.operations:
+                self._finish(named.name, named.signature, submitted=decision.active == self.participant._size)
+            self.log.append(("run", decision.operations, decision.active))
+        elif isinstance(decision, Refuse):
+            self._finish(decision.name)
+            self.log.append(("refuse", decision.name, decision.values))
+        elif isinstance(decision, Joined):
             self.joining = False
-            self.log.append(("joined", order.last))
-        elif isinstance(order, Lost):
-            self.lost = order.rank
+            self.log.append(("joined", decision.last))
+        elif isinstance(decision, Lost):
+            self.lost = decision.rank
             self.program.clear()
             self.pending.clear()
             self.joining = False
         else:
-            assert order is None
+            assert decision is None
 
     def _finish(self, name: str, signature: OperationSignature | None = None, *, submitted: bool = False) -> None:
         assert self.pending[name] or not submitted, f"{name} runs on rank {self.number}, which has not submitted it"

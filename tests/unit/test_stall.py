@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ringreduce.engine.orders import Waiting
-from ringreduce.engine.stall import StallWatch
+from ringreduce.engine.coordinator import StallWatch
+from ringreduce.engine.decisions import Waiting
 
 
 def waiting(name: str = "x", since: float = 0.0) -> Waiting:

@@ -1,4 +1,4 @@
-"""Operation signatures, and the coordinator's decisions."""
+"""What ranks say about operations: signatures and notes; and what the coordinator decides."""
 
 from __future__ import annotations
 
@@ -9,20 +9,25 @@ from typing import Any, NamedTuple
 from ringreduce.common.call_sites import GivenUp
 
 __all__ = [
+    "Decision",
     "Expired",
     "Joined",
     "Kind",
     "Late",
     "Lost",
     "Named",
+    "Note",
     "OperationSignature",
-    "Order",
     "Refuse",
     "Run",
     "Stalled",
     "Waiting",
     "Withdrawn",
 ]
+
+
+#: What participants and the coordinator send each other: a list of plain values, its kind first.
+Note = list[Any]
 
 
 class Kind(IntEnum):
@@ -63,7 +68,7 @@ class OperationSignature(NamedTuple):
 
     @classmethod
     def decode(cls, said: tuple[Any, ...]) -> OperationSignature:
-        """Read what `encode` returned."""
+        """Return the signature that `encode` turned into plain values."""
         text, kind, *more = said
         return cls(text, Kind(kind), *more)
 
@@ -85,14 +90,16 @@ class Run:
 
     Attributes:
         operations: those that travel together.
+        names: theirs.
         active: how many ranks submitted them; the others have joined.
         totals: of allreduces, how many elements of each dtype travel; the same on all ranks, in the same order.
     """
 
-    __slots__ = ("active", "operations", "totals")
+    __slots__ = ("active", "names", "operations", "totals")
 
     def __init__(self, operations: tuple[Named, ...], active: int) -> None:
         self.operations = operations
+        self.names = [name for name, _ in operations]
         self.active = active
         self.totals: dict[str, int] = {}
         for _, signature in operations:
@@ -165,7 +172,7 @@ class Lost(NamedTuple):
     why: GivenUp
 
 
-Order = Run | Refuse | Joined | Late | Stalled | Expired | Withdrawn | Lost
+Decision = Run | Refuse | Joined | Late | Stalled | Expired | Withdrawn | Lost
 
 
 class Waiting(NamedTuple):

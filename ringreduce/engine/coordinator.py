@@ -27,170 +27,17 @@ and nobody knows which of its next operations belong to the others'.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ringreduce.buffers import DType
-from ringreduce.common.call_sites import GivenUp
-from ringreduce.engine.fusion import plan
-from ringreduce.engine.orders import (
-    Expired,
-    Joined,
-    Kind,
-    Late,
-    Lost,
-    Named,
-    OperationSignature,
-    Order,
-    Refuse,
-    Run,
-    Stalled,
-    Waiting,
-    Withdrawn,
-)
+from ringreduce.engine.decisions import Kind, Named, Note, OperationSignature, Waiting
 
-__all__ = ["Coordinator", "Note", "Participant"]
-
-#: What is sent: a list of plain values, its kind first.
-Note = list[Any]
+__all__ = ["Coordinator", "StallWatch", "fuse"]
 
 _REMEMBERED = 4096  # names that came once
 _LATE_S = 1e-3  # less is no news: ranks are never in step to the microsecond
 _BREAKS = 8  # how often a plan for an operation may prove wrong before it travels alone for good
-
-
-class Participant:
-    """One rank's side: turns what its program does into notes, and the coordinator's notes into orders.
-
-    Args:
-        size: the number of ranks.
-        plans: whether this is the coordinator's rank, whose program decides what is fused.
-    """
-
-    def __init__(self, size: int, *, plans: bool) -> None:
-        self._size = size
-        self._plans = plans
-        self._numbers: dict[str, dict[OperationSignature, int]] = {}
-        self._named: dict[int, Named] = {}
-        self._groups: dict[int, tuple[int, ...]] = {}
-        self._group_of: dict[int, int] = {}
-        self._runs: dict[int, Run] = {}  # of all ranks, by number
-        self._held: dict[int, dict[int, None]] = {}  # group -> those of its operations that wait for the others
-        self._holders: dict[str, int] = {}  # name -> the group in which an operation of this name waits
-        self._unused: list[Note] = []  # changes of the plan, to be made when the program has waited
-        self._since_wait: list[int] = []
-        self._has_waited = True  # since the last submission
-
-    def submit(self, name: str, signature: OperationSignature) -> list[Note]:
-        """Return what to tell the coordinator when the program submits an operation."""
-        if self._has_waited:  # only then: a group whose first operations are submitted already would break
-            self._has_waited = False
-            self._apply_plan()
-        known = self._numbers.get(name)
-        number = None if known is None else known.get(signature)
-        notes: list[Note] = []
-        holder = self._holders.get(name)
-        if holder is not None and not self._follows(number, name, holder):
-            notes = self._dissolve(holder)  # operations that share a name are matched in the order of submission
-        if number is None:
-            return [*notes, ["new", name, signature.encode()]]
-        if self._plans and signature.fusible:
-            self._since_wait.append(number)
-        group = self._group_of.get(number)
-        if group is None:
-            return [*notes, ["known", number]]
-        held = self._held.setdefault(group, {})
-        held[number] = None
-        if len(held) < len(self._groups[group]):
-            self._holders[name] = group
-            return notes
-        self._release(group)
-        return [*notes, ["known", group]]
-
-    def wait(self) -> list[Note]:
-        """Return what to tell when the program waits; gives up the groups that it has begun."""
-        self._has_waited = True
-        notes = [note for group in list(self._held) for note in self._dissolve(group)]
-        together = [number for number in self._since_wait if number not in self._group_of]
-        self._since_wait.clear()
-        if len(together) > 1:
-            notes.append(["together", *together])
-        return notes
-
-    def join(self) -> list[Note]:
-        """Return what to tell when the program submits nothing more until all ranks have joined."""
-        return [*self.wait(), ["join"]]
-
-    def withdraw(self, name: str) -> list[Note]:
-        """Return what to tell when the program withdraws a speculative operation."""
-        return [["withdraw", name]]
-
-    def leave(self, why: GivenUp) -> list[Note]:
-        """Return what to tell when this rank takes part in nothing any more."""
-        return [["leave", tuple(why)]]
-
-    def hear(self, note: Note) -> Order | None:
-        """Return what this rank has to do now that the coordinator has said this; None: nothing."""
-        kind, *said = note
-        if kind == "all":
-            return self._runs[said[0]]
-        if kind == "number":
-            number, name, signature = said
-            named = Named(name, OperationSignature.decode(signature))
-            self._numbers.setdefault(name, {})[named.signature] = number
-            self._named[number] = named
-            self._runs[number] = Run((named,), self._size)
-            return None
-        if kind in ("group", "ungroup"):
-            self._unused.append(note)
-            if kind == "group":
-                group, *numbers = said
-                self._runs[group] = Run(tuple(self._named[number] for number in numbers), self._size)
-            return None
-        if kind == "run":
-            entries, active = said
-            return Run(tuple(self._decode(entry) for entry in entries), active)
-        if kind == "lost":
-            rank, why = said
-            return Lost(rank, GivenUp(*why))
-        return _ORDERS[kind](*said)
-
-    def _decode(self, entry: int | Sequence[Any]) -> Named:
-        if isinstance(entry, int):
-            return self._named[entry]
-        name, signature = entry
-        return Named(name, OperationSignature.decode(signature))
-
-    def _apply_plan(self) -> None:
-        for kind, group, *numbers in self._unused:
-            if kind == "group":
-                self._groups[group] = tuple(numbers)
-                self._group_of.update(dict.fromkeys(numbers, group))
-            elif group in self._groups:
-                self._forget(group)
-        self._unused.clear()
-
-    def _dissolve(self, group: int) -> list[Note]:
-        """Give up a group; return the notes that announce its operations one by one."""
-        held = self._release(group)
-        self._forget(group)
-        return [["apart", group], *([["known", *held]] if held else [])]
-
-    def _follows(self, number: int | None, name: str, group: int) -> bool:
-        """Return whether an operation comes later in a group than those of its name that are held back for it."""
-        order = self._groups[group]
-        held = [each for each in self._held[group] if self._named[each].name == name]
-        return number in order and order.index(number) > max(map(order.index, held))
-
-    def _release(self, group: int) -> dict[int, None]:
-        held = self._held.pop(group)
-        for number in held:
-            self._holders.pop(self._named[number].name, None)
-        return held
-
-    def _forget(self, group: int) -> None:
-        for number in self._groups.pop(group):
-            del self._group_of[number]
 
 
 class _Claim(NamedTuple):
@@ -219,6 +66,7 @@ class Coordinator:
         self._seen: OrderedDict[Named, None] = OrderedDict()
         self._numbers: dict[Named, int] = {}
         self._named: dict[int, Named] = {}
+        self._names: dict[int, tuple[str, ...]] = {}  # of the operation, or the operations of the group, of a number
         self._groups: dict[int, tuple[int, ...]] = {}  # never forgotten: a note that uses one may be under way
         self._grouped: set[int] = set()
         self._apart: set[int] = set()
@@ -299,14 +147,19 @@ class Coordinator:
     def _hear_number(self, rank: int, number: int, now: float) -> list[Note]:
         """Record that a rank has submitted the operation or group of a number; return what to tell all ranks."""
         ranks = self._whole.get(number)
-        if ranks is None and self._begin_whole(number):
-            ranks = self._whole[number]
+        if ranks is None:
+            names = self._names[number]
+            # Operations of one name are matched in order: one that waits already must be counted in the same way.
+            if not self._joined and self._claims.keys().isdisjoint(names) and self._whole_of.keys().isdisjoint(names):
+                ranks = self._whole[number] = {}
+                self._whole_of.update(dict.fromkeys(names, number))
         if ranks is not None and rank not in ranks:
             ranks[rank] = now
             if len(ranks) < self._size:
                 return []
-            first = min(self._end_whole(number).values())
-            return [*_lateness(rank, now - first), ["all", number]]
+            self._forget_whole(number)
+            seconds = now - min(ranks.values())
+            return [["late", rank, seconds], ["all", number]] if seconds > _LATE_S else [["all", number]]
         operations = self._operations(number)
         for name, signature in operations:
             self._claim(rank, name, _Claim(signature, number if number in self._groups else None, now))
@@ -315,17 +168,8 @@ class Coordinator:
     def _operations(self, number: int) -> list[Named]:
         return [self._named[member] for member in self._groups.get(number, (number,))]
 
-    def _begin_whole(self, number: int) -> bool:
-        """Begin to count the ranks that say a number; return False if its operations were announced otherwise, too."""
-        names = [name for name, _ in self._operations(number)]
-        if self._joined or any(name in self._claims or name in self._whole_of for name in names):
-            return False
-        self._whole[number] = {}
-        self._whole_of.update(dict.fromkeys(names, number))
-        return True
-
-    def _end_whole(self, number: int) -> dict[int, float]:
-        for name, _ in self._operations(number):
+    def _forget_whole(self, number: int) -> dict[int, float]:
+        for name in self._names[number]:
             self._whole_of.pop(name, None)  # a group may have several of one name
         return self._whole.pop(number)
 
@@ -335,7 +179,7 @@ class Coordinator:
         if number is None:
             return
         group = number if number in self._groups else None
-        for rank, since in self._end_whole(number).items():
+        for rank, since in self._forget_whole(number).items():
             for member, signature in self._operations(number):
                 self._claims[member].setdefault(rank, deque()).append(_Claim(signature, group, since))
 
@@ -377,7 +221,9 @@ class Coordinator:
             taken = self._take(name, list(claims))
             signatures = {rank: claim.signature for rank, claim in sorted(taken.items())}
             last = max(taken, key=lambda rank: taken[rank].since)
-            notes += _lateness(last, taken[last].since - min(claim.since for claim in taken.values()))
+            seconds = taken[last].since - min(claim.since for claim in taken.values())
+            if seconds > _LATE_S:
+                notes.append(["late", last, seconds])
             first = next(iter(signatures.values()))
             refused = any(each.kind is Kind.REFUSAL for each in signatures.values())
             differ = any(each != first for each in signatures.values())
@@ -411,6 +257,7 @@ class Coordinator:
         number = self._next_number()
         self._numbers[named] = number
         self._named[number] = named
+        self._names[number] = (named.name,)
         notes.append(["number", number, named.name, named.signature.encode()])
         return number
 
@@ -430,10 +277,11 @@ class Coordinator:
         ]
         kinds = [self._kind(number) for number in free]
         notes: list[Note] = []
-        for members in plan(kinds, self._fusion_nbytes):
+        for members in fuse(kinds, self._fusion_nbytes):
             if len(members) > 1:
                 group = self._next_number()
                 self._groups[group] = tuple(free[index] for index in members)
+                self._names[group] = tuple(name for name, _ in self._operations(group))
                 self._grouped.update(self._groups[group])
                 notes.append(["group", group, *self._groups[group]])
         return notes
@@ -485,17 +333,62 @@ class Coordinator:
         self._claims.clear()
 
 
-#: The orders that a note spells out, by its kind.
-_ORDERS: dict[str, Callable[..., Order]] = {
-    "expired": Expired,
-    "joined": Joined,
-    "late": Late,
-    "refuse": Refuse,
-    "stalled": Stalled,
-    "withdrawn": Withdrawn,
-}
+def fuse(items: Sequence[tuple[Hashable, int]], limit_nbytes: int) -> list[list[int]]:
+    """Group items: one kind in each group, in order; the item that fills a group to the limit closes it.
+
+    Args:
+        items: kind (dtype, op, ...) and size (bytes) of each.
+        limit_nbytes: a group that holds so many bytes is closed.
+
+    Returns:
+        The indices of the items of each group; groups in the order of their first items.
+    """
+    groups: list[list[int]] = []
+    open_groups: dict[Hashable, tuple[list[int], int]] = {}
+    for index, (kind, nbytes) in enumerate(items):
+        members, filled = open_groups.pop(kind, ([], 0))
+        if not members:
+            groups.append(members)
+        members.append(index)
+        if filled + nbytes < limit_nbytes:
+            open_groups[kind] = members, filled + nbytes
+    return groups
 
 
-def _lateness(rank: int, seconds: float) -> list[Note]:
-    """Return the note that names the last rank that submitted an operation, if it was late."""
-    return [["late", rank, seconds]] if seconds > _LATE_S else []
+class StallWatch:
+    """Decides when to warn about an operation that not all ranks submit, and when to give it up.
+
+    Args:
+        warning_s: warn about one that has waited for so long (seconds), and again whenever it has waited for twice as
+            long as at its last warning. None: never.
+        limit_s: give it up after so long (seconds).
+    """
+
+    def __init__(self, warning_s: float | None, limit_s: float) -> None:
+        self._warning_s = warning_s
+        self._limit_s = limit_s
+        self._next: dict[tuple[str, float], float] = {}
+
+    def check(self, waiting: Iterable[Waiting], now: float) -> tuple[list[Waiting], list[Waiting]]:
+        """Return the operations to warn about, and those to give up.
+
+        Args:
+            waiting: all operations that wait.
+            now: the time (seconds), on the clock of ``since``.
+        """
+        late, expired, known = [], [], {}
+        for each in waiting:
+            seconds = now - each.since
+            key = each.name, each.since
+            if seconds >= self._limit_s:
+                expired.append(each)
+                continue
+            if self._warning_s is None:
+                continue
+            due = self._next.get(key, self._warning_s)
+            if seconds >= due:
+                late.append(each)
+                due = 2 * seconds
+            known[key] = due
+        self._next = known
+        return late, expired
