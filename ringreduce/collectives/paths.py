@@ -26,4 +26,7 @@ def path_for(algorithm: str, problem: Problem) -> type[Path]:
     Raises:
         ConfigError: the collective has no such algorithm.
     """
-    return next(path for path in PATHS if path.takes(algorithm, problem))
+    for path in PATHS:
+        if path.takes(algorithm, problem):
+            return path
+    raise AssertionError(f"no path takes {algorithm} for {problem}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 __all__ = ["Partition", "Segment", "pieces", "segments_across_blocks", "segments_of_blocks", "segments_of_buffer"]
 
@@ -45,7 +45,7 @@ class Partition:
     @property
     def segment(self) -> Segment:
         """The whole partition as one segment."""
-        return tuple(slice(start, stop) for start, stop in pairwise(self.bounds))
+        return tuple(map(slice, self.bounds[:-1], self.bounds[1:]))
 
 
 def pieces(start: int, stop: int, limit: int) -> Iterator[slice]:
