@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from math import prod
-from time import perf_counter
 from typing import Any, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from ringreduce.algorithms import Collective
-from ringreduce.buffers import DType, Operand, as_given, new
-from ringreduce.buffers.codecs import Codec
-from ringreduce.buffers.device_arrays import DeviceOperand
-from ringreduce.collectives.call import DETERMINISTIC, Call, Choice, Signature, Task
+from ringreduce.buffers import DType, new
+from ringreduce.collectives.call import DETERMINISTIC, Call, Choice, Signature
 from ringreduce.collectives.choices import Choices
-from ringreduce.collectives.compressed import CompressedAllreduce, Feedback
+from ringreduce.collectives.compressed import Feedback
 from ringreduce.collectives.context import Context
-from ringreduce.collectives.devices import DevicesOf, NoDevices, SegmentReducer, ordinal
-from ringreduce.collectives.messaging import CallTimer, Messaging
-from ringreduce.collectives.operands import AnyOperand, Operands, apart, flat
-from ringreduce.collectives.planning import Planner, Prepared
+from ringreduce.collectives.devices import DevicesOf, NoDevices, ordinal
+from ringreduce.collectives.messaging import Messaging
+from ringreduce.collectives.operands import AnyOperand
+from ringreduce.collectives.running import MISSED, Runner
 from ringreduce.collectives.state import CommState
 from ringreduce.collectives.tuning import Table
 from ringreduce.common.arguments import array_shape
@@ -40,8 +36,6 @@ __all__ = ["Communicator"]
 A = TypeVar("A")
 
 _BARRIER = Signature.of("barrier", waits=False)
-#: In place of a result: the call was not repeated.
-_MISSED: Any = object()
 
 
 class Communicator(Messaging):
@@ -98,16 +92,13 @@ class Communicator(Messaging):
 
     def __init__(self, context: Context, channel: Messages | None = None, devices: DevicesOf = NoDevices) -> None:
         super().__init__(context, channel, CommState(context))
-        self._plans = context.plans
         self.topology, self.size = context.topology, context.topology.size
         self.hosts, self.config = context.node.hosts, context.config
         self.library = context.messages.library
         self.gpu = devices(context, self._state)
-        self._operands = Operands(self.gpu, context.arena, shares_results=self.size > 1)
-        self._planner = Planner(context, self._operands)
-        self._choices = Choices(context, self._planner, self.gpu)
-        self._compressed = CompressedAllreduce(context)
         self.tallies = {each.value: Tally() for each in Collective}
+        self._runner = Runner(context, self._state, self.gpu, self.tallies)
+        self._choices = Choices(context, self._runner.planner, self.gpu)
 
     # ---- collectives ----
 
@@ -154,11 +145,11 @@ class Communicator(Messaging):
         if deterministic and algorithm is None and compression is None:
             algorithm, deterministic = DETERMINISTIC, False
         if not (deterministic or compression):
-            repeated = self._repeat("allreduce", array, out, op, algorithm)
-            if repeated is not _MISSED:
+            repeated = self._runner.repeat("allreduce", array, out, op, algorithm)
+            if repeated is not MISSED:
                 return repeated  # type: ignore[no-any-return]
         call = Call(Collective.ALLREDUCE, array, out, op, 0, None, algorithm, deterministic, compression, feedback)
-        return self._state.call("allreduce", self._perform, call)  # type: ignore[no-any-return]
+        return self._state.call("allreduce", self._runner.perform, call)  # type: ignore[no-any-return]
 
     def reduce_scatter(self, array: A, op: ReduceOp | str = SUM, *, out: Any = None, algorithm: str | None = None) -> A:
         """Reduce arrays over all ranks and give every rank its part of the result.
@@ -171,7 +162,7 @@ class Communicator(Messaging):
             op, algorithm: as for `allreduce`.
             out: where this rank's part goes; None: a new array.
         """
-        return self._make("reduce_scatter", array, out, op, algorithm)  # type: ignore[no-any-return]
+        return self._runner.make("reduce_scatter", array, out, op, algorithm)  # type: ignore[no-any-return]
 
     def reduce(
         self, array: A, root: int = 0, op: ReduceOp | str = SUM, *, out: Any = None, algorithm: str | None = None
@@ -192,7 +183,7 @@ class Communicator(Messaging):
             UnsupportedBufferError: the array is in device memory.
         """
         mine = out if root == self.rank else None
-        return self._make("reduce", array, mine, op, algorithm, root)  # type: ignore[no-any-return]
+        return self._runner.make("reduce", array, mine, op, algorithm, root)  # type: ignore[no-any-return]
 
     def gather(self, array: A, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> A | None:
         """Concatenate the ranks' arrays along the first dimension, in rank order; the root alone gets the result.
@@ -214,7 +205,7 @@ class Communicator(Messaging):
             MismatchError: at the root, ``out`` has not as many rows as all arrays together.
         """
         mine = out if root == self.rank else None
-        return self._make("gather", array, mine, None, algorithm, root)  # type: ignore[no-any-return]
+        return self._runner.make("gather", array, mine, None, algorithm, root)  # type: ignore[no-any-return]
 
     def scatter(self, array: Any, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> Any:
         """Cut the root's array into equal parts along the first dimension, and give each rank one, in rank order.
@@ -235,7 +226,7 @@ class Communicator(Messaging):
             UnsupportedBufferError: the array is in device memory, or has more than 32 dimensions.
             MismatchError: on some rank, ``out`` or ``array`` has not the shape or the dtype that comes from the root.
         """
-        return self._make("scatter", array, out, None, algorithm, root)
+        return self._runner.make("scatter", array, out, None, algorithm, root)
 
     def allgather(self, array: A, *, out: Any = None, algorithm: str | None = None) -> A:
         """Concatenate the ranks' arrays along the first dimension, in rank order; every rank gets all of it.
@@ -249,7 +240,7 @@ class Communicator(Messaging):
         Raises:
             MismatchError: on some rank, ``out`` has not as many rows as all arrays together.
         """
-        return self._make("allgather", array, out, None, algorithm)  # type: ignore[no-any-return]
+        return self._runner.make("allgather", array, out, None, algorithm)  # type: ignore[no-any-return]
 
     def broadcast(self, array: A, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> A:
         """Give every rank the root's array.
@@ -262,7 +253,7 @@ class Communicator(Messaging):
         Raises:
             ConfigError: there is no such rank.
         """
-        return self._make("broadcast", array, out, None, algorithm, root)  # type: ignore[no-any-return]
+        return self._runner.make("broadcast", array, out, None, algorithm, root)  # type: ignore[no-any-return]
 
     @overload
     def alltoall(self, array: A, splits: None = None, *, out: Any = None, algorithm: str | None = None) -> A: ...
@@ -292,9 +283,9 @@ class Communicator(Messaging):
             MismatchError: on some rank, ``out`` has not as many rows as come there.
         """
         if splits is None:
-            return self._make("alltoall", array, out, None, algorithm)
+            return self._runner.make("alltoall", array, out, None, algorithm)
         call = Call(Collective.ALLTOALL, array, out, None, 0, splits, algorithm)
-        return self._state.call("alltoall", self._perform, call)
+        return self._state.call("alltoall", self._runner.perform, call)
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
@@ -327,157 +318,28 @@ class Communicator(Messaging):
             self._state.fail(error)
             raise
 
-    # ---- how calls are carried out ----
+    # ---- calls as values ----
 
-    def _make(
-        self, collective: str, array: Any, out: Any, op: Any = None, algorithm: str | None = None, root: Any = 0
-    ) -> Any:
-        """Repeat a call, or make it for the first time."""
-        if type(root) is int:
-            repeated = self._repeat(collective, array, out, op, algorithm, root)
-            if repeated is not _MISSED:
-                return repeated
-        call = Call(Collective(collective), array, out, op, root, None, algorithm)
-        return self._state.call(collective, self._perform, call)
+    def run(self, call: Call) -> Any:
+        """Make a call, and return what the method named after its collective does."""
+        return self._runner.run(call)
 
-    def _repeat(self, collective: str, array: Any, out: Any, op: Any, algorithm: str | None, root: Any = 0) -> Any:
-        """Run the plan of a call that was made with the same arrays before; return `_MISSED` if there is none."""
-        repeat = self._plans.find(collective, array, out, op, algorithm, root)
-        instruments = self.instruments
-        if repeat is None or instruments.observers:
-            return _MISSED
-        state, tally, nbytes = self._state, repeat.tally, repeat.nbytes
-        begun = state.calls.number
-        started = perf_counter()
-        record: list[Any] = [started, 0.0, collective, nbytes]
-        instruments.calls.append(record)
-        try:
-            result = state.quiet.run(repeat.run)
-        except BaseException as error:
-            state.end(collective, error, begun)
-            raise
-        if repeat.counts_result:
-            record[3] = nbytes = result.nbytes
-        tally.calls += 1
-        tally.nbytes += nbytes
-        record[1] = ended = perf_counter()
-        tally.seconds += ended - started
-        return result
+    def plan(self, call: Call) -> tuple[Call, str]:
+        """Check a call that is to be run again and again, together with the other ranks. Collective.
 
-    def _perform(self, call: Call) -> Any:
-        """Check, choose, plan and run a call; remember how to repeat it."""
-        self._state.require_open()
-        prepared = self._planner.prepare[call.collective](call)
-        source = prepared.source
-        if prepared.codec is not None:
-            if not self.topology.single_node:
-                return self._reduce_compressed(prepared, prepared.codec)
-            if call.feedback is not None:
-                call.feedback.begin(0, 0)
-        if isinstance(source, DeviceOperand) and call.collective is Collective.ALLREDUCE:
-            return self._reduce_on_device(prepared, source)
-        task = self._planner.task(prepared)
-        timer = self._timer(prepared, task.choice.algorithm)
-        follows = call.collective is Collective.BROADCAST and self.rank != prepared.root
-        with timer:
-            if isinstance(source, Operand):
-                self._run(prepared, task, source, follows=follows)
-            else:
-                with self._operands.on_host(source, fetch=not follows) as given:
-                    self._run(prepared, task, given, follows=follows)
-            if prepared.counts_result and prepared.result is not None:
-                assert prepared.result.operand is not None
-                timer.nbytes = prepared.result.operand.nbytes
-        return self._finish(prepared)
+        Returns:
+            The call, with an array for its result, and what must agree in it, in words.
 
-    def _run(self, prepared: Prepared, task: Task, given: Operand, *, follows: bool) -> None:
-        """Find or make the plan of a call, and run it.
-
-        Args:
-            prepared, task: the call.
-            given: its input in host memory.
-            follows: whether it is a broadcast of another rank: then its result is what messages come into.
+        Raises:
+            UnsupportedBufferError: its array is a number.
         """
-        planner, result = self._planner, prepared.result
-        target = None if result is None or result.operand is None else result.flat()
-        source = flat(given)
-        if follows:
-            assert target is not None
-            source = target
-        elif target is not None and prepared.is_apart:
-            source = apart(source, target, prepared.start)
-        plan = planner.plan(task, source, target, prepared.numbers)
-        try:
-            plan.run(source, prepared.place)
-        finally:
-            if not plan.reusable:
-                plan.close()
-        prepared.again = planner.again(prepared, task, source, plan)
-
-    def _finish(self, prepared: Prepared) -> Any:
-        """Return the result of a call that has run, and remember how to repeat it."""
-        call, result = prepared.call, prepared.result
-        counted, counts_result = prepared.counted, prepared.counts_result and call.out is None
-        if prepared.counts_result and result is not None and result.operand is not None:
-            counted = result.operand.nbytes
-        if prepared.again is not None and call.splits is None and call.compression is None:
-            tally = self.tallies[call.collective.value]
-            self._plans.keep(call, prepared.again, tally, counted, counts_result=counts_result)
-        if self._plans.crowded:
-            self._plans.trim()
-        if result is None:
-            return None
-        out = result.finish()
-        if call.splits is not None:
-            return out, list(result.rows)
-        return as_given(call.array, out) if call.out is None and call.array is not None else out
-
-    def _timer(self, prepared: Prepared, algorithm: str) -> CallTimer:
-        collective = prepared.call.collective.value
-        tally, fail = self.tallies[collective], self._state.fail
-        return CallTimer(self.instruments, tally, collective, algorithm, prepared.counted, fail)
-
-    def _reduce_compressed(self, prepared: Prepared, codec: Codec) -> Any:
-        result, task = prepared.result, self._planner.compressed(prepared, codec)
-        assert result is not None
-        with self._timer(prepared, task.choice.algorithm), self._operands.on_host(prepared.source) as given:
-            target = result.flat()
-            source = apart(flat(given), target)
-            self._compressed.allreduce(codec, task, source, target, prepared.call.feedback)
-        return self._finish(prepared)
-
-    def _reduce_on_device(self, prepared: Prepared, source: DeviceOperand) -> Any:
-        result, call = prepared.result, prepared.call
-        assert result is not None
-        assert isinstance(result.operand, DeviceOperand)
-        timer = partial(self._timer, prepared)
-        reducers = partial(self._segment_reducers, prepared)
-        self.gpu.allreduce(source, result.operand, prepared.op, call.algorithm, reducers, timer)
-        return result.out
-
-    def _segment_reducers(self, prepared: Prepared, parts: Sequence[slice]) -> dict[int, SegmentReducer]:
-        """Return what reduces the segments of an array in device memory in host memory, by their elements."""
-        lengths = dict.fromkeys(part.stop - part.start for part in (parts[0], parts[-1]))
-        usual = next(iter(lengths))
-        tasks = {count: self._planner.segment(prepared, count, usual) for count in lengths}
-        return {
-            count: SegmentReducer(task.choice, task.signature, partial(self._reduce_segment, task))
-            for count, task in tasks.items()
-        }
-
-    def _reduce_segment(self, task: Task, segment: Operand) -> None:
-        """Reduce a segment of an array in device memory in place, where it is in host memory."""
-        plan = self._planner.plan(task, segment, segment)
-        plan.run(segment, lambda rows: segment)
-        if not plan.reusable:
-            plan.close()
+        return self._runner.plan(call)
 
     def allreduce_operands(
         self, source: AnyOperand, target: AnyOperand, op: ReduceOp, algorithm: str | None = None
     ) -> None:
         """Do what `allreduce` does for operands, of equal shape and dtype: the same memory, or apart."""
-        call = Call(Collective.ALLREDUCE, source, target, op, algorithm=algorithm)
-        self._state.call("allreduce", self._perform, call)
+        self._runner.run(Call(Collective.ALLREDUCE, source, target, op, algorithm=algorithm))
 
     # ---- buffers, and what would run ----
 
@@ -525,7 +387,7 @@ class Communicator(Messaging):
         ``RINGREDUCE_RESULTS``. Local.
         """
         self._state.require_open()
-        return self._operands.maker(array)(tuple(array.shape), DType.of(array.dtype))[0]
+        return self._runner.operands.maker(array)(tuple(array.shape), DType.of(array.dtype))[0]
 
     def algorithms(
         self, collective: Collective | str = Collective.ALLREDUCE, *, device: str | None = None

@@ -5,39 +5,61 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
-from ringreduce.collectives import Feedback
-from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.arguments import whole_number
 from ringreduce.common.config import Config
 from ringreduce.common.conventions import Conventions
 from ringreduce.common.errors import CollectiveError, ConfigError
 from ringreduce.common.launch import launch
-from ringreduce.common.reduce_ops import SUM, ReduceOp
 from ringreduce.observe.audit import require_facts
 from ringreduce.observe.metrics import Metrics
 from ringreduce.observe.timeline import Program
+from ringreduce.runtime.blocking import (
+    allgather,
+    allgather_init,
+    allreduce,
+    allreduce_init,
+    alltoall,
+    alltoall_init,
+    barrier,
+    broadcast,
+    broadcast_init,
+    empty,
+    explain,
+    gather,
+    recv,
+    reduce,
+    reduce_scatter,
+    reduce_scatter_init,
+    scatter,
+    send,
+    sendrecv,
+    world,
+)
 from ringreduce.runtime.groups import Group
-from ringreduce.runtime.process import Process, Recovery
+from ringreduce.runtime.plans import Plan
+from ringreduce.runtime.process import PROCESS, Recovery
 from ringreduce.runtime.process_sets import ProcessSet
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = [
+    "Plan",
     "Recovery",
     "add_process_set",
     "allgather",
+    "allgather_init",
     "allreduce",
+    "allreduce_init",
     "alltoall",
+    "alltoall_init",
     "audit",
     "audited",
     "barrier",
     "broadcast",
+    "broadcast_init",
     "config",
     "count",
     "cross_rank",
@@ -65,6 +87,7 @@ __all__ = [
     "recv",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_init",
     "remove_process_set",
     "scatter",
     "send",
@@ -77,11 +100,7 @@ __all__ = [
     "world",
 ]
 
-A = TypeVar("A")  # an array of any library; a number, where these are taken
-
-
-#: This process.
-_process = Process()
+_process = PROCESS
 
 #: All ranks.
 global_process_set = _process.everyone
@@ -344,16 +363,6 @@ def dump(folder: str | os.PathLike[str]) -> Path:
     return own.observation.dump(folder)
 
 
-def world() -> Communicator:
-    """Return the communicator of all ranks.
-
-    Raises:
-        ConfigError: `init` was not called, or this process is no rank.
-    """
-    # All collectives begin here: in the usual case this is a call less.
-    return (_process.world or _process.here()).communicator
-
-
 def config() -> Config:
     """Return the settings in force."""
     return _process.here().config
@@ -401,114 +410,6 @@ def cross_size() -> int:
 def is_homogeneous() -> bool:
     """Return whether every machine has the same number of ranks."""
     return _process.here().hosts.homogeneous
-
-
-@overload
-def empty(shape: int | Sequence[int], dtype: Any = np.float32, *, device: None = None) -> npt.NDArray[Any]: ...
-
-
-@overload
-def empty(shape: int | Sequence[int], dtype: Any = np.float32, *, device: str | None) -> Any: ...
-
-
-def empty(shape: int | Sequence[int], dtype: Any = np.float32, *, device: str | None = None) -> Any:
-    """Return a communication buffer; see `Communicator.empty`."""
-    return world().empty(shape, dtype, device=device)
-
-
-def allreduce(
-    array: A,
-    op: ReduceOp | str = SUM,
-    *,
-    out: Any = None,
-    algorithm: str | None = None,
-    deterministic: bool = False,
-    wire: str | None = None,
-    feedback: Feedback | None = None,
-) -> A:
-    """Reduce arrays over all ranks; see `Communicator.allreduce`."""
-    return (_process.world or _process.here()).communicator.allreduce(
-        array, op, out=out, algorithm=algorithm, deterministic=deterministic, wire=wire, feedback=feedback
-    )
-
-
-def reduce(
-    array: A, root: int = 0, op: ReduceOp | str = SUM, *, out: Any = None, algorithm: str | None = None
-) -> A | None:
-    """Reduce arrays over all ranks; the root alone gets the result; see `Communicator.reduce`."""
-    return world().reduce(array, root, op, out=out, algorithm=algorithm)
-
-
-def reduce_scatter(array: A, op: ReduceOp | str = SUM, *, out: Any = None, algorithm: str | None = None) -> A:
-    """Reduce arrays over all ranks and cut the result between them; see `Communicator.reduce_scatter`."""
-    return world().reduce_scatter(array, op, out=out, algorithm=algorithm)
-
-
-def allgather(array: A, *, out: Any = None, algorithm: str | None = None) -> A:
-    """Concatenate the ranks' arrays along the first dimension; see `Communicator.allgather`."""
-    return world().allgather(array, out=out, algorithm=algorithm)
-
-
-def gather(array: A, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> A | None:
-    """Concatenate the ranks' arrays along the first dimension, at the root alone; see `Communicator.gather`."""
-    return world().gather(array, root, out=out, algorithm=algorithm)
-
-
-def scatter(array: Any, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> Any:
-    """Give each rank its part of the root's array; see `Communicator.scatter`."""
-    return world().scatter(array, root, out=out, algorithm=algorithm)
-
-
-def broadcast(array: A, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> A:
-    """Give every rank the root's array; see `Communicator.broadcast`."""
-    return world().broadcast(array, root, out=out, algorithm=algorithm)
-
-
-@overload
-def alltoall(array: A, splits: None = None, *, out: Any = None, algorithm: str | None = None) -> A: ...
-
-
-@overload
-def alltoall(
-    array: A, splits: Sequence[int], *, out: Any = None, algorithm: str | None = None
-) -> tuple[A, list[int]]: ...
-
-
-def alltoall(array: Any, splits: Sequence[int] | None = None, *, out: Any = None, algorithm: str | None = None) -> Any:
-    """Send every rank its part and get one's own of all; see `Communicator.alltoall`."""
-    return world().alltoall(array, splits, out=out, algorithm=algorithm)
-
-
-def send(array: Any, dest: int, tag: int = 0) -> None:
-    """Send an array to a rank that receives it; see `Communicator.send`."""
-    world().send(array, dest, tag)
-
-
-def recv(out: Any, source: int | None = None, tag: int = 0) -> int:
-    """Receive an array that a rank sends; returns that rank; see `Communicator.recv`."""
-    return world().recv(out, source, tag)
-
-
-def sendrecv(array: Any, dest: int, out: Any, source: int | None = None, tag: int = 0) -> Any:
-    """Send an array to one rank and receive another from one, at the same time; see `Communicator.sendrecv`."""
-    return world().sendrecv(array, dest, out, source, tag)
-
-
-def barrier() -> None:
-    """Return when every rank has called it; see `Communicator.barrier`."""
-    world().barrier()
-
-
-def explain(
-    nbytes: int,
-    dtype: Any = np.float32,
-    collective: str = "allreduce",
-    *,
-    op: ReduceOp | str = SUM,
-    device: str | None = None,
-) -> str:
-    """Say what would carry out a collective and why; see `Communicator.explain`."""
-    return world().explain(nbytes, dtype, collective, op=op, device=device)
 
 
 def _require_sets(given: Any) -> list[ProcessSet]:

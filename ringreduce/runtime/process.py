@@ -28,7 +28,7 @@ from ringreduce.transport.waiting import Waiter
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Process", "Recovery"]
+__all__ = ["PROCESS", "Process", "Recovery"]
 
 _log = logging.getLogger(__name__)
 
@@ -277,3 +277,7 @@ class Process:
     def _leave(self, reason: str) -> bool:
         own = self.own()
         return own is None or own.leave(reason)
+
+
+#: This process.
+PROCESS = Process()
