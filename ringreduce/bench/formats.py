@@ -18,7 +18,20 @@ from typing import Any
 from ringreduce.bench.cases import COLLECTIVES, format_nbytes, plural
 from ringreduce.bench.results import Machine, Report, Result, Row, Settings
 
-__all__ = ["WRITERS", "Writer", "cells_of", "comments", "csv_of", "heads_of", "to_json"]
+__all__ = [
+    "WRITERS",
+    "CsvWriter",
+    "JsonWriter",
+    "NcclWriter",
+    "OsuWriter",
+    "ShortWriter",
+    "Writer",
+    "cells_of",
+    "comments",
+    "csv_of",
+    "heads_of",
+    "to_json",
+]
 
 _CSV_COLUMNS = [
     *("collective", "size", "count", "type", "redop", "root", "algorithm", "transport", "buffers", "in_place"),

@@ -12,7 +12,7 @@ from ringreduce.common.reduce_ops import SUM, ReduceOp
 from ringreduce.common.topology import Topology
 from ringreduce.transport.shared.board import Arrival, signature_hash
 
-__all__ = ["DETERMINISTIC", "NCCL", "VENDOR", "Call", "Choice", "Problem", "Signature", "Task"]
+__all__ = ["DETERMINISTIC", "NCCL", "VENDOR", "Call", "Carrier", "Choice", "Problem", "Signature", "Task"]
 
 #: The algorithm name that asks for sums in the order of ranks: the same bits from every algorithm that it stands for,
 #: so that they depend neither on the nodes of the ranks nor on size, fusion or segments.

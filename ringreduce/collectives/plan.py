@@ -21,7 +21,7 @@ from ringreduce.collectives.call import Call
 from ringreduce.common.cleanup import close_all
 from ringreduce.common.instruments import Tally
 
-__all__ = ["Place", "Plan", "Plans", "Repeat"]
+__all__ = ["Kept", "Place", "Plan", "Plans", "Repeat"]
 
 #: Returns flat, contiguous memory for a result, once it is known what the other ranks give: see `Mover`.
 Place = Callable[[Sequence[int]], Operand]

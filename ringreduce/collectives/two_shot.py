@@ -27,7 +27,7 @@ from ringreduce.transport.shared.arena import NOWHERE, Block
 from ringreduce.transport.shared.board import Arrival
 from ringreduce.transport.shared.private import PrivateMemory
 
-__all__ = ["BINDINGS", "NodeScratch", "ToRoot", "bind_on_node", "plan_two_shot"]
+__all__ = ["BINDINGS", "NodeScratch", "StagedTwoShot", "ToRoot", "TwoShot", "bind_on_node", "plan_two_shot"]
 
 Array = npt.NDArray[Any]
 

@@ -14,7 +14,7 @@ from ringreduce.common.errors import CollectiveTimeoutError, MismatchError, Peer
 from ringreduce.testing import caught, run_threads
 from ringreduce.transport.memory import MemorySegments, MemoryWorld
 from ringreduce.transport.shared.arena import Arena, Location
-from ringreduce.transport.shared.board import MAILBOX_NBYTES, NOWHERE, STAGE_NBYTES, Arrival, Board, signature_hash
+from ringreduce.transport.shared.board import MAILBOX_NBYTES, NOWHERE, Arrival, Board, signature_hash
 from ringreduce.transport.waiting import Waiter
 
 T = TypeVar("T")
@@ -98,7 +98,7 @@ def test_areas_of_the_board_do_not_overlap() -> None:
 
     def fill(board: Board) -> None:
         areas = [board.mailboxes(parity, np.dtype(np.uint8), (MAILBOX_NBYTES,))[board.index] for parity in (0, 1)]
-        areas += [board.stages(number, np.dtype(np.uint8), (STAGE_NBYTES,))[board.index] for number in range(4)]
+        areas += [each[board.index] for each in board.stages(np.dtype(np.uint8))]
         for number, area in enumerate(areas):
             area[:] = number + 1
         arrive(board, "call")
