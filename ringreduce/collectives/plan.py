@@ -64,7 +64,7 @@ class Repeat(NamedTuple):
         op, algorithm: as the caller passed them.
         is_array: whether an array is the one that was passed, with the memory and layout that it had.
         is_out: the same of ``out``; None: that was ``array``, or nothing.
-        run: makes the call and returns its result.
+        run: makes the call; returns a new array for the result, if the caller gave none.
         tally: what counts it.
         nbytes: what it counts for.
         counts_result: whether it counts for the bytes of its result instead, which other ranks decide.
@@ -100,14 +100,15 @@ class Plans:
     """The plans of one communicator.
 
     Attributes:
-        crowded: whether there are too many; `trim` is called between two calls then.
+        repeats: how to make calls again, by the ids of array and out, the name of the collective, and the root.
+        crowded: whether there are too many plans; `trim` is called between two calls then.
     """
 
     def __init__(self) -> None:
         self.crowded = False
         self._plans: OrderedDict[Hashable, Kept] = OrderedDict()
         self._choices: dict[Hashable, Any] = {}
-        self._repeats: dict[tuple[int, int, str, int], Repeat] = {}
+        self.repeats: dict[tuple[int, int, str, int], Repeat] = {}
 
     def get(self, key: Hashable, make: Callable[[], K]) -> K:
         """Return the plan of ``key``; make it if there is none."""
@@ -124,7 +125,7 @@ class Plans:
     def trim(self) -> None:
         """Drop plans that were unused for longest, if there are too many. No call may be under way."""
         while len(self._plans) > _LIMIT:
-            self._repeats.clear()  # some may run the plan that goes
+            self.repeats.clear()  # some may run the plan that goes
             self._plans.popitem(last=False)[1].close()
         self.crowded = False
 
@@ -137,34 +138,21 @@ class Plans:
             found = self._choices[kind] = make()
         return found
 
-    def find(self, collective: str, array: Any, out: Any, op: Any, algorithm: str | None, root: int) -> Repeat | None:
-        """Return how to repeat a call with these arguments, None if that is not known."""
-        repeat = self._repeats.get((id(array), id(out), collective, root))
-        if (
-            repeat is None
-            or repeat.op is not op
-            or repeat.algorithm is not algorithm
-            or not repeat.is_array(array)
-            or not (repeat.is_out is None or repeat.is_out(out))
-        ):
-            return None
-        return repeat
-
     def keep(self, call: Call, run: Callable[[], Any], tally: Tally, nbytes: int, *, counts_result: bool) -> None:
         """Remember how to repeat a call, for as long as its arrays live."""
         array, out = call.array, call.out
         key = id(array), id(out), call.collective.value, call.root
 
         def forget(_: object) -> None:
-            self._repeats.pop(key, None)
+            self.repeats.pop(key, None)
 
         is_array = _same(array, forget, written=out is array)
         is_out = None if out is None or out is array else _same(out, forget, written=True)
-        self._repeats[key] = Repeat(call.op, call.algorithm, is_array, is_out, run, tally, nbytes, counts_result)
+        self.repeats[key] = Repeat(call.op, call.algorithm, is_array, is_out, run, tally, nbytes, counts_result)
 
     def forget(self) -> None:
         """Choose for every call from now on. Plans stay: after a failure, messages may still arrive in their memory."""
-        self._repeats.clear()
+        self.repeats.clear()
         self._choices.clear()
 
     def close(self) -> None:
@@ -188,18 +176,21 @@ def _same(array: Any, forget: Callable[[object], object], *, written: bool) -> C
     known: Callable[[], Any] = weakref.ref(array, forget)
     if isinstance(array, np.ndarray):  # a weak reference forbids `resize`; all else can be assigned
         # The field in which NumPy keeps the address, by its C interface: `address_of` takes a fifth of a small call. It
-        # is not read once the array is gone, as the reference is looked at first.
+        # is not read once the array is gone: `forget` has removed what reads it before another object gets its id.
         data = ctypes.c_void_p.from_address(id(array) + object.__basicsize__)
         assert data.value == array.__array_interface__["data"][0]
         address, shape, strides, dtype = data.value, array.shape, array.strides, array.dtype
-        return lambda given: (
-            known() is given
-            and data.value == address
-            and given.strides == strides
-            and given.shape == shape
-            and given.dtype is dtype
-            and (not written or given.flags.writeable)
-        )
+
+        def is_same(given: Any, keeps: object = known) -> bool:
+            return (
+                data.value == address
+                and given.strides == strides
+                and given.shape == shape
+                and given.dtype is dtype
+                and (not written or given.flags.writeable)
+            )
+
+        return is_same
     # `set_`, `resize_`, ``data =`` and `t_` change a tensor, and its storage can be made smaller.
     address, kind, size, strides = array.data_ptr(), array.dtype, array.shape, array.stride()
     nbytes = array.untyped_storage().nbytes()

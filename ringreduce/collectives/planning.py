@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -240,7 +239,7 @@ class Planner:
             return None
         target = result.part(()) if call.collective is Collective.SCATTER else result.flat()
         into = given if target.address == given.address and target.nbytes == given.nbytes else target.unowned()
-        return partial(_run_into, plan.run, given, partial(_constant, into), weakref.ref(call.out))
+        return partial(plan.run, given, partial(_constant, into))
 
     def _into_new(self, prepared: Prepared, task: Task, given: Operand, plan: Plan, made: Operand) -> Callable[[], Any]:
         """Return what makes a call again, with a new array for the result."""
@@ -422,11 +421,6 @@ def _is_all_of(given: AnyOperand, used: Operand) -> bool:
 
 def _constant(target: Operand, rows: Sequence[int]) -> Operand:
     return target
-
-
-def _run_into(run: Callable[[Operand, Place], None], given: Operand, place: Place, out: Callable[[], Any]) -> Any:
-    run(given, place)
-    return out()
 
 
 def _signature(

@@ -371,7 +371,7 @@ def test_no_plan_keeps_an_array_alive(node_size: int | None, make: Callable) -> 
             watched = [weakref.ref(array), weakref.ref(out)]
             del array, out
             assert [each() for each in watched] == [None, None]
-        assert communicator._plans._repeats == {}
+        assert communicator._context.plans.repeats == {}
 
     in_world(3, node_size, check)
 
@@ -515,7 +515,7 @@ def test_arrays_at_a_reused_id_are_not_confused() -> None:
                 array[:] = communicator.rank + turn
                 communicator.allreduce(array, out=array)
             assert array.tolist() == [2 * turn + 1] * (3 + turn % 4)
-        assert len(communicator._plans._repeats) <= 1
+        assert len(communicator._context.plans.repeats) <= 1
 
     in_world(2, None, check)
 
@@ -793,7 +793,7 @@ def test_rows_of_ragged_calls_leave_nothing_behind() -> None:
     def body(communicator: rr.Communicator) -> int:
         for rows in range(20):
             communicator.allgather(np.ones((rows + communicator.rank, 2)))
-        return len(communicator._plans._choices)
+        return len(communicator._context.plans._choices)
 
     assert run_ranks(2, body) == [1, 1]
 
