@@ -23,7 +23,7 @@ from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.torch import wrapping
 from ringreduce.torch.arrays import TENSORS
 from ringreduce.torch.compression import BucketCompression, Compression, Compressor
-from ringreduce.torch.gradients import TorchParameters
+from ringreduce.torch.gradients import TorchParameters, TorchStreams
 from ringreduce.training.optimizer import Options, Training, checked_names
 from ringreduce.training.parameters import hyperparameters
 from ringreduce.training.requests import Adasum, require_process_set
@@ -191,7 +191,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             names = checked_names(self._parameters(), named_parameters)
             # Neither of these refers to the wrapper, so that hooks end with it.
             self._named = partial(wrapping.named_parameters, optimizer, names)
-            TorchParameters(training.communicator).require_usable(self._parameters())
+            TorchStreams(training.communicator).require_usable(self._parameters())
         training.begin(type(optimizer).__name__, self._named, options, partial(hyperparameters, optimizer))
         self._stand_ready(options)
 
@@ -340,7 +340,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Those passes do not count among the ``backward_passes_per_step``. Use it for all passes of a step but the last,
         or for a pass whose gradients are not for the next step.
         """
-        return self._training.gradients.no_sync()
+        return self._training.gradients.overlap.suspended()
 
     def rejoin(self) -> None:
         """Go on in the world there is now, if ``shutdown()`` and ``init()`` came since the last time. Collective.
@@ -357,7 +357,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def overlaps(self) -> bool:
         """Whether complete buckets are reduced during the backward pass by now."""
-        return self._training.gradients.overlaps
+        return self._training.gradients.overlap.begun
 
     @property
     def communication_s(self) -> float:
@@ -406,7 +406,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             with self._training.checking(f"{_KIND}.add_param_group"):
                 self._optimizer.add_param_group(param_group)
                 wrapping.require_parameters(self._parameters())
-                TorchParameters(self._training.communicator).require_usable(self._parameters())
+                TorchStreams(self._training.communicator).require_usable(self._parameters())
             self._training.require_agreement()
             self._training.gradients.watch()
         except Exception:
@@ -416,7 +416,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def compression_error(self) -> float:
         """The largest relative error that compressing a bucket of gradients made on this rank in the last step."""
-        return self._training.gradients.compression_error
+        return self._training.reducer.compression_error
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state, as it would save it itself, and what compression keeps on this rank.
@@ -437,7 +437,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         kept = state.pop(_COMPRESSION, None)
         self._optimizer.load_state_dict(state)
         if kept is None:
-            self._training.gradients.load_state_dict({})
+            self._training.reducer.load_state_dict({})
         else:
             arrays = _each_array(lambda tensor: tensor.cpu().numpy(), kept["buckets"])
             self._training.load_state_dict(kept["rank"], kept["size"], arrays)

@@ -21,10 +21,12 @@ The versions of the gradients show whether it did, and the ranks tell each other
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from enum import Enum, IntEnum, auto
 from functools import partial
 from typing import Any
 
@@ -32,19 +34,65 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.common.errors import ConfigError, ShutdownError, TransportError
-from ringreduce.common.reduce_ops import SUM, ReduceOp
-from ringreduce.engine import Engine, InPlace
+from ringreduce.common.reduce_ops import SUM
+from ringreduce.engine import InPlace
+from ringreduce.training.agreement import ADDED, CHANGED, WAITS, Record
 from ringreduce.training.buckets import Bucket, Buckets, names_in
-from ringreduce.training.compression import WireState
-from ringreduce.training.framework import Handover, Parameters
+from ringreduce.training.framework import EMPTY, Handover, Hooks
+from ringreduce.training.reducer import GradientReducer
 from ringreduce.training.trial import Trial
 
-__all__ = ["Overlap", "Watched"]
+__all__ = ["NEXT", "Event", "Overlap", "Stage", "Watched", "what_is_wrong"]
+
+_log = logging.getLogger(__name__)
 
 _STEPS = 2  # so many alike before overlap begins
 
-#: The rows of `Overlap.report`: what a rank says of each gradient.
-_WAITS, _ADDED, _CLEARED, _NOT_CLEARED, _CHANGED = range(5)
+_Flags = npt.NDArray[np.bool_]
+
+
+class Stage(Enum):
+    """Where a bucket is between two steps."""
+
+    FILLING = auto()  # some of its gradients are still to be added to
+    UNDER_WAY = auto()  # submitted
+    WAITING = auto()  # for the step
+
+
+class Event(Enum):
+    """What happens to a bucket."""
+
+    SUBMITTED = auto()  # it is complete, and its gradients are in their places
+    HELD_BACK = auto()  # it is complete, and a gradient cannot be moved, or nothing can be submitted
+    WITHDRAWN = auto()  # before it was reduced
+    CLEARED = auto()  # the program has cleared the gradients
+    STEPPED = auto()
+
+
+#: The stage that follows; what is not here cannot happen.
+NEXT = {
+    (Stage.FILLING, Event.SUBMITTED): Stage.UNDER_WAY,
+    (Stage.FILLING, Event.HELD_BACK): Stage.WAITING,
+    (Stage.UNDER_WAY, Event.WITHDRAWN): Stage.WAITING,
+    (Stage.FILLING, Event.CLEARED): Stage.FILLING,
+    (Stage.UNDER_WAY, Event.CLEARED): Stage.UNDER_WAY,
+    (Stage.WAITING, Event.CLEARED): Stage.WAITING,
+    **{(stage, Event.STEPPED): Stage.FILLING for stage in Stage},
+}
+
+
+class Fate(IntEnum):
+    """What has become of a gradient since its bucket was submitted; what is greater hides what is less."""
+
+    NONE = 0  # nothing
+    MISSING = 1  # nothing; this rank had none, and zeros were reduced
+    ADDED = 2  # a backward pass has added to it
+    CHANGED = 3  # the program has written to it
+    CLEARED = 4  # the program has replaced it, or set it to None
+
+
+#: How a bucket stands with such a gradient.
+_STANDING = {Fate.ADDED: ADDED, Fate.CHANGED: CHANGED}
 
 
 @dataclass(slots=True, eq=False)
@@ -57,10 +105,7 @@ class Watched:
         expected: the same in the last step that added to it at all.
         gradient: the ``id`` of its gradient when that was added to, or submitted, last.
         version: the version of its gradient then.
-        was_empty: whether there was no gradient when its bucket was submitted.
-        added: whether it was added to after its bucket was reduced.
-        cleared: whether the program has replaced its gradient, or set it to None.
-        changed: whether the program has written to its gradient.
+        fate: what has become of it since.
         fresh: whether it was added to since the last step, in a pass that counts or not.
         summed: the ``id`` of the gradient that the last step has summed up over the ranks; 0: of none.
     """
@@ -70,10 +115,7 @@ class Watched:
     expected: int = 0
     gradient: int = 0
     version: int = 0
-    was_empty: bool = False
-    added: bool = False
-    cleared: bool = False
-    changed: bool = False
+    fate: Fate = Fate.NONE
     fresh: bool = False
     summed: int = 0
 
@@ -81,7 +123,11 @@ class Watched:
         """Begin the next step: forget all of the last one but how often it added to the gradient."""
         self.expected = self.times or self.expected
         self.times = self.gradient = self.version = 0
-        self.added = self.cleared = self.changed = self.fresh = self.was_empty = False
+        self.fate, self.fresh = Fate.NONE, False
+
+    def meet(self, fate: Fate) -> None:
+        """Take note of what has become of the gradient."""
+        self.fate = max(self.fate, fate)
 
 
 class _Travelling:
@@ -89,29 +135,29 @@ class _Travelling:
 
     Attributes:
         bucket: the bucket.
-        handover: see `Parameters.handover`.
+        handover: see `Streams.handover`.
         members: its parameters.
         missing: how many of them have not been added to as often as expected.
-        part: its reduction, once it was submitted, until the step.
-        waits: whether the step reduces it.
+        stage: where it is.
+        part: its reduction, while it is under way.
     """
 
-    __slots__ = ("bucket", "generation", "handover", "members", "missing", "number", "part", "waits")
+    __slots__ = ("bucket", "generation", "handover", "members", "missing", "number", "part", "stage")
 
     def __init__(self, number: int, bucket: Bucket, members: Sequence[Watched], handover: Handover | None) -> None:
         self.number, self.bucket, self.members, self.handover = number, bucket, members, handover
         self.generation = 0  # how often all ranks have withdrawn it; a part of its name
-        self.begin()
-
-    def begin(self) -> None:
-        """Forget what has happened since the last step."""
-        self.miss_all()
+        self.stage = Stage.FILLING
         self.part: InPlace | None = None
-        self.waits = False
+        self.meet(Event.STEPPED)
 
-    def miss_all(self) -> None:
-        """Wait for all gradients again."""
-        self.missing = sum(member.expected > 0 for member in self.members)
+    def meet(self, event: Event) -> None:
+        """Go on to the next stage."""
+        self.stage = NEXT[self.stage, event]
+        if self.stage is not Stage.UNDER_WAY:
+            self.part = None
+        if event is Event.STEPPED or (event is Event.CLEARED and self.part is None):
+            self.missing = sum(member.expected > 0 for member in self.members)  # wait for all gradients again
 
 
 class Overlap:
@@ -120,42 +166,34 @@ class Overlap:
     Thread-safe.
 
     Args:
-        framework: the gradients'.
-        engine: carries the reductions out.
-        name: the optimizer's, the same on all ranks and no other's.
-        described: what errors call the optimizer.
-        op: `AVERAGE` or `SUM`.
-        moved: see `Buckets`.
-        named: returns the names of all parameters, and these.
-        wanted: whether buckets are to be reduced during the backward pass; None: if that makes steps quicker, which the
-            first steps try out. If not, some steps are watched, to warn a program that changes its gradients. The same
-            on all ranks.
+        hooks: the framework's.
+        reducer: of the optimizer's gradients. Its option ``overlap`` says whether buckets are to be reduced during the
+            backward pass; None: if that makes steps quicker, which the first steps try out. If not, some steps are
+            watched, to warn a program that changes its gradients. Where gradients must be this rank's own until the
+            step, nothing overlaps.
 
     Attributes:
+        wanted: whether buckets are, or may be, reduced during the backward pass; the same on all ranks.
         begun: whether complete buckets are submitted now; the same on all ranks.
         watching: whether anything is to be learnt from what the program does; the same on all ranks.
         suspends: whether passes do not count now.
+        declared: how many backward passes come before each step; the same on all ranks.
     """
 
-    def __init__(
-        self,
-        framework: Parameters,
-        engine: Engine,
-        name: str,
-        described: str,
-        op: ReduceOp,
-        moved: Mapping[int, tuple[int, int]],
-        *,
-        named: Callable[[], Sequence[tuple[str, Any]]],
-        wanted: bool | None,
-    ) -> None:
-        self._framework, self._engine, self._moved = framework, engine, moved
-        self._name, self._described, self._op = name, described, op
-        self._named = named
-        self._wanted = wanted is not False
-        self._trial = Trial() if wanted is None else None
+    def __init__(self, hooks: Hooks, reducer: GradientReducer) -> None:
+        options, engine = reducer.options, reducer.engine
+        self._hooks, self._engine, self._memory = hooks, engine, reducer.memory
+        self._moved = reducer.buckets.moved
+        self._name, self._described, self._named = reducer.name, reducer.described, reducer.named
+        self._op, self._in_backward, self._speaks = options.op, options.in_backward, reducer.ranks.rank == 0
+        plain = options.predivide_factor == 1.0 and options.compressor is None
+        can = engine.threaded and plain and not reducer.checks.needs_own_gradients
+        self.wanted = can and options.overlap is not False
+        self._trial = Trial() if can and options.overlap is None else None
         self.begun = False
         self.watching = True
+        self.suspends = False
+        self.declared = options.passes
         self._alike = 0  # steps in a row
         self._joins = engine.joins
         self._watched: dict[int, Watched] = {}  # by the id of the parameter
@@ -163,7 +201,6 @@ class Overlap:
         self._travelling: dict[int, _Travelling] = {}  # the same, by the id of the parameter
         self._pending: list[Watched] = []  # were added to, and hooks of the program may still run
         self._passes = 0
-        self.suspends = False
         self._lock = threading.RLock()
 
     # ---- the backward pass ----
@@ -176,6 +213,10 @@ class Overlap:
         """Expect calls of `before_adding` and `added` with this record from now on."""
         self._watched[id(record.parameter)] = record
 
+    def unwatch(self) -> None:
+        """Expect no more calls."""
+        self._watched.clear()
+
     def before_adding(self, record: Watched) -> None:
         """Withdraw, or wait for, the reduction of a gradient that is about to be added to."""
         travelling = self._travelling.get(id(record.parameter))
@@ -185,11 +226,10 @@ class Overlap:
             if not self._keep_out(travelling):
                 return
             self._look(record)
-            empty = record.was_empty and not record.cleared
-            if empty and self._framework.gradient(record.parameter) is None:
+            if record.fate is Fate.MISSING and record.parameter.grad is None:
                 place = next(slot.place for slot in travelling.bucket.slots if slot.parameter is record.parameter)
-                self._framework.set_gradient(record.parameter, place)  # what comes is added to that
-                record.was_empty = False
+                record.parameter.grad = place  # what comes is added to that
+                record.fate = Fate.NONE
 
     def added(self, record: Watched) -> None:
         """Record that a gradient was added to."""
@@ -237,11 +277,9 @@ class Overlap:
                 record.summed = record.times = 0
                 record.fresh = False
             for travelling in self._buckets:
-                if travelling.part is None:
-                    travelling.miss_all()
-                    continue
-                for record in travelling.members:
-                    record.cleared, record.was_empty = True, False
+                travelling.meet(Event.CLEARED)
+                for record in travelling.members if travelling.part is not None else ():
+                    record.fate = Fate.CLEARED
                     self._remember(record)
 
     def fresh(self, parameters: Sequence[Any]) -> list[bool]:
@@ -250,75 +288,56 @@ class Overlap:
             self._count_additions()
             records = [self._watched.get(id(parameter)) for parameter in parameters]
             return [
-                self._framework.gradient(parameter) is not None if record is None else record.fresh
+                parameter.grad is not None if record is None else record.fresh
                 for parameter, record in zip(parameters, records, strict=True)
             ]
 
     # ---- the step ----
 
-    def report(self, parameters: Sequence[Any], declared: int) -> tuple[npt.NDArray[np.uint8], bytes]:
-        """Return what this rank says of its gradients and passes; `conclude` takes the ranks' largest of each number.
-
-        Args:
-            parameters: all of the optimizer's, in registration order.
-            declared: so many passes come before each step.
-
-        Returns:
-            Five rows with a number for each parameter, none if nothing is to overlap; and four numbers about the step:
-            whether it is unlike the last, whether gradients have changed, whether sums were added to, and whether steps
-            have taken longer with overlap.
-        """
+    def report(self, record: Record, parameters: Sequence[Any]) -> None:
+        """Say what this rank knows of its gradients and passes."""
         with self._lock:
             self._count_additions()
-            records = [record for record in self._watched.values() if record.times]
-            alike = self._passes == declared and all(
-                record.times == record.expected or not record.expected for record in records
-            )
+            added = [each for each in self._watched.values() if each.times]
+            alike = all(each.times == each.expected or not each.expected for each in added)
+            record.unlike[0] = not (alike and self._passes == self.declared)
             if not self.begun:
-                for record in records:
-                    self._look(record)
-            changed = not self.begun and any(record.changed or record.cleared for record in records)
-            again = any(record.fresh and record.summed == record.gradient for record in self._watched.values())
-            rows = np.zeros((5 if self._wanted else 0, len(parameters)), np.uint8)
-            for index, parameter in enumerate(parameters) if self._wanted else ():
+                for each in added:
+                    self._look(each)
+                record.changed[0] = any(each.fate >= Fate.CHANGED for each in added)
+            record.again[0] = any(each.fresh and each.summed == each.gradient for each in self._watched.values())
+            record.slower[0] = self._trial is not None and self._trial.slower
+            for index, parameter in enumerate(parameters) if self.wanted and self._travelling else ():
                 if (travelling := self._travelling.get(id(parameter))) is None:
                     continue
                 if travelling.part is None:
-                    rows[_WAITS, index] = 1
+                    record.standing[index] = WAITS
                     continue
-                record = self._watched[id(parameter)]
-                self._look(record)
-                rows[:, index] = (
-                    0,
-                    record.added and not record.cleared,
-                    record.cleared,
-                    not (record.cleared or record.was_empty),
-                    record.changed and not record.cleared,
-                )
-            slower = self._trial is not None and self._trial.slower
-            return rows, bytes((not alike, changed, again, slower))
+                each = self._watched[id(parameter)]
+                self._look(each)
+                record.standing[index] = _STANDING.get(each.fate, 0)
+                record.cleared[index] = each.fate is Fate.CLEARED
+                record.kept[index] = each.fate not in (Fate.CLEARED, Fate.MISSING)
 
-    def conclude(self, parameters: Sequence[Any], rows: npt.NDArray[np.uint8], active: int) -> list[Bucket]:
+    def conclude(self, record: Record, active: int) -> list[Bucket]:
         """Return the buckets that are reduced, and withdraw the others.
 
         Args:
-            parameters: as for `report`.
-            rows: the largest that any rank has reported.
+            record: what all ranks have said.
             active: how many ranks contribute to the step.
 
         Raises:
             ConfigError: on all ranks, if gradients of some rank are lost.
         """
-        if not rows.any():
-            return []
-        numbers = {id(parameter): index for index, parameter in enumerate(parameters)}
-        reduced, wrong, failure = [], "", None
+        reduced: list[Bucket] = []
+        wrong, failure = "", None
+        if not (record.standing.any() or record.cleared.any() or record.kept.any()):
+            return reduced
         with self._lock:
             for travelling in self._buckets:
-                columns = [numbers.get(id(member.parameter)) for member in travelling.members]
-                said, part = rows[:, [each for each in columns if each is not None]].astype(bool), travelling.part
-                if None in columns or said[_WAITS].any():  # the program has removed a parameter; or a rank waits
-                    if part is not None:
+                numbers, part = travelling.bucket.numbers, travelling.part
+                if min(numbers) < 0 or (record.standing[numbers] == WAITS).any():
+                    if part is not None:  # the program has removed a parameter; or a rank waits
                         self._engine.withdraw([part])
                     travelling.generation += 1
                     continue
@@ -326,8 +345,15 @@ class Overlap:
                 if travelling.handover is not None:
                     travelling.handover.come_back()
                 failure = failure or part.error
-                wrong = wrong or self._wrong(said, part, active)
-                if not said[_ADDED : _CLEARED + 1].any():
+                standing, cleared, kept = (
+                    record.standing[numbers],
+                    record.cleared[numbers] > 0,
+                    record.kept[numbers] > 0,
+                )
+                wrong = wrong or what_is_wrong(
+                    standing, cleared, kept, everyone=part.active == active, sums=self._op is SUM
+                )
+                if not (standing == ADDED).any() and not cleared.any():
                     reduced.append(travelling.bucket)
         if failure is not None:
             raise failure
@@ -336,54 +362,59 @@ class Overlap:
             raise ConfigError(f"{wrong} Gradients of {self._described} are lost, and nothing overlaps from here on")
         return reduced
 
-    def next_step(self, said: Sequence[int], buckets: Buckets, *, again: bool, everyone: bool) -> bool:
-        """Prepare for the next step; return whether overlap is given up because a program changes its gradients.
+    def next_step(self, record: Record, buckets: Buckets, *, again: bool, everyone: bool) -> None:
+        """Prepare for the next step; give up overlap, with a warning, if a program changes its gradients.
 
         Args:
-            said: the numbers about the step, the largest that any rank has reported.
+            record: what all ranks have said.
             buckets: as they are now.
             again: whether the next steps have to show again that they are alike. The same on all ranks.
             everyone: whether no rank has joined.
         """
         with self._lock:
-            differs, changed, _, slower = said
-            self._forget_step()
+            self.forget_step()
             if not self.watching:
-                return False
+                return
             joined, self._joins = self._joins != self._engine.joins, self._engine.joins
             if joined:  # ranks that had joined have not counted what was withdrawn since
                 self._buckets.clear()
                 self._travelling.clear()
-            if changed:
+            if record.changed.any():
                 self.end()
-                return True
+                self._warn_of_changes()
+                return
             if self._trial is not None and self._trial.over and everyone:  # ranks that have joined did not hear of it
                 self._trial = None
-                if slower:
-                    self._wanted = False
+                if record.slower.any():
+                    self.wanted = False
                     self.end()
-                    return False
+                    return
             # Steps that differ do not end overlap, nor the turns without it of a trial.
-            if again or joined or (differs and not (self._wanted and self._alike >= _STEPS - 1)):
-                self._alike = 0
-            else:
-                self._alike += 1
-            self.begun = self._wanted and self._alike >= _STEPS - 1
+            differs = record.unlike.any() and not (self.wanted and self._alike >= _STEPS - 1)
+            self._alike = 0 if again or joined or differs else self._alike + 1
+            self.begun = self.wanted and self._alike >= _STEPS - 1
             if self._trial is not None:
                 self._trial.end_step(counts=self.begun and everyone)
                 self.begun = self.begun and self._trial.on
-            if not self._wanted and self._alike >= _STEPS:
+            if not self.wanted and self._alike >= _STEPS:
                 self.end()
-                return False
-            if self._wanted and [each.bucket for each in self._buckets] != list(buckets):
+                return
+            if self.wanted and [each.bucket for each in self._buckets] != list(buckets):
                 self._take(buckets)
             for travelling in self._buckets:
-                travelling.begin()
-            return False
+                travelling.meet(Event.STEPPED)
+
+    def forget_step(self) -> None:
+        """Forget what was added in the last step, but how often."""
+        for record in self._watched.values():
+            if record.fresh and self._op is SUM:
+                record.summed = id(record.parameter.grad)
+            record.begin()
+        self._passes = 0
 
     def end(self) -> None:
         """Reduce nothing during backward passes any more; the same on all ranks."""
-        self._forget_step()
+        self.forget_step()
         self.begun = self.watching = False
         self._buckets.clear()
         self._travelling.clear()
@@ -396,20 +427,13 @@ class Overlap:
         """End a step that has failed on all ranks: begin anew, without overlap at first."""
         with self._lock:
             self.abandon()
-            self._forget_step()
+            self.forget_step()
             self.begun, self._alike = False, 0
             for travelling in self._buckets:
                 travelling.generation += 1
-                travelling.begin()
+                travelling.meet(Event.STEPPED)
 
     # ---- inside; the lock is held ----
-
-    def _forget_step(self) -> None:
-        for record in self._watched.values():
-            if record.fresh and self._op is SUM:
-                record.summed = id(self._framework.gradient(record.parameter))
-            record.begin()
-        self._passes = 0
 
     def _take(self, buckets: Buckets) -> None:
         self._buckets = [
@@ -417,11 +441,10 @@ class Overlap:
                 number,
                 bucket,
                 [self._watched[id(slot.parameter)] for slot in bucket.slots],
-                self._framework.handover(bucket.flat),
+                self._memory.streams.handover(bucket.flat),
             )
             for number, bucket in enumerate(buckets)
-            if (bucket.reducer is None or isinstance(bucket.reducer, WireState))
-            and all(id(slot.parameter) in self._watched for slot in bucket.slots)
+            if not bucket.is_compressed and all(id(slot.parameter) in self._watched for slot in bucket.slots)
         ]
         self._travelling = {id(member.parameter): each for each in self._buckets for member in each.members}
 
@@ -438,60 +461,61 @@ class Overlap:
             if travelling is None:
                 continue
             if travelling.part is not None:
-                record.added = True
+                record.meet(Fate.ADDED)
             elif record.times == record.expected:
                 travelling.missing -= 1
-                if travelling.missing == 0 and self.begun and not travelling.waits:
+                if travelling.missing == 0 and self.begun and travelling.stage is Stage.FILLING:
                     self._submit(travelling)
 
+    def _now(self, record: Watched) -> tuple[int, int]:
+        gradient = record.parameter.grad
+        return id(gradient), 0 if gradient is None else self._hooks.version(gradient)
+
     def _remember(self, record: Watched) -> None:
-        gradient = self._framework.gradient(record.parameter)
-        record.gradient = id(gradient)
-        record.version = 0 if gradient is None else self._framework.version(gradient)
+        record.gradient, record.version = self._now(record)
 
     def _look(self, record: Watched) -> None:
         """Find out whether the program has changed or replaced a gradient since it was added to, or submitted, last."""
-        gradient = self._framework.gradient(record.parameter)
-        now = id(gradient), 0 if gradient is None else self._framework.version(gradient)
-        if now == (record.gradient, record.version) or now == self._moved.get(id(record.parameter)):
-            return
-        if now[0] == record.gradient:
-            record.changed = True
-        else:
-            record.cleared = True
+        now = self._now(record)
+        if now != (record.gradient, record.version) and now != self._moved.get(id(record.parameter)):
+            record.meet(Fate.CHANGED if now[0] == record.gradient else Fate.CLEARED)
 
     def _submit(self, travelling: _Travelling) -> None:
+        bucket, members = travelling.bucket, travelling.members
+        given = any(not each.times and each.parameter.grad is not None for each in members)
+        filled = False
+        if not given and self._joins == self._engine.joins:
+            with nullcontext() if travelling.handover is None else travelling.handover.filling():
+                filled = max(bucket.collect_own(zeros=True), default=0) <= EMPTY
+        if filled:
+            for record in members:
+                record.fate = Fate.MISSING if record.parameter.grad is None else Fate.NONE
+                self._remember(record)
+            part = self._part(travelling)
+            try:
+                self._engine.submit(part)
+            except (ConfigError, ShutdownError, TransportError):
+                pass  # this rank has joined, or the engine has ended: the step will raise it
+            else:
+                travelling.part = part
+        travelling.meet(Event.HELD_BACK if travelling.part is None else Event.SUBMITTED)
+
+    def _part(self, travelling: _Travelling) -> InPlace:
         bucket = travelling.bucket
-        members = travelling.members
-        given = any(not each.times and self._framework.gradient(each.parameter) is not None for each in members)
-        with nullcontext() if travelling.handover is None else travelling.handover.filling():
-            filled = not given and self._joins == self._engine.joins and bucket.fill_for_now()
-        if not filled:
-            travelling.waits = True
-            return
-        for record in members:
-            record.was_empty = self._framework.gradient(record.parameter) is None
-            self._remember(record)
         again = f", {travelling.generation} times withdrawn" if travelling.generation else ""
-        wire = bucket.reducer if isinstance(bucket.reducer, WireState) else None
         part = InPlace(
             f"{self._name}, bucket {travelling.number}, after {self._joins} joins{again}",
             f"a bucket of {self._name}",
             self._op,
             [bucket.flat],
-            wire=None if wire is None else wire.wire,
-            feedbacks=() if wire is None else [wire.feedback],
+            wire=bucket.wire,
+            feedbacks=bucket.feedbacks,
             speculative=True,
             within=None if travelling.handover is None else travelling.handover.working,
         )
         part.title = f"a bucket of {self._described}"
         part.parts = partial(names_in, [bucket], self._named)
-        try:
-            self._engine.submit(part)
-        except (ConfigError, ShutdownError, TransportError):
-            travelling.waits = True  # this rank has joined, or the engine has ended: the step will raise it
-        else:
-            travelling.part = part
+        return part
 
     def _keep_out(self, travelling: _Travelling) -> bool:
         """Withdraw a bucket, or wait for it; return whether it was reduced."""
@@ -503,25 +527,42 @@ class Overlap:
             if travelling.handover is not None:
                 travelling.handover.come_back()
             return True
-        travelling.part, travelling.waits = None, True
+        travelling.meet(Event.WITHDRAWN)
         return False
 
-    def _wrong(self, said: npt.NDArray[np.bool_], part: InPlace, active: int) -> str:
-        """Return what is wrong with a bucket that was reduced during the backward pass; empty if nothing is."""
-        remedy = (
-            "make passes whose gradients are not for the next step within no_sync(), call synchronize() before "
-            "gradients are looked at or changed, or give overlap=False."
-        )
-        if part.active != active:
-            return f"a rank has made a backward pass and then joined without a step: {remedy}"
-        if said[_CHANGED].any():
-            return f"the program has written to gradients between the backward pass and the step: {remedy}"
-        sums = self._op is SUM
-        if (said[_CLEARED] & said[_NOT_CLEARED]).any() or (sums and said[_CLEARED].any() and said[_NOT_CLEARED].any()):
-            return f"some ranks, and not all, have cleared or replaced gradients after a backward pass: {remedy}"
-        if sums and said[_ADDED].any():
-            return (
-                "a backward pass has added to sums over the ranks: declare all passes of a step with "
-                f"backward_passes_per_step, or {remedy}"
+    def _warn_of_changes(self) -> None:
+        if self._speaks and not self._in_backward:
+            _log.warning(
+                "%s: gradients were changed between the backward pass and the step, on each rank its own, before they "
+                "were averaged. To clip or look at averages, call synchronize() first and step within "
+                'skip_synchronize(), or give DistributedOptimizer(..., reduce_in="backward")',
+                self._described,
             )
-        return ""
+
+
+def what_is_wrong(standing: npt.NDArray[np.uint8], cleared: _Flags, kept: _Flags, *, everyone: bool, sums: bool) -> str:
+    """Return what is wrong with a bucket that was reduced during the backward pass; empty if nothing is.
+
+    Args:
+        standing: of each gradient, the largest that a rank has said.
+        cleared: whether some rank has cleared it since.
+        kept: whether some rank has not.
+        everyone: whether the ranks that contribute to the step are those that have reduced the bucket.
+        sums: whether it was summed up.
+    """
+    remedy = (
+        "make passes whose gradients are not for the next step within no_sync(), call synchronize() before "
+        "gradients are looked at or changed, or give overlap=False."
+    )
+    if not everyone:
+        return f"a rank has made a backward pass and then joined without a step: {remedy}"
+    if (standing == CHANGED).any():
+        return f"the program has written to gradients between the backward pass and the step: {remedy}"
+    if (cleared & kept).any() or (sums and cleared.any() and kept.any()):
+        return f"some ranks, and not all, have cleared or replaced gradients after a backward pass: {remedy}"
+    if sums and (standing == ADDED).any():
+        return (
+            "a backward pass has added to sums over the ranks: declare all passes of a step with "
+            f"backward_passes_per_step, or {remedy}"
+        )
+    return ""
