@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import MismatchError
-from ringreduce.engine import InPlace
+from ringreduce.common.reduce_ops import ReduceOp
+from ringreduce.engine import Engine, Gather, InPlace, Operation
+from ringreduce.training.buckets import Bucket, Buckets
 
-__all__ = ["ADDED", "CHANGED", "WAITS", "Record", "is_refused"]
+__all__ = ["ADDED", "CHANGED", "WAITS", "Early", "Ranks", "Record", "is_refused"]
 
 #: How a bucket stands that may be reduced before the step, as a rank says it of each of its gradients; 0: it is
 #: reduced, or not to be. A pass has added to the gradient since; the program has written to it; the step is to reduce
@@ -21,6 +25,44 @@ ADDED, CHANGED, WAITS = 1, 2, 3
 _Bytes = npt.NDArray[np.uint8]
 
 _NUMBER_NBYTES = 4
+
+
+class Ranks:
+    """Collectives for reducers of compressed buckets, as operations of an engine: ranks that have joined take part.
+
+    Args:
+        engine: carries them out.
+        name: the optimizer's.
+        title: what errors call these operations.
+
+    Attributes:
+        seconds: spent in them so far, waiting for others included.
+    """
+
+    def __init__(self, engine: Engine, name: str, title: str) -> None:
+        self._engine, self._name, self._title = engine, name, title
+        self.rank, self.size = engine.communicator.rank, engine.communicator.size
+        self.empty = engine.communicator.empty
+        self.seconds = 0.0
+
+    def allreduce(self, array: Any, op: ReduceOp, *, out: Any) -> None:
+        """Reduce an array in place; see `InPlace`."""
+        assert out is array, "buckets are reduced where they are"
+        self.run(InPlace(f"{self._name}, {len(array)}", f"a part of {self._name}", op, [array]))
+
+    def allgather(self, rows: Any) -> Any:
+        """Return the rows of all ranks, one after the other; see `Gather`."""
+        (gathered,) = self.run(Gather(f"{self._name}, rows", f"rows of {self._name}", [rows]))
+        return gathered
+
+    def run(self, operation: Operation) -> Any:
+        """Carry out an operation and return its result."""
+        operation.title = self._title
+        started = perf_counter()
+        try:
+            return self._engine.run(operation)
+        finally:
+            self.seconds += perf_counter() - started
 
 
 class Record:
@@ -84,6 +126,38 @@ class Record:
         """Return whether ranks have signed different numbers."""
         said, complement = self._fields[name]
         return bool(((said ^ complement) != 255).any() and (said | complement).any())
+
+
+class Early(Protocol):
+    """What reduces buckets before the step.
+
+    Attributes:
+        wanted: whether it may do so; the same on all ranks.
+        begun: whether it does; the same on all ranks.
+        watching: whether steps are to be told apart for it; the same on all ranks.
+    """
+
+    wanted: bool
+    begun: bool
+    watching: bool
+
+    def report(self, record: Record, parameters: Sequence[Any]) -> None:
+        """Say what was reduced and what the program has done since."""
+
+    def conclude(self, record: Record, active: int) -> list[Bucket]:
+        """Return the buckets that are reduced, given what all ranks have said."""
+
+    def next_step(self, record: Record, buckets: Buckets, *, again: bool, everyone: bool) -> bool:
+        """Prepare for the next step; return whether the program changes its gradients, so that this is given up."""
+
+    def forget_step(self) -> None:
+        """Prepare for a next step that nothing is to be reduced before."""
+
+    def break_off(self) -> None:
+        """End a step that has failed on all ranks."""
+
+    def stop(self) -> None:
+        """Withdraw, or wait for, all that is under way."""
 
 
 def is_refused(error: MismatchError, operation: InPlace) -> bool:

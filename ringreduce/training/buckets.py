@@ -93,6 +93,13 @@ class Bucket:
         """Return how each gradient and its place are; see `FILLED`."""
         return [slot.look(gradient) for slot, gradient in zip(self.slots, gradients, strict=True)]
 
+    def change(self, gradients: list[Any], how: Callable[[list[Any]], object]) -> None:
+        """Let a method of this bucket change those of all gradients that are its own."""
+        mine = [gradients[number] for number in self.numbers]
+        how(mine)
+        for number, gradient in zip(self.numbers, mine, strict=True):
+            gradients[number] = gradient
+
     def collect(self, gradients: list[Any], *, zeros: bool = False) -> list[int]:
         """Move the gradients to their places that can be; return where they were, as `look` does.
 

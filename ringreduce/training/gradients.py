@@ -10,8 +10,9 @@ from typing import Any
 
 from ringreduce.training.buckets import Buckets
 from ringreduce.training.framework import Hooks, Removable
-from ringreduce.training.overlap import Overlap, Watched
+from ringreduce.training.overlap import Overlap
 from ringreduce.training.reducer import GradientReducer
+from ringreduce.training.stages import Watched
 
 __all__ = ["Gradients"]
 
@@ -93,9 +94,13 @@ class Gradients:
         reducer, parameters = self.reducer, self._parameters()
         fresh = self.overlap.fresh(parameters) if self._in_backward else None
         gradients = [parameter.grad for parameter in parameters]
-        for parameter, before, after in zip(parameters, gradients, reducer.reduce(gradients, fresh), strict=True):
-            if before is not after:
-                parameter.grad = after
+        try:
+            for parameter, before, after in zip(parameters, gradients, reducer.reduce(gradients, fresh), strict=True):
+                if before is not after:
+                    parameter.grad = after
+        finally:
+            if self._in_backward:
+                self.overlap.reduced()
         if self._hooks or self.overlap.watching or self._in_backward:
             self.watch()
 
@@ -115,14 +120,14 @@ class Gradients:
         overlap = self.overlap
         if not (overlap.watching or self._in_backward):
             _remove(self._hooks)
-            overlap.unwatch()
+            overlap.watched.clear()
         elif self.reducer.ranks.size > 1:
             for parameter in self._parameters():
-                if not overlap.watches(parameter):
+                if id(parameter) not in overlap.watched:
                     record = Watched(parameter)
                     if hooks := self._framework.watch(parameter, self, record):
                         self._hooks += hooks
-                        overlap.watch(record)
+                        overlap.watched[id(parameter)] = record
 
     # ---- inside ----
 

@@ -103,13 +103,16 @@ class ArraySpec:
 
 
 class _Slot:
-    """See `ringreduce.training.framework.Slot`. What was returned of a step stays as it is while somebody holds it."""
+    """See `ringreduce.training.framework.Slot`. What a step has returned stays as it is while somebody holds it."""
 
-    __slots__ = ("_unshared", "parameter", "place")
+    __slots__ = ("_memory", "_unshared", "parameter", "place")
 
-    def __init__(self, parameter: ArraySpec, place: Any) -> None:
-        self.parameter, self.place = parameter, place
-        self._unshared = self._references() - 1  # but for the argument above
+    def __init__(self, parameter: ArraySpec, memory: Any) -> None:
+        self.parameter = parameter
+        # Views keep the first array that NumPy has made of memory which is no array: this one, and no other place's.
+        self._memory = np.asarray(memoryview(memory))
+        self.place = typed(self._memory, DType.of(parameter.dtype)).reshape(parameter.shape)
+        self._unshared = self._references()
 
     def look(self, gradient: Any) -> int:
         if gradient is self.place:
@@ -121,7 +124,7 @@ class _Slot:
         return MOVABLE if (gradient.dtype, gradient.shape) == (self.place.dtype, self.place.shape) else STUCK
 
     def _references(self) -> int:
-        return sys.getrefcount(self.place)
+        return sys.getrefcount(self.place) + sys.getrefcount(self._memory)
 
 
 class HostMemory(Memory):
@@ -135,15 +138,13 @@ class HostMemory(Memory):
     ) -> tuple[Any, list[_Slot]]:
         memory, dtype = communicator.empty(starts[-1], np.uint8), DType.of(parameters[0].dtype)
         memory[:] = 0
-        pieces = [memory[start:][: each.nbytes] for start, each in zip(starts, parameters, strict=False)]
-        return typed(memory, dtype), [
-            _Slot(each, typed(piece, dtype).reshape(each.shape)) for each, piece in zip(parameters, pieces, strict=True)
-        ]
+        slots = [_Slot(each, memory[start:][: each.nbytes]) for start, each in zip(starts, parameters, strict=False)]
+        return typed(memory, dtype), slots
 
     def pack(self, places: Sequence[Any], gradients: Sequence[Any]) -> None:
         for place, gradient in zip(places, gradients, strict=True):
             if gradient is None:
-                place.view(np.uint8)[...] = 0
+                place[...] = 0
             else:
                 np.copyto(place, gradient)
 

@@ -120,7 +120,7 @@ class Training:
         """Of parameters that have hooks. Collective if nothing has begun yet."""
         if self._gradients is None:
             _ = self.reducer
-        assert self._gradients is not None, "its framework has Hooks"
+            assert self._gradients is not None, "its framework has Hooks"
         return self._gradients
 
     def require_agreement(self) -> str:

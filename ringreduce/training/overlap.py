@@ -21,143 +21,24 @@ The versions of the gradients show whether it did, and the ranks tell each other
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from enum import Enum, IntEnum, auto
-from functools import partial
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from ringreduce.common.errors import ConfigError, ShutdownError, TransportError
 from ringreduce.common.reduce_ops import SUM
-from ringreduce.engine import InPlace
-from ringreduce.training.agreement import ADDED, CHANGED, WAITS, Record
-from ringreduce.training.buckets import Bucket, Buckets, names_in
-from ringreduce.training.framework import EMPTY, Handover, Hooks
+from ringreduce.training.agreement import ADDED, WAITS, Record
+from ringreduce.training.buckets import Bucket, Buckets
+from ringreduce.training.framework import EMPTY, Hooks
 from ringreduce.training.reducer import GradientReducer
+from ringreduce.training.stages import STANDING, Event, Fate, Stage, Travelling, Watched, what_is_wrong
 from ringreduce.training.trial import Trial
 
-__all__ = ["NEXT", "Event", "Overlap", "Stage", "Watched", "what_is_wrong"]
-
-_log = logging.getLogger(__name__)
+__all__ = ["Overlap"]
 
 _STEPS = 2  # so many alike before overlap begins
-
-_Flags = npt.NDArray[np.bool_]
-
-
-class Stage(Enum):
-    """Where a bucket is between two steps."""
-
-    FILLING = auto()  # some of its gradients are still to be added to
-    UNDER_WAY = auto()  # submitted
-    WAITING = auto()  # for the step
-
-
-class Event(Enum):
-    """What happens to a bucket."""
-
-    SUBMITTED = auto()  # it is complete, and its gradients are in their places
-    HELD_BACK = auto()  # it is complete, and a gradient cannot be moved, or nothing can be submitted
-    WITHDRAWN = auto()  # before it was reduced
-    CLEARED = auto()  # the program has cleared the gradients
-    STEPPED = auto()
-
-
-#: The stage that follows; what is not here cannot happen.
-NEXT = {
-    (Stage.FILLING, Event.SUBMITTED): Stage.UNDER_WAY,
-    (Stage.FILLING, Event.HELD_BACK): Stage.WAITING,
-    (Stage.UNDER_WAY, Event.WITHDRAWN): Stage.WAITING,
-    (Stage.FILLING, Event.CLEARED): Stage.FILLING,
-    (Stage.UNDER_WAY, Event.CLEARED): Stage.UNDER_WAY,
-    (Stage.WAITING, Event.CLEARED): Stage.WAITING,
-    **{(stage, Event.STEPPED): Stage.FILLING for stage in Stage},
-}
-
-
-class Fate(IntEnum):
-    """What has become of a gradient since its bucket was submitted; what is greater hides what is less."""
-
-    NONE = 0  # nothing
-    MISSING = 1  # nothing; this rank had none, and zeros were reduced
-    ADDED = 2  # a backward pass has added to it
-    CHANGED = 3  # the program has written to it
-    CLEARED = 4  # the program has replaced it, or set it to None
-
-
-#: How a bucket stands with such a gradient.
-_STANDING = {Fate.ADDED: ADDED, Fate.CHANGED: CHANGED}
-
-
-@dataclass(slots=True, eq=False)
-class Watched:
-    """A parameter whose gradient is watched.
-
-    Attributes:
-        parameter: the parameter.
-        times: how often its gradient was added to since the last step.
-        expected: the same in the last step that added to it at all.
-        gradient: the ``id`` of its gradient when that was added to, or submitted, last.
-        version: the version of its gradient then.
-        fate: what has become of it since.
-        fresh: whether it was added to since the last step, in a pass that counts or not.
-        summed: the ``id`` of the gradient that the last step has summed up over the ranks; 0: of none.
-    """
-
-    parameter: Any
-    times: int = 0
-    expected: int = 0
-    gradient: int = 0
-    version: int = 0
-    fate: Fate = Fate.NONE
-    fresh: bool = False
-    summed: int = 0
-
-    def begin(self) -> None:
-        """Begin the next step: forget all of the last one but how often it added to the gradient."""
-        self.expected = self.times or self.expected
-        self.times = self.gradient = self.version = 0
-        self.fate, self.fresh = Fate.NONE, False
-
-    def meet(self, fate: Fate) -> None:
-        """Take note of what has become of the gradient."""
-        self.fate = max(self.fate, fate)
-
-
-class _Travelling:
-    """A bucket that is to be reduced during the backward pass.
-
-    Attributes:
-        bucket: the bucket.
-        handover: see `Streams.handover`.
-        members: its parameters.
-        missing: how many of them have not been added to as often as expected.
-        stage: where it is.
-        part: its reduction, while it is under way.
-    """
-
-    __slots__ = ("bucket", "generation", "handover", "members", "missing", "number", "part", "stage")
-
-    def __init__(self, number: int, bucket: Bucket, members: Sequence[Watched], handover: Handover | None) -> None:
-        self.number, self.bucket, self.members, self.handover = number, bucket, members, handover
-        self.generation = 0  # how often all ranks have withdrawn it; a part of its name
-        self.stage = Stage.FILLING
-        self.part: InPlace | None = None
-        self.meet(Event.STEPPED)
-
-    def meet(self, event: Event) -> None:
-        """Go on to the next stage."""
-        self.stage = NEXT[self.stage, event]
-        if self.stage is not Stage.UNDER_WAY:
-            self.part = None
-        if event is Event.STEPPED or (event is Event.CLEARED and self.part is None):
-            self.missing = sum(member.expected > 0 for member in self.members)  # wait for all gradients again
+_UNKNOWN = -1  # in place of the id of a gradient
 
 
 class Overlap:
@@ -177,15 +58,15 @@ class Overlap:
         begun: whether complete buckets are submitted now; the same on all ranks.
         watching: whether anything is to be learnt from what the program does; the same on all ranks.
         suspends: whether passes do not count now.
+        watched: those whose gradients are watched, by the ids of their parameters.
         declared: how many backward passes come before each step; the same on all ranks.
     """
 
     def __init__(self, hooks: Hooks, reducer: GradientReducer) -> None:
         options, engine = reducer.options, reducer.engine
-        self._hooks, self._engine, self._memory = hooks, engine, reducer.memory
+        self._hooks, self._engine, self._reducer = hooks, engine, reducer
         self._moved = reducer.buckets.moved
-        self._name, self._described, self._named = reducer.name, reducer.described, reducer.named
-        self._op, self._in_backward, self._speaks = options.op, options.in_backward, reducer.ranks.rank == 0
+        self._op = options.op
         plain = options.predivide_factor == 1.0 and options.compressor is None
         can = engine.threaded and plain and not reducer.checks.needs_own_gradients
         self.wanted = can and options.overlap is not False
@@ -196,26 +77,14 @@ class Overlap:
         self.declared = options.passes
         self._alike = 0  # steps in a row
         self._joins = engine.joins
-        self._watched: dict[int, Watched] = {}  # by the id of the parameter
-        self._buckets: list[_Travelling] = []
-        self._travelling: dict[int, _Travelling] = {}  # the same, by the id of the parameter
+        self.watched: dict[int, Watched] = {}  # by the id of the parameter
+        self._buckets: list[Travelling] = []
+        self._travelling: dict[int, Travelling] = {}  # the same, by the id of the parameter
         self._pending: list[Watched] = []  # were added to, and hooks of the program may still run
         self._passes = 0
         self._lock = threading.RLock()
 
     # ---- the backward pass ----
-
-    def watches(self, parameter: Any) -> bool:
-        """Return whether a parameter is watched."""
-        return id(parameter) in self._watched
-
-    def watch(self, record: Watched) -> None:
-        """Expect calls of `before_adding` and `added` with this record from now on."""
-        self._watched[id(record.parameter)] = record
-
-    def unwatch(self) -> None:
-        """Expect no more calls."""
-        self._watched.clear()
 
     def before_adding(self, record: Watched) -> None:
         """Withdraw, or wait for, the reduction of a gradient that is about to be added to."""
@@ -225,7 +94,7 @@ class Overlap:
         with self._lock:
             if not self._keep_out(travelling):
                 return
-            self._look(record)
+            record.look(self._hooks, self._moved)
             if record.fate is Fate.MISSING and record.parameter.grad is None:
                 place = next(slot.place for slot in travelling.bucket.slots if slot.parameter is record.parameter)
                 record.parameter.grad = place  # what comes is added to that
@@ -273,20 +142,20 @@ class Overlap:
         """Record that the program has cleared all gradients, since `stop`: passes before that do not count."""
         with self._lock:
             self._passes = 0
-            for record in self._watched.values():
+            for record in self.watched.values():
                 record.summed = record.times = 0
                 record.fresh = False
             for travelling in self._buckets:
                 travelling.meet(Event.CLEARED)
                 for record in travelling.members if travelling.part is not None else ():
                     record.fate = Fate.CLEARED
-                    self._remember(record)
+                    record.remember(self._hooks)
 
     def fresh(self, parameters: Sequence[Any]) -> list[bool]:
         """Return for each parameter whether its gradient was added to since the last step, as far as is known."""
         with self._lock:
             self._count_additions()
-            records = [self._watched.get(id(parameter)) for parameter in parameters]
+            records = [self.watched.get(id(parameter)) for parameter in parameters]
             return [
                 parameter.grad is not None if record is None else record.fresh
                 for parameter, record in zip(parameters, records, strict=True)
@@ -298,14 +167,14 @@ class Overlap:
         """Say what this rank knows of its gradients and passes."""
         with self._lock:
             self._count_additions()
-            added = [each for each in self._watched.values() if each.times]
+            added = [each for each in self.watched.values() if each.times]
             alike = all(each.times == each.expected or not each.expected for each in added)
             record.unlike[0] = not (alike and self._passes == self.declared)
             if not self.begun:
                 for each in added:
-                    self._look(each)
+                    each.look(self._hooks, self._moved)
                 record.changed[0] = any(each.fate >= Fate.CHANGED for each in added)
-            record.again[0] = any(each.fresh and each.summed == each.gradient for each in self._watched.values())
+            record.again[0] = any(each.fresh and each.summed == each.gradient for each in self.watched.values())
             record.slower[0] = self._trial is not None and self._trial.slower
             for index, parameter in enumerate(parameters) if self.wanted and self._travelling else ():
                 if (travelling := self._travelling.get(id(parameter))) is None:
@@ -313,9 +182,9 @@ class Overlap:
                 if travelling.part is None:
                     record.standing[index] = WAITS
                     continue
-                each = self._watched[id(parameter)]
-                self._look(each)
-                record.standing[index] = _STANDING.get(each.fate, 0)
+                each = self.watched[id(parameter)]
+                each.look(self._hooks, self._moved)
+                record.standing[index] = STANDING.get(each.fate, 0)
                 record.cleared[index] = each.fate is Fate.CLEARED
                 record.kept[index] = each.fate not in (Fate.CLEARED, Fate.MISSING)
 
@@ -359,11 +228,13 @@ class Overlap:
             raise failure
         if wrong:
             self.end()
-            raise ConfigError(f"{wrong} Gradients of {self._described} are lost, and nothing overlaps from here on")
+            raise ConfigError(
+                f"{wrong} Gradients of {self._reducer.described} are lost, and nothing overlaps from here on"
+            )
         return reduced
 
-    def next_step(self, record: Record, buckets: Buckets, *, again: bool, everyone: bool) -> None:
-        """Prepare for the next step; give up overlap, with a warning, if a program changes its gradients.
+    def next_step(self, record: Record, buckets: Buckets, *, again: bool, everyone: bool) -> bool:
+        """Prepare for the next step; return whether overlap is given up because a program changes its gradients.
 
         Args:
             record: what all ranks have said.
@@ -374,21 +245,20 @@ class Overlap:
         with self._lock:
             self.forget_step()
             if not self.watching:
-                return
+                return False
             joined, self._joins = self._joins != self._engine.joins, self._engine.joins
             if joined:  # ranks that had joined have not counted what was withdrawn since
                 self._buckets.clear()
                 self._travelling.clear()
             if record.changed.any():
                 self.end()
-                self._warn_of_changes()
-                return
+                return True
             if self._trial is not None and self._trial.over and everyone:  # ranks that have joined did not hear of it
                 self._trial = None
                 if record.slower.any():
                     self.wanted = False
                     self.end()
-                    return
+                    return False
             # Steps that differ do not end overlap, nor the turns without it of a trial.
             differs = record.unlike.any() and not (self.wanted and self._alike >= _STEPS - 1)
             self._alike = 0 if again or joined or differs else self._alike + 1
@@ -398,19 +268,26 @@ class Overlap:
                 self.begun = self.begun and self._trial.on
             if not self.wanted and self._alike >= _STEPS:
                 self.end()
-                return
+                return False
             if self.wanted and [each.bucket for each in self._buckets] != list(buckets):
                 self._take(buckets)
             for travelling in self._buckets:
                 travelling.meet(Event.STEPPED)
+            return False
 
     def forget_step(self) -> None:
         """Forget what was added in the last step, but how often."""
-        for record in self._watched.values():
+        for record in self.watched.values():
             if record.fresh and self._op is SUM:
-                record.summed = id(record.parameter.grad)
+                record.summed = _UNKNOWN
             record.begin()
         self._passes = 0
+
+    def reduced(self) -> None:
+        """Take note that what a step has returned are the parameters' gradients now."""
+        for record in self.watched.values():
+            if record.summed == _UNKNOWN:
+                record.summed = id(record.parameter.grad)
 
     def end(self) -> None:
         """Reduce nothing during backward passes any more; the same on all ranks."""
@@ -437,14 +314,14 @@ class Overlap:
 
     def _take(self, buckets: Buckets) -> None:
         self._buckets = [
-            _Travelling(
+            Travelling(
                 number,
                 bucket,
-                [self._watched[id(slot.parameter)] for slot in bucket.slots],
-                self._memory.streams.handover(bucket.flat),
+                [self.watched[id(slot.parameter)] for slot in bucket.slots],
+                self._reducer.memory.streams.handover(bucket.flat),
             )
             for number, bucket in enumerate(buckets)
-            if not bucket.is_compressed and all(id(slot.parameter) in self._watched for slot in bucket.slots)
+            if not bucket.is_compressed and all(id(slot.parameter) in self.watched for slot in bucket.slots)
         ]
         self._travelling = {id(member.parameter): each for each in self._buckets for member in each.members}
 
@@ -452,7 +329,7 @@ class Overlap:
         """Count the additions after which the program's hooks have run by now; submit buckets that are complete."""
         pending, self._pending = self._pending, []
         for record in pending:
-            self._remember(record)
+            record.remember(self._hooks)
             record.fresh = True
             if self.suspends:
                 continue
@@ -467,20 +344,7 @@ class Overlap:
                 if travelling.missing == 0 and self.begun and travelling.stage is Stage.FILLING:
                     self._submit(travelling)
 
-    def _now(self, record: Watched) -> tuple[int, int]:
-        gradient = record.parameter.grad
-        return id(gradient), 0 if gradient is None else self._hooks.version(gradient)
-
-    def _remember(self, record: Watched) -> None:
-        record.gradient, record.version = self._now(record)
-
-    def _look(self, record: Watched) -> None:
-        """Find out whether the program has changed or replaced a gradient since it was added to, or submitted, last."""
-        now = self._now(record)
-        if now != (record.gradient, record.version) and now != self._moved.get(id(record.parameter)):
-            record.meet(Fate.CHANGED if now[0] == record.gradient else Fate.CLEARED)
-
-    def _submit(self, travelling: _Travelling) -> None:
+    def _submit(self, travelling: Travelling) -> None:
         bucket, members = travelling.bucket, travelling.members
         given = any(not each.times and each.parameter.grad is not None for each in members)
         filled = False
@@ -490,8 +354,8 @@ class Overlap:
         if filled:
             for record in members:
                 record.fate = Fate.MISSING if record.parameter.grad is None else Fate.NONE
-                self._remember(record)
-            part = self._part(travelling)
+                record.remember(self._hooks)
+            part = travelling.operation(self._reducer, f"after {self._joins} joins")
             try:
                 self._engine.submit(part)
             except (ConfigError, ShutdownError, TransportError):
@@ -500,24 +364,7 @@ class Overlap:
                 travelling.part = part
         travelling.meet(Event.HELD_BACK if travelling.part is None else Event.SUBMITTED)
 
-    def _part(self, travelling: _Travelling) -> InPlace:
-        bucket = travelling.bucket
-        again = f", {travelling.generation} times withdrawn" if travelling.generation else ""
-        part = InPlace(
-            f"{self._name}, bucket {travelling.number}, after {self._joins} joins{again}",
-            f"a bucket of {self._name}",
-            self._op,
-            [bucket.flat],
-            wire=bucket.wire,
-            feedbacks=bucket.feedbacks,
-            speculative=True,
-            within=None if travelling.handover is None else travelling.handover.working,
-        )
-        part.title = f"a bucket of {self._described}"
-        part.parts = partial(names_in, [bucket], self._named)
-        return part
-
-    def _keep_out(self, travelling: _Travelling) -> bool:
+    def _keep_out(self, travelling: Travelling) -> bool:
         """Withdraw a bucket, or wait for it; return whether it was reduced."""
         if travelling.part is None:
             return False
@@ -529,40 +376,3 @@ class Overlap:
             return True
         travelling.meet(Event.WITHDRAWN)
         return False
-
-    def _warn_of_changes(self) -> None:
-        if self._speaks and not self._in_backward:
-            _log.warning(
-                "%s: gradients were changed between the backward pass and the step, on each rank its own, before they "
-                "were averaged. To clip or look at averages, call synchronize() first and step within "
-                'skip_synchronize(), or give DistributedOptimizer(..., reduce_in="backward")',
-                self._described,
-            )
-
-
-def what_is_wrong(standing: npt.NDArray[np.uint8], cleared: _Flags, kept: _Flags, *, everyone: bool, sums: bool) -> str:
-    """Return what is wrong with a bucket that was reduced during the backward pass; empty if nothing is.
-
-    Args:
-        standing: of each gradient, the largest that a rank has said.
-        cleared: whether some rank has cleared it since.
-        kept: whether some rank has not.
-        everyone: whether the ranks that contribute to the step are those that have reduced the bucket.
-        sums: whether it was summed up.
-    """
-    remedy = (
-        "make passes whose gradients are not for the next step within no_sync(), call synchronize() before "
-        "gradients are looked at or changed, or give overlap=False."
-    )
-    if not everyone:
-        return f"a rank has made a backward pass and then joined without a step: {remedy}"
-    if (standing == CHANGED).any():
-        return f"the program has written to gradients between the backward pass and the step: {remedy}"
-    if (cleared & kept).any() or (sums and cleared.any() and kept.any()):
-        return f"some ranks, and not all, have cleared or replaced gradients after a backward pass: {remedy}"
-    if sums and (standing == ADDED).any():
-        return (
-            "a backward pass has added to sums over the ranks: declare all passes of a step with "
-            f"backward_passes_per_step, or {remedy}"
-        )
-    return ""

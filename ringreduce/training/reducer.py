@@ -15,106 +15,34 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import is_
-from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ringreduce.common.errors import ConfigError, MismatchError, UnsupportedBufferError
-from ringreduce.common.reduce_ops import AVERAGE, MAX, SUM, ReduceOp
-from ringreduce.engine import Engine, Gather, InPlace, Operation
-from ringreduce.training.agreement import Record, is_refused
-from ringreduce.training.buckets import Bucket, Buckets, names_in
+from ringreduce.common.reduce_ops import MAX, SUM
+from ringreduce.engine import Engine, InPlace
+from ringreduce.training.agreement import Early, Ranks, Record, is_refused
+from ringreduce.training.buckets import Bucket, Buckets
 from ringreduce.training.checks import Checks
-from ringreduce.training.compression import Reducer, State, WireState
+from ringreduce.training.compression import State
 from ringreduce.training.framework import (
     DENSE,
     FILLED,
-    KEPT,
     MOVABLE,
     NO_GRADIENT,
     SPARSE,
     UNSUPPORTED,
     Memory,
     Slot,
-    Sparse,
 )
 from ringreduce.training.options import Options
 from ringreduce.training.parameters import Named, differences
+from ringreduce.training.reductions import Reductions
 
-__all__ = ["Early", "GradientReducer", "Ranks"]
+__all__ = ["GradientReducer"]
 
 _log = logging.getLogger(__name__)
-
-
-class Ranks:
-    """Collectives for reducers of compressed buckets, as operations of an engine: ranks that have joined take part.
-
-    Args:
-        engine: carries them out.
-        name: the optimizer's.
-        title: what errors call these operations.
-
-    Attributes:
-        seconds: spent in them so far, waiting for others included.
-    """
-
-    def __init__(self, engine: Engine, name: str, title: str) -> None:
-        self._engine, self._name, self._title = engine, name, title
-        self.rank, self.size = engine.communicator.rank, engine.communicator.size
-        self.empty = engine.communicator.empty
-        self.seconds = 0.0
-
-    def allreduce(self, array: Any, op: ReduceOp, *, out: Any) -> None:
-        """Reduce an array in place; see `InPlace`."""
-        assert out is array, "buckets are reduced where they are"
-        self.run(InPlace(f"{self._name}, {len(array)}", f"a part of {self._name}", op, [array]))
-
-    def allgather(self, rows: Any) -> Any:
-        """Return the rows of all ranks, one after the other; see `Gather`."""
-        (gathered,) = self.run(Gather(f"{self._name}, rows", f"rows of {self._name}", [rows]))
-        return gathered
-
-    def run(self, operation: Operation) -> Any:
-        """Carry out an operation and return its result."""
-        operation.title = self._title
-        started = perf_counter()
-        try:
-            return self._engine.run(operation)
-        finally:
-            self.seconds += perf_counter() - started
-
-
-class Early(Protocol):
-    """What reduces buckets before the step.
-
-    Attributes:
-        wanted: whether it may do so; the same on all ranks.
-        begun: whether it does; the same on all ranks.
-        watching: whether steps are to be told apart for it; the same on all ranks.
-    """
-
-    wanted: bool
-    begun: bool
-    watching: bool
-
-    def report(self, record: Record, parameters: Sequence[Any]) -> None:
-        """Say what was reduced and what the program has done since."""
-
-    def conclude(self, record: Record, active: int) -> list[Bucket]:
-        """Return the buckets that are reduced, given what all ranks have said."""
-
-    def next_step(self, record: Record, buckets: Buckets, *, again: bool, everyone: bool) -> None:
-        """Prepare for the next step."""
-
-    def forget_step(self) -> None:
-        """Prepare for a next step that nothing is to be reduced before."""
-
-    def break_off(self) -> None:
-        """End a step that has failed on all ranks."""
-
-    def stop(self) -> None:
-        """Withdraw, or wait for, all that is under way."""
 
 
 class _Repeat(NamedTuple):
@@ -124,6 +52,7 @@ class _Repeat(NamedTuple):
         found: what every rank must find, again.
         parameters: all of them.
         buckets: all of them.
+        flats: their memory.
         slots: all of these, with the number of the parameter.
         text: says all of this, to compare it between ranks.
     """
@@ -131,6 +60,7 @@ class _Repeat(NamedTuple):
     found: bytes
     parameters: Sequence[Any]
     buckets: Sequence[Bucket]
+    flats: Sequence[Any]
     slots: Sequence[tuple[int, Slot]]
     text: str
 
@@ -172,6 +102,7 @@ class GradientReducer:
         where = "backward pass" if options.in_backward else "step"
         self.ranks = Ranks(engine, self.name, f"the {where} of {self.described}")
         self.buckets = Buckets(memory, engine.communicator, options)
+        self._reductions = Reductions(memory, engine, self.ranks, self.name, named, options)
         self.checks = Checks(memory, self.ranks, named, self.described, engine.communicator.config)
         self.early: Early | None = None
         self.stepped = 0
@@ -259,22 +190,22 @@ class GradientReducer:
     def _repeats(self, last: _Repeat, parameters: Sequence[Any], gradients: list[Any], found: bytes) -> bool:
         """Reduce the buckets as in the last step; return False if a rank does something else, and nothing was done."""
         same = found == last.found and len(parameters) == len(last.parameters)
-        if self._looks_closer or not same or not all(map(is_, parameters, last.parameters)):
+        if not (same and self._steps & (self._steps + 1)) or not all(map(is_, parameters, last.parameters)):
             return False
-        moving = []
+        places, moving = [], []
         for number, slot in last.slots:
             look = slot.look(gradients[number])
             if look == MOVABLE:
-                moving.append((slot.place, number))
+                places.append(slot.place)
+                moving.append(number)
             elif look != FILLED:
                 return False
         if moving:
-            self.memory.pack([place for place, _ in moving], [gradients[number] for _, number in moving])
-            for place, number in moving:
+            self.memory.pack(places, [gradients[number] for number in moving])
+            for number, place in zip(moving, places, strict=True):
                 gradients[number] = place
         text = f"{last.text}, {self.stepped - self._steps}" if self.options.in_backward else last.text
-        flats = [bucket.flat for bucket in last.buckets]
-        operation = self._operation(f"{self.name}, step", text, last.buckets, flats)
+        operation = self._reductions.operation(f"{self.name}, step", text, last.buckets, last.flats)
         try:
             self.ranks.run(operation)
         except MismatchError as error:
@@ -306,10 +237,10 @@ class GradientReducer:
             and len(slots) == sum(found) > 0  # all that have a gradient have a place
             and max(found) == DENSE
             and not any(bucket.is_compressed for bucket in buckets)
-            and len({self._travels(bucket) for bucket in buckets}) == 1
+            and len({self._reductions.travels(bucket) for bucket in buckets}) == 1
         ):
-            said = zlib.crc32(found, self.buckets.layout)
-            self._last = _Repeat(found, parameters, buckets, slots, f"a step of {self.name} like the last, {said:08x}")
+            text = f"a step of {self.name} like the last, {zlib.crc32(found, self.buckets.layout):08x}"
+            self._last = _Repeat(found, parameters, buckets, [each.flat for each in buckets], slots, text)
 
     # ---- any other step ----
 
@@ -326,25 +257,21 @@ class GradientReducer:
         dense = [parameter for parameter, state in zip(parameters, everyone, strict=True) if state == DENSE]
         used = frozenset(map(id, dense))
         for bucket in reduced:
-            self._in_bucket(bucket, gradients, partial(bucket.adopt, used=used))
+            bucket.change(gradients, partial(bucket.adopt, used=used))
         moved = self.buckets.update(parameters, dense)
-        self._reduce(
+        self._reductions.reduce(
             [bucket for bucket in self.buckets if bucket not in reduced and bucket.holds(used)], gradients, used, active
         )
         for number, state in enumerate(everyone):
             if state >= SPARSE:
-                gradients[number] = self._reduce_sparse(parameters[number], gradients[number], state - SPARSE, active)
+                gradients[number] = self._reductions.sparse(
+                    parameters[number], gradients[number], state - SPARSE, active
+                )
         if self.early is not None:
             again = bool(moved) or record.is_again or self.checks.needs_own_gradients_in(self._steps + 1)
-            self.early.next_step(record, self.buckets, again=again, everyone=active == self.ranks.size)
+            if self.early.next_step(record, self.buckets, again=again, everyone=active == self.ranks.size):
+                self._warn_of_changes()
         self._remember(parameters, everyone)
-
-    def _in_bucket(self, bucket: Bucket, gradients: list[Any], change: Callable[[list[Any]], object]) -> None:
-        """Change the gradients of a bucket."""
-        mine = [gradients[number] for number in bucket.numbers]
-        change(mine)
-        for number, gradient in zip(bucket.numbers, mine, strict=True):
-            gradients[number] = gradient
 
     def _agree(self, parameters: Sequence[Any], found: bytes) -> tuple[Record, int]:
         """Tell the other ranks which gradients this one has, and what it knows of them.
@@ -407,90 +334,16 @@ class GradientReducer:
                 "sparse COO, on some rank"
             )
 
-    # ---- reductions ----
-
-    def _travels(self, bucket: Bucket) -> tuple[str | None, bool]:
-        """Return what is equal for buckets that travel together."""
-        return bucket.wire, self.memory.streams.is_on_host(bucket.flat)
-
-    def _reduce(self, due: Sequence[Bucket], gradients: list[Any], used: frozenset[int], active: int) -> None:
-        """Fill buckets and reduce them: together, but one by one those that have a `Reducer`."""
-        together: dict[tuple[str | None, bool], list[Bucket]] = {}
-        taken_back = []
-        for bucket in due:
-            target, before = bucket, [gradients[number] for number in bucket.numbers]
-            if KEPT in bucket.look(before):
-                target = bucket.apart()
-                target.numbers = bucket.numbers
-                taken_back.append((bucket, target, before))
-            self._in_bucket(target, gradients, partial(target.fill, used=used))
-            if isinstance(target.reducer, WireState) or target.reducer is None:
-                together.setdefault(self._travels(target), []).append(target)
-            else:
-                self._compress(target.reducer, target.flat, active)
-        for buckets in together.values():
-            self._reduce_together(buckets)
-        for bucket, target, before in taken_back:
-            self._in_bucket(bucket, gradients, partial(bucket.take_back, apart=target, before=before))
-
-    def _reduce_together(self, buckets: Sequence[Bucket]) -> None:
-        factor, compressor = self.options.predivide_factor, self.options.compressor
-        flats = [bucket.flat for bucket in buckets]
-        if factor != 1.0:
-            for flat in flats:
-                self.memory.scale(flat, 1.0 / factor)
-        compressed = [(flat, None) if compressor is None else compressor.compress(flat) for flat in flats]
-        wire = buckets[0].wire
-        name = f"{self.name}, buckets" + (f" in {wire}" if wire else "")
-        sent = [each for each, _ in compressed]
-        self.ranks.run(self._operation(name, f"{len(flats)} buckets of {self.name}", buckets, sent))
-        for flat, (each, context) in zip(flats, compressed, strict=True):
-            if each is not flat:
-                self.memory.pack([flat], [compressor.decompress(each, context)])
-            if factor != 1.0:
-                self.memory.scale(flat, factor)
-
-    def _compress(self, reducer: Reducer, flat: Any, active: int) -> None:
-        factor, divisor = self.options.predivide_factor, self._averaged_over(active)
-        averages = self.options.op is AVERAGE
-        plain = factor == 1.0 and divisor == self.ranks.size
-        if factor != 1.0:
-            self.memory.scale(flat, 1.0 / factor)
-        with self.memory.streams.on_host(flat) as values:
-            reducer.reduce(self.ranks, values, average=plain and averages)
-        if averages and not plain:
-            self.memory.scale(flat, factor / divisor)
-
-    def _reduce_sparse(self, parameter: Any, gradient: Any, sparse_dims: int, active: int) -> Any:
-        """Sum or average a gradient that is sparse on some rank: gather what the ranks have, make nothing dense."""
-        memory = self.memory
-        if not isinstance(memory, Sparse):
-            raise UnsupportedBufferError("sparse gradients are not supported on this rank")
-        rows = memory.rows(parameter, gradient, sparse_dims)
-        within = memory.streams.around(rows)
-        gather = Gather(f"{self.name}, sparse", f"a sparse gradient of {self.name}", rows, within)
-        places, values = self.ranks.run(gather)
-        divisor = self._averaged_over(active) if self.options.op is AVERAGE else 1
-        return memory.of_rows(parameter, places, values, divisor)
-
-    def _averaged_over(self, active: int) -> int:
-        return self.engine.communicator.config.conventions.averaged_over(active, self.ranks.size)
-
-    def _operation(self, name: str, text: str, buckets: Sequence[Bucket], sent: Sequence[Any]) -> InPlace:
-        """Return the reduction of buckets, given what travels of each."""
-        operation = InPlace(
-            name,
-            text,
-            self.options.op,
-            sent,
-            wire=buckets[0].wire,
-            feedbacks=[feedback for bucket in buckets for feedback in bucket.feedbacks],
-            within=self.memory.streams.around(sent),
-        )
-        operation.parts = partial(names_in, buckets, self.named)
-        return operation
-
     # ---- warnings ----
+
+    def _warn_of_changes(self) -> None:
+        if self.ranks.rank == 0 and not self.options.in_backward:
+            _log.warning(
+                "%s: gradients were changed between the backward pass and the step, on each rank its own, before they "
+                "were averaged. To clip or look at averages, call synchronize() first and step within "
+                'skip_synchronize(), or give DistributedOptimizer(..., reduce_in="backward")',
+                self.described,
+            )
 
     def _warn_of_weights(self) -> None:
         if self.ranks.rank == 0 and self._steps == 0:
