@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -212,7 +211,9 @@ class DistributedOptimizer(wrapping.Wrapper):
         """
         self.rejoin()
         if self._adasum and not self._training.alone:
-            return self._adasum_step(closure)
+            self._reduced.forget()
+            step = self._step_wrapped if closure is None else partial(self._step_wrapped, closure)
+            return wrapping.step_and_combine(self._parameters(), self._training, step)
         if closure is not None:
             result = self._step_wrapped(partial(self._evaluate, closure))
             self._reduced.forget()
@@ -390,15 +391,6 @@ class DistributedOptimizer(wrapping.Wrapper):
         how = Adasum if self._adasum else self._op.value
         return f"DistributedOptimizer({how} over {self._training.communicator.size} ranks of {self._optimizer!r})"
 
-    def _share_overflows(self) -> None:
-        """Make this rank's gradients overflow if those of any rank do: Adasum reduces nothing before the step."""
-        if self._training.alone:
-            return
-        grads = [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
-        values = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
-        if self._training.any_rank(not all(bool(value.isfinite().all()) for value in values)) and grads:
-            grads[0].mul_(math.inf)
-
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """Call a closure, and make gradients and loss those of all ranks."""
         loss = closure()
@@ -420,19 +412,6 @@ class DistributedOptimizer(wrapping.Wrapper):
             wrapping.STEPPING.discard(stepping)
             self._training.gradients.stepped()
 
-    def _adasum_step(self, closure: Callable[[], Any] | None) -> Any:
-        """Step with this rank's own gradients; then combine what the ranks have changed."""
-        parameters = [parameter for parameter in self._parameters() if parameter.requires_grad]
-        before = [parameter.detach().clone() for parameter in parameters]
-        result = self._step_wrapped() if closure is None else self._step_wrapped(closure)
-        with torch.no_grad():
-            changes = [parameter - start for parameter, start in zip(parameters, before, strict=True)]
-            self._training.combine(changes)
-            for parameter, start, change in zip(parameters, before, changes, strict=True):
-                parameter.copy_(start + change)
-        self._reduced.forget()
-        return result
-
     def _prepare_for_scaler(self, caller: FrameType) -> None:
         """Let a GradScaler see the same overflows on all ranks, so that all make the step or none.
 
@@ -442,7 +421,7 @@ class DistributedOptimizer(wrapping.Wrapper):
         if scaler is None:
             return
         if self._adasum:
-            self._share_overflows()
+            wrapping.share_overflows(self._parameters(), self._training)
         elif self._training.gradients.pending and not self._reduced.is_done_for(scaler, id(self)):
             self.synchronize()
             self._reduced.done_for(scaler, id(self))
@@ -452,9 +431,7 @@ class DistributedOptimizer(wrapping.Wrapper):
 
     def _stepped_by_itself(self) -> None:
         """Warn, once, of a step of the wrapped optimizer with gradients that were not reduced."""
-        if self._training.alone or self._skipping:
-            return
-        if self._reduced.is_taken():
+        if self._training.alone or self._skipping or self._reduced.is_taken():
             return
         self._unwatch()
         warnings.warn(
@@ -465,8 +442,7 @@ class DistributedOptimizer(wrapping.Wrapper):
         )
 
 
-#: Horovod's name for it, by which libraries ask what kind an optimizer is.
-_DistributedOptimizer = DistributedOptimizer
+_DistributedOptimizer = DistributedOptimizer  # Horovod's name, by which libraries ask what kind an optimizer is
 
 
 def _each_array(convert: Callable[[Any], Any], buckets: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:

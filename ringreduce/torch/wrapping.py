@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -12,7 +13,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
-from ringreduce.training.optimizer import Named
+from ringreduce.training.optimizer import Named, Training
 
 __all__ = [
     "STEPPING",
@@ -22,6 +23,8 @@ __all__ = [
     "parameters_of",
     "require_optimizer",
     "require_parameters",
+    "share_overflows",
+    "step_and_combine",
     "watch_steps",
 ]
 
@@ -178,3 +181,26 @@ class Wrapper(torch.optim.Optimizer):
     def _prepare_for_scaler(self, caller: FrameType) -> None:
         """Hear that a frame reads the parameter groups: it may be a GradScaler's."""
         raise NotImplementedError  # subclasses know how
+
+
+def step_and_combine(parameters: Iterable[torch.Tensor], training: Training, step: Callable[[], Any]) -> Any:
+    """Step with this rank's own gradients; then combine by Adasum what the ranks have changed. Collective."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    before = [parameter.detach().clone() for parameter in trained]
+    result = step()
+    with torch.no_grad():
+        changes = [parameter - start for parameter, start in zip(trained, before, strict=True)]
+        training.combine(changes)
+        for parameter, start, change in zip(trained, before, changes, strict=True):
+            parameter.copy_(start + change)
+    return result
+
+
+def share_overflows(parameters: Iterable[torch.Tensor], training: Training) -> None:
+    """Make this rank's gradients overflow if those of any rank do: Adasum reduces nothing before the step."""
+    if training.alone:
+        return
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    values = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
+    if training.any_rank(not all(bool(value.isfinite().all()) for value in values)) and grads:
+        grads[0].mul_(math.inf)
