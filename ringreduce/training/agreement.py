@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +12,8 @@ from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import MismatchError
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.engine import Engine, Gather, InPlace, Operation
-from ringreduce.training.buckets import Bucket, Buckets
 
-__all__ = ["ADDED", "CHANGED", "WAITS", "Early", "Ranks", "Record", "is_refused"]
+__all__ = ["ADDED", "CHANGED", "WAITS", "Ranks", "Record", "is_refused"]
 
 #: How a bucket stands that may be reduced before the step, as a rank says it of each of its gradients; 0: it is
 #: reduced, or not to be. A pass has added to the gradient since; the program has written to it; the step is to reduce
@@ -126,38 +124,6 @@ class Record:
         """Return whether ranks have signed different numbers."""
         said, complement = self._fields[name]
         return bool(((said ^ complement) != 255).any() and (said | complement).any())
-
-
-class Early(Protocol):
-    """What reduces buckets before the step.
-
-    Attributes:
-        wanted: whether it may do so; the same on all ranks.
-        begun: whether it does; the same on all ranks.
-        watching: whether steps are to be told apart for it; the same on all ranks.
-    """
-
-    wanted: bool
-    begun: bool
-    watching: bool
-
-    def report(self, record: Record, parameters: Sequence[Any]) -> None:
-        """Say what was reduced and what the program has done since."""
-
-    def conclude(self, record: Record, active: int) -> list[Bucket]:
-        """Return the buckets that are reduced, given what all ranks have said."""
-
-    def next_step(self, record: Record, buckets: Buckets, *, again: bool, everyone: bool) -> bool:
-        """Prepare for the next step; return whether the program changes its gradients, so that this is given up."""
-
-    def forget_step(self) -> None:
-        """Prepare for a next step that nothing is to be reduced before."""
-
-    def break_off(self) -> None:
-        """End a step that has failed on all ranks."""
-
-    def stop(self) -> None:
-        """Withdraw, or wait for, all that is under way."""
 
 
 def is_refused(error: MismatchError, operation: InPlace) -> bool:

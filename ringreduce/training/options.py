@@ -14,9 +14,16 @@ from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
 from ringreduce.training.compression import has_reducers, signature_of
-from ringreduce.training.requests import Adasum, Op, ReproducibleSum
 
-__all__ = ["Options"]
+__all__ = ["Adasum", "Op", "Options", "ReproducibleSum"]
+
+#: Adaptive summation, see `ringreduce.collectives.adasum`.
+Adasum = "adasum"
+
+#: The exact sum, rounded once, whatever the number of ranks; see `ringreduce.collectives.reproducible`.
+ReproducibleSum = "reproducible sum"
+
+Op = ReduceOp | str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

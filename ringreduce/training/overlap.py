@@ -28,6 +28,7 @@ from typing import Any
 
 from ringreduce.common.errors import ConfigError, ShutdownError, TransportError
 from ringreduce.common.reduce_ops import SUM
+from ringreduce.engine import InPlace
 from ringreduce.training.agreement import ADDED, WAITS, Record
 from ringreduce.training.buckets import Bucket, Buckets
 from ringreduce.training.framework import EMPTY, Hooks
@@ -355,7 +356,7 @@ class Overlap:
             for record in members:
                 record.fate = Fate.MISSING if record.parameter.grad is None else Fate.NONE
                 record.remember(self._hooks)
-            part = travelling.operation(self._reducer, f"after {self._joins} joins")
+            part = self._part(travelling)
             try:
                 self._engine.submit(part)
             except (ConfigError, ShutdownError, TransportError):
@@ -363,6 +364,20 @@ class Overlap:
             else:
                 travelling.part = part
         travelling.meet(Event.HELD_BACK if travelling.part is None else Event.SUBMITTED)
+
+    def _part(self, travelling: Travelling) -> InPlace:
+        reducer, handover = self._reducer, travelling.handover
+        again = f", {travelling.generation} times withdrawn" if travelling.generation else ""
+        part = reducer.reductions.operation(
+            f"{reducer.name}, bucket {travelling.number}, after {self._joins} joins{again}",
+            f"a bucket of {reducer.name}",
+            [travelling.bucket],
+            [travelling.bucket.flat],
+            speculative=True,
+            within=None if handover is None else handover.working,
+        )
+        part.title = f"a bucket of {reducer.described}"
+        return part
 
     def _keep_out(self, travelling: Travelling) -> bool:
         """Withdraw a bucket, or wait for it; return whether it was reduced."""

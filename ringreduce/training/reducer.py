@@ -22,7 +22,7 @@ import numpy as np
 from ringreduce.common.errors import ConfigError, MismatchError, UnsupportedBufferError
 from ringreduce.common.reduce_ops import MAX, SUM
 from ringreduce.engine import Engine, InPlace
-from ringreduce.training.agreement import Early, Ranks, Record, is_refused
+from ringreduce.training.agreement import Ranks, Record, is_refused
 from ringreduce.training.buckets import Bucket, Buckets
 from ringreduce.training.checks import Checks
 from ringreduce.training.compression import State
@@ -38,7 +38,7 @@ from ringreduce.training.framework import (
 )
 from ringreduce.training.options import Options
 from ringreduce.training.parameters import Named, differences
-from ringreduce.training.reductions import Reductions
+from ringreduce.training.reductions import Early, Reductions
 
 __all__ = ["GradientReducer"]
 
@@ -82,6 +82,7 @@ class GradientReducer:
 
     Attributes:
         ranks: its collectives.
+        reductions: its buckets'.
         early: what reduces buckets before the step; None: nothing.
         stepped: so many steps the optimizer has made; counted anew when all ranks have joined.
     """
@@ -102,7 +103,7 @@ class GradientReducer:
         where = "backward pass" if options.in_backward else "step"
         self.ranks = Ranks(engine, self.name, f"the {where} of {self.described}")
         self.buckets = Buckets(memory, engine.communicator, options)
-        self._reductions = Reductions(memory, engine, self.ranks, self.name, named, options)
+        self.reductions = Reductions(memory, engine, self.ranks, self.name, named, options)
         self.checks = Checks(memory, self.ranks, named, self.described, engine.communicator.config)
         self.early: Early | None = None
         self.stepped = 0
@@ -205,7 +206,7 @@ class GradientReducer:
             for number, place in zip(moving, places, strict=True):
                 gradients[number] = place
         text = f"{last.text}, {self.stepped - self._steps}" if self.options.in_backward else last.text
-        operation = self._reductions.operation(f"{self.name}, step", text, last.buckets, last.flats)
+        operation = self.reductions.operation(f"{self.name}, step", text, last.buckets, last.flats)
         try:
             self.ranks.run(operation)
         except MismatchError as error:
@@ -237,7 +238,7 @@ class GradientReducer:
             and len(slots) == sum(found) > 0  # all that have a gradient have a place
             and max(found) == DENSE
             and not any(bucket.is_compressed for bucket in buckets)
-            and len({self._reductions.travels(bucket) for bucket in buckets}) == 1
+            and len({self.reductions.travels(bucket) for bucket in buckets}) == 1
         ):
             text = f"a step of {self.name} like the last, {zlib.crc32(found, self.buckets.layout):08x}"
             self._last = _Repeat(found, parameters, buckets, [each.flat for each in buckets], slots, text)
@@ -259,12 +260,12 @@ class GradientReducer:
         for bucket in reduced:
             bucket.change(gradients, partial(bucket.adopt, used=used))
         moved = self.buckets.update(parameters, dense)
-        self._reductions.reduce(
+        self.reductions.reduce(
             [bucket for bucket in self.buckets if bucket not in reduced and bucket.holds(used)], gradients, used, active
         )
         for number, state in enumerate(everyone):
             if state >= SPARSE:
-                gradients[number] = self._reductions.sparse(
+                gradients[number] = self.reductions.sparse(
                     parameters[number], gradients[number], state - SPARSE, active
                 )
         if self.early is not None:

@@ -4,19 +4,51 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from ringreduce.common.errors import UnsupportedBufferError
 from ringreduce.common.reduce_ops import AVERAGE
 from ringreduce.engine import Engine, Gather, InPlace
-from ringreduce.training.agreement import Ranks
-from ringreduce.training.buckets import Bucket, names_in
+from ringreduce.training.agreement import Ranks, Record
+from ringreduce.training.buckets import Bucket, Buckets, names_in
 from ringreduce.training.compression import Reducer, WireState
 from ringreduce.training.framework import KEPT, Memory, Sparse
 from ringreduce.training.options import Options
 from ringreduce.training.parameters import Named
 
-__all__ = ["Reductions"]
+__all__ = ["Early", "Reductions"]
+
+
+class Early(Protocol):
+    """What reduces buckets before the step.
+
+    Attributes:
+        wanted: whether it may do so; the same on all ranks.
+        begun: whether it does; the same on all ranks.
+        watching: whether steps are to be told apart for it; the same on all ranks.
+    """
+
+    wanted: bool
+    begun: bool
+    watching: bool
+
+    def report(self, record: Record, parameters: Sequence[Any]) -> None:
+        """Say what was reduced and what the program has done since."""
+
+    def conclude(self, record: Record, active: int) -> list[Bucket]:
+        """Return the buckets that are reduced, given what all ranks have said."""
+
+    def next_step(self, record: Record, buckets: Buckets, *, again: bool, everyone: bool) -> bool:
+        """Prepare for the next step; return whether the program changes its gradients, so that this is given up."""
+
+    def forget_step(self) -> None:
+        """Prepare for a next step that nothing is to be reduced before."""
+
+    def break_off(self) -> None:
+        """End a step that has failed on all ranks."""
+
+    def stop(self) -> None:
+        """Withdraw, or wait for, all that is under way."""
 
 
 class Reductions:
@@ -110,8 +142,16 @@ class Reductions:
     def _averaged_over(self, active: int) -> int:
         return self._engine.communicator.config.conventions.averaged_over(active, self._ranks.size)
 
-    def operation(self, name: str, text: str, buckets: Sequence[Bucket], sent: Sequence[Any]) -> InPlace:
-        """Return the reduction of buckets, given what travels of each."""
+    def operation(self, name: str, text: str, buckets: Sequence[Bucket], sent: Sequence[Any], **early: Any) -> InPlace:
+        """Return the reduction of buckets.
+
+        Args:
+            name: as for `InPlace`.
+            text: likewise.
+            buckets: they travel in one format.
+            sent: what travels of each.
+            early: of a reduction before the step: ``speculative`` and ``within``, as for `InPlace`.
+        """
         operation = InPlace(
             name,
             text,
@@ -119,7 +159,7 @@ class Reductions:
             sent,
             wire=buckets[0].wire,
             feedbacks=[feedback for bucket in buckets for feedback in bucket.feedbacks],
-            within=self._memory.streams.around(sent),
+            **(early or {"within": self._memory.streams.around(sent)}),
         )
         operation.parts = partial(names_in, buckets, self._named)
         return operation

@@ -26,6 +26,7 @@ from ringreduce.engine import BlockingCall, Engine, Operation, Reduction, Refusa
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.framework import Arrays
+from ringreduce.training.options import Adasum, Op, ReproducibleSum
 
 __all__ = [
     "Adasum",
@@ -45,14 +46,6 @@ __all__ = [
     "set_to_tell",
     "synchronize",
 ]
-
-#: Adaptive summation, see `ringreduce.collectives.adasum`.
-Adasum = "adasum"
-
-#: The exact sum, rounded once, whatever the number of ranks; see `ringreduce.collectives.reproducible`.
-ReproducibleSum = "reproducible sum"
-
-Op = ReduceOp | str
 
 #: Smaller results mostly travel together with others and are copied out of their buffer; alone, it makes no difference.
 _LEAST_SHARED_NBYTES = 1 << 20

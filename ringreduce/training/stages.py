@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,9 +12,8 @@ import numpy.typing as npt
 
 from ringreduce.engine import InPlace
 from ringreduce.training.agreement import ADDED, CHANGED
-from ringreduce.training.buckets import Bucket, names_in
+from ringreduce.training.buckets import Bucket
 from ringreduce.training.framework import Handover, Hooks
-from ringreduce.training.reducer import GradientReducer
 
 __all__ = ["NEXT", "STANDING", "Event", "Fate", "Stage", "Travelling", "Watched", "what_is_wrong"]
 
@@ -148,29 +146,6 @@ class Travelling:
             self.part = None
         if event is Event.STEPPED or (event is Event.CLEARED and self.part is None):
             self.missing = sum(member.expected > 0 for member in self.members)  # wait for all gradients again
-
-    def operation(self, reducer: GradientReducer, when: str) -> InPlace:
-        """Return its reduction, which other ranks may leave out.
-
-        Args:
-            reducer: of the optimizer.
-            when: a part of the name; the same on all ranks.
-        """
-        bucket = self.bucket
-        again = f", {self.generation} times withdrawn" if self.generation else ""
-        part = InPlace(
-            f"{reducer.name}, bucket {self.number}, {when}{again}",
-            f"a bucket of {reducer.name}",
-            reducer.options.op,
-            [bucket.flat],
-            wire=bucket.wire,
-            feedbacks=bucket.feedbacks,
-            speculative=True,
-            within=None if self.handover is None else self.handover.working,
-        )
-        part.title = f"a bucket of {reducer.described}"
-        part.parts = partial(names_in, [bucket], reducer.named)
-        return part
 
 
 def what_is_wrong(standing: npt.NDArray[np.uint8], cleared: _Flags, kept: _Flags, *, everyone: bool, sums: bool) -> str:
