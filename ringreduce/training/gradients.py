@@ -100,7 +100,8 @@ class Gradients:
                     parameter.grad = after
         finally:
             if self._in_backward:
-                self.overlap.reduced()
+                for record in self.overlap.watched.values():
+                    record.reduced()
         if self._hooks or self.overlap.watching or self._in_backward:
             self.watch()
 

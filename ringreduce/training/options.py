@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
 from ringreduce.training.compression import has_reducers, signature_of
 
-__all__ = ["Adasum", "Op", "Options", "ReproducibleSum"]
+__all__ = ["Adasum", "Op", "Options", "ReproducibleSum", "chosen_op"]
 
 #: Adaptive summation, see `ringreduce.collectives.adasum`.
 Adasum = "adasum"
@@ -122,6 +123,18 @@ class Options:
             "overlap": self.overlap,
             "reduce_in": self.reduce_in,
         }
+
+
+def chosen_op(op: Op | None, average: bool | None) -> Op:
+    """Return the op that was chosen by ``op``, or by ``average``, which is deprecated."""
+    if average is not None:
+        if op is not None:
+            raise ConfigError("give op or average, not both")
+        warnings.warn("average= is deprecated; say op=Average or op=Sum", DeprecationWarning, stacklevel=4)
+        return AVERAGE if average else SUM
+    if op is None:
+        return AVERAGE
+    return op if op in (Adasum, ReproducibleSum) else ReduceOp.parse(op)
 
 
 def _checked_op(op: Op) -> ReduceOp:

@@ -33,13 +33,12 @@ from ringreduce.training.agreement import ADDED, WAITS, Record
 from ringreduce.training.buckets import Bucket, Buckets
 from ringreduce.training.framework import EMPTY, Hooks
 from ringreduce.training.reducer import GradientReducer
-from ringreduce.training.stages import STANDING, Event, Fate, Stage, Travelling, Watched, what_is_wrong
+from ringreduce.training.stages import STANDING, UNKNOWN, Event, Fate, Stage, Travelling, Watched, what_is_wrong
 from ringreduce.training.trial import Trial
 
 __all__ = ["Overlap"]
 
 _STEPS = 2  # so many alike before overlap begins
-_UNKNOWN = -1  # in place of the id of a gradient
 
 
 class Overlap:
@@ -280,15 +279,9 @@ class Overlap:
         """Forget what was added in the last step, but how often."""
         for record in self.watched.values():
             if record.fresh and self._op is SUM:
-                record.summed = _UNKNOWN
+                record.summed = UNKNOWN
             record.begin()
         self._passes = 0
-
-    def reduced(self) -> None:
-        """Take note that what a step has returned are the parameters' gradients now."""
-        for record in self.watched.values():
-            if record.summed == _UNKNOWN:
-                record.summed = id(record.parameter.grad)
 
     def end(self) -> None:
         """Reduce nothing during backward passes any more; the same on all ranks."""

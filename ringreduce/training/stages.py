@@ -15,7 +15,9 @@ from ringreduce.training.agreement import ADDED, CHANGED
 from ringreduce.training.buckets import Bucket
 from ringreduce.training.framework import Handover, Hooks
 
-__all__ = ["NEXT", "STANDING", "Event", "Fate", "Stage", "Travelling", "Watched", "what_is_wrong"]
+__all__ = ["NEXT", "STANDING", "UNKNOWN", "Event", "Fate", "Stage", "Travelling", "Watched", "what_is_wrong"]
+
+UNKNOWN = -1  # in place of the id of a gradient
 
 _Flags = npt.NDArray[np.bool_]
 
@@ -97,6 +99,11 @@ class Watched:
     def meet(self, fate: Fate) -> None:
         """Take note of what has become of the gradient."""
         self.fate = max(self.fate, fate)
+
+    def reduced(self) -> None:
+        """Take note that what the step has returned is the gradient now."""
+        if self.summed == UNKNOWN:
+            self.summed = id(self.parameter.grad)
 
     def remember(self, hooks: Hooks) -> None:
         """Remember the gradient as it is now."""
