@@ -2,10 +2,8 @@
 
 from ringreduce.engine.engine import Engine, ReentrancyGuard
 from ringreduce.engine.operations import (
-    BlockingCall,
     CollectiveOp,
     Gather,
-    InPlace,
     InPlaceAllreduce,
     Operation,
     Reduction,
@@ -13,15 +11,10 @@ from ringreduce.engine.operations import (
     unnamed,
 )
 
-Entrance = ReentrancyGuard  # its earlier name
-
 __all__ = [
-    "BlockingCall",
     "CollectiveOp",
     "Engine",
-    "Entrance",
     "Gather",
-    "InPlace",
     "InPlaceAllreduce",
     "Operation",
     "Reduction",

@@ -19,10 +19,8 @@ from ringreduce.engine.decisions import Kind, OperationSignature, Run
 from ringreduce.engine.execution import Executor, neutral_array
 
 __all__ = [
-    "BlockingCall",
     "CollectiveOp",
     "Gather",
-    "InPlace",
     "InPlaceAllreduce",
     "Join",
     "Operation",
@@ -358,8 +356,3 @@ def unnamed(kind: str) -> str:
 def is_unnamed(name: str) -> bool:
     """Return whether a name is one that `unnamed` gives."""
     return name.endswith(_UNNAMED)
-
-
-# Earlier names.
-BlockingCall = CollectiveOp
-InPlace = InPlaceAllreduce

@@ -17,7 +17,7 @@ from ringreduce.common.config import Config
 from ringreduce.common.conventions import Conventions
 from ringreduce.common.errors import CollectiveError, CollectiveTimeoutError, ConfigError, RingReduceError
 from ringreduce.common.launch import launch
-from ringreduce.engine import Entrance
+from ringreduce.engine import ReentrancyGuard
 from ringreduce.observe.timeline import Program
 from ringreduce.runtime.bootstrap import Connection, RankAbove, connect, job_connection
 from ringreduce.runtime.process_sets import ProcessSet
@@ -68,7 +68,7 @@ class Process:
         self.recoveries = 0
         self.followers: list[Callable[[Program | None], object]] = []
         self._connection: Connection | None = None  # of the ranks of the world that this process is or was in last
-        self._entrance = Entrance()  # no thread starts or ends a world in the midst of doing so
+        self._entrance = ReentrancyGuard()  # no thread starts or ends a world in the midst of doing so
         self._starting = threading.Lock()  # one thread at a time
         self._announcement: int | None = None  # to processes that this one starts: a file descriptor
         self._forking: dict[int, processes.Forked] = {}  # by thread
@@ -257,7 +257,7 @@ class Process:
         forked = self._forking.pop(threading.get_ident(), None)
         if forked is not None:
             forked.in_child()
-        self._entrance, self._starting = Entrance(), threading.Lock()
+        self._entrance, self._starting = ReentrancyGuard(), threading.Lock()
         own = self.own()
         if own is not None:
             self.world = own.lend()

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.training.framework import Parameters, Watcher
+from ringreduce.training.framework import EMPTY, FILLED, MOVABLE, Hooks, Memory, Watcher
 from ringreduce.training.optimizer import Options, Training
 
 __all__ = ["RATE", "Toy"]
@@ -52,27 +52,13 @@ class _Slot:
     parameter: _Weight
     place: _Floats
 
-    def is_filled(self) -> bool:
-        return self.parameter.grad is self.place
-
-    def is_kept(self) -> bool:
-        return False  # nobody counts who holds an array
-
-    def is_outgrown(self) -> bool:
-        return False
+    def look(self, gradient: _Floats | None) -> int:
+        # Never kept, as nobody counts who holds an array.
+        return FILLED if gradient is self.place else EMPTY if gradient is None else MOVABLE
 
 
-class _Weights(Parameters):
-    """The parameters of the toy."""
-
-    def __init__(self, communicator: Communicator) -> None:
-        pass
-
-    def gradient(self, parameter: _Weight) -> _Floats | None:
-        return parameter.grad
-
-    def set_gradient(self, parameter: _Weight, gradient: _Floats | None) -> None:
-        parameter.grad = gradient
+class _Weights(Memory, Hooks):
+    """The gradients of the toy."""
 
     def kind(self, parameter: _Weight) -> tuple[str, int]:
         return parameter.dtype.name, parameter.value.nbytes
@@ -89,16 +75,12 @@ class _Weights(Parameters):
         ]
         return memory.view(parameters[0].dtype), slots
 
-    def copy(self, targets: Sequence[_Floats], sources: Sequence[_Floats]) -> None:
-        for target, source in zip(targets, sources, strict=True):
-            target[...] = source
+    def pack(self, places: Sequence[_Floats], gradients: Sequence[_Floats | None]) -> None:
+        for place, gradient in zip(places, gradients, strict=True):
+            place[...] = 0 if gradient is None else gradient
 
     def clone(self, array: _Floats) -> _Floats:
         return np.copy(array)
-
-    def zero(self, arrays: Sequence[_Floats]) -> None:
-        for array in arrays:
-            array[...] = 0
 
     def scale(self, array: _Floats, factor: float) -> None:
         array *= factor
@@ -110,8 +92,8 @@ class _Weights(Parameters):
     def checksum(self, parameters: Sequence[_Weight]) -> int:
         return zlib.crc32(b"".join(parameter.value.tobytes() for parameter in parameters))
 
-    def checksum_of_gradients(self, parameters: Sequence[_Weight]) -> int:
-        return zlib.crc32(repr([None if each.grad is None else each.grad.tobytes() for each in parameters]).encode())
+    def checksum_of_gradients(self, gradients: Sequence[_Floats | None]) -> int:
+        return zlib.crc32(repr([None if each is None else each.tobytes() for each in gradients]).encode())
 
     def is_finite(self, gradient: _Floats) -> bool:
         return bool(np.isfinite(gradient).all())
@@ -137,7 +119,7 @@ class Toy:
         self.named = [(name, _Weight(value.copy())) for name, value in values.items()]
         self.steps = 0  # that have begun to change the weights
         weights: Any = _Weights  # which is as much of an `Arrays` as is asked for here
-        self.training = Training("Toy", process_set, weights(None), weights)
+        self.training = Training("Toy", process_set, weights(), lambda _: _Weights())
         with self.training.checking("Toy"):
             parameters = [weight for _, weight in self.named]
             checked = Options(**options).checked(self.training.communicator.config, parameters)
@@ -149,9 +131,10 @@ class Toy:
     def backward(self, x: _Floats, y: _Floats, *, extra: bool = True) -> None:
         matrix, bias, more = (weight for _, weight in self.named)
         error = x @ matrix.value + bias.value + (more.value if extra else 0) - y
-        gradients = {more: error.mean(0)} if extra else {}
+        mean = error.mean(0)
+        gradients = {more: mean} if extra else {}
         watchers: dict[int, Watcher] = {}
-        for weight, gradient in {**gradients, bias: error.mean(0), matrix: x.T @ error / len(x)}.items():
+        for weight, gradient in {**gradients, bias: mean, matrix: x.T @ error / len(x)}.items():
             watching = [(watcher, hook.record) for hook in weight.hooks if (watcher := hook.watcher()) is not None]
             for watcher, record in watching:
                 watcher.before_adding(record)
@@ -171,16 +154,17 @@ class Toy:
 
     def step(self) -> None:
         self.training.rejoin()
-        if self.training.gradients.pending:
-            self.training.gradients.reduce()
+        gradients = self.training.gradients
+        if gradients.pending:
+            gradients.reduce()
         self.steps += 1
         for _, weight in self.named:
             if weight.grad is not None:
                 weight.value -= RATE * weight.grad
-        self.training.gradients.stepped()
+        gradients.stepped()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        return self.training.gradients.no_sync()
+        return self.training.gradients.overlap.suspended()
 
     def state_dict(self) -> dict[str, Any]:
         return self.training.state_dict()

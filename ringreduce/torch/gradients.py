@@ -21,7 +21,23 @@ from ringreduce.buffers import Operand
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import TransportError, UnsupportedBufferError
 from ringreduce.torch.streams import Handover, current_stream, gpu_of, on_host, working_on
-from ringreduce.training.framework import DENSE, NO_GRADIENT, SPARSE, UNSUPPORTED, Parameters, Watcher
+from ringreduce.training.framework import (
+    DENSE,
+    EMPTY,
+    FILLED,
+    KEPT,
+    MOVABLE,
+    NO_GRADIENT,
+    OUTGROWN,
+    SPARSE,
+    STUCK,
+    UNSUPPORTED,
+    Hooks,
+    Memory,
+    Sparse,
+    Streams,
+    Watcher,
+)
 
 __all__ = ["Slot", "TorchParameters", "shape_in_memory"]
 
@@ -62,19 +78,26 @@ class Slot:
         self._address = self.place.data_ptr()
         self._unshared = self._references()
 
-    def is_filled(self) -> bool:
-        """Whether the gradient is in its place; after ``p.grad.data = ...`` the tensor is, but not its memory."""
-        return self.parameter.grad is self.place and self.place.data_ptr() == self._address
+    def look(self, gradient: torch.Tensor | None) -> int:
+        """See `ringreduce.training.framework.Slot`; takes about 1 us.
 
-    def is_outgrown(self) -> bool:
-        """Whether the parameter has another dtype or shape than it had, or was moved between CPU and GPU."""
+        After ``p.grad.data = ...`` the tensor is in its place, but not its memory.
+        """
         parameter = self.parameter
         moved = parameter.is_cuda is not self._on_gpu
-        return moved or parameter.dtype != self._dtype or parameter.shape != self.place.shape
-
-    def is_kept(self) -> bool:
-        """Whether somebody holds the place, or a view of it, while it is not ``p.grad``; takes about 0.3 us."""
-        return self._references() > self._unshared or self.place.data_ptr() != self._address
+        if moved or parameter.dtype != self._dtype or parameter.shape != self.place.shape:
+            return OUTGROWN
+        if self.place.data_ptr() != self._address:
+            return KEPT
+        if gradient is self.place:
+            return FILLED
+        if self._references() > self._unshared:
+            return KEPT
+        if gradient is None:
+            return EMPTY
+        plain = gradient.layout is torch.strided and not gradient.requires_grad
+        same = gradient.dtype == self.place.dtype and gradient.shape == self.place.shape
+        return MOVABLE if plain and same and gradient.is_cuda is self.place.is_cuda else STUCK
 
     def _references(self) -> int:
         # The first counts holders of the tensor itself, the second holders of a view of any kind (`detach`, `numpy`).
@@ -82,7 +105,41 @@ class Slot:
         return sys.getrefcount(self.place) + _storage_uses(storage._cdata)
 
 
-class TorchParameters(Parameters):
+class TorchStreams(Streams):
+    """The GPU of torch's parameters.
+
+    Args:
+        communicator: knows which one this process can use.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+
+    def require_usable(self, parameters: Sequence[torch.Tensor]) -> None:
+        for number in {parameter.device.index for parameter in parameters if parameter.is_cuda}:
+            self._communicator.gpu.require_usable(number)
+
+    def is_on_host(self, array: torch.Tensor) -> bool:
+        return array.is_cpu
+
+    @contextmanager
+    def on_host(self, flat: torch.Tensor) -> Iterator[npt.NDArray[Any]]:
+        with on_host([flat]) as (lent,):
+            yield lent.numpy()
+
+    def handover(self, flat: torch.Tensor) -> Handover | None:
+        device = gpu_of([flat])
+        return None if device is None else Handover(device, self._communicator)
+
+    def around(self, arrays: Sequence[torch.Tensor]) -> Callable[[], AbstractContextManager[Any]] | None:
+        device = gpu_of(arrays)
+        if device is None:
+            return None
+        stream = current_stream(device)
+        return lambda: working_on(stream)
+
+
+class TorchParameters(Memory, Sparse, Hooks):
     """The gradients of torch's parameters, for one optimizer.
 
     Args:
@@ -92,29 +149,19 @@ class TorchParameters(Parameters):
 
     def __init__(self, communicator: Communicator, *, sparse_as_dense: bool = False) -> None:
         self._communicator, self._sparse_as_dense = communicator, sparse_as_dense
+        self.streams = TorchStreams(communicator)
 
-    def require_usable(self, parameters: Sequence[torch.Tensor]) -> None:
-        for number in {parameter.device.index for parameter in parameters if parameter.is_cuda}:
-            self._communicator.gpu.require_usable(number)
+    def found(self, gradients: list[Any]) -> bytes:
+        if self._sparse_as_dense:
+            gradients[:] = [each.to_dense() if each is not None and each.is_sparse else each for each in gradients]
+        return bytes([NO_GRADIENT if each is None else self._found(each) for each in gradients])
 
-    def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        return parameter.grad
-
-    def set_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        parameter.grad = gradient
-
-    def found(self, parameter: torch.Tensor) -> int:
-        grad = parameter.grad
-        if grad is None:
-            return NO_GRADIENT
-        if not (grad.is_cpu or self._can_use(grad)):
+    def _found(self, gradient: torch.Tensor) -> int:
+        if not (gradient.is_cpu or self._can_use(gradient)):
             return UNSUPPORTED
-        if grad.is_sparse and self._sparse_as_dense:
-            parameter.grad = grad.to_dense()
-            return DENSE
-        if grad.is_sparse:
-            return SPARSE + grad.sparse_dim()
-        return DENSE if grad.layout is torch.strided else UNSUPPORTED
+        if gradient.is_sparse:
+            return SPARSE + gradient.sparse_dim()
+        return DENSE if gradient.layout is torch.strided else UNSUPPORTED
 
     def is_trainable(self, parameter: torch.Tensor) -> bool:
         return parameter.requires_grad
@@ -134,55 +181,40 @@ class TorchParameters(Parameters):
         slots = [Slot(each, memory[start:end]) for each, (start, end) in zip(parameters, pairwise(starts), strict=True)]
         return _as_tensor(memory, first).zero_().view(first.dtype), tuple(slots)
 
-    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    def pack(self, places: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+        given = [(place, each) for place, each in zip(places, gradients, strict=True) if each is not None]
         with torch.no_grad():
-            torch._foreach_copy_(list(targets), list(sources))
+            if given:
+                torch._foreach_copy_([place for place, _ in given], [gradient for _, gradient in given])
+            if len(given) < len(places):
+                torch._foreach_zero_([place for place, each in zip(places, gradients, strict=True) if each is None])
 
     def clone(self, array: torch.Tensor) -> torch.Tensor:
         return array.clone()
 
-    def zero(self, arrays: Sequence[torch.Tensor]) -> None:
-        if arrays:
-            with torch.no_grad():
-                torch._foreach_zero_(list(arrays))
-
     def scale(self, array: torch.Tensor, factor: float) -> None:
         array.mul_(factor)
-
-    def movable(self, slot: Any) -> bool:
-        grad, place = slot.parameter.grad, slot.place
-        return (
-            grad is not None
-            and grad.layout is torch.strided
-            and not grad.requires_grad
-            and (grad.dtype, grad.shape, grad.is_cuda) == (place.dtype, place.shape, place.is_cuda)
-        )
 
     def shape_in_memory(self, place: torch.Tensor) -> torch.Size:
         return shape_in_memory(place)
 
-    def is_on_host(self, array: torch.Tensor) -> bool:
-        return array.is_cpu
-
-    @contextmanager
-    def on_host(self, flat: torch.Tensor) -> Iterator[npt.NDArray[Any]]:
-        with on_host([flat]) as (lent,):
-            yield lent.numpy()
-
-    def rows(self, parameter: torch.Tensor, sparse_dims: int) -> tuple[torch.Tensor, torch.Tensor]:
-        grad = parameter.grad
-        if grad is None:
+    def rows(
+        self, parameter: torch.Tensor, gradient: torch.Tensor | None, sparse_dims: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if gradient is None:
             places = torch.empty(0, sparse_dims, dtype=torch.int64, device=parameter.device)
             return places, parameter.new_empty(0, parameter.shape[sparse_dims:].numel())
-        if not (grad.is_sparse and grad.sparse_dim() == sparse_dims):
-            grad = grad.to_dense().to_sparse(sparse_dims)
-        mine = grad.detach().coalesce()
+        if not (gradient.is_sparse and gradient.sparse_dim() == sparse_dims):
+            gradient = gradient.to_dense().to_sparse(sparse_dims)
+        mine = gradient.detach().coalesce()
         return mine.indices().t().contiguous(), mine.values().contiguous().view(len(mine.values()), -1)
 
-    def set_rows(self, parameter: torch.Tensor, places: torch.Tensor, values: torch.Tensor, divisor: int) -> None:
+    def of_rows(
+        self, parameter: torch.Tensor, places: torch.Tensor, values: torch.Tensor, divisor: int
+    ) -> torch.Tensor:
         values = values.view(len(values), *parameter.shape[places.shape[1] :])
         total = torch.sparse_coo_tensor(places.t(), values, parameter.shape, check_invariants=False).coalesce()
-        parameter.grad = total / divisor if divisor != 1 else total
+        return total / divisor if divisor != 1 else total
 
     def after_adding(self, parameter: torch.Tensor, action: Callable[[], object]) -> list[RemovableHandle]:
         if not _is_added_to(parameter):
@@ -211,8 +243,7 @@ class TorchParameters(Parameters):
     def checksum(self, parameters: Sequence[torch.Tensor]) -> int:
         return _checksum(parameters)
 
-    def checksum_of_gradients(self, parameters: Sequence[torch.Tensor]) -> int:
-        gradients = [parameter.grad for parameter in parameters]
+    def checksum_of_gradients(self, gradients: Sequence[torch.Tensor | None]) -> int:
         parts: list[torch.Tensor] = [torch.tensor([gradient is not None for gradient in gradients], device="cpu")]
         for gradient in gradients:
             if gradient is not None and gradient.is_sparse:
@@ -225,17 +256,6 @@ class TorchParameters(Parameters):
     def is_finite(self, gradient: torch.Tensor) -> bool:
         values = gradient.coalesce().values() if gradient.is_sparse else gradient
         return bool(torch.isfinite(values).all())
-
-    def handover(self, flat: torch.Tensor) -> Handover | None:
-        device = gpu_of([flat])
-        return None if device is None else Handover(device, self._communicator)
-
-    def around(self, arrays: Sequence[torch.Tensor]) -> Callable[[], AbstractContextManager[Any]] | None:
-        device = gpu_of(arrays)
-        if device is None:
-            return None
-        stream = current_stream(device)
-        return lambda: working_on(stream)
 
     def _can_use(self, grad: torch.Tensor) -> bool:
         if not grad.is_cuda:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import copy
-import math
-import sys
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
-from types import FrameType, MethodType
-from typing import Any, Literal, NoReturn
+from types import FrameType
+from typing import Any, Literal
 
 import torch
 
@@ -23,7 +20,8 @@ from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.torch import wrapping
 from ringreduce.torch.arrays import TENSORS
 from ringreduce.torch.compression import BucketCompression, Compression, Compressor
-from ringreduce.torch.gradients import TorchParameters
+from ringreduce.torch.gradients import TorchParameters, TorchStreams
+from ringreduce.torch.reduced import Reduced, State, scaler_of
 from ringreduce.training.optimizer import Options, Training, checked_names
 from ringreduce.training.parameters import hyperparameters
 from ringreduce.training.requests import Adasum, require_process_set
@@ -33,19 +31,8 @@ __all__ = ["DistributedOptimizer"]
 _KIND = "DistributedOptimizer"
 _COMPRESSION = "compression"  # a key of state dicts
 
-#: The method in which a GradScaler, or a subclass of it, reads an optimizer's gradients; private to torch.
-_UNSCALING = "_unscale_grads_"
 
-
-def _of_wrapped(name: str) -> Any:
-    """Return a property of a `DistributedOptimizer` that is its wrapped optimizer's."""
-    return property(
-        lambda wrapper: getattr(wrapper._optimizer, name),
-        lambda wrapper, value: setattr(wrapper._optimizer, name, value),
-    )
-
-
-class DistributedOptimizer(torch.optim.Optimizer):
+class DistributedOptimizer(wrapping.Wrapper):
     """Wraps a torch optimizer: `step` reduces the gradients over all ranks, then lets the wrapped one step.
 
     It is a `torch.optim.Optimizer` for learning-rate schedulers and everything else that asks, and shares parameter
@@ -127,18 +114,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         UnsupportedBufferError: parameters are on a GPU that this process cannot use, or on several; or are sharded.
     """
 
-    # If this were true, a GradScaler would set its scale as attributes here, where the wrapped optimizer does not see
-    # them. As it is false, GradScaler unscales the gradients itself.
-    _step_supports_amp_scaling = False
-
-    def __new__(cls, optimizer: torch.optim.Optimizer, *arguments: Any, **options: Any) -> DistributedOptimizer:
-        # Also an instance of the wrapped optimizer's class, for programs that ask what kind it is.
-        kind = type(optimizer)
-        plain = kind is torch.optim.Optimizer or isinstance(optimizer, cls) or not wrapping.is_optimizer(optimizer)
-        if cls is DistributedOptimizer and not plain:
-            cls = type(f"Distributed{kind.__name__}", (cls, kind), {})
-        return object.__new__(cls)
-
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -190,17 +165,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             names = checked_names(self._parameters(), named_parameters)
             # Neither of these refers to the wrapper, so that hooks end with it.
             self._named = partial(wrapping.named_parameters, optimizer, names)
-            TorchParameters(training.communicator).require_usable(self._parameters())
+            TorchStreams(training.communicator).require_usable(self._parameters())
         training.begin(type(optimizer).__name__, self._named, options, partial(hyperparameters, optimizer))
         self._stand_ready(options)
 
     def _stand_ready(self, options: Options) -> None:
         self._op, self._adasum = options.op, options.adasum
-        self._synchronized = False
-        self._clipped = False  # so that they are reduced
-        self._heard: dict[int, weakref.ref[torch.Tensor]] = {}  # parameters, by their ids
-        # The GradScaler for which this step's gradients were reduced, and the state that it keeps for the step.
-        self._scaler: tuple[weakref.ref[Any], dict[str, Any]] | None = None
+        self._reduced = Reduced()
         self._skipping = False
         self._unwatch = wrapping.watch_steps(self._optimizer, self._stepped_by_itself)
 
@@ -239,13 +210,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         self.rejoin()
         if self._adasum and not self._training.alone:
-            return self._adasum_step(closure)
+            self._reduced.forget()
+            step = self._step_wrapped if closure is None else partial(self._step_wrapped, closure)
+            return wrapping.step_and_combine(self._parameters(), self._training, step)
         if closure is not None:
             result = self._step_wrapped(partial(self._evaluate, closure))
-            self._forget_reductions()
+            self._reduced.forget()
             return result
-        if not (self._skipping or self._clipped or self._reduced_for_scaler()) and self._training.gradients.pending:
-            if self._synchronized and not self._training.alone:
+        if not (self._skipping or self._reduced.is_final(id(self))) and self._training.gradients.pending:
+            if self._reduced.state is State.SYNCHRONIZED and not self._training.alone:
                 twice = " With op Sum the gradients are added up twice." if self._op is SUM else ""
                 warnings.warn(  # in Horovod's words, which programs filter by
                     "optimizer.step() called without optimizer.skip_synchronize() context after "
@@ -254,12 +227,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     stacklevel=2,
                 )
             self.synchronize()
-        self._forget_reductions()
+        self._reduced.forget()
         return self._step_wrapped()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients. None costs less memory traffic than zeros."""
-        self._forget_reductions()
+        self._reduced.forget()
         with self._training.gradients.clearing():
             self._optimizer.zero_grad(set_to_none)
 
@@ -274,10 +247,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 optimizer.step()
         """
         self.rejoin()
-        self._scaler = None
         if not self._adasum and self._training.gradients.pending:
             self._training.gradients.reduce()
-        self._synchronized = True
+        self._reduced.synchronized()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
@@ -299,11 +271,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if self._adasum:
             raise ConfigError("with Adasum gradients are not reduced, so that every rank would clip them differently")
-        if not (self._clipped or self._skipping or self._reduced_for_scaler()):
+        if not (self._skipping or self._reduced.is_final(id(self))):
             self.synchronize()
         norm = torch.nn.utils.clip_grad_norm_(self._parameters(), max_norm, norm_type, error_if_nonfinite, foreach)
-        self._hear_of_passes()
-        self._clipped = True
+        self._reduced.clipped(self._parameters())
         return norm
 
     @contextmanager
@@ -340,7 +311,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Those passes do not count among the ``backward_passes_per_step``. Use it for all passes of a step but the last,
         or for a pass whose gradients are not for the next step.
         """
-        return self._training.gradients.no_sync()
+        return self._training.gradients.overlap.suspended()
 
     def rejoin(self) -> None:
         """Go on in the world there is now, if ``shutdown()`` and ``init()`` came since the last time. Collective.
@@ -357,40 +328,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def overlaps(self) -> bool:
         """Whether complete buckets are reduced during the backward pass by now."""
-        return self._training.gradients.overlaps
+        return self._training.gradients.overlap.begun
 
     @property
     def communication_s(self) -> float:
         """Seconds that this rank has spent in collectives of this optimizer, waiting for others included."""
         return self._training.seconds
 
-    @property
-    def _parameter_names(self) -> dict[torch.Tensor, str]:
-        """What errors call the parameters, by parameter; by Horovod's name, under which libraries look for it."""
-        return {parameter: name for name, parameter in self._named()}
-
     # ---- the wrapped optimizer ----
-
-    @property
-    def wrapped(self) -> torch.optim.Optimizer:
-        """The optimizer that makes the steps."""
-        return self._optimizer
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        # A GradScaler looks for overflows in the gradients, and divides them by its scale, just before the step or when
-        # the program tells it to. If it did so before they are reduced, some ranks would skip the step.
-        caller = sys._getframe(1)
-        if caller.f_code.co_name == _UNSCALING and not self._skipping:
-            self._prepare_for_scaler(caller)
-        return self._optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self._optimizer.param_groups = value
-
-    state = _of_wrapped("state")
-    defaults = _of_wrapped("defaults")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to train; the same on all ranks. Collective.
@@ -406,7 +351,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             with self._training.checking(f"{_KIND}.add_param_group"):
                 self._optimizer.add_param_group(param_group)
                 wrapping.require_parameters(self._parameters())
-                TorchParameters(self._training.communicator).require_usable(self._parameters())
+                TorchStreams(self._training.communicator).require_usable(self._parameters())
             self._training.require_agreement()
             self._training.gradients.watch()
         except Exception:
@@ -416,7 +361,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def compression_error(self) -> float:
         """The largest relative error that compressing a bucket of gradients made on this rank in the last step."""
-        return self._training.gradients.compression_error
+        return self._training.reducer.compression_error
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state, as it would save it itself, and what compression keeps on this rank.
@@ -437,67 +382,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         kept = state.pop(_COMPRESSION, None)
         self._optimizer.load_state_dict(state)
         if kept is None:
-            self._training.gradients.load_state_dict({})
+            self._training.reducer.load_state_dict({})
         else:
             arrays = _each_array(lambda tensor: tensor.cpu().numpy(), kept["buckets"])
             self._training.load_state_dict(kept["rank"], kept["size"], arrays)
 
-    def __getattr__(self, name: str) -> Any:
-        # Reached for what is not found here: the wrapped optimizer's hooks and whatever its class adds.
-        if name == "_optimizer":
-            raise AttributeError(name)
-        found = getattr(self._optimizer, name)
-        if isinstance(found, MethodType) and found.__self__ is self._optimizer:
-            return MethodType(found.__func__, self)  # so that its `self.step()` is the one that reduces
-        return found
-
     def __repr__(self) -> str:
         how = Adasum if self._adasum else self._op.value
         return f"DistributedOptimizer({how} over {self._training.communicator.size} ranks of {self._optimizer!r})"
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "a DistributedOptimizer belongs to the running job and cannot be pickled; save its state_dict(), or the "
-            "optimizer that it wraps, which is its attribute `wrapped`. An object that holds one can be pickled while "
-            "`wrapped` is in its place, or if its __getstate__ leaves it out. copy.deepcopy copies it within the job"
-        )
-
-    def _prepare_for_scaler(self, caller: FrameType) -> None:
-        """Let a GradScaler see the same overflows on all ranks, so that all make the step or none.
-
-        Nothing happens unless ``caller``, the frame that reads the parameter groups, is a method of a GradScaler.
-        """
-        code = caller.f_code
-        scaler = caller.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        if not isinstance(scaler, torch.amp.GradScaler):
-            return
-        if self._adasum:
-            self._share_overflows()
-            return
-        if not self._training.gradients.pending:
-            return
-        state = scaler._per_optimizer_states[id(self)]
-        # The method of a subclass may read the groups, and then call the one of GradScaler, which reads them again.
-        reduced = self._synchronized or (self._scaler is not None and self._scaler[1] is state)
-        if not reduced:
-            self.synchronize()
-            self._synchronized, self._scaler = False, (weakref.ref(scaler), state)  # for this one step
-
-    def _reduced_for_scaler(self) -> bool:
-        """Whether a GradScaler that is about to make this step, and not an earlier one, has had gradients reduced."""
-        scaler = None if self._scaler is None else self._scaler[0]()
-        if scaler is None:
-            return False
-        return bool(scaler._per_optimizer_states[id(self)]["found_inf_per_device"])  # forgotten once a step is over
-
-    def _share_overflows(self) -> None:
-        """Make this rank's gradients overflow if those of any rank do: Adasum reduces nothing before the step."""
-        if self._training.alone:
-            return
-        grads = [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
-        values = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
-        if self._training.any_rank(not all(bool(value.isfinite().all()) for value in values)) and grads:
-            grads[0].mul_(math.inf)
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """Call a closure, and make gradients and loss those of all ranks."""
@@ -520,47 +412,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
             wrapping.STEPPING.discard(stepping)
             self._training.gradients.stepped()
 
-    def _adasum_step(self, closure: Callable[[], Any] | None) -> Any:
-        """Step with this rank's own gradients; then combine what the ranks have changed."""
-        parameters = [parameter for parameter in self._parameters() if parameter.requires_grad]
-        before = [parameter.detach().clone() for parameter in parameters]
-        result = self._step_wrapped() if closure is None else self._step_wrapped(closure)
-        with torch.no_grad():
-            changes = [parameter - start for parameter, start in zip(parameters, before, strict=True)]
-            self._training.combine(changes)
-            for parameter, start, change in zip(parameters, before, changes, strict=True):
-                parameter.copy_(start + change)
-        self._synchronized = False
-        return result
+    def _prepare_for_scaler(self, caller: FrameType) -> None:
+        """Let a GradScaler see the same overflows on all ranks, so that all make the step or none.
 
-    def _hear_of_passes(self) -> None:
-        """Let what later backward passes make not be taken for gradients that were clipped."""
-        this = weakref.ref(self)
-
-        def added_to(parameter: torch.Tensor) -> None:
-            optimizer = this()
-            if optimizer is not None and optimizer._clipped:
-                optimizer._forget_reductions()
-
-        for parameter in self._parameters():
-            known = self._heard.get(id(parameter))
-            if parameter.requires_grad and (known is None or known() is not parameter):
-                self._heard[id(parameter)] = weakref.ref(parameter)
-                parameter.register_post_accumulate_grad_hook(added_to)  # type: ignore[no-untyped-call]
-
-    def _forget_reductions(self) -> None:
-        """Take the gradients for this rank's own from now on."""
-        self._synchronized, self._clipped, self._scaler = False, False, None
+        Nothing happens unless ``caller``, the frame that reads the parameter groups, is a method of a GradScaler.
+        """
+        scaler = None if self._skipping else scaler_of(caller)
+        if scaler is None:
+            return
+        if self._adasum:
+            wrapping.share_overflows(self._parameters(), self._training)
+        elif self._training.gradients.pending and not self._reduced.is_done_for(scaler, id(self)):
+            self.synchronize()
+            self._reduced.done_for(scaler, id(self))
 
     def _parameters(self) -> list[torch.Tensor]:
         return wrapping.parameters_of(self._optimizer)
 
     def _stepped_by_itself(self) -> None:
         """Warn, once, of a step of the wrapped optimizer with gradients that were not reduced."""
-        if self._training.alone or self._skipping:
-            return
-        if self._synchronized:
-            self._synchronized = False  # for one step
+        if self._training.alone or self._skipping or self._reduced.is_taken():
             return
         self._unwatch()
         warnings.warn(
@@ -571,8 +442,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
 
 
-#: Horovod's name for it, by which libraries ask what kind an optimizer is.
-_DistributedOptimizer = DistributedOptimizer
+_DistributedOptimizer = DistributedOptimizer  # Horovod's name, by which libraries ask what kind an optimizer is
 
 
 def _each_array(convert: Callable[[Any], Any], buckets: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import math
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from types import MethodType
-from typing import Any, cast
+from types import FrameType, MethodType
+from typing import Any, NoReturn, cast
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
-from ringreduce.training.optimizer import Named
+from ringreduce.training.optimizer import Named, Training
 
 __all__ = [
     "STEPPING",
+    "Wrapper",
     "is_optimizer",
     "named_parameters",
     "parameters_of",
     "require_optimizer",
     "require_parameters",
+    "share_overflows",
+    "step_and_combine",
     "watch_steps",
 ]
 
@@ -105,3 +110,97 @@ def require_parameters(parameters: Iterable[torch.Tensor]) -> None:
             raise UnsupportedBufferError(
                 f"parameter {index} has no shape yet: wrap the optimizer after the first forward pass of a lazy module"
             )
+
+
+def _of_wrapped(name: str) -> Any:
+    """Return a property of a `DistributedOptimizer` that is its wrapped optimizer's."""
+    return property(
+        lambda wrapper: getattr(wrapper._optimizer, name),
+        lambda wrapper, value: setattr(wrapper._optimizer, name, value),
+    )
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer that shares all but its steps with the one that it wraps, which is ``_optimizer``."""
+
+    _optimizer: torch.optim.Optimizer
+    _named: Callable[[], Named]
+
+    # If this were true, a GradScaler would set its scale as attributes here, where the wrapped optimizer does not see
+    # them. As it is false, GradScaler unscales the gradients itself.
+    _step_supports_amp_scaling = False
+
+    def __new__(cls, optimizer: torch.optim.Optimizer, *arguments: Any, **options: Any) -> Any:
+        # Also an instance of the wrapped optimizer's class, for programs that ask what kind it is.
+        kind = type(optimizer)
+        plain = kind is torch.optim.Optimizer or isinstance(optimizer, Wrapper) or not is_optimizer(optimizer)
+        if cls.__base__ is Wrapper and not plain:
+            cls = type(f"Distributed{kind.__name__}", (cls, kind), {})
+        return object.__new__(cls)
+
+    @property
+    def _parameter_names(self) -> dict[torch.Tensor, str]:
+        """What errors call the parameters, by parameter; by Horovod's name, under which libraries look for it."""
+        return {parameter: name for name, parameter in self._named()}
+
+    @property
+    def wrapped(self) -> torch.optim.Optimizer:
+        """The optimizer that makes the steps."""
+        return self._optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        # A GradScaler looks for overflows in the gradients, and divides them by its scale, just before the step or when
+        # the program tells it to. If it did so before they are reduced, some ranks would skip the step.
+        self._prepare_for_scaler(sys._getframe(1))
+        return self._optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self._optimizer.param_groups = value
+
+    state = _of_wrapped("state")
+    defaults = _of_wrapped("defaults")
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached for what is not found here: the wrapped optimizer's hooks and whatever its class adds.
+        if name == "_optimizer":
+            raise AttributeError(name)
+        found = getattr(self._optimizer, name)
+        if isinstance(found, MethodType) and found.__self__ is self._optimizer:
+            return MethodType(found.__func__, self)  # so that its `self.step()` is the one that reduces
+        return found
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a DistributedOptimizer belongs to the running job and cannot be pickled; save its state_dict(), or the "
+            "optimizer that it wraps, which is its attribute `wrapped`. An object that holds one can be pickled while "
+            "`wrapped` is in its place, or if its __getstate__ leaves it out. copy.deepcopy copies it within the job"
+        )
+
+    def _prepare_for_scaler(self, caller: FrameType) -> None:
+        """Hear that a frame reads the parameter groups: it may be a GradScaler's."""
+        raise NotImplementedError  # subclasses know how
+
+
+def step_and_combine(parameters: Iterable[torch.Tensor], training: Training, step: Callable[[], Any]) -> Any:
+    """Step with this rank's own gradients; then combine by Adasum what the ranks have changed. Collective."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    before = [parameter.detach().clone() for parameter in trained]
+    result = step()
+    with torch.no_grad():
+        changes = [parameter - start for parameter, start in zip(trained, before, strict=True)]
+        training.combine(changes)
+        for parameter, start, change in zip(trained, before, changes, strict=True):
+            parameter.copy_(start + change)
+    return result
+
+
+def share_overflows(parameters: Iterable[torch.Tensor], training: Training) -> None:
+    """Make this rank's gradients overflow if those of any rank do: Adasum reduces nothing before the step."""
+    if training.alone:
+        return
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    values = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
+    if training.any_rank(not all(bool(value.isfinite().all()) for value in values)) and grads:
+        grads[0].mul_(math.inf)

@@ -15,10 +15,12 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
+from ringreduce.collectives import Feedback
 from ringreduce.collectives.communicator import Communicator
-from ringreduce.engine.fusion import plan
+from ringreduce.engine.coordinator import fuse
 from ringreduce.training.compression import Reducer, State, WireState, has_reducers, reduces
-from ringreduce.training.framework import Parameters
+from ringreduce.training.framework import EMPTY, FILLED, MOVABLE, OUTGROWN, Hooks, Memory, Removable
+from ringreduce.training.options import Options
 
 __all__ = ["ALIGNMENT_NBYTES", "LARGE_NBYTES", "Bucket", "Buckets", "names_in"]
 
@@ -31,151 +33,180 @@ LARGE_NBYTES = 128 << 10
 ALIGNMENT_NBYTES = 64
 
 
+_GONE = -1  # the number of a parameter that the optimizer has no more
+
+
 class Bucket:
     """Some gradients in one piece of communication memory.
 
+    Its methods take the gradients of its parameters as a list, in the order of the slots, and change the list where
+    the gradient becomes another array: mostly the place.
+
     Args:
-        framework: the parameters'.
+        memory: the gradients'.
         parameters: whose gradients; all of one kind.
         communicator: makes the memory.
-        moved: gets an entry for each gradient that the bucket moves to its place: by the ``id`` of the parameter, the
-            ``id`` of the place and its version at that time.
 
     Attributes:
         flat: all of it, one-dimensional.
         slots: the parameters, in order, and their places.
         places: where these are in ``flat``.
+        numbers: of its parameters, among all of the optimizer's.
         reducer: compresses the bucket, and keeps state from step to step; None: the bucket travels as it is.
+        hooks: end with the bucket.
     """
 
-    __slots__ = ("_communicator", "_framework", "_hooks", "_moved", "flat", "places", "reducer", "slots")
+    __slots__ = ("_communicator", "_memory", "flat", "hooks", "numbers", "places", "reducer", "slots")
 
-    def __init__(
-        self,
-        framework: Parameters,
-        parameters: Sequence[Any],
-        communicator: Communicator,
-        moved: dict[int, tuple[int, int]],
-    ) -> None:
-        self._framework, self._communicator, self._moved = framework, communicator, moved
-        kinds = [framework.kind(parameter) for parameter in parameters]
-        starts = list(accumulate(map(_padded, (nbytes for _, nbytes in kinds)), initial=0))
-        self.flat, self.slots = framework.lay_out(communicator, parameters, starts)
+    def __init__(self, memory: Memory, parameters: Sequence[Any], communicator: Communicator) -> None:
+        self._memory, self._communicator = memory, communicator
+        starts = list(accumulate((_padded(memory.kind(each)[1]) for each in parameters), initial=0))
+        self.flat, self.slots = memory.lay_out(communicator, parameters, starts)
         itemsize = starts[-1] // max(len(self.flat), 1) or 1
         self.places = [slice(start // itemsize, end // itemsize) for start, end in pairwise(starts)]
+        self.numbers: list[int] = []
         self.reducer: Reducer | WireState | None = None
-        self._hooks: list[Any] = []
+        self.hooks: list[Removable] = []
 
-    def collect_at_once(self) -> None:
-        """From now on, collect large gradients as soon as the backward pass has made them."""
-        for slot in self.slots:
-            if self._framework.is_on_host(slot.parameter) and self._framework.kind(slot.parameter)[1] >= LARGE_NBYTES:
-                # The whole bucket, not only this gradient: small gradients that stay where they are (a bias) would
-                # remain between freed large ones, and malloc could reuse neither.
-                self._hooks += self._framework.after_adding(slot.parameter, self.collect)
+    @property
+    def is_compressed(self) -> bool:
+        """Whether it is reduced by its reducer, on its own."""
+        return self.reducer is not None and not isinstance(self.reducer, WireState)
+
+    @property
+    def wire(self) -> str | None:
+        """The format in which it travels; None: as it is."""
+        return self.reducer.wire if isinstance(self.reducer, WireState) else None
+
+    @property
+    def feedbacks(self) -> list[Feedback]:
+        """What rounding to that format keeps, for an operation on this bucket."""
+        return [self.reducer.feedback] if isinstance(self.reducer, WireState) else []
 
     def retire(self) -> None:
-        """Remove the parameters' hooks; the bucket is of no use any more."""
-        for hook in self._hooks:
+        """Remove the hooks; the bucket is of no use any more."""
+        for hook in self.hooks:
             hook.remove()
-        self._hooks.clear()
+        self.hooks.clear()
 
-    def is_kept(self) -> bool:
-        """Return whether the program holds an earlier gradient that reducing this bucket would overwrite."""
-        return any(not slot.is_filled() and slot.is_kept() for slot in self.slots)
+    def look(self, gradients: Sequence[Any]) -> list[int]:
+        """Return how each gradient and its place are; see `FILLED`."""
+        return [slot.look(gradient) for slot, gradient in zip(self.slots, gradients, strict=True)]
 
-    def collect(self) -> None:
-        """Move gradients to their places, but for those that cannot be moved and those whose place is kept."""
-        framework = self._framework
-        self._move(
-            [
-                slot
-                for slot in self.slots
-                if (gradient := framework.gradient(slot.parameter)) is not None
-                and gradient is not slot.place
-                and framework.movable(slot)
-                and not slot.is_kept()
-            ]
-        )
+    def change(self, gradients: list[Any], how: Callable[[list[Any]], object]) -> None:
+        """Let a method of this bucket change those of all gradients that are its own."""
+        mine = [gradients[number] for number in self.numbers]
+        how(mine)
+        for number, gradient in zip(self.numbers, mine, strict=True):
+            gradients[number] = gradient
 
-    def fill_for_now(self) -> bool:
-        """Move gradients to their places, zeros where there is none yet; return False if some cannot be moved.
+    def collect(self, gradients: list[Any], *, zeros: bool = False) -> list[int]:
+        """Move the gradients to their places that can be; return where they were, as `look` does.
 
-        Parameters without a gradient keep None.
+        Args:
+            gradients: see the class.
+            zeros: whether places of parameters without a gradient become zeros, if all others are in theirs then.
         """
-        if self.is_kept() or any(slot.is_outgrown() for slot in self.slots):
-            return False
-        self.collect()
-        missing = [slot.place for slot in self.slots if self._framework.gradient(slot.parameter) is None]
-        if len(missing) + sum(slot.is_filled() for slot in self.slots) < len(self.slots):
-            return False
-        self._framework.zero(missing)
-        return True
+        looks = self.look(gradients)
+        self.move(gradients, [index for index, found in enumerate(looks) if found == MOVABLE])
+        if zeros and max(looks, default=0) <= EMPTY:
+            self._clear([index for index, found in enumerate(looks) if found == EMPTY])
+        return looks
 
-    def fill(self, used: frozenset[int]) -> None:
+    def collect_own(self, *, zeros: bool = False) -> list[int]:
+        """Collect what the parameters have as ``grad``; see `collect`. Those that have none keep None."""
+        gradients = [slot.parameter.grad for slot in self.slots]
+        looks = self.collect(gradients, zeros=zeros)
+        for slot, gradient, found in zip(self.slots, gradients, looks, strict=True):
+            if found == MOVABLE:
+                slot.parameter.grad = gradient
+        return looks
+
+    def collect_at_once(self, hooks: Hooks, moved: dict[int, tuple[int, int]]) -> None:
+        """From now on, collect large gradients as soon as the backward pass has made them.
+
+        Args:
+            hooks: the framework's.
+            moved: gets an entry for each gradient that is moved so: by the ``id`` of the parameter, the ``id`` of the
+                place and its version at that time.
+        """
+        if not self._memory.streams.is_on_host(self.flat):
+            return
+
+        def collect() -> None:
+            for slot, found in zip(self.slots, self.collect_own(), strict=True):
+                if found == MOVABLE:
+                    moved[id(slot.parameter)] = id(slot.place), hooks.version(slot.place)
+
+        for slot in self.slots:
+            if self._memory.kind(slot.parameter)[1] >= LARGE_NBYTES:
+                # The whole bucket, not only this gradient: small gradients that stay where they are (a bias) would
+                # remain between freed large ones, and malloc could reuse neither.
+                self.hooks += hooks.after_adding(slot.parameter, collect)
+
+    def fill(self, gradients: list[Any], used: frozenset[int]) -> None:
         """Put the gradient of every used parameter in its place, zeros where this rank has none.
 
         Args:
+            gradients: see the class.
             used: ids of the parameters that have a dense gradient on some rank.
         """
-        framework = self._framework
         elsewhere, missing = [], []
-        for slot in self.slots:
-            gradient = framework.gradient(slot.parameter)
+        for index, (slot, found) in enumerate(zip(self.slots, self.look(gradients), strict=True)):
             if id(slot.parameter) not in used:  # no rank has a gradient, or some rank has a sparse one
-                if gradient is slot.place:
-                    framework.set_gradient(slot.parameter, framework.clone(gradient))
-                missing.append(slot.place)
-            elif slot.is_filled():
+                if gradients[index] is slot.place:
+                    gradients[index] = self._memory.clone(slot.place)
+                missing.append(index)
+            elif found == FILLED:
                 continue
-            elif gradient is not None and gradient is not slot.place:
-                elsewhere.append(slot)
+            elif gradients[index] is not None and gradients[index] is not slot.place:
+                elsewhere.append(index)
             else:
-                missing.append(slot.place)
-                framework.set_gradient(slot.parameter, slot.place)
-        self._move(elsewhere)
-        framework.zero(missing)
+                missing.append(index)
+                gradients[index] = slot.place
+        self.move(gradients, elsewhere)
+        self._clear(missing)
+
+    def adopt(self, gradients: list[Any], used: frozenset[int]) -> None:
+        """Make places the gradients of used parameters that had none when `collect` made zeros of them."""
+        for index, slot in enumerate(self.slots):
+            if gradients[index] is None and id(slot.parameter) in used:
+                gradients[index] = slot.place
 
     def holds(self, parameters: frozenset[int]) -> bool:
         """Return whether some of these parameters, by id, have their place here."""
         return any(id(slot.parameter) in parameters for slot in self.slots)
 
-    def placed(self) -> list[Any]:
-        """Return the slots whose place is the gradient, even if the program has given it other memory."""
-        return [slot for slot in self.slots if self._framework.gradient(slot.parameter) is slot.place]
-
-    def adopt(self, used: frozenset[int]) -> None:
-        """Make places the gradients of used parameters that had none when `fill_for_now` filled the bucket."""
-        for slot in self.slots:
-            if id(slot.parameter) in used and self._framework.gradient(slot.parameter) is None:
-                self._framework.set_gradient(slot.parameter, slot.place)
-
     def apart(self) -> Bucket:
         """Return a bucket for the same gradients in memory of its own."""
-        made = Bucket(self._framework, [slot.parameter for slot in self.slots], self._communicator, self._moved)
+        made = Bucket(self._memory, [slot.parameter for slot in self.slots], self._communicator)
         made.reducer = self.reducer
         return made
 
-    def take_back(self, apart: Bucket, placed: Sequence[Any]) -> None:
+    def take_back(self, gradients: list[Any], apart: Bucket, before: Sequence[Any]) -> None:
         """Take the gradients out of a bucket that `apart` returned: to their places here if they were there before.
 
         Args:
+            gradients: see the class.
             apart: filled and reduced.
-            placed: what `placed` returned before ``apart`` was filled.
+            before: the gradients before ``apart`` was filled.
         """
-        framework = self._framework
-        for slot in apart.slots:
-            if framework.gradient(slot.parameter) is slot.place:
-                framework.set_gradient(slot.parameter, framework.clone(slot.place))
-        self._move(placed)
+        for index, slot in enumerate(apart.slots):
+            if gradients[index] is slot.place:
+                gradients[index] = self._memory.clone(slot.place)
+        self.move(gradients, [index for index, slot in enumerate(self.slots) if before[index] is slot.place])
 
-    def _move(self, slots: Sequence[Any]) -> None:
-        if slots:
-            framework = self._framework
-            framework.copy([slot.place for slot in slots], [framework.gradient(slot.parameter) for slot in slots])
-            for slot in slots:
-                framework.set_gradient(slot.parameter, slot.place)
-                self._moved[id(slot.parameter)] = id(slot.place), framework.version(slot.place)
+    def move(self, gradients: list[Any], indices: Sequence[int]) -> None:
+        """Move some gradients to their places."""
+        if indices:
+            places = [self.slots[index].place for index in indices]
+            self._memory.pack(places, [gradients[index] for index in indices])
+            for index, place in zip(indices, places, strict=True):
+                gradients[index] = place
+
+    def _clear(self, indices: Sequence[int]) -> None:
+        if indices:
+            self._memory.pack([self.slots[index].place for index in indices], [None] * len(indices))
 
 
 def names_in(buckets: Sequence[Bucket], named: Callable[[], Sequence[tuple[str, Any]]]) -> list[str]:
@@ -192,28 +223,17 @@ class Buckets:
     thawed later, or is never used and takes no memory.
 
     Args:
-        framework: the gradients'.
-        communicator: makes the memory.
-        nbytes: a bucket that holds so many bytes is closed; must agree on all ranks.
-        groups: numbers of groups, by the ids of their parameters; the gradients of a group, if of one kind, share a
-            bucket.
-        compression: makes the reducers of buckets; without effect here if it does not reduce buckets itself.
+        memory: the gradients'.
+        communicator: makes the memory of buckets.
+        options: of the optimizer, checked.
 
     Attributes:
         layout: a checksum of which parameter is where; equal on ranks whose buckets are.
-        moved: as for `Bucket`.
+        moved: as for `Bucket.collect_at_once`.
     """
 
-    def __init__(
-        self,
-        framework: Parameters,
-        communicator: Communicator,
-        nbytes: int,
-        groups: Mapping[int, int],
-        compression: object,
-    ) -> None:
-        self._framework, self._communicator = framework, communicator
-        self._nbytes, self._groups, self._compression = nbytes, groups, compression
+    def __init__(self, memory: Memory, communicator: Communicator, options: Options) -> None:
+        self._memory, self._communicator, self._options = memory, communicator, options
         self._buckets: list[Bucket] = []
         self._placed: set[int] = set()
         self._saved: dict[int, State] = {}
@@ -226,25 +246,37 @@ class Buckets:
     def __len__(self) -> int:
         return len(self._buckets)
 
-    def update(self, parameters: Sequence[Any], dense: Sequence[Any]) -> bool:
-        """Drop buckets of parameters that have changed, place parameters that have no bucket; return whether any did.
+    def update(self, parameters: Sequence[Any], dense: Sequence[Any]) -> list[Bucket]:
+        """Drop buckets of parameters that are gone or have changed; place those that have no bucket.
 
         Args:
             parameters: all of the optimizer's, in registration order.
             dense: those that have a dense gradient on some rank.
+
+        Returns:
+            The buckets that were dropped or made.
         """
-        outgrown = [bucket for bucket in self._buckets if any(slot.is_outgrown() for slot in bucket.slots)]
-        for bucket in outgrown:
+        self.number(parameters)
+        changed = [
+            bucket
+            for bucket in self._buckets
+            if OUTGROWN in bucket.look([None] * len(bucket.slots)) or _GONE in bucket.numbers
+        ]
+        for bucket in changed:
             self._placed.difference_update(id(slot.parameter) for slot in bucket.slots)
             bucket.retire()
             self._buckets.remove(bucket)
-        new = [parameter for parameter in dense if id(parameter) not in self._placed]
-        self._place(new)
-        if outgrown or new:
-            numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
-            where = [[numbers.get(id(slot.parameter)) for slot in bucket.slots] for bucket in self._buckets]
-            self.layout = zlib.crc32(repr(where).encode())
-        return bool(outgrown or new)
+        changed += self._place([parameter for parameter in dense if id(parameter) not in self._placed])
+        if changed:
+            self.number(parameters)
+            self.layout = zlib.crc32(repr([bucket.numbers for bucket in self._buckets]).encode())
+        return changed
+
+    def number(self, parameters: Sequence[Any]) -> None:
+        """Let the buckets know the numbers of their parameters, given all of the optimizer's."""
+        numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+        for bucket in self._buckets:
+            bucket.numbers = [numbers.get(id(slot.parameter), _GONE) for slot in bucket.slots]
 
     def clear(self) -> None:
         """Drop all buckets; gradients stay where they are."""
@@ -276,26 +308,31 @@ class Buckets:
             self._give_reducer(number, bucket)
 
     def _give_reducer(self, number: int, bucket: Bucket) -> None:
-        if has_reducers(self._compression) and reduces(self._compression, bucket.flat.dtype):
-            shapes = [self._framework.shape_in_memory(slot.place) for slot in bucket.slots]
-            bucket.reducer = self._compression.reducer(shapes, bucket.places)
+        compression = self._options.compression
+        if has_reducers(compression) and reduces(compression, bucket.flat.dtype):
+            shapes = [self._memory.shape_in_memory(slot.place) for slot in bucket.slots]
+            bucket.reducer = compression.reducer(shapes, bucket.places)
             if (saved := self._saved.pop(number, None)) is not None:
                 bucket.reducer.load_state_dict(saved)
 
-    def _place(self, parameters: Sequence[Any]) -> None:
+    def _place(self, parameters: Sequence[Any]) -> list[Bucket]:
         """Make buckets for parameters, last registered first: in the order of the backward pass."""
         unique = list({id(parameter): parameter for parameter in reversed(parameters)}.values())
         items: list[tuple[Hashable, int]] = []
         for parameter in unique:
-            kind, nbytes = self._framework.kind(parameter)
-            group = self._groups.get(id(parameter))
+            kind, nbytes = self._memory.kind(parameter)
+            group = self._options.groups.get(id(parameter))
             items.append(((kind, group), _padded(nbytes) if group is None else 0))  # a group's bucket is never full
-        for members in plan(items, self._nbytes):
-            bucket = Bucket(self._framework, [unique[index] for index in members], self._communicator, self.moved)
+        made = []
+        for members in fuse(items, self._options.bucket_nbytes):
+            bucket = Bucket(self._memory, [unique[index] for index in members], self._communicator)
             self._give_reducer(len(self._buckets), bucket)
             self._buckets.append(bucket)
             self._placed.update(id(slot.parameter) for slot in bucket.slots)
-            bucket.collect_at_once()
+            if isinstance(self._memory, Hooks):
+                bucket.collect_at_once(self._memory, self.moved)
+            made.append(bucket)
+        return made
 
 
 def _padded(nbytes: int) -> int:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ringreduce.common.config import Config
 from ringreduce.common.errors import MismatchError, NotFiniteError, name_ranks
-from ringreduce.training.framework import Parameters
+from ringreduce.training.framework import Memory
 
 __all__ = ["Checks"]
 
@@ -32,7 +32,7 @@ class Checks:
     """What the settings ask to be looked at before the gradients of a step are reduced.
 
     Args:
-        framework: the parameters'.
+        memory: the gradients'.
         ranks: whose allgather tells all ranks what each has found.
         named: returns names and parameters, the same ones on all ranks.
         described: the optimizer, for errors.
@@ -41,15 +41,20 @@ class Checks:
 
     def __init__(
         self,
-        framework: Parameters,
+        memory: Memory,
         ranks: _Ranks,
         named: Callable[[], Sequence[tuple[str, Any]]],
         described: str,
         config: Config,
     ) -> None:
-        self._framework, self._ranks, self._named, self._described = framework, ranks, named, described
+        self._memory, self._ranks, self._named, self._described = memory, ranks, named, described
         self._weights_every, self._finite_every = config.check_weights_every, config.check_finite_every
         self._compares_data = config.check_data and ranks.size > 1
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is to be looked at any more."""
+        return self._weights_every is None and self._finite_every is None and not self._compares_data
 
     @property
     def needs_own_gradients(self) -> bool:
@@ -64,11 +69,12 @@ class Checks:
         """Compare no data any more: ranks that had joined have made fewer steps."""
         self._compares_data = False
 
-    def look(self, step: int) -> None:
+    def look(self, step: int, gradients: Sequence[Any]) -> None:
         """Look at what is due before a step. Collective.
 
         Args:
             step: how many came before it; the same on all ranks.
+            gradients: of all parameters, in order.
 
         Raises:
             MismatchError: on all ranks, if weights differ between them.
@@ -77,13 +83,13 @@ class Checks:
         if self._weights_every is not None and step % self._weights_every == 0:
             self._compare(step)
         if self._finite_every is not None and step % self._finite_every == 0:
-            self._require_finite(step)
+            self._require_finite(step, gradients)
         if self._compares_data:
-            self._compare_data(step)
+            self._compare_data(step, gradients)
 
     def _compare(self, step: int) -> None:
         named = self._named()
-        mine = np.array([[self._framework.checksum([parameter]) for _, parameter in named]], np.int64)
+        mine = np.array([[self._memory.checksum([parameter]) for _, parameter in named]], np.int64)
         everyone: npt.NDArray[np.int64] = self._ranks.allgather(mine)
         differing = np.flatnonzero((everyone != everyone[0]).any(axis=0))
         if differing.size:
@@ -96,23 +102,22 @@ class Checks:
             }
             raise MismatchError(said)
 
-    def _require_finite(self, step: int) -> None:
-        named = self._named()
-        gradients = ((number, self._framework.gradient(parameter)) for number, (_, parameter) in enumerate(named))
-        wrong = [n for n, gradient in gradients if gradient is not None and not self._framework.is_finite(gradient)]
+    def _require_finite(self, step: int, gradients: Sequence[Any]) -> None:
+        finite = self._memory.is_finite
+        wrong = [number for number, each in enumerate(gradients) if each is not None and not finite(each)]
         everyone = self._ranks.allgather(np.array([[wrong[0] if wrong else -1]], np.int64))[:, 0].tolist()
         found = [(number, rank) for rank, number in enumerate(everyone) if number >= 0]
         if found:
             first = min(found)[0]
             ranks = [rank for number, rank in found if number == first]
             raise NotFiniteError(
-                f"the gradient of {named[first][0]} holds NaN or infinity on {name_ranks(ranks)}, before it was "
-                f"reduced for step {step} of {self._described}"
+                f"the gradient of {self._named()[first][0]} holds NaN or infinity on {name_ranks(ranks)}, before it "
+                f"was reduced for step {step} of {self._described}"
             )
 
-    def _compare_data(self, step: int) -> None:
+    def _compare_data(self, step: int, gradients: Sequence[Any]) -> None:
         """Let rank 0 warn if the gradients of all ranks have been equal in each of the first steps."""
-        mine = self._framework.checksum_of_gradients([parameter for _, parameter in self._named()])
+        mine = self._memory.checksum_of_gradients(gradients)
         everyone: npt.NDArray[np.int64] = self._ranks.allgather(np.array([[mine]], np.int64))
         self._compares_data = len(everyone) == self._ranks.size and bool((everyone == everyone[0]).all())
         if self._compares_data and step == _FIRST_STEPS - 1:

@@ -1,6 +1,6 @@
 """What ringreduce must know of a framework: read this page first if you bind another one.
 
-A framework has arrays and, for training, parameters with gradients. `Arrays` describes the former, `Parameters` the
+A framework has arrays and, for training, parameters with gradients. `Arrays` describes the former, `Memory` the
 latter; `ringreduce.torch.arrays` and `ringreduce.torch.gradients` are complete, `ringreduce.testing.toy` is small. With
 an `Arrays`, a collective of the binding is a few lines:
 
@@ -18,11 +18,16 @@ A binding gets names, negotiation, fusion, errors and `join` from below. The oth
 handles, `barrier`, gradients through collectives, broadcasts and checks of parameters, elastic training, and objects,
 for which it enters its arrays in `ringreduce.training.objects.REDUCERS`.
 
-With a `Parameters`, a distributed optimizer is the framework's own optimizer with a `Training` of
-`ringreduce.training.optimizer`: it calls `Training.begin` when it is made and `Gradients.reduce` before each step; the
-framework's hooks call a `Watcher` in each backward pass. The methods of a `Parameters` are local: they touch the
-framework's arrays and call nothing of ringreduce but `Communicator.empty`. `ringreduce.testing.training` checks any
-binding.
+Training takes values: a `Memory` (five methods, and defaults for what it need not have) is enough for a
+`ringreduce.training.reducer.GradientReducer`, which takes lists of gradients and returns others;
+`ringreduce.training.host` is complete. A framework whose parameters keep their gradients in an attribute ``grad``, and
+that calls hooks in a backward pass, has `Hooks` as well: then buckets can be reduced while the pass goes on. `Sparse`
+is for gradients of few rows, `Streams` for devices. A binding derives one class from those that it can serve.
+
+A distributed optimizer is the framework's own optimizer with a `Training` of `ringreduce.training.optimizer`: it calls
+`Training.begin` when it is made and `Gradients.reduce` before each step; hooks call a `Watcher`. The methods of these
+classes are local: they touch the framework's arrays and call nothing of ringreduce but `Communicator.empty`.
+`ringreduce.testing.training` checks any binding.
 
 Arrays have a ``shape`` (a tuple of whole numbers) and a ``dtype`` (that prints as NumPy's or torch's do); both can be
 hashed. Memory is read and written by `ringreduce.buffers`, which takes NumPy arrays, torch tensors, CuPy arrays and
@@ -33,24 +38,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy.typing as npt
 
 from ringreduce.collectives.communicator import Communicator
-from ringreduce.common.errors import UnsupportedBufferError
 from ringreduce.common.reduce_ops import ReduceOp
 
 __all__ = [
     "DENSE",
+    "EMPTY",
+    "FILLED",
+    "KEPT",
+    "MOVABLE",
     "NO_GRADIENT",
+    "OUTGROWN",
     "SPARSE",
+    "STUCK",
     "UNSUPPORTED",
     "Arrays",
     "Handover",
-    "Parameters",
+    "Hooks",
+    "Memory",
     "Removable",
     "Slot",
+    "Sparse",
+    "Streams",
     "Watcher",
 ]
 
@@ -157,8 +170,13 @@ class Arrays(Protocol):
         """
 
 
-#: What `Parameters.found` returns. A sparse gradient is `SPARSE` plus the number of its sparse dimensions.
+#: What `Memory.found` returns. A sparse gradient is `SPARSE` plus the number of its sparse dimensions.
 NO_GRADIENT, DENSE, SPARSE, UNSUPPORTED = 0, 1, 2, 255
+
+#: What `Slot.look` returns: the gradient is in its place; it can be copied there without loss; there is none; the
+#: program holds the place, or a view of it, though it is not the gradient now; it cannot be copied without loss; the
+#: parameter has another shape, dtype or device than when the place was made.
+FILLED, MOVABLE, EMPTY, KEPT, STUCK, OUTGROWN = range(6)
 
 
 class Slot(Protocol):
@@ -172,14 +190,8 @@ class Slot(Protocol):
     parameter: Any
     place: Any
 
-    def is_filled(self) -> bool:
-        """Return whether the parameter's gradient is the place itself."""
-
-    def is_kept(self) -> bool:
-        """Return whether somebody holds the place, or a view of it, although it is not the gradient now."""
-
-    def is_outgrown(self) -> bool:
-        """Return whether the parameter has another shape, dtype or device than when the place was made."""
+    def look(self, gradient: Any) -> int:
+        """Return one of `FILLED` to `OUTGROWN`; `KEPT` comes before `STUCK`, and `OUTGROWN` before all others."""
 
 
 class Watcher(Protocol):
@@ -228,101 +240,8 @@ class Removable(Protocol):
         """Take it away."""
 
 
-class Parameters(Protocol):
-    """The operations of one framework on parameters and their gradients.
-
-    Parameters are whatever the framework calls so; they are told apart by ``id``. Gradients are its arrays. The methods
-    that have a body here serve a framework in host memory with dense gradients. A binding derives from this class,
-    writes all other methods, and overrides those where its framework can do more.
-    """
-
-    def gradient(self, parameter: Any) -> Any:
-        """Return the gradient; None: there is none."""
-
-    def set_gradient(self, parameter: Any, gradient: Any) -> None:
-        """Make an array, or None, the gradient."""
-
-    def kind(self, parameter: Any) -> tuple[Any, int]:
-        """Return what parameters that share a bucket have in common (dtype, device), and the bytes of the gradient."""
-
-    def lay_out(
-        self, communicator: Communicator, parameters: Sequence[Any], starts: Sequence[int]
-    ) -> tuple[Any, Sequence[Slot]]:
-        """Make the memory of a bucket, zeros, by `Communicator.empty`.
-
-        Args:
-            communicator: makes the memory.
-            parameters: all of one kind.
-            starts: where each gradient begins, in bytes, and the length of the bucket at the end.
-
-        Returns:
-            The bucket as one flat array, and its slots.
-        """
-
-    def copy(self, targets: Sequence[Any], sources: Sequence[Any]) -> None:
-        """Copy arrays into others of the same shapes."""
-
-    def clone(self, array: Any) -> Any:
-        """Return a copy in memory of its own."""
-
-    def zero(self, arrays: Sequence[Any]) -> None:
-        """Fill arrays with zeros."""
-
-    def scale(self, array: Any, factor: float) -> None:
-        """Multiply an array in place."""
-
-    def checksum(self, parameters: Sequence[Any]) -> int:
-        """Return a checksum of 32 bits of the parameters' values."""
-
-    def checksum_of_gradients(self, parameters: Sequence[Any]) -> int:
-        """Return a checksum of 32 bits of the parameters' gradients, and of which of them have one."""
-
-    def is_finite(self, gradient: Any) -> bool:
-        """Return whether all elements are numbers, neither NaN nor infinity."""
-
-    def watch(self, parameter: Any, watcher: Watcher, record: Any) -> Sequence[Removable]:
-        """Call a watcher before and after each time that the framework adds to a gradient, with ``record``.
-
-        The hooks that the parameter keeps must not keep the watcher alive.
-        """
-
-    def after_adding(self, parameter: Any, action: Callable[[], object]) -> Sequence[Removable]:
-        """Call a function each time that the framework has added to a gradient; only speed depends on it."""
-        return ()
-
-    def found(self, parameter: Any) -> int:
-        """Return `NO_GRADIENT`, `DENSE`, `SPARSE` plus the number of sparse dimensions, or `UNSUPPORTED`."""
-        return NO_GRADIENT if self.gradient(parameter) is None else DENSE
-
-    def is_trainable(self, parameter: Any) -> bool:
-        """Return whether the parameter takes gradients now."""
-        return True
-
-    def version(self, gradient: Any) -> int:
-        """Return a number that grows with every write to an array that the framework or the program makes."""
-        return 0
-
-    def movable(self, slot: Slot) -> bool:
-        """Return whether the parameter's gradient can be copied to the slot's place without loss; it has one."""
-        return True
-
-    def shape_in_memory(self, place: Any) -> tuple[int, ...]:
-        """Return the lengths of the dimensions, from the largest stride to the smallest."""
-        return tuple(place.shape)
-
-    def rows(self, parameter: Any, sparse_dims: int) -> tuple[Any, Any]:
-        """Return a gradient as sparse rows: places, (count, sparse_dims) int64, and values, (count, elements of one).
-
-        Args:
-            parameter: whose gradient; None and dense ones count as well.
-            sparse_dims: how many dimensions the places index.
-        """
-        raise UnsupportedBufferError("sparse gradients are not supported on this rank")
-
-    def set_rows(self, parameter: Any, places: Any, values: Any, divisor: int) -> None:
-        """Make a sparse gradient of the rows of all ranks: their sum, divided by ``divisor``."""
-
-    # What follows is for devices.
+class Streams:
+    """What a device with streams asks for. This one is of a framework in host memory: nothing."""
 
     def require_usable(self, parameters: Sequence[Any]) -> None:
         """Check that this process can use the devices on which parameters are. Local.
@@ -349,3 +268,105 @@ class Parameters(Protocol):
         On a GPU the context is the stream on which the caller works now.
         """
         return None
+
+
+class Memory(Protocol):
+    """The operations of one framework on gradients.
+
+    Parameters are whatever the framework calls so, or what describes a gradient; they are told apart by ``id``.
+    Gradients are its arrays. A binding writes the first five methods, and overrides others where it can do more.
+
+    Attributes:
+        streams: the devices'.
+    """
+
+    streams: Streams = Streams()
+
+    def kind(self, parameter: Any) -> tuple[Any, int]:
+        """Return what parameters that share a bucket have in common (dtype, device), and the bytes of the gradient."""
+
+    def lay_out(
+        self, communicator: Communicator, parameters: Sequence[Any], starts: Sequence[int]
+    ) -> tuple[Any, Sequence[Slot]]:
+        """Make the memory of a bucket, zeros, by `Communicator.empty`.
+
+        Args:
+            communicator: makes the memory.
+            parameters: all of one kind.
+            starts: where each gradient begins, in bytes, and the length of the bucket at the end.
+
+        Returns:
+            The bucket as one flat array, and its slots.
+        """
+
+    def pack(self, places: Sequence[Any], gradients: Sequence[Any]) -> None:
+        """Copy gradients to places of the same shapes, zeros where there is None."""
+
+    def clone(self, array: Any) -> Any:
+        """Return a copy in memory of its own."""
+
+    def scale(self, array: Any, factor: float) -> None:
+        """Multiply an array in place."""
+
+    def found(self, gradients: list[Any]) -> bytes:
+        """Return for each gradient `NO_GRADIENT`, `DENSE`, `SPARSE` plus its sparse dimensions, or `UNSUPPORTED`.
+
+        It may put others in their places: dense ones for sparse ones.
+        """
+        return bytes([each is not None for each in gradients])
+
+    def is_trainable(self, parameter: Any) -> bool:
+        """Return whether the parameter takes gradients now."""
+        return True
+
+    def shape_in_memory(self, place: Any) -> tuple[int, ...]:
+        """Return the lengths of the dimensions, from the largest stride to the smallest."""
+        return tuple(place.shape)
+
+    # What the checks of the settings ask for; not of values alone.
+
+    def checksum(self, parameters: Sequence[Any]) -> int:
+        """Return a checksum of 32 bits of the parameters' values; 0 where only gradients are known."""
+        return 0
+
+    def checksum_of_gradients(self, gradients: Sequence[Any]) -> int:
+        """Return a checksum of 32 bits of gradients, and of which of them are None."""
+
+    def is_finite(self, gradient: Any) -> bool:
+        """Return whether all elements are numbers, neither NaN nor infinity."""
+
+
+@runtime_checkable
+class Sparse(Protocol):
+    """Gradients of few rows, which are gathered in place of being summed up."""
+
+    def rows(self, parameter: Any, gradient: Any, sparse_dims: int) -> tuple[Any, Any]:
+        """Return a gradient as sparse rows: places, (count, sparse_dims) int64, and values, (count, elements of one).
+
+        Args:
+            parameter: whose gradient.
+            gradient: None and dense ones count as well.
+            sparse_dims: how many dimensions the places index.
+        """
+
+    def of_rows(self, parameter: Any, places: Any, values: Any, divisor: int) -> Any:
+        """Return a sparse gradient of the rows of all ranks: their sum, divided by ``divisor``."""
+
+
+@runtime_checkable
+class Hooks(Protocol):
+    """Parameters that keep their gradients in an attribute ``grad``, None where there is none, and call hooks."""
+
+    def watch(self, parameter: Any, watcher: Watcher, record: Any) -> Sequence[Removable]:
+        """Call a watcher before and after each time that the framework adds to a gradient, with ``record``.
+
+        The hooks that the parameter keeps must not keep the watcher alive.
+        """
+
+    def after_adding(self, parameter: Any, action: Callable[[], object]) -> Sequence[Removable]:
+        """Call a function each time that the framework has added to a gradient; only speed depends on it."""
+        return ()
+
+    def version(self, gradient: Any) -> int:
+        """Return a number that grows with every write to an array that the framework or the program makes."""
+        return 0

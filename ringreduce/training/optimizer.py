@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -17,90 +15,22 @@ import numpy.typing as npt
 
 from ringreduce.collectives.adasum import adasum
 from ringreduce.collectives.communicator import Communicator
-from ringreduce.common.arguments import CheckingArguments, real_number, shown, whole_number
-from ringreduce.common.config import Config
-from ringreduce.common.conventions import Conventions
+from ringreduce.common.arguments import CheckingArguments, whole_number
 from ringreduce.common.errors import ConfigError
-from ringreduce.common.reduce_ops import AVERAGE, MAX, SUM, ReduceOp
-from ringreduce.engine import BlockingCall, Engine, Operation, Reduction
+from ringreduce.common.reduce_ops import MAX
+from ringreduce.engine import CollectiveOp, Engine, Operation, Reduction
 from ringreduce.runtime import config
 from ringreduce.runtime.process_sets import Parts, ProcessSet, connect
-from ringreduce.training.compression import State, has_reducers, signature_of
-from ringreduce.training.framework import Arrays, Parameters
+from ringreduce.training.compression import State
+from ringreduce.training.framework import Arrays, Hooks, Memory
 from ringreduce.training.gradients import Gradients
+from ringreduce.training.options import Options
 from ringreduce.training.parameters import Named, require_same_arrays
-from ringreduce.training.requests import Adasum, Op, ReproducibleSum, set_to_tell
+from ringreduce.training.reducer import GradientReducer
+from ringreduce.training.requests import set_to_tell
 from ringreduce.transport.memory import MemoryWorld
 
 __all__ = ["Named", "Options", "Training", "checked_names"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """How gradients are reduced, as a user says it; `checked` returns what is meant. All must agree on all ranks.
-
-    Attributes:
-        op: `AVERAGE`, `SUM` or `Adasum`; checked, how losses are reduced: `AVERAGE` with Adasum.
-        adasum: whether it is Adasum that combines what steps change; by `checked`.
-        passes: how many backward passes come before each step.
-        compression: as for `Gradients`, or the class of a compression that takes settings, for those it has by itself.
-        groups: lists of parameters, or the number of lists to make; checked, as for `Gradients`.
-        bucket_nbytes: as for `Gradients`; None: as the settings say.
-        predivide_factor: as for `Gradients`.
-        skip_unused: likewise; None: as the conventions say.
-        overlap: likewise; None: with parameters on a device, yes; on one node, no; else if it makes steps quicker.
-        reduce_in: ``"step"`` or ``"backward"``.
-    """
-
-    op: Any = AVERAGE
-    adasum: bool = False
-    passes: int = 1
-    compression: Any = None
-    predivide_factor: Any = 1.0
-    groups: Any = None
-    bucket_nbytes: Any = None
-    skip_unused: bool | None = None
-    overlap: bool | None = None
-    reduce_in: Any = "step"
-
-    def checked(self, settings: Config, parameters: Sequence[Any]) -> Options:
-        """Return the options with all that a user left open, given all parameters of the optimizer.
-
-        Raises:
-            ConfigError: one is wrong, or two do not go together.
-        """
-        op, adasum = _checked_op(self.op), self.op == Adasum
-        factor = real_number("gradient_predivide_factor", self.predivide_factor)
-        if not 0.0 < factor < math.inf:
-            raise ConfigError(f"gradient_predivide_factor must be a positive number, got {factor}")
-        if factor != 1.0 and (op is not AVERAGE or adasum):
-            raise ConfigError("gradient_predivide_factor is a part of averaging; use it with op=Average")
-        if self.reduce_in not in ("step", "backward"):
-            raise ConfigError(f'reduce_in is "step" or "backward", got {shown(self.reduce_in)}')
-        nbytes = settings.bucket_nbytes if self.bucket_nbytes is None else self.bucket_nbytes
-        return replace(
-            self,
-            op=op,
-            adasum=adasum,
-            passes=whole_number("backward_passes_per_step", self.passes, 1),
-            compression=_checked_compression(self.compression),
-            predivide_factor=factor,
-            groups=_checked_groups(parameters, self.groups),
-            bucket_nbytes=whole_number("bucket_nbytes", nbytes, 1),
-        )
-
-    def in_words(self, parameters: Sequence[Any]) -> dict[str, object]:
-        """Return the options that must agree, by the names that users know; ranks compare them as text."""
-        return {
-            "op": Adasum if self.adasum else self.op.value,
-            "backward_passes_per_step": self.passes,
-            "bucket_nbytes": self.bucket_nbytes,
-            "compression": "none" if self.compression is None else signature_of(self.compression),
-            "gradient_predivide_factor": self.predivide_factor,
-            "groups": [self.groups.get(id(each)) for each in parameters] if self.groups else None,
-            "overlap": self.overlap,
-            "reduce_in": self.reduce_in,
-        }
 
 
 class Training:
@@ -112,7 +42,7 @@ class Training:
         kind: what errors call the wrapper.
         process_set: the ranks that train together.
         arrays: the framework's.
-        bind: makes the framework's `Parameters`.
+        bind: makes the framework's `Memory`; of one that has `Hooks` as well, gradients are watched.
 
     Attributes:
         communicator: the ranks; for what is done before the first step.
@@ -121,12 +51,11 @@ class Training:
 
     described: str
 
-    def __init__(
-        self, kind: str, process_set: object, arrays: Arrays, bind: Callable[[Communicator], Parameters]
-    ) -> None:
+    def __init__(self, kind: str, process_set: object, arrays: Arrays, bind: Callable[[Communicator], Memory]) -> None:
         self._kind = kind
         self._process_set = set_to_tell(process_set)
         self._arrays, self._bind = arrays, bind
+        self._reducer: GradientReducer | None = None
         self._gradients: Gradients | None = None
         self._waited_s = 0.0
         self._take_place()
@@ -153,38 +82,19 @@ class Training:
             optimizer: what errors call it: its class.
             named: returns all of its parameters. Neither this nor ``settings`` may keep the wrapper alive.
             options: how gradients are reduced.
-            settings: as for `Gradients`.
+            settings: as for `GradientReducer`.
 
         Raises:
             MismatchError: the ranks have different parameters or options.
         """
         self.prepare(optimizer, named, options, settings)
         over = self.require_agreement()
-        engine, topology = self._engine, self._engine.communicator.topology
-        parameters = [parameter for _, parameter in named()]
-        on_device = self._arrays.device_of(parameters) is not None
-        conventions: Conventions = engine.communicator.config.conventions
-        skip_unused = not conventions.zeroes_unused if options.skip_unused is None else options.skip_unused
-        overlap = options.overlap
-        if overlap is None and (on_device or topology.single_node):
-            overlap = on_device
-        self._gradients = Gradients(
-            self._bind(engine.communicator),
-            engine,
-            named,
-            optimizer,
-            over,
-            op=options.op,
-            bucket_nbytes=options.bucket_nbytes,
-            compression=options.compression,
-            predivide_factor=options.predivide_factor,
-            groups=options.groups,
-            skip_unused=skip_unused,
-            overlap=False if options.adasum else overlap,
-            in_backward=options.reduce_in == "backward" and not options.adasum,
-            passes=options.passes,
-            settings=settings,
-        )
+        on_device = self._arrays.device_of([parameter for _, parameter in named()]) is not None
+        communicator = self._engine.communicator
+        settled, memory = options.settled(communicator, on_device=on_device), self._bind(communicator)
+        reducer = GradientReducer(memory, self._engine, named, optimizer, over, settled, settings)
+        self._gradients = Gradients(memory, reducer) if isinstance(memory, Hooks) else None
+        self._reducer = reducer
 
     def prepare(
         self,
@@ -197,12 +107,20 @@ class Training:
         self._optimizer, self._named, self.options, self._settings = optimizer, named, options, settings
 
     @property
-    def gradients(self) -> Gradients:
-        """Of the optimizer. Collective if nothing has begun yet."""
-        if self._gradients is None:
+    def reducer(self) -> GradientReducer:
+        """Of the optimizer's gradients. Collective if nothing has begun yet."""
+        if self._reducer is None:
             self.rejoin()
-        if self._gradients is None:
+        if self._reducer is None:
             raise ConfigError(f"the process set of this {self._kind} is not registered")
+        return self._reducer
+
+    @property
+    def gradients(self) -> Gradients:
+        """Of parameters that have hooks. Collective if nothing has begun yet."""
+        if self._gradients is None:
+            _ = self.reducer
+            assert self._gradients is not None, "its framework has Hooks"
         return self._gradients
 
     def require_agreement(self) -> str:
@@ -231,17 +149,19 @@ class Training:
             MismatchError: the ranks have different parameters.
         """
         process_set = self._process_set
+        if process_set.connected and process_set.engine is self._engine and self._reducer is not None:
+            return False
         if process_set.process_set_id is None:
             return False
         in_place = process_set.engine is self._engine if process_set.included() else self._alone
         replaced = self._gradients
-        if in_place and replaced is not None:
+        if in_place and self._reducer is not None:
             return False
         self._waited_s = self.seconds  # the new ones count from zero
         if not in_place:
             self._take_place()
         with self.checking(self._kind):
-            self._bind(self._engine.communicator).require_usable([parameter for _, parameter in self._named()])
+            self._bind(self._engine.communicator).streams.require_usable([each for _, each in self._named()])
         self.begin(self._optimizer, self._named, self.options, self._settings)
         if replaced is not None:
             replaced.retire()
@@ -251,12 +171,12 @@ class Training:
         """Change how many backward passes come before each step; the same on all ranks."""
         self.options = replace(self.options, passes=whole_number("backward_passes_per_step", passes, 1))
         if self._gradients is not None:
-            self._gradients.passes = self.options.passes
+            self._gradients.overlap.declared = self.options.passes
 
     @property
     def seconds(self) -> float:
         """Spent in collectives of this optimizer, waiting for others included."""
-        return self._waited_s + (0.0 if self._gradients is None else self._gradients.ranks.seconds)
+        return self._waited_s + (0.0 if self._reducer is None else self._reducer.ranks.seconds)
 
     @property
     def alone(self) -> bool:
@@ -278,18 +198,18 @@ class Training:
     def combine(self, changes: Sequence[Any]) -> None:
         """Combine by Adasum the changes that the ranks' steps have made, each array by itself, in place. Collective."""
         with self._arrays.on_host(changes) as lent:
-            call = BlockingCall(f"step of {self._kind}", "step with Adasum", lambda ranks: adasum(ranks, lent))
+            call = CollectiveOp(f"step of {self._kind}", "step with Adasum", lambda ranks: adasum(ranks, lent))
             self._run(call, f"the step of {self.described}")
 
     def state_dict(self) -> dict[str, Any]:
         """Return what compression keeps on this rank, as ``buckets``, ``rank`` and ``size``; empty if nothing."""
-        kept = {} if self._gradients is None else self._gradients.state_dict()
+        kept = {} if self._reducer is None else self._reducer.state_dict()
         return {"rank": self.communicator.rank, "size": self.communicator.size, "buckets": kept} if kept else {}
 
     def load_state_dict(self, rank: int, size: int, buckets: Mapping[int, State]) -> None:
         """Load what `state_dict` returned, unless it was on another rank or among another number of ranks."""
         if (rank, size) == (self.communicator.rank, self.communicator.size):
-            self.gradients.load_state_dict(buckets)
+            self.reducer.load_state_dict(buckets)
 
     def _run(self, operation: Operation, title: str) -> None:
         operation.title = title
@@ -335,48 +255,3 @@ def checked_names(parameters: Sequence[Any], named: Any) -> dict[int, str]:
             f"named_parameters leaves {unnamed} of the optimizer's parameters without a name; name all or none"
         )
     return names
-
-
-def _checked_op(op: Op) -> ReduceOp:
-    if op == Adasum:
-        return AVERAGE
-    kind = None
-    with suppress(ConfigError):
-        kind = ReduceOp.parse(op)
-    if kind not in (AVERAGE, SUM):
-        word = op.value if isinstance(op, ReduceOp) else op
-        hint = "; RINGREDUCE_DETERMINISTIC=1 fixes the order of sums" if op == ReproducibleSum else ""
-        raise ConfigError(
-            f"DistributedOptimizer can average or sum gradients (op Average or Sum), or use Adasum; got op {word}{hint}"
-        )
-    return kind
-
-
-def _checked_compression(compression: Any) -> Any:
-    if compression is None or hasattr(compression, "compress"):
-        return compression
-    if has_reducers(compression):
-        return compression() if isinstance(compression, type) else compression
-    raise ConfigError(f"compression is one of hvd.Compression, or a Compressor class; got {compression!r}")
-
-
-def _checked_groups(parameters: Sequence[Any], groups: Any) -> dict[int, int]:
-    """Return the group of each parameter that has one, by id."""
-    if groups is None:
-        return {}
-    if hasattr(groups, "shape") or not isinstance(groups, Iterable):
-        number = whole_number("groups (or num_groups), unless it is lists of parameters,", groups, 0)
-        length = -(-len(parameters) // number) if number else 0
-        return {id(parameter): index // length for index, parameter in enumerate(parameters)} if number else {}
-    known = set(map(id, parameters))
-    found: dict[int, int] = {}
-    for index, group in enumerate(groups):
-        if hasattr(group, "shape"):
-            raise ConfigError(f"groups are lists of parameters, but number {index} is a parameter; write [[...], ...]")
-        for parameter in group:
-            if id(parameter) not in known:
-                raise ConfigError(f"group {index} holds something that is no parameter of the optimizer")
-            if id(parameter) in found:
-                raise ConfigError(f"a parameter is in groups {found[id(parameter)]} and {index}; it can be in one")
-            found[id(parameter)] = index
-    return found

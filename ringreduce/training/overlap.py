@@ -22,96 +22,23 @@ The versions of the gradients show whether it did, and the ranks tell each other
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from ringreduce.common.errors import ConfigError, ShutdownError, TransportError
-from ringreduce.common.reduce_ops import SUM, ReduceOp
-from ringreduce.engine import Engine, InPlace
-from ringreduce.training.buckets import Bucket, Buckets, names_in
-from ringreduce.training.compression import WireState
-from ringreduce.training.framework import Handover, Parameters
+from ringreduce.common.reduce_ops import SUM
+from ringreduce.engine import InPlaceAllreduce
+from ringreduce.training.agreement import ADDED, WAITS, Record
+from ringreduce.training.buckets import Bucket, Buckets
+from ringreduce.training.framework import EMPTY, Hooks
+from ringreduce.training.reducer import GradientReducer
+from ringreduce.training.stages import STANDING, UNKNOWN, Event, Fate, Stage, Travelling, Watched, what_is_wrong
 from ringreduce.training.trial import Trial
 
-__all__ = ["Overlap", "Watched"]
+__all__ = ["Overlap"]
 
 _STEPS = 2  # so many alike before overlap begins
-
-#: The rows of `Overlap.report`: what a rank says of each gradient.
-_WAITS, _ADDED, _CLEARED, _NOT_CLEARED, _CHANGED = range(5)
-
-
-@dataclass(slots=True, eq=False)
-class Watched:
-    """A parameter whose gradient is watched.
-
-    Attributes:
-        parameter: the parameter.
-        times: how often its gradient was added to since the last step.
-        expected: the same in the last step that added to it at all.
-        gradient: the ``id`` of its gradient when that was added to, or submitted, last.
-        version: the version of its gradient then.
-        was_empty: whether there was no gradient when its bucket was submitted.
-        added: whether it was added to after its bucket was reduced.
-        cleared: whether the program has replaced its gradient, or set it to None.
-        changed: whether the program has written to its gradient.
-        fresh: whether it was added to since the last step, in a pass that counts or not.
-        summed: the ``id`` of the gradient that the last step has summed up over the ranks; 0: of none.
-    """
-
-    parameter: Any
-    times: int = 0
-    expected: int = 0
-    gradient: int = 0
-    version: int = 0
-    was_empty: bool = False
-    added: bool = False
-    cleared: bool = False
-    changed: bool = False
-    fresh: bool = False
-    summed: int = 0
-
-    def begin(self) -> None:
-        """Begin the next step: forget all of the last one but how often it added to the gradient."""
-        self.expected = self.times or self.expected
-        self.times = self.gradient = self.version = 0
-        self.added = self.cleared = self.changed = self.fresh = self.was_empty = False
-
-
-class _Travelling:
-    """A bucket that is to be reduced during the backward pass.
-
-    Attributes:
-        bucket: the bucket.
-        handover: see `Parameters.handover`.
-        members: its parameters.
-        missing: how many of them have not been added to as often as expected.
-        part: its reduction, once it was submitted, until the step.
-        waits: whether the step reduces it.
-    """
-
-    __slots__ = ("bucket", "generation", "handover", "members", "missing", "number", "part", "waits")
-
-    def __init__(self, number: int, bucket: Bucket, members: Sequence[Watched], handover: Handover | None) -> None:
-        self.number, self.bucket, self.members, self.handover = number, bucket, members, handover
-        self.generation = 0  # how often all ranks have withdrawn it; a part of its name
-        self.begin()
-
-    def begin(self) -> None:
-        """Forget what has happened since the last step."""
-        self.miss_all()
-        self.part: InPlace | None = None
-        self.waits = False
-
-    def miss_all(self) -> None:
-        """Wait for all gradients again."""
-        self.missing = sum(member.expected > 0 for member in self.members)
 
 
 class Overlap:
@@ -120,61 +47,44 @@ class Overlap:
     Thread-safe.
 
     Args:
-        framework: the gradients'.
-        engine: carries the reductions out.
-        name: the optimizer's, the same on all ranks and no other's.
-        described: what errors call the optimizer.
-        op: `AVERAGE` or `SUM`.
-        moved: see `Buckets`.
-        named: returns the names of all parameters, and these.
-        wanted: whether buckets are to be reduced during the backward pass; None: if that makes steps quicker, which the
-            first steps try out. If not, some steps are watched, to warn a program that changes its gradients. The same
-            on all ranks.
+        hooks: the framework's.
+        reducer: of the optimizer's gradients. Its option ``overlap`` says whether buckets are to be reduced during the
+            backward pass; None: if that makes steps quicker, which the first steps try out. If not, some steps are
+            watched, to warn a program that changes its gradients. Where gradients must be this rank's own until the
+            step, nothing overlaps.
 
     Attributes:
+        wanted: whether buckets are, or may be, reduced during the backward pass; the same on all ranks.
         begun: whether complete buckets are submitted now; the same on all ranks.
         watching: whether anything is to be learnt from what the program does; the same on all ranks.
         suspends: whether passes do not count now.
+        watched: those whose gradients are watched, by the ids of their parameters.
+        declared: how many backward passes come before each step; the same on all ranks.
     """
 
-    def __init__(
-        self,
-        framework: Parameters,
-        engine: Engine,
-        name: str,
-        described: str,
-        op: ReduceOp,
-        moved: Mapping[int, tuple[int, int]],
-        *,
-        named: Callable[[], Sequence[tuple[str, Any]]],
-        wanted: bool | None,
-    ) -> None:
-        self._framework, self._engine, self._moved = framework, engine, moved
-        self._name, self._described, self._op = name, described, op
-        self._named = named
-        self._wanted = wanted is not False
-        self._trial = Trial() if wanted is None else None
+    def __init__(self, hooks: Hooks, reducer: GradientReducer) -> None:
+        options, engine = reducer.options, reducer.engine
+        self._hooks, self._engine, self._reducer = hooks, engine, reducer
+        self._moved = reducer.buckets.moved
+        self._op = options.op
+        plain = options.predivide_factor == 1.0 and options.compressor is None
+        can = engine.threaded and plain and not reducer.checks.needs_own_gradients
+        self.wanted = can and options.overlap is not False
+        self._trial = Trial() if can and options.overlap is None else None
         self.begun = False
         self.watching = True
+        self.suspends = False
+        self.declared = options.passes
         self._alike = 0  # steps in a row
         self._joins = engine.joins
-        self._watched: dict[int, Watched] = {}  # by the id of the parameter
-        self._buckets: list[_Travelling] = []
-        self._travelling: dict[int, _Travelling] = {}  # the same, by the id of the parameter
+        self.watched: dict[int, Watched] = {}  # by the id of the parameter
+        self._buckets: list[Travelling] = []
+        self._travelling: dict[int, Travelling] = {}  # the same, by the id of the parameter
         self._pending: list[Watched] = []  # were added to, and hooks of the program may still run
         self._passes = 0
-        self.suspends = False
         self._lock = threading.RLock()
 
     # ---- the backward pass ----
-
-    def watches(self, parameter: Any) -> bool:
-        """Return whether a parameter is watched."""
-        return id(parameter) in self._watched
-
-    def watch(self, record: Watched) -> None:
-        """Expect calls of `before_adding` and `added` with this record from now on."""
-        self._watched[id(record.parameter)] = record
 
     def before_adding(self, record: Watched) -> None:
         """Withdraw, or wait for, the reduction of a gradient that is about to be added to."""
@@ -184,12 +94,11 @@ class Overlap:
         with self._lock:
             if not self._keep_out(travelling):
                 return
-            self._look(record)
-            empty = record.was_empty and not record.cleared
-            if empty and self._framework.gradient(record.parameter) is None:
+            record.look(self._hooks, self._moved)
+            if record.fate is Fate.MISSING and record.parameter.grad is None:
                 place = next(slot.place for slot in travelling.bucket.slots if slot.parameter is record.parameter)
-                self._framework.set_gradient(record.parameter, place)  # what comes is added to that
-                record.was_empty = False
+                record.parameter.grad = place  # what comes is added to that
+                record.fate = Fate.NONE
 
     def added(self, record: Watched) -> None:
         """Record that a gradient was added to."""
@@ -233,92 +142,71 @@ class Overlap:
         """Record that the program has cleared all gradients, since `stop`: passes before that do not count."""
         with self._lock:
             self._passes = 0
-            for record in self._watched.values():
+            for record in self.watched.values():
                 record.summed = record.times = 0
                 record.fresh = False
             for travelling in self._buckets:
-                if travelling.part is None:
-                    travelling.miss_all()
-                    continue
-                for record in travelling.members:
-                    record.cleared, record.was_empty = True, False
-                    self._remember(record)
+                travelling.meet(Event.CLEARED)
+                for record in travelling.members if travelling.part is not None else ():
+                    record.fate = Fate.CLEARED
+                    record.remember(self._hooks)
 
     def fresh(self, parameters: Sequence[Any]) -> list[bool]:
         """Return for each parameter whether its gradient was added to since the last step, as far as is known."""
         with self._lock:
             self._count_additions()
-            records = [self._watched.get(id(parameter)) for parameter in parameters]
+            records = [self.watched.get(id(parameter)) for parameter in parameters]
             return [
-                self._framework.gradient(parameter) is not None if record is None else record.fresh
+                parameter.grad is not None if record is None else record.fresh
                 for parameter, record in zip(parameters, records, strict=True)
             ]
 
     # ---- the step ----
 
-    def report(self, parameters: Sequence[Any], declared: int) -> tuple[npt.NDArray[np.uint8], bytes]:
-        """Return what this rank says of its gradients and passes; `conclude` takes the ranks' largest of each number.
-
-        Args:
-            parameters: all of the optimizer's, in registration order.
-            declared: so many passes come before each step.
-
-        Returns:
-            Five rows with a number for each parameter, none if nothing is to overlap; and four numbers about the step:
-            whether it is unlike the last, whether gradients have changed, whether sums were added to, and whether steps
-            have taken longer with overlap.
-        """
+    def report(self, record: Record, parameters: Sequence[Any]) -> None:
+        """Say what this rank knows of its gradients and passes."""
         with self._lock:
             self._count_additions()
-            records = [record for record in self._watched.values() if record.times]
-            alike = self._passes == declared and all(
-                record.times == record.expected or not record.expected for record in records
-            )
+            added = [each for each in self.watched.values() if each.times]
+            alike = all(each.times == each.expected or not each.expected for each in added)
+            record.unlike[0] = not (alike and self._passes == self.declared)
             if not self.begun:
-                for record in records:
-                    self._look(record)
-            changed = not self.begun and any(record.changed or record.cleared for record in records)
-            again = any(record.fresh and record.summed == record.gradient for record in self._watched.values())
-            rows = np.zeros((5 if self._wanted else 0, len(parameters)), np.uint8)
-            for index, parameter in enumerate(parameters) if self._wanted else ():
+                for each in added:
+                    each.look(self._hooks, self._moved)
+                record.changed[0] = any(each.fate >= Fate.CHANGED for each in added)
+            record.again[0] = any(each.fresh and each.summed == each.gradient for each in self.watched.values())
+            record.slower[0] = self._trial is not None and self._trial.slower
+            for index, parameter in enumerate(parameters) if self.wanted and self._travelling else ():
                 if (travelling := self._travelling.get(id(parameter))) is None:
                     continue
                 if travelling.part is None:
-                    rows[_WAITS, index] = 1
+                    record.standing[index] = WAITS
                     continue
-                record = self._watched[id(parameter)]
-                self._look(record)
-                rows[:, index] = (
-                    0,
-                    record.added and not record.cleared,
-                    record.cleared,
-                    not (record.cleared or record.was_empty),
-                    record.changed and not record.cleared,
-                )
-            slower = self._trial is not None and self._trial.slower
-            return rows, bytes((not alike, changed, again, slower))
+                each = self.watched[id(parameter)]
+                each.look(self._hooks, self._moved)
+                record.standing[index] = STANDING.get(each.fate, 0)
+                record.cleared[index] = each.fate is Fate.CLEARED
+                record.kept[index] = each.fate not in (Fate.CLEARED, Fate.MISSING)
 
-    def conclude(self, parameters: Sequence[Any], rows: npt.NDArray[np.uint8], active: int) -> list[Bucket]:
+    def conclude(self, record: Record, active: int) -> list[Bucket]:
         """Return the buckets that are reduced, and withdraw the others.
 
         Args:
-            parameters: as for `report`.
-            rows: the largest that any rank has reported.
+            record: what all ranks have said.
             active: how many ranks contribute to the step.
 
         Raises:
             ConfigError: on all ranks, if gradients of some rank are lost.
         """
-        if not rows.any():
-            return []
-        numbers = {id(parameter): index for index, parameter in enumerate(parameters)}
-        reduced, wrong, failure = [], "", None
+        reduced: list[Bucket] = []
+        wrong, failure = "", None
+        if not (record.standing.any() or record.cleared.any() or record.kept.any()):
+            return reduced
         with self._lock:
             for travelling in self._buckets:
-                columns = [numbers.get(id(member.parameter)) for member in travelling.members]
-                said, part = rows[:, [each for each in columns if each is not None]].astype(bool), travelling.part
-                if None in columns or said[_WAITS].any():  # the program has removed a parameter; or a rank waits
-                    if part is not None:
+                numbers, part = travelling.bucket.numbers, travelling.part
+                if min(numbers) < 0 or (record.standing[numbers] == WAITS).any():
+                    if part is not None:  # the program has removed a parameter; or a rank waits
                         self._engine.withdraw([part])
                     travelling.generation += 1
                     continue
@@ -326,64 +214,78 @@ class Overlap:
                 if travelling.handover is not None:
                     travelling.handover.come_back()
                 failure = failure or part.error
-                wrong = wrong or self._wrong(said, part, active)
-                if not said[_ADDED : _CLEARED + 1].any():
+                standing, cleared, kept = (
+                    record.standing[numbers],
+                    record.cleared[numbers] > 0,
+                    record.kept[numbers] > 0,
+                )
+                wrong = wrong or what_is_wrong(
+                    standing, cleared, kept, everyone=part.active == active, sums=self._op is SUM
+                )
+                if not (standing == ADDED).any() and not cleared.any():
                     reduced.append(travelling.bucket)
         if failure is not None:
             raise failure
         if wrong:
             self.end()
-            raise ConfigError(f"{wrong} Gradients of {self._described} are lost, and nothing overlaps from here on")
+            raise ConfigError(
+                f"{wrong} Gradients of {self._reducer.described} are lost, and nothing overlaps from here on"
+            )
         return reduced
 
-    def next_step(self, said: Sequence[int], buckets: Buckets, *, again: bool, everyone: bool) -> bool:
+    def next_step(self, record: Record, buckets: Buckets, *, again: bool, everyone: bool) -> bool:
         """Prepare for the next step; return whether overlap is given up because a program changes its gradients.
 
         Args:
-            said: the numbers about the step, the largest that any rank has reported.
+            record: what all ranks have said.
             buckets: as they are now.
             again: whether the next steps have to show again that they are alike. The same on all ranks.
             everyone: whether no rank has joined.
         """
         with self._lock:
-            differs, changed, _, slower = said
-            self._forget_step()
+            self.forget_step()
             if not self.watching:
                 return False
             joined, self._joins = self._joins != self._engine.joins, self._engine.joins
             if joined:  # ranks that had joined have not counted what was withdrawn since
                 self._buckets.clear()
                 self._travelling.clear()
-            if changed:
+            if record.changed.any():
                 self.end()
                 return True
             if self._trial is not None and self._trial.over and everyone:  # ranks that have joined did not hear of it
                 self._trial = None
-                if slower:
-                    self._wanted = False
+                if record.slower.any():
+                    self.wanted = False
                     self.end()
                     return False
             # Steps that differ do not end overlap, nor the turns without it of a trial.
-            if again or joined or (differs and not (self._wanted and self._alike >= _STEPS - 1)):
-                self._alike = 0
-            else:
-                self._alike += 1
-            self.begun = self._wanted and self._alike >= _STEPS - 1
+            differs = record.unlike.any() and not (self.wanted and self._alike >= _STEPS - 1)
+            self._alike = 0 if again or joined or differs else self._alike + 1
+            self.begun = self.wanted and self._alike >= _STEPS - 1
             if self._trial is not None:
                 self._trial.end_step(counts=self.begun and everyone)
                 self.begun = self.begun and self._trial.on
-            if not self._wanted and self._alike >= _STEPS:
+            if not self.wanted and self._alike >= _STEPS:
                 self.end()
                 return False
-            if self._wanted and [each.bucket for each in self._buckets] != list(buckets):
+            if self.wanted and [each.bucket for each in self._buckets] != list(buckets):
                 self._take(buckets)
             for travelling in self._buckets:
-                travelling.begin()
+                travelling.meet(Event.STEPPED)
             return False
+
+    def forget_step(self) -> None:
+        """Forget what was added in the last step, but how often."""
+        for record in self.watched.values():
+            if record.fresh and self._op is SUM:
+                record.summed = UNKNOWN
+            record.begin()
+        self._passes = 0
 
     def end(self) -> None:
         """Reduce nothing during backward passes any more; the same on all ranks."""
-        self._forget_step()
+        self.forget_step()
         self.begun = self.watching = False
         self._buckets.clear()
         self._travelling.clear()
@@ -396,32 +298,24 @@ class Overlap:
         """End a step that has failed on all ranks: begin anew, without overlap at first."""
         with self._lock:
             self.abandon()
-            self._forget_step()
+            self.forget_step()
             self.begun, self._alike = False, 0
             for travelling in self._buckets:
                 travelling.generation += 1
-                travelling.begin()
+                travelling.meet(Event.STEPPED)
 
     # ---- inside; the lock is held ----
 
-    def _forget_step(self) -> None:
-        for record in self._watched.values():
-            if record.fresh and self._op is SUM:
-                record.summed = id(self._framework.gradient(record.parameter))
-            record.begin()
-        self._passes = 0
-
     def _take(self, buckets: Buckets) -> None:
         self._buckets = [
-            _Travelling(
+            Travelling(
                 number,
                 bucket,
-                [self._watched[id(slot.parameter)] for slot in bucket.slots],
-                self._framework.handover(bucket.flat),
+                [self.watched[id(slot.parameter)] for slot in bucket.slots],
+                self._reducer.memory.streams.handover(bucket.flat),
             )
             for number, bucket in enumerate(buckets)
-            if (bucket.reducer is None or isinstance(bucket.reducer, WireState))
-            and all(id(slot.parameter) in self._watched for slot in bucket.slots)
+            if not bucket.is_compressed and all(id(slot.parameter) in self.watched for slot in bucket.slots)
         ]
         self._travelling = {id(member.parameter): each for each in self._buckets for member in each.members}
 
@@ -429,7 +323,7 @@ class Overlap:
         """Count the additions after which the program's hooks have run by now; submit buckets that are complete."""
         pending, self._pending = self._pending, []
         for record in pending:
-            self._remember(record)
+            record.remember(self._hooks)
             record.fresh = True
             if self.suspends:
                 continue
@@ -438,62 +332,47 @@ class Overlap:
             if travelling is None:
                 continue
             if travelling.part is not None:
-                record.added = True
+                record.meet(Fate.ADDED)
             elif record.times == record.expected:
                 travelling.missing -= 1
-                if travelling.missing == 0 and self.begun and not travelling.waits:
+                if travelling.missing == 0 and self.begun and travelling.stage is Stage.FILLING:
                     self._submit(travelling)
 
-    def _remember(self, record: Watched) -> None:
-        gradient = self._framework.gradient(record.parameter)
-        record.gradient = id(gradient)
-        record.version = 0 if gradient is None else self._framework.version(gradient)
+    def _submit(self, travelling: Travelling) -> None:
+        bucket, members = travelling.bucket, travelling.members
+        given = any(not each.times and each.parameter.grad is not None for each in members)
+        filled = False
+        if not given and self._joins == self._engine.joins:
+            with nullcontext() if travelling.handover is None else travelling.handover.filling():
+                filled = max(bucket.collect_own(zeros=True), default=0) <= EMPTY
+        if filled:
+            for record in members:
+                record.fate = Fate.MISSING if record.parameter.grad is None else Fate.NONE
+                record.remember(self._hooks)
+            part = self._part(travelling)
+            try:
+                self._engine.submit(part)
+            except (ConfigError, ShutdownError, TransportError):
+                pass  # this rank has joined, or the engine has ended: the step will raise it
+            else:
+                travelling.part = part
+        travelling.meet(Event.HELD_BACK if travelling.part is None else Event.SUBMITTED)
 
-    def _look(self, record: Watched) -> None:
-        """Find out whether the program has changed or replaced a gradient since it was added to, or submitted, last."""
-        gradient = self._framework.gradient(record.parameter)
-        now = id(gradient), 0 if gradient is None else self._framework.version(gradient)
-        if now == (record.gradient, record.version) or now == self._moved.get(id(record.parameter)):
-            return
-        if now[0] == record.gradient:
-            record.changed = True
-        else:
-            record.cleared = True
-
-    def _submit(self, travelling: _Travelling) -> None:
-        bucket = travelling.bucket
-        members = travelling.members
-        given = any(not each.times and self._framework.gradient(each.parameter) is not None for each in members)
-        with nullcontext() if travelling.handover is None else travelling.handover.filling():
-            filled = not given and self._joins == self._engine.joins and bucket.fill_for_now()
-        if not filled:
-            travelling.waits = True
-            return
-        for record in members:
-            record.was_empty = self._framework.gradient(record.parameter) is None
-            self._remember(record)
+    def _part(self, travelling: Travelling) -> InPlaceAllreduce:
+        reducer, handover = self._reducer, travelling.handover
         again = f", {travelling.generation} times withdrawn" if travelling.generation else ""
-        wire = bucket.reducer if isinstance(bucket.reducer, WireState) else None
-        part = InPlace(
-            f"{self._name}, bucket {travelling.number}, after {self._joins} joins{again}",
-            f"a bucket of {self._name}",
-            self._op,
-            [bucket.flat],
-            wire=None if wire is None else wire.wire,
-            feedbacks=() if wire is None else [wire.feedback],
+        part = reducer.reductions.operation(
+            f"{reducer.name}, bucket {travelling.number}, after {self._joins} joins{again}",
+            f"a bucket of {reducer.name}",
+            [travelling.bucket],
+            [travelling.bucket.flat],
             speculative=True,
-            within=None if travelling.handover is None else travelling.handover.working,
+            within=None if handover is None else handover.working,
         )
-        part.title = f"a bucket of {self._described}"
-        part.parts = partial(names_in, [bucket], self._named)
-        try:
-            self._engine.submit(part)
-        except (ConfigError, ShutdownError, TransportError):
-            travelling.waits = True  # this rank has joined, or the engine has ended: the step will raise it
-        else:
-            travelling.part = part
+        part.title = f"a bucket of {reducer.described}"
+        return part
 
-    def _keep_out(self, travelling: _Travelling) -> bool:
+    def _keep_out(self, travelling: Travelling) -> bool:
         """Withdraw a bucket, or wait for it; return whether it was reduced."""
         if travelling.part is None:
             return False
@@ -503,25 +382,5 @@ class Overlap:
             if travelling.handover is not None:
                 travelling.handover.come_back()
             return True
-        travelling.part, travelling.waits = None, True
+        travelling.meet(Event.WITHDRAWN)
         return False
-
-    def _wrong(self, said: npt.NDArray[np.bool_], part: InPlace, active: int) -> str:
-        """Return what is wrong with a bucket that was reduced during the backward pass; empty if nothing is."""
-        remedy = (
-            "make passes whose gradients are not for the next step within no_sync(), call synchronize() before "
-            "gradients are looked at or changed, or give overlap=False."
-        )
-        if part.active != active:
-            return f"a rank has made a backward pass and then joined without a step: {remedy}"
-        if said[_CHANGED].any():
-            return f"the program has written to gradients between the backward pass and the step: {remedy}"
-        sums = self._op is SUM
-        if (said[_CLEARED] & said[_NOT_CLEARED]).any() or (sums and said[_CLEARED].any() and said[_NOT_CLEARED].any()):
-            return f"some ranks, and not all, have cleared or replaced gradients after a backward pass: {remedy}"
-        if sums and said[_ADDED].any():
-            return (
-                "a backward pass has added to sums over the ranks: declare all passes of a step with "
-                f"backward_passes_per_step, or {remedy}"
-            )
-        return ""

@@ -1,4 +1,4 @@
-"""Requests, operations that are checked and only have to be started; and handles of those that were started.
+"""Requests: operations that are checked and only have to be started.
 
 A binding turns the arguments of a call into a request within a context, `Preparing` or `PreparingArrays`. What it then
 returns to the program is the `Handle` of `Request.submit` or the result of `Request.carry_out`.
@@ -6,8 +6,6 @@ returns to the program is the `Handle` of `Request.submit` or the result of `Req
 
 from __future__ import annotations
 
-import itertools
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
@@ -21,11 +19,13 @@ from ringreduce.collectives.reproducible import reproducible_allreduce
 from ringreduce.common.arguments import real_number, row_counts, shown
 from ringreduce.common.conventions import Conventions
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
-from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
-from ringreduce.engine import CollectiveOp, Engine, Operation, Reduction, Refusal, unnamed
+from ringreduce.common.reduce_ops import AVERAGE, ReduceOp
+from ringreduce.engine import CollectiveOp, Operation, Reduction, Refusal, unnamed
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.framework import Arrays
+from ringreduce.training.handles import Handle, join, poll, synchronize
+from ringreduce.training.options import Adasum, Op, ReproducibleSum, chosen_op
 
 __all__ = [
     "Adasum",
@@ -46,103 +46,10 @@ __all__ = [
     "synchronize",
 ]
 
-#: Adaptive summation, see `ringreduce.collectives.adasum`.
-Adasum = "adasum"
-
-#: The exact sum, rounded once, whatever the number of ranks; see `ringreduce.collectives.reproducible`.
-ReproducibleSum = "reproducible sum"
-
-Op = ReduceOp | str
-
 #: Smaller results mostly travel together with others and are copied out of their buffer; alone, it makes no difference.
 _LEAST_SHARED_NBYTES = 1 << 20
 
 _Context = TypeVar("_Context", bound="Preparing")
-
-_numbers = itertools.count(1)
-
-
-# ---- handles ----
-
-
-class Handle:
-    """Stands for an operation that was started; `poll` and `synchronize` take it.
-
-    ``int(handle)`` is its number, as in Horovod, and ``handle()`` waits, as `synchronize` does.
-
-    It is no number itself: `torch.compile` would take it for a constant, and compile again for every operation.
-    """
-
-    __slots__ = ("__weakref__", "_number", "_release", "engine", "finish", "operation")
-
-    def __init__(
-        self,
-        operation: Operation,
-        engine: Engine,
-        finish: Callable[[object], object] | None = None,
-        release: Callable[[], object] | None = None,
-    ) -> None:
-        self._number = next(_numbers)
-        self.operation, self.engine, self.finish, self._release = operation, engine, finish, release
-
-    def release_if_done(self) -> bool:
-        """Return whether the operation is done; then its arrays are the program's again."""
-        if self.operation.done and self._release is not None:
-            self._release()
-        return self.operation.done
-
-    def __index__(self) -> int:
-        return self._number
-
-    def __call__(self) -> Any:
-        return synchronize(self)
-
-
-def poll(handle: Handle) -> bool:
-    """Return whether an operation is done, so that `synchronize` will not wait."""
-    _checked(handle).engine.poll(handle.operation)
-    return handle.release_if_done()
-
-
-def synchronize(handle: Handle) -> Any:
-    """Wait for an operation; return its result. It may be called again, and returns the same.
-
-    Raises:
-        MismatchError, CollectiveTimeoutError, PeerLostError, ShutdownError: the operation failed.
-        ConfigError: this is no handle.
-    """
-    engine = _checked(handle).engine
-    try:
-        result = engine.wait(handle.operation)
-    finally:
-        handle.release_if_done()
-    if handle.finish is not None:
-        handle.finish(result)
-    return result
-
-
-def _checked(handle: Handle) -> Handle:
-    if not isinstance(handle, Handle):
-        raise ConfigError(f"expected a handle, as the *_async functions return it; got {handle!r}")
-    return handle
-
-
-def join(device: int = -1) -> int:
-    """Say that this rank has no more data, and wait until all ranks have. Collective over all ranks.
-
-    Allreduces of the others go on without this rank: it counts for nothing in sums, products, minima and maxima, and
-    averages are over the ranks that are left (by Horovod's conventions over all, see `ringreduce.common.conventions`).
-    Other operations raise a `MismatchError` on the ranks that submit them. While the others step, this rank's weights
-    stay as they are: afterwards, broadcast those of the rank that joined last.
-
-    Args:
-        device: ignored; Horovod has it.
-
-    Returns:
-        The rank that joined last: it has seen all steps.
-    """
-    engine = global_process_set.engine
-    return cast(int, engine.wait(engine.join()))
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
@@ -514,18 +421,6 @@ def require_process_set(process_set: object) -> ProcessSet:
 def _require_some(group: Sequence[Any]) -> None:
     if not group:
         raise ConfigError("a group must have at least one tensor")
-
-
-def chosen_op(op: Op | None, average: bool | None) -> Op:
-    """Return the op that was chosen by ``op``, or by ``average``, which is deprecated."""
-    if average is not None:
-        if op is not None:
-            raise ConfigError("give op or average, not both")
-        warnings.warn("average= is deprecated; say op=Average or op=Sum", DeprecationWarning, stacklevel=4)
-        return AVERAGE if average else SUM
-    if op is None:
-        return AVERAGE
-    return op if isinstance(op, ReduceOp) or op in (Adasum, ReproducibleSum) else ReduceOp.parse(op)
 
 
 # ---- arrays in words ----

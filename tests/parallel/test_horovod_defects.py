@@ -40,7 +40,7 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
-from ringreduce.engine import BlockingCall
+from ringreduce.engine import CollectiveOp
 from ringreduce.testing import caught
 from ringreduce.transport.mpi import MpiMessages
 from ringreduce.transport.waiting import Waiter
@@ -193,7 +193,7 @@ def test_a_long_operation_holds_up_nothing_else() -> None:
         begun.set()
         return end.wait(20.0)
 
-    long = BlockingCall("long", "long", run)
+    long = CollectiveOp("long", "long", run)
     engine.submit(long)
     try:
         assert begun.wait(20.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -11,49 +10,29 @@ import pytest
 
 import ringreduce as rr
 from ringreduce.training.differentiable import Differentiable
+from ringreduce.training.host import HostArrays
 from ringreduce.training.parameters import broadcast_parameters, require_same_arrays
 from ringreduce.training.requests import Adasum, PreparingArrays, ReproducibleSum, poll, synchronize
 
 Run = Callable[[Any], Any]
 
 
-class NumpyArrays:
-    """An `Arrays`; with a device, everything seems to be on it.
+class NumpyArrays(HostArrays):
+    """NumPy's, and with a device, everything seems to be on it.
 
     Attributes:
         log: what was asked of the device.
         tape: the adjoints of what was differentiated, last first.
     """
 
-    expected = "a NumPy array"
-    conversion = "np.asarray(...)"
-    empty_like = staticmethod(np.empty_like)
-    zeros_like = staticmethod(np.zeros_like)
-
     def __init__(self, device: str | None = None) -> None:
         self.device = device
         self.log: list[str] = []
         self.tape: list[Callable[[Sequence[Any]], Sequence[Any]]] = []
 
-    def is_array(self, value: object) -> bool:
-        return isinstance(value, np.ndarray)
-
-    def require_usable(self, communicator: rr.Communicator, array: Any, *, writable: bool = False) -> None:
-        if writable and not array.flags.writeable:
-            raise rr.UnsupportedBufferError("the array is read-only")
-
-    def without_graph(self, array: Any) -> Any:
-        return array
-
-    def scale(self, source: Any, factor: float, target: Any) -> None:
-        target[...] = source * factor
-
     def keep_in_place(self, arrays: Sequence[Any]) -> Callable[[], object]:
         assert all(isinstance(each, np.ndarray) for each in arrays)
         return lambda: None
-
-    def changed(self, array: Any) -> Any:
-        return array
 
     def differentiable(self, run: Run, rule: Callable[[], Any], arrays: Sequence[Any]) -> Sequence[Any]:
         self.tape.insert(0, rule())
@@ -65,9 +44,6 @@ class NumpyArrays:
 
     def place(self, array: Any) -> str:
         return self.device or "cpu"
-
-    def on_host(self, arrays: Sequence[Any]) -> Any:
-        return nullcontext(arrays)
 
     def reduce_on_device(self, communicator: rr.Communicator, op: Any, sources: Any, targets: Any) -> None:
         self.log.append("reduce")

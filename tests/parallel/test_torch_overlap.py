@@ -323,8 +323,8 @@ def test_buckets_are_reduced_during_the_last_backward_pass(passes: int) -> None:
             for _ in range(passes):
                 assert under_way(optimizer) == 0
                 backward()
-            assert under_way(optimizer) == (0 if step < 2 else len(optimizer._training.gradients._buckets) > 1) * len(
-                optimizer._training.gradients._buckets
+            assert under_way(optimizer) == (0 if step < 2 else len(optimizer._training.reducer.buckets) > 1) * len(
+                optimizer._training.reducer.buckets
             )
             optimizer.step()
 
@@ -335,7 +335,7 @@ def test_buckets_are_reduced_during_the_last_backward_pass(passes: int) -> None:
 
 def under_way(optimizer: Any) -> int:
     """How many buckets were submitted since the last step."""
-    return sum(each.part is not None for each in optimizer._training.gradients._overlap._buckets)
+    return sum(each.part is not None for each in optimizer._training.gradients.overlap._buckets)
 
 
 def steps_of(passes: int) -> Callable[..., None]:

@@ -17,10 +17,12 @@ import numpy as np
 import pytest
 from gpu_doubles.driver import HostArray, HostDriver
 from gpu_doubles.ranks import run_gpu_ranks
-from ringreduce.bench.places import OnDevice
 
 import ringreduce as rr
-from ringreduce.bench import bench
+from ringreduce.bench import bench, peers
+from ringreduce.bench.cases import COLLECTIVES, Case
+from ringreduce.bench.devices import OnDevice
+from ringreduce.bench.measure import Contender
 from ringreduce.bench.results import Report, Settings
 from ringreduce.common.errors import UnsupportedBufferError
 from ringreduce.gpu.inventory import Inventory
@@ -124,6 +126,30 @@ def test_the_bound_is_a_copy_for_each_rank_of_the_gpu() -> None:
         return sum(line.startswith("copy 4096") for line in driver.log)
 
     assert run_gpu_ranks(3, work) == [3, 0, 0]
+
+
+def test_mpi_by_hand_goes_down_and_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peer copies down, runs the host's collective and copies up; what it pinned it unpins."""
+
+    def contender(self: Any, case: Case, **options: Any) -> Contender:
+        array = self._new(case.input_count, case.dtype)
+        return Contender("mpi", array, lambda: np.multiply(array, 2, out=array))
+
+    monkeypatch.setattr(peers.MpiPeer, "__init__", lambda self, world: None)
+    monkeypatch.setattr(peers.MpiPeer, "contender", contender)
+    monkeypatch.setattr(peers.MpiPeer, "close", lambda self: None)
+
+    def work(world: rr.Communicator, driver: HostDriver) -> list[str]:
+        device = HostPlace(world, HostTools(driver))
+        peer = peers.StagedMpi(world, device)
+        found = peer.contender(Case(COLLECTIVES["allreduce"], "float", "sum", 0, 1, 5))
+        assert found is not None
+        device.store(found.source, lambda values: values.fill(3))
+        assert device.fetch(found.call()).tolist() == [6] * 5
+        peer.close()
+        return [line.split()[0] for line in driver.log if "register" in line.split()[0]]
+
+    assert run_gpu_ranks(1, work) == [["register", "unregister"]]
 
 
 def test_the_benchmark_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from ringreduce.buffers.device_arrays import DeviceOperand
 from ringreduce.common.cleanup import close_all
 from ringreduce.common.config import Config
 from ringreduce.common.errors import PeerLostError, TransportError
-from ringreduce.engine import BlockingCall
+from ringreduce.engine import CollectiveOp
 from ringreduce.gpu import nccl as transport
 from ringreduce.gpu.staging import Staging
 from ringreduce.runtime.process_sets import Parts
@@ -178,7 +178,7 @@ def test_an_engine_that_fails_gives_its_communicator_up() -> None:
     """A rank that is lost may be waited for by the GPU, so that is not waited for in turn."""
 
     def function(engine: Any) -> bool:
-        engine.wait(engine.submit(operation := BlockingCall("x", "x", lambda communicator: None)) or operation)
+        engine.wait(engine.submit(operation := CollectiveOp("x", "x", lambda communicator: None)) or operation)
         asked: list[str] = []
         gpu = engine.communicator.gpu
         gpu.close, gpu.abandon = lambda: asked.append("close"), lambda: asked.append("abandon")

@@ -11,10 +11,13 @@ import pytest
 
 import ringreduce as rr
 from ringreduce.engine import Engine
-from ringreduce.engine.fusion import plan
+from ringreduce.engine.coordinator import fuse
 from ringreduce.testing import run_engines
 from ringreduce.training.buckets import LARGE_NBYTES, Bucket
+from ringreduce.training.framework import EMPTY, FILLED, KEPT
 from ringreduce.training.gradients import Gradients
+from ringreduce.training.options import Options
+from ringreduce.training.reducer import GradientReducer
 
 torch = pytest.importorskip("torch")
 from ringreduce.torch.gradients import TorchParameters  # noqa: E402
@@ -32,7 +35,7 @@ from ringreduce.torch.gradients import TorchParameters  # noqa: E402
 )
 def test_plan(items: list[tuple[str, int]], expected: list[list[int]]) -> None:
     """A bucket takes items of one kind, in order, and is closed by the one that fills it."""
-    assert plan(items, limit_nbytes=10) == expected
+    assert fuse(items, limit_nbytes=10) == expected
 
 
 def make_bucket(*parameters: Any) -> Bucket:
@@ -45,21 +48,28 @@ def make_bucket(*parameters: Any) -> Bucket:
             return np.full(shape, 255, dtype)
 
     memory: Any = Memory()
-    return Bucket(TorchParameters(memory), parameters, memory, {})
+    return Bucket(TorchParameters(memory), parameters, memory)
+
+
+def fill(bucket: Bucket, used: list[Any]) -> None:
+    """Fill a bucket with what its parameters have, and make what it returns theirs."""
+    gradients = [slot.parameter.grad for slot in bucket.slots]
+    bucket.fill(gradients, frozenset(map(id, used)))
+    for slot, gradient in zip(bucket.slots, gradients, strict=True):
+        slot.parameter.grad = gradient
+
+
+def looks(bucket: Bucket) -> list[int]:
+    return bucket.look([slot.parameter.grad for slot in bucket.slots])
 
 
 def make_gradients(engine: Engine, parameters: list[Any], op: rr.ReduceOp, bucket_nbytes: int = 4 << 20) -> Gradients:
     """The gradients of parameters, on one rank of several."""
-    framework = TorchParameters(engine.communicator)
-    return Gradients(
-        framework,
-        engine,
-        lambda: [("?", parameter) for parameter in parameters],
-        "SGD",
-        "parameters",
-        op=op,
-        bucket_nbytes=bucket_nbytes,
-    )
+    memory = TorchParameters(engine.communicator)
+    options = Options(op=op, bucket_nbytes=bucket_nbytes, overlap=False, skip_unused=True)
+    named = [("?", parameter) for parameter in parameters]
+    checked = options.checked(engine.communicator.config, parameters)
+    return Gradients(memory, GradientReducer(memory, engine, lambda: named, "SGD", "parameters", checked))
 
 
 def test_places_have_the_layout_of_their_parameters() -> None:
@@ -84,7 +94,7 @@ def test_collecting_moves_what_can_be_moved() -> None:
     graph.grad = torch.ones(2, requires_grad=True) * 2
     sparse.grad = torch.ones(2).to_sparse()
     kept = graph.grad, sparse.grad
-    bucket.collect()
+    bucket.collect_own()
     assert dense.grad is bucket.slots[0].place
     assert dense.grad.tolist() == [1, 1]
     assert (graph.grad, sparse.grad) == kept
@@ -99,7 +109,7 @@ def test_filling_puts_zeros_where_only_others_have_a_gradient() -> None:
     bucket.flat.fill_(7)
     placed.grad = bucket.slots[2].place
     elsewhere.grad = torch.ones(2, requires_grad=True) * 2
-    bucket.fill(frozenset(map(id, (used, placed, elsewhere))))
+    fill(bucket, [used, placed, elsewhere])
     assert unused.grad is None
     assert [used.grad.tolist(), placed.grad.tolist(), elsewhere.grad.tolist()] == [[0, 0], [7, 7], [2, 2]]
     assert not elsewhere.grad.requires_grad
@@ -122,13 +132,13 @@ def test_a_kept_place_is_noticed(keep: Any) -> None:
     parameter = torch.zeros(2, 2, requires_grad=True)
     bucket = make_bucket(parameter)
     parameter.grad = torch.ones(2, 2)
-    bucket.collect()
+    bucket.collect_own()
     kept = keep(parameter.grad)
-    assert not bucket.is_kept()
+    assert looks(bucket) == [FILLED]
     parameter.grad = None
-    assert bucket.is_kept()
+    assert looks(bucket) == [KEPT]
     del kept
-    assert not bucket.is_kept()
+    assert looks(bucket) == [EMPTY]
 
 
 def test_kept_gradients_are_not_collected_into() -> None:
@@ -136,10 +146,10 @@ def test_kept_gradients_are_not_collected_into() -> None:
     kept, free = parameters = [torch.zeros(2, requires_grad=True) for _ in range(2)]
     bucket = make_bucket(*parameters)
     kept.grad = torch.ones(2)
-    bucket.collect()
+    bucket.collect_own()
     before = kept.grad
     kept.grad, free.grad = torch.ones(2) * 2, torch.ones(2) * 3
-    bucket.collect()
+    bucket.collect_own()
     assert before.tolist() == [1, 1]
     assert kept.grad.tolist() == [2, 2]
     assert kept.grad is not bucket.slots[0].place
@@ -151,18 +161,17 @@ def test_a_place_that_lost_its_memory_is_not_filled() -> None:
     parameter = torch.zeros(2, requires_grad=True)
     bucket = make_bucket(parameter)
     parameter.grad = torch.ones(2)
-    bucket.collect()
-    assert bucket.slots[0].is_filled()
+    bucket.collect_own()
+    assert looks(bucket) == [FILLED]
     parameter.grad.data = torch.ones(2) * 2
-    assert not bucket.slots[0].is_filled()
-    assert bucket.is_kept()
+    assert looks(bucket) == [KEPT]
 
 
 def test_accumulation_continues_in_place() -> None:
     """Autograd adds to a gradient in the bucket, and each gradient has its own version."""
     first, second = (torch.ones(2, requires_grad=True) for _ in range(2))
     bucket = make_bucket(first, second)
-    bucket.fill(frozenset(map(id, (first, second))))
+    fill(bucket, [first, second])
     version = second.grad._version
     (first * 3).sum().backward()
     (first * 4).sum().backward()

@@ -1,0 +1,99 @@
+"""Whether the gradients of an optimizer are this rank's own or were reduced for its next step, and by whom."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from enum import Enum, auto
+from types import FrameType
+from typing import Any
+
+import torch
+
+__all__ = ["Reduced", "State", "scaler_of"]
+
+#: The method in which a GradScaler, or a subclass of it, reads an optimizer's gradients; private to torch.
+_UNSCALING = "_unscale_grads_"
+
+
+class State(Enum):
+    """What the gradients are."""
+
+    OWN = auto()  # this rank's: the step reduces them
+    SYNCHRONIZED = auto()  # reduced, by `synchronize`: a step of the wrapped optimizer may take them, once
+    SCALED = auto()  # reduced, for a GradScaler: the step that it is about to make takes them
+    CLIPPED = auto()  # reduced and clipped: the step takes them
+
+
+class Reduced:
+    """The state of one optimizer's gradients, from step to step.
+
+    Attributes:
+        state: what they are.
+    """
+
+    def __init__(self) -> None:
+        self.state = State.OWN
+        self._heard: dict[int, weakref.ref[torch.Tensor]] = {}  # parameters, by their ids
+        # The GradScaler for which they were reduced, and the state that it keeps for the step.
+        self._scaler: tuple[weakref.ref[Any], dict[str, Any]] | None = None
+
+    def forget(self) -> None:
+        """Take the gradients for this rank's own from now on."""
+        self.state, self._scaler = State.OWN, None
+
+    def synchronized(self) -> None:
+        """Take note that they were reduced; what was clipped stays so."""
+        self._scaler = None
+        if self.state is not State.CLIPPED:
+            self.state = State.SYNCHRONIZED
+
+    def clipped(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Take note that they were clipped; what later backward passes make is not."""
+        self.state = State.CLIPPED
+        this = weakref.ref(self)
+
+        def added_to(parameter: torch.Tensor) -> None:
+            reduced = this()
+            if reduced is not None and reduced.state is State.CLIPPED:
+                reduced.forget()
+
+        for parameter in parameters:
+            known = self._heard.get(id(parameter))
+            if parameter.requires_grad and (known is None or known() is not parameter):
+                self._heard[id(parameter)] = weakref.ref(parameter)
+                parameter.register_post_accumulate_grad_hook(added_to)  # type: ignore[no-untyped-call]
+
+    def done_for(self, scaler: torch.amp.GradScaler, optimizer: int) -> None:
+        """Take note that a GradScaler has had them reduced, for the next step of the optimizer with this ``id``."""
+        self.state = State.SCALED
+        self._scaler = weakref.ref(scaler), scaler._per_optimizer_states[optimizer]
+
+    def is_done_for(self, scaler: torch.amp.GradScaler, optimizer: int) -> bool:
+        """Return whether a GradScaler may read them as they are."""
+        # The method of a subclass may read the groups, and then call the one of GradScaler, which reads them again.
+        same = self._scaler is not None and self._scaler[1] is scaler._per_optimizer_states[optimizer]
+        return same or self.state in (State.SYNCHRONIZED, State.CLIPPED)
+
+    def is_final(self, optimizer: int) -> bool:
+        """Return whether the next step takes them as they are: clipped, or reduced for a GradScaler's own step."""
+        scaler = None if self._scaler is None else self._scaler[0]()
+        if self.state is State.CLIPPED or scaler is None:
+            return self.state is State.CLIPPED
+        return bool(scaler._per_optimizer_states[optimizer]["found_inf_per_device"])  # forgotten once a step is over
+
+    def is_taken(self) -> bool:
+        """Return whether a step of the wrapped optimizer itself may take them: only once."""
+        taken = self.state in (State.SYNCHRONIZED, State.CLIPPED)
+        if self.state is State.SYNCHRONIZED:
+            self.state = State.OWN
+        return taken
+
+
+def scaler_of(caller: FrameType) -> torch.amp.GradScaler | None:
+    """Return the GradScaler that reads gradients in a frame; None: there is none."""
+    code = caller.f_code
+    if code.co_name != _UNSCALING or not code.co_argcount:
+        return None
+    scaler = caller.f_locals.get(code.co_varnames[0])
+    return scaler if isinstance(scaler, torch.amp.GradScaler) else None

@@ -1,0 +1,131 @@
+"""What the ranks tell each other before a step: a record of bytes, of which all get the largest that any has said."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ringreduce.collectives.communicator import Communicator
+from ringreduce.common.errors import MismatchError
+from ringreduce.common.reduce_ops import ReduceOp
+from ringreduce.engine import Engine, Gather, InPlaceAllreduce, Operation
+
+__all__ = ["ADDED", "CHANGED", "WAITS", "Ranks", "Record", "is_refused"]
+
+#: How a bucket stands that may be reduced before the step, as a rank says it of each of its gradients; 0: it is
+#: reduced, or not to be. A pass has added to the gradient since; the program has written to it; the step is to reduce
+#: it. What is greater decides.
+ADDED, CHANGED, WAITS = 1, 2, 3
+
+_Bytes = npt.NDArray[np.uint8]
+
+_NUMBER_NBYTES = 4
+
+
+class Ranks:
+    """Collectives for reducers of compressed buckets, as operations of an engine: ranks that have joined take part.
+
+    Args:
+        engine: carries them out.
+        name: the optimizer's.
+        title: what errors call these operations.
+
+    Attributes:
+        seconds: spent in them so far, waiting for others included.
+    """
+
+    def __init__(self, engine: Engine, name: str, title: str) -> None:
+        self._engine, self._name, self._title = engine, name, title
+        self.rank, self.size = engine.communicator.rank, engine.communicator.size
+        self.empty = engine.communicator.empty
+        self.seconds = 0.0
+
+    def allreduce(self, array: Any, op: ReduceOp, *, out: Any) -> None:
+        """Reduce an array in place; see `InPlaceAllreduce`."""
+        assert out is array, "buckets are reduced where they are"
+        self.run(InPlaceAllreduce(f"{self._name}, {len(array)}", f"a part of {self._name}", op, [array]))
+
+    def allgather(self, rows: Any) -> Any:
+        """Return the rows of all ranks, one after the other; see `Gather`."""
+        (gathered,) = self.run(Gather(f"{self._name}, rows", f"rows of {self._name}", [rows]))
+        return gathered
+
+    def run(self, operation: Operation) -> Any:
+        """Carry out an operation and return its result."""
+        operation.title = self._title
+        started = perf_counter()
+        try:
+            return self._engine.run(operation)
+        finally:
+            self.seconds += perf_counter() - started
+
+
+class Record:
+    """What one rank says before a step; once it was reduced, what all have said.
+
+    Args:
+        communicator: makes the memory.
+        count: the number of parameters.
+        overlaps: whether gradients may have been reduced before the step; equal on all ranks, as is ``count``.
+
+    Attributes:
+        memory: all of it.
+        found: of each parameter, see `Memory.found`.
+        standing: of each parameter, if ``overlaps``: how its bucket stands, see `ringreduce.training.overlap`.
+        cleared: likewise: whether the program has cleared a gradient that was reduced.
+        kept: likewise: whether it has not.
+        unlike: of one number: whether the step is unlike the last one.
+        changed: likewise: whether the program has changed gradients by itself.
+        again: likewise: whether a backward pass has added to sums over the ranks.
+        slower: likewise: whether steps have taken longer with overlap.
+    """
+
+    def __init__(self, communicator: Communicator, count: int, overlaps: bool) -> None:
+        self.key = count, overlaps
+        early = count if overlaps else 0
+        one, signed = ("u1", (1,)), ("u1", (2, _NUMBER_NBYTES))
+        fields: list[Any] = [("found", "u1", (count,))]
+        fields += [(name, "u1", (early,)) for name in ("standing", "cleared", "kept")]
+        fields += [(name, *one) for name in ("unlike", "changed", "again", "slower")]
+        fields += [(name, *signed) for name in ("weights", "settings", "layout", "stepped")]
+        layout = np.dtype(fields)
+        self.memory: _Bytes = communicator.empty(layout.itemsize, np.uint8)
+        self._fields = self.memory.view(layout).reshape(())
+        self.found, self.standing, self.cleared, self.kept = (self._fields[name] for name, *_ in fields[:4])
+        self.unlike, self.changed, self.again, self.slower = (self._fields[name] for name, *_ in fields[4:8])
+
+    def begin(self, found: bytes) -> None:
+        """Say what was found, and nothing else yet."""
+        self.memory[:] = 0
+        self.found[:] = np.frombuffer(found, np.uint8)
+
+    def sign(self, name: str, number: int) -> None:
+        """Say a number of 32 bits that must be equal on all ranks that say one: ``weights``, ``settings``, and so on.
+
+        Its complement goes with it: the largest bytes of all are complements only if all ranks have said the same.
+        """
+        said = np.frombuffer((number % 2**32).to_bytes(_NUMBER_NBYTES, "little"), np.uint8)
+        self._fields[name][:] = said, 255 - said
+
+    @property
+    def is_again(self) -> bool:
+        """Whether some rank has added to, or cleared, a gradient that was reduced before the step."""
+        return bool((self.standing == ADDED).any() or self.cleared.any())
+
+    def forget_early(self) -> None:
+        """Make as if nothing was reduced before the step."""
+        for early in (self.standing, self.cleared, self.kept):
+            early[:] = 0
+
+    def differs(self, name: str) -> bool:
+        """Return whether ranks have signed different numbers."""
+        said, complement = self._fields[name]
+        return bool(((said ^ complement) != 255).any() and (said | complement).any())
+
+
+def is_refused(error: MismatchError, operation: InPlaceAllreduce) -> bool:
+    """Return whether an operation has not begun, as the ranks have submitted different ones under its name."""
+    return all(text.startswith(f"{operation.name}: ") for text in error.values.values())

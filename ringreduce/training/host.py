@@ -1,0 +1,217 @@
+"""What frameworks share whose arrays nobody may write to: NumPy views of them, and gradients that come as lists."""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from ringreduce.buffers import DType, Operand, typed
+from ringreduce.collectives.communicator import Communicator
+from ringreduce.runtime import global_process_set
+from ringreduce.runtime.process_sets import ProcessSet
+from ringreduce.training.framework import EMPTY, FILLED, KEPT, MOVABLE, STUCK, Arrays, Memory
+from ringreduce.training.optimizer import Options, Training
+from ringreduce.training.parameters import Named
+
+__all__ = ["HOST", "ArraySpec", "HostArrays", "HostMemory", "ListTraining"]
+
+
+class HostArrays(Arrays):
+    """NumPy arrays, as an `Arrays`. Without a device, nothing is asked of one."""
+
+    expected, conversion = "a NumPy array", "np.asarray(...)"
+
+    def is_array(self, value: object) -> bool:
+        return isinstance(value, np.ndarray)
+
+    def require_usable(self, communicator: Communicator, array: Any, *, writable: bool = False) -> None:
+        operand = Operand.of(array)
+        if writable:
+            operand.require_writable()
+
+    def without_graph(self, array: Any) -> Any:
+        return array
+
+    def empty_like(self, array: Any) -> Any:
+        return np.empty_like(array)
+
+    def zeros_like(self, array: Any) -> Any:
+        return np.zeros_like(array)
+
+    def scale(self, source: Any, factor: float, target: Any) -> None:
+        if factor == 1.0:
+            np.copyto(target, source)
+        elif DType.of(source.dtype).integral:
+            np.copyto(target, source.astype(np.float64) * factor, casting="unsafe")
+        else:
+            np.multiply(source, source.dtype.type(factor), out=target)
+
+    def keep_in_place(self, arrays: Sequence[Any]) -> Callable[[], object]:
+        return lambda: None  # the memory of a NumPy array does not change
+
+    def changed(self, array: Any) -> Any:
+        return array
+
+    def differentiable(
+        self,
+        run: Callable[[Sequence[Any]], Sequence[Any]],
+        rule: Callable[[], Callable[[Sequence[Any]], Sequence[Any]]],
+        arrays: Sequence[Any],
+    ) -> Sequence[Any]:
+        return run(arrays)
+
+    def device_of(self, arrays: Sequence[Any]) -> Any | None:
+        return None
+
+    def place(self, array: Any) -> str:
+        return "cpu"
+
+    def on_host(self, arrays: Sequence[Any]) -> AbstractContextManager[Sequence[Any]]:
+        return nullcontext(arrays)
+
+    def reduce_on_device(self, communicator: Communicator, op: Any, sources: Sequence[Any], targets: Any) -> None:
+        raise AssertionError("there is no device")
+
+    def on_callers_stream(self, run: Any, device: Any) -> Any:
+        return run
+
+    def beside_callers_stream(self, run: Any, arrays: Sequence[Any]) -> Any:
+        return run, lambda result: result
+
+
+HOST = HostArrays()
+
+
+class ArraySpec:
+    """What is known of a gradient before there is one.
+
+    Args:
+        shape: its shape.
+        dtype: NumPy's, or what NumPy takes for one.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: Any) -> None:
+        self.shape, self.dtype = tuple(shape), np.dtype(dtype)
+        self.nbytes = prod(self.shape) * self.dtype.itemsize
+
+
+class _Slot:
+    """See `ringreduce.training.framework.Slot`. What a step has returned stays as it is while somebody holds it."""
+
+    __slots__ = ("_memory", "_unshared", "parameter", "place")
+
+    def __init__(self, parameter: ArraySpec, memory: Any) -> None:
+        self.parameter = parameter
+        # Views keep the first array that NumPy has made of memory which is no array: this one, and no other place's.
+        self._memory = np.asarray(memoryview(memory))
+        self.place = typed(self._memory, DType.of(parameter.dtype)).reshape(parameter.shape)
+        self._unshared = self._references()
+
+    def look(self, gradient: Any) -> int:
+        if gradient is self.place:
+            return FILLED
+        if self._references() > self._unshared:
+            return KEPT
+        if gradient is None:
+            return EMPTY
+        return MOVABLE if (gradient.dtype, gradient.shape) == (self.place.dtype, self.place.shape) else STUCK
+
+    def _references(self) -> int:
+        return sys.getrefcount(self.place) + sys.getrefcount(self._memory)
+
+
+class HostMemory(Memory):
+    """Gradients in NumPy arrays, as a `Memory`; the results are places in buckets."""
+
+    def kind(self, parameter: ArraySpec) -> tuple[str, int]:
+        return parameter.dtype.name, parameter.nbytes
+
+    def lay_out(
+        self, communicator: Communicator, parameters: Sequence[ArraySpec], starts: Sequence[int]
+    ) -> tuple[Any, list[_Slot]]:
+        memory, dtype = communicator.empty(starts[-1], np.uint8), DType.of(parameters[0].dtype)
+        memory[:] = 0
+        slots = [_Slot(each, memory[start:][: each.nbytes]) for start, each in zip(starts, parameters, strict=False)]
+        return typed(memory, dtype), slots
+
+    def pack(self, places: Sequence[Any], gradients: Sequence[Any]) -> None:
+        for place, gradient in zip(places, gradients, strict=True):
+            if gradient is None:
+                place[...] = 0
+            else:
+                np.copyto(place, gradient)
+
+    def clone(self, array: Any) -> Any:
+        return np.copy(array)
+
+    def scale(self, array: Any, factor: float) -> None:
+        HOST.scale(array, factor, array)
+
+    def checksum_of_gradients(self, gradients: Sequence[Any]) -> int:
+        return zlib.crc32(b"".join(b"none" if each is None else each.tobytes() for each in gradients))
+
+    def is_finite(self, gradient: Any) -> bool:
+        return bool(np.isfinite(gradient).all())
+
+
+class ListTraining:
+    """Reduces lists of NumPy arrays over the ranks: gradients of frameworks that compute them as values. Collective.
+
+    Args:
+        kind: what errors call it.
+        named: names and specs; equal on all ranks.
+        process_set: the ranks that train together.
+        settings: returns the hyper-parameters, as text by name, which the ranks compare now and then.
+        options: of `Options`. Nothing overlaps, and ``reduce_in="backward"`` is the same as ``"step"``.
+
+    Raises:
+        ConfigError: an option is wrong; the other ranks get a `MismatchError`.
+        MismatchError: the ranks have different names, shapes, dtypes or options.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        named: Named,
+        process_set: ProcessSet = global_process_set,
+        settings: Callable[[], Mapping[str, str]] | None = None,
+        **options: Any,
+    ) -> None:
+        self.training = Training(kind, process_set, HOST, lambda _: HostMemory())
+        with self.training.checking(kind):
+            checked = Options(**options).checked(self.training.communicator.config, [each for _, each in named])
+        self.training.begin(kind, partial(list, named), checked, settings)
+
+    def reduce(self, gradients: Sequence[Any]) -> list[Any]:
+        """Return the averages, or sums, of gradients over the ranks. Collective.
+
+        Args:
+            gradients: one array, or None, for each spec; they are only read. Gradients that a rank lacks count as
+                zeros there; what no rank has stays None.
+
+        Returns:
+            Arrays that keep their values while they are held, or views of them.
+
+        Raises:
+            as `GradientReducer.reduce`.
+        """
+        self.training.rejoin()
+        reducer = self.training.reducer
+        reduced = reducer.reduce(gradients)
+        reducer.stepped += 1
+        return reduced
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Training.state_dict`."""
+        return self.training.state_dict()
+
+    def load_state_dict(self, rank: int, size: int, buckets: Mapping[int, Any]) -> None:
+        """See `Training.load_state_dict`."""
+        self.training.load_state_dict(rank, size, buckets)

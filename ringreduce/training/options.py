@@ -1,0 +1,182 @@
+"""How gradients are reduced: one value, as a user gives it, and checked."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ringreduce.collectives.communicator import Communicator
+from ringreduce.common.arguments import real_number, shown, whole_number
+from ringreduce.common.config import Config
+from ringreduce.common.errors import ConfigError
+from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
+from ringreduce.training.compression import has_reducers, signature_of
+
+__all__ = ["Adasum", "Op", "Options", "ReproducibleSum", "chosen_op"]
+
+#: Adaptive summation, see `ringreduce.collectives.adasum`.
+Adasum = "adasum"
+
+#: The exact sum, rounded once, whatever the number of ranks; see `ringreduce.collectives.reproducible`.
+ReproducibleSum = "reproducible sum"
+
+Op = ReduceOp | str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How gradients are reduced, as a user says it; `checked` returns what is meant. All must agree on all ranks.
+
+    Attributes:
+        op: `AVERAGE`, `SUM` or `Adasum`; checked, how losses are reduced: `AVERAGE` with Adasum.
+        adasum: whether it is Adasum that combines what steps change; by `checked`.
+        passes: how many backward passes come before each step.
+        compression: what travels in place of a bucket: a `BucketCompression` or the class of one, or what has
+            ``compress`` and ``decompress`` for the framework's arrays; None: the bucket itself.
+        predivide_factor: of an average: gradients are divided by this before they are summed, and by the rest
+            afterwards.
+        groups: lists of parameters, or the number of lists to make; checked, the numbers of groups by the ids of their
+            parameters. The gradients of a group, if of one kind, share a bucket.
+        bucket_nbytes: a bucket that holds so many bytes is closed; None: as the settings say.
+        skip_unused: whether trainable parameters that no rank used keep None instead of zeros; None: as the conventions
+            say.
+        overlap: whether buckets are reduced during the backward pass; None: with parameters on a device, yes; on one
+            node, no; else if it makes steps quicker.
+        reduce_in: ``"step"`` or ``"backward"``: where gradients are reduced.
+    """
+
+    op: Any = AVERAGE
+    adasum: bool = False
+    passes: int = 1
+    compression: Any = None
+    predivide_factor: Any = 1.0
+    groups: Any = None
+    bucket_nbytes: Any = None
+    skip_unused: bool | None = None
+    overlap: bool | None = None
+    reduce_in: Any = "step"
+
+    def checked(self, settings: Config, parameters: Sequence[Any]) -> Options:
+        """Return the options with all that a user left open, given all parameters of the optimizer.
+
+        Raises:
+            ConfigError: one is wrong, or two do not go together.
+        """
+        op, adasum = _checked_op(self.op), self.op == Adasum
+        factor = real_number("gradient_predivide_factor", self.predivide_factor)
+        if not 0.0 < factor < math.inf:
+            raise ConfigError(f"gradient_predivide_factor must be a positive number, got {factor}")
+        if factor != 1.0 and (op is not AVERAGE or adasum):
+            raise ConfigError("gradient_predivide_factor is a part of averaging; use it with op=Average")
+        if self.reduce_in not in ("step", "backward"):
+            raise ConfigError(f'reduce_in is "step" or "backward", got {shown(self.reduce_in)}')
+        nbytes = settings.bucket_nbytes if self.bucket_nbytes is None else self.bucket_nbytes
+        return replace(
+            self,
+            op=op,
+            adasum=adasum,
+            passes=whole_number("backward_passes_per_step", self.passes, 1),
+            compression=_checked_compression(self.compression),
+            predivide_factor=factor,
+            groups=_checked_groups(parameters, self.groups),
+            bucket_nbytes=whole_number("bucket_nbytes", nbytes, 1),
+        )
+
+    def settled(self, communicator: Communicator, *, on_device: bool) -> Options:
+        """Return the options with what depends on where the parameters and the ranks are.
+
+        Args:
+            communicator: the ranks.
+            on_device: whether the parameters are on a device.
+        """
+        unused = not communicator.config.conventions.zeroes_unused if self.skip_unused is None else self.skip_unused
+        overlap = self.overlap
+        if overlap is None and (on_device or communicator.topology.single_node):
+            overlap = on_device
+        if self.adasum:
+            return replace(self, skip_unused=unused, overlap=False, reduce_in="step")
+        return replace(self, skip_unused=unused, overlap=overlap)
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether gradients are reduced at the end of the backward pass."""
+        return bool(self.reduce_in == "backward")
+
+    @property
+    def compressor(self) -> Any:
+        """What has ``compress`` and ``decompress``; None: buckets travel as they are, or have reducers."""
+        return None if has_reducers(self.compression) else self.compression
+
+    def in_words(self, parameters: Sequence[Any]) -> dict[str, object]:
+        """Return the options that must agree, by the names that users know; ranks compare them as text."""
+        return {
+            "op": Adasum if self.adasum else self.op.value,
+            "backward_passes_per_step": self.passes,
+            "bucket_nbytes": self.bucket_nbytes,
+            "compression": "none" if self.compression is None else signature_of(self.compression),
+            "gradient_predivide_factor": self.predivide_factor,
+            "groups": [self.groups.get(id(each)) for each in parameters] if self.groups else None,
+            "overlap": self.overlap,
+            "reduce_in": self.reduce_in,
+        }
+
+
+def chosen_op(op: Op | None, average: bool | None) -> Op:
+    """Return the op that was chosen by ``op``, or by ``average``, which is deprecated."""
+    if average is not None:
+        if op is not None:
+            raise ConfigError("give op or average, not both")
+        warnings.warn("average= is deprecated; say op=Average or op=Sum", DeprecationWarning, stacklevel=4)
+        return AVERAGE if average else SUM
+    if op is None:
+        return AVERAGE
+    return op if op in (Adasum, ReproducibleSum) else ReduceOp.parse(op)
+
+
+def _checked_op(op: Op) -> ReduceOp:
+    if op == Adasum:
+        return AVERAGE
+    kind = None
+    with suppress(ConfigError):
+        kind = ReduceOp.parse(op)
+    if kind not in (AVERAGE, SUM):
+        word = op.value if isinstance(op, ReduceOp) else op
+        hint = "; RINGREDUCE_DETERMINISTIC=1 fixes the order of sums" if op == ReproducibleSum else ""
+        raise ConfigError(
+            f"DistributedOptimizer can average or sum gradients (op Average or Sum), or use Adasum; got op {word}{hint}"
+        )
+    return kind
+
+
+def _checked_compression(compression: Any) -> Any:
+    if compression is None or hasattr(compression, "compress"):
+        return compression
+    if has_reducers(compression):
+        return compression() if isinstance(compression, type) else compression
+    raise ConfigError(f"compression is one of hvd.Compression, or a Compressor class; got {compression!r}")
+
+
+def _checked_groups(parameters: Sequence[Any], groups: Any) -> dict[int, int]:
+    """Return the group of each parameter that has one, by id."""
+    if groups is None:
+        return {}
+    if hasattr(groups, "shape") or not isinstance(groups, Iterable):
+        number = whole_number("groups (or num_groups), unless it is lists of parameters,", groups, 0)
+        length = -(-len(parameters) // number) if number else 0
+        return {id(parameter): index // length for index, parameter in enumerate(parameters)} if number else {}
+    known = set(map(id, parameters))
+    found: dict[int, int] = {}
+    for index, group in enumerate(groups):
+        if hasattr(group, "shape"):
+            raise ConfigError(f"groups are lists of parameters, but number {index} is a parameter; write [[...], ...]")
+        for parameter in group:
+            if id(parameter) not in known:
+                raise ConfigError(f"group {index} holds something that is no parameter of the optimizer")
+            if id(parameter) in found:
+                raise ConfigError(f"a parameter is in groups {found[id(parameter)]} and {index}; it can be in one")
+            found[id(parameter)] = index
+    return found

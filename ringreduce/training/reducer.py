@@ -1,0 +1,368 @@
+"""Gradients in, gradients out: lists of arrays, sparse rows or None, reduced over the ranks before each step.
+
+A step begins with an agreement: in one small reduction the ranks tell each other which gradients they have. Then the
+buckets are reduced. A step that finds all as the last one has left it needs no agreement. Each rank submits the
+reduction itself, under the name of the agreement and with a signature that says what it would have told. So if a rank
+has something else to say, or says it of something else, the negotiation refuses both before a byte has moved, all
+ranks hear of it, and all agree first. The more often that happens, the longer they wait before they try again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from operator import is_
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ringreduce.common.errors import ConfigError, MismatchError, UnsupportedBufferError
+from ringreduce.common.reduce_ops import MAX, SUM
+from ringreduce.engine import Engine, InPlaceAllreduce
+from ringreduce.training.agreement import Ranks, Record, is_refused
+from ringreduce.training.buckets import Bucket, Buckets
+from ringreduce.training.checks import Checks
+from ringreduce.training.compression import State
+from ringreduce.training.framework import (
+    DENSE,
+    FILLED,
+    MOVABLE,
+    NO_GRADIENT,
+    SPARSE,
+    UNSUPPORTED,
+    Memory,
+    Slot,
+)
+from ringreduce.training.options import Options
+from ringreduce.training.parameters import Named, differences
+from ringreduce.training.reductions import Early, Reductions
+
+__all__ = ["GradientReducer"]
+
+_log = logging.getLogger(__name__)
+
+
+class _Repeat(NamedTuple):
+    """A step that can be made again without an agreement.
+
+    Attributes:
+        found: what every rank must find, again.
+        parameters: all of them.
+        buckets: all of them.
+        flats: their memory.
+        slots: all of these, with the number of the parameter.
+        text: says all of this, to compare it between ranks.
+    """
+
+    found: bytes
+    parameters: Sequence[Any]
+    buckets: Sequence[Bucket]
+    flats: Sequence[Any]
+    slots: Sequence[tuple[int, Slot]]
+    text: str
+
+
+class GradientReducer:
+    """Reduces the gradients of one optimizer over the ranks.
+
+    Ranks that have joined need none of this: the operations that it submits go on without them.
+
+    Args:
+        memory: the framework's.
+        engine: of the ranks that train together.
+        named: returns names and parameters, all of the optimizer's, in registration order; equal on all ranks.
+        kind: of the optimizer, for errors.
+        over: its parameters, for errors; the same on all ranks.
+        options: settled; the same on all ranks.
+        settings: returns this rank's hyper-parameters, as text by name. The ranks compare theirs in steps 1, 2, 4, 8
+            and so on, as that takes a while.
+
+    Attributes:
+        ranks: its collectives.
+        reductions: its buckets'.
+        early: what reduces buckets before the step; None: nothing.
+        stepped: so many steps the optimizer has made; counted anew when all ranks have joined.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        engine: Engine,
+        named: Callable[[], Named],
+        kind: str,
+        over: str,
+        options: Options,
+        settings: Callable[[], Mapping[str, str]] | None = None,
+    ) -> None:
+        self.memory, self.engine, self.named, self.options = memory, engine, named, options
+        self.described = f"{kind} over {over}"
+        self.name = engine.new_name(f"DistributedOptimizer over {over},")
+        where = "backward pass" if options.in_backward else "step"
+        self.ranks = Ranks(engine, self.name, f"the {where} of {self.described}")
+        self.buckets = Buckets(memory, engine.communicator, options)
+        self.reductions = Reductions(memory, engine, self.ranks, self.name, named, options)
+        self.checks = Checks(memory, self.ranks, named, self.described, engine.communicator.config)
+        self.early: Early | None = None
+        self.stepped = 0
+        self._settings = settings
+        self._steps = 0  # calls of `reduce` on this rank, counted anew when all ranks have joined
+        self._joins = engine.joins
+        self._compares = True  # weights, as long as they are equal
+        self._record: Record | None = None
+        self._found = b""  # what the last agreement has found
+        self._alike, self._patience = 0, 1  # so many agreements have found the same; so many are needed to repeat it
+        self._last: _Repeat | None = None
+        self._refused = False  # whether the ranks have come to this step in different ways
+
+    def reduce(self, gradients: Sequence[Any], fresh: Sequence[bool] | None = None) -> list[Any]:
+        """Return the gradients' averages or sums over the ranks. Collective.
+
+        Gradients that some ranks lack count as zeros there.
+
+        Args:
+            gradients: of all parameters, in registration order; None where there is none.
+            fresh: which of them count; None: all.
+
+        Raises:
+            UnsupportedBufferError: on all ranks, if some rank has a gradient that cannot be reduced.
+            ConfigError: on all ranks, if gradients are lost that were reduced before the step.
+        """
+        reduced = list(gradients)
+        found = self.memory.found(reduced)
+        if self.ranks.size == 1:
+            return reduced
+        if self._joins != self.engine.joins:
+            self._joins, self._steps, self.stepped = self.engine.joins, 1, 0  # ranks that had joined made fewer
+            self.checks.after_join()
+        parameters = [parameter for _, parameter in self.named()]
+        self._refused = False
+        try:
+            if not self.checks.idle:
+                self.checks.look(self._steps, reduced)
+            found = self._counted(found, parameters, fresh)
+            if self._last is None or not self._repeats(self._last, parameters, reduced, found):
+                self._agree_and_reduce(parameters, reduced, found)
+        except BaseException:
+            self._last, self._alike = None, 0
+            if self.early is not None:
+                self.early.break_off()
+            raise
+        self._steps += 1
+        return reduced
+
+    def state_dict(self) -> dict[int, State]:
+        """See `Buckets.state_dict`; ends reductions that are under way first."""
+        if self.early is not None:
+            self.early.stop()
+        return self.buckets.state_dict()
+
+    def load_state_dict(self, state: Mapping[int, State]) -> None:
+        """See `Buckets.load_state_dict`."""
+        if self.early is not None:
+            self.early.stop()
+        self.buckets.load_state_dict(state)
+
+    @property
+    def compression_error(self) -> float:
+        """The largest relative error that compressing a bucket made on this rank in the last step."""
+        return max((bucket.reducer.error for bucket in self.buckets if bucket.reducer is not None), default=0.0)
+
+    def _counted(self, found: bytes, parameters: Sequence[Any], fresh: Sequence[bool] | None) -> bytes:
+        """Return what was found of each gradient that counts."""
+        if fresh is not None:
+            return bytes([each if new else NO_GRADIENT for each, new in zip(found, fresh, strict=True)])
+        if self.options.skip_unused or NO_GRADIENT not in found:
+            return found
+        return bytes(
+            DENSE if each == NO_GRADIENT and self.memory.is_trainable(parameter) else each
+            for each, parameter in zip(found, parameters, strict=True)
+        )
+
+    @property
+    def _looks_closer(self) -> bool:
+        """Whether the ranks compare more than gradients: in the 1st, 2nd, 4th, 8th step and so on."""
+        return self._steps & (self._steps + 1) == 0
+
+    # ---- a step like the last one ----
+
+    def _repeats(self, last: _Repeat, parameters: Sequence[Any], gradients: list[Any], found: bytes) -> bool:
+        """Reduce the buckets as in the last step; return False if a rank does something else, and nothing was done."""
+        same = found == last.found and len(parameters) == len(last.parameters)
+        if not (same and self._steps & (self._steps + 1)) or not all(map(is_, parameters, last.parameters)):
+            return False
+        places, moving = [], []
+        for number, slot in last.slots:
+            look = slot.look(gradients[number])
+            if look == MOVABLE:
+                places.append(slot.place)
+                moving.append(number)
+            elif look != FILLED:
+                return False
+        if moving:
+            self.memory.pack(places, [gradients[number] for number in moving])
+            for number, place in zip(moving, places, strict=True):
+                gradients[number] = place
+        text = f"{last.text}, {self.stepped - self._steps}" if self.options.in_backward else last.text
+        operation = self.reductions.operation(f"{self.name}, step", text, last.buckets, last.flats)
+        try:
+            self.ranks.run(operation)
+        except MismatchError as error:
+            self._heed(error, operation)
+            return False
+        if self.early is not None:
+            self.early.forget_step()
+        return True
+
+    def _heed(self, error: MismatchError, operation: InPlaceAllreduce) -> None:
+        """Take note that some ranks would repeat a step, and others not; raise any other error."""
+        if self._refused or not is_refused(error, operation):
+            raise error
+        self._refused = True
+        self._alike, self._patience, self._last = 0, 2 * self._patience, None
+
+    def _remember(self, parameters: Sequence[Any], found: bytes) -> None:
+        """Let the next step repeat this one, if it was like those before and nothing about it is special."""
+        self._alike = self._alike + 1 if found == self._found else 0
+        self._found, self._last = found, None
+        buckets, options = list(self.buckets), self.options
+        slots = [(number, slot) for each in buckets for number, slot in zip(each.numbers, each.slots, strict=True)]
+        if (
+            self._alike >= self._patience
+            and (self.early is None or not self.early.watching)
+            and not (options.in_backward and options.op is SUM)
+            and options.predivide_factor == 1.0
+            and options.compressor is None
+            and len(slots) == sum(found) > 0  # all that have a gradient have a place
+            and max(found) == DENSE
+            and not any(bucket.is_compressed for bucket in buckets)
+            and len({self.reductions.travels(bucket) for bucket in buckets}) == 1
+        ):
+            text = f"a step of {self.name} like the last, {zlib.crc32(found, self.buckets.layout):08x}"
+            self._last = _Repeat(found, parameters, buckets, [each.flat for each in buckets], slots, text)
+
+    # ---- any other step ----
+
+    def _agree_and_reduce(self, parameters: Sequence[Any], gradients: list[Any], found: bytes) -> None:
+        record, active = self._agree(parameters, found)
+        if self.options.in_backward and record.again.any():
+            raise ConfigError(
+                f"a backward pass has added to sums over the ranks, of {self.described}: clear them first, make all "
+                "passes of a step but the last within no_sync(), or declare them with backward_passes_per_step"
+            )
+        self.buckets.number(parameters)
+        reduced = [] if self.early is None else self.early.conclude(record, active)
+        everyone = record.found.tobytes()
+        dense = [parameter for parameter, state in zip(parameters, everyone, strict=True) if state == DENSE]
+        used = frozenset(map(id, dense))
+        for bucket in reduced:
+            bucket.change(gradients, partial(bucket.adopt, used=used))
+        moved = self.buckets.update(parameters, dense)
+        self.reductions.reduce(
+            [bucket for bucket in self.buckets if bucket not in reduced and bucket.holds(used)], gradients, used, active
+        )
+        for number, state in enumerate(everyone):
+            if state >= SPARSE:
+                gradients[number] = self.reductions.sparse(
+                    parameters[number], gradients[number], state - SPARSE, active
+                )
+        if self.early is not None:
+            again = bool(moved) or record.is_again or self.checks.needs_own_gradients_in(self._steps + 1)
+            if self.early.next_step(record, self.buckets, again=again, everyone=active == self.ranks.size):
+                self._warn_of_changes()
+        self._remember(parameters, everyone)
+
+    def _agree(self, parameters: Sequence[Any], found: bytes) -> tuple[Record, int]:
+        """Tell the other ranks which gradients this one has, and what it knows of them.
+
+        Returns:
+            What all have told, and how many ranks contribute to the step.
+        """
+        overlaps = self.early is not None and self.early.wanted
+        record = self._record
+        if record is None or record.key != (len(found), overlaps):
+            record = self._record = Record(self.engine.communicator, len(found), overlaps)
+        record.begin(found)
+        if self.early is not None:
+            self.early.report(record, parameters)
+        early = self.early is not None and self.early.begun and self._steps > 1
+        if self._compares and self._looks_closer and (self._steps == 0 or early):
+            record.sign("weights", self.memory.checksum(parameters))
+        settings = self._settings() if self._settings is not None and self._looks_closer else None
+        if settings is not None:
+            record.sign("settings", zlib.crc32(repr(settings).encode()))
+        record.sign("layout", self.buckets.layout)
+        if self.options.in_backward:
+            record.sign("stepped", self.stepped)
+        active = self._exchange(record)
+        self._judge(record, settings)
+        return record, active
+
+    def _exchange(self, record: Record) -> int:
+        """Make the record that of all ranks; return how many contribute to the step."""
+        while True:
+            text = f"the gradients of {self.name}"
+            operation = InPlaceAllreduce(f"{self.name}, step", text, MAX, [record.memory])
+            try:
+                self.ranks.run(operation)
+            except MismatchError as error:
+                self._heed(error, operation)
+            else:
+                return operation.active
+
+    def _judge(self, record: Record, settings: Mapping[str, str] | None) -> None:
+        """Warn of what differs between the ranks, or raise."""
+        if record.differs("weights"):
+            self._compares = False
+            self._warn_of_weights()
+        if settings is not None and record.differs("settings"):
+            self._warn_of_settings(settings)
+        if record.differs("stepped"):
+            raise ConfigError(
+                f"the ranks make the backward passes of different steps of {self.described}: with "
+                'reduce_in="backward" every rank makes the same passes before each step, and each of them adds to a '
+                "gradient of the optimizer"
+            )
+        if record.differs("layout"):  # a rank has joined while others have placed gradients
+            record.forget_early()
+            self.buckets.clear()
+        if UNSUPPORTED in record.found:
+            raise UnsupportedBufferError(
+                f"the gradient of {self.named()[record.found.tolist().index(UNSUPPORTED)][0]} is neither on the CPU "
+                "nor on a GPU that can be used (one for each process), or of a layout that is neither strided nor "
+                "sparse COO, on some rank"
+            )
+
+    # ---- warnings ----
+
+    def _warn_of_changes(self) -> None:
+        if self.ranks.rank == 0 and not self.options.in_backward:
+            _log.warning(
+                "%s: gradients were changed between the backward pass and the step, on each rank its own, before they "
+                "were averaged. To clip or look at averages, call synchronize() first and step within "
+                'skip_synchronize(), or give DistributedOptimizer(..., reduce_in="backward")',
+                self.described,
+            )
+
+    def _warn_of_weights(self) -> None:
+        if self.ranks.rank == 0 and self._steps == 0:
+            _log.warning(
+                "the ranks begin with different weights, and will end with different ones; call broadcast_parameters("
+                "model.state_dict(), root_rank=0) before the first step"
+            )
+        elif self.ranks.rank == 0:
+            _log.warning(
+                "%s: the ranks have different weights by now. Is a gradient written to through .data or NumPy between "
+                "the backward pass and the step (overlap=False allows that), or are weights changed on some ranks?",
+                self.described,
+            )
+
+    def _warn_of_settings(self, mine: Mapping[str, str]) -> None:
+        """Let rank 0 say which hyper-parameters differ between ranks, once."""
+        self._settings = None
+        said = json.dumps([self.ranks.rank, mine]) + "\n"
+        everyone = self.ranks.allgather(np.frombuffer(said.encode(), np.uint8)[:, None])
+        if self.ranks.rank == 0:
+            _log.warning("%s", differences(dict(map(json.loads, everyone.tobytes().decode().splitlines()))))
