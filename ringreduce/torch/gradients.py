@@ -39,7 +39,7 @@ from ringreduce.training.framework import (
     Watcher,
 )
 
-__all__ = ["Slot", "TorchParameters", "shape_in_memory"]
+__all__ = ["Slot", "TorchParameters", "TorchStreams", "shape_in_memory"]
 
 _log = logging.getLogger(__name__)
 
