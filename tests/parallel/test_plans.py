@@ -13,8 +13,9 @@ import ringreduce as rr
 
 @pytest.mark.parametrize("count", [1, 7, 1021, 200_003])
 @pytest.mark.parametrize("in_place", [True, False])
-def test_a_plan_is_run_again_and_again(rank: int, size: int, count: int, in_place: bool) -> None:
+def test_a_plan_is_run_again_and_again(world: rr.Communicator, count: int, in_place: bool) -> None:
     """Each run sums up what the arrays hold then, into the same result; also when it is started and waited for."""
+    rank, size = world.rank, world.size
     array = np.empty(count)
     with rr.allreduce_init(array, out=array if in_place else None) as plan:
         for turn in range(5):
@@ -29,8 +30,9 @@ def test_a_plan_is_run_again_and_again(rank: int, size: int, count: int, in_plac
             np.testing.assert_array_equal(result, np.arange(count) * (turn + 1) * size + size * (size - 1) / 2)
 
 
-def test_every_collective_that_can_be_planned(rank: int, size: int) -> None:
+def test_every_collective_that_can_be_planned(world: rr.Communicator) -> None:
     """Results are NumPy's, run after run, where ranks give different numbers of rows, too."""
+    rank, size = world.rank, world.size
     rows, whole = np.empty((rank + 1, 3)), np.empty((2 * size + 1, 2))
     equal, sent = np.empty((2 * size, 2)), np.empty(5)
     plans = {
@@ -54,8 +56,9 @@ def test_every_collective_that_can_be_planned(rank: int, size: int) -> None:
 
 
 @pytest.mark.sizes(2, 3, 4)
-def test_plans_that_differ_are_an_error_on_all_ranks(rank: int) -> None:
+def test_plans_that_differ_are_an_error_on_all_ranks(world: rr.Communicator) -> None:
     """They are compared when they are made, and the world goes on."""
+    rank = world.rank
     with pytest.raises(rr.MismatchError, match="allreduce_init"):
         rr.allreduce_init(np.ones(3 + (rank == 1)))
     with pytest.raises(rr.MismatchError if rank != 1 else rr.UnsupportedBufferError):
@@ -63,7 +66,7 @@ def test_plans_that_differ_are_an_error_on_all_ranks(rank: int) -> None:
     assert rr.allreduce(1) == rr.size()
 
 
-def test_misuse_is_an_error_that_says_what_to_do(size: int) -> None:
+def test_misuse_is_an_error_that_says_what_to_do(world: rr.Communicator) -> None:
     """A plan runs once at a time, and not after it was closed; what was not started is not waited for."""
     plan = rr.allreduce_init(np.ones(4))
     with pytest.raises(rr.ConfigError, match="was not started"):
@@ -73,14 +76,14 @@ def test_misuse_is_an_error_that_says_what_to_do(size: int) -> None:
         plan.run()
     with pytest.raises(rr.ConfigError, match="is under way; call wait"):
         plan.start()
-    assert plan.wait().tolist() == [size] * 4
+    assert plan.wait().tolist() == [world.size] * 4
     plan.close()
     plan.close()
     with pytest.raises(rr.ConfigError, match="is closed"):
         plan.run()
 
 
-def test_a_closed_plan_holds_no_array() -> None:
+def test_a_closed_plan_holds_no_array(world: rr.Communicator) -> None:
     """Its arrays are freed with their last other reference."""
     array = np.ones(1000)
     plan, watched = rr.allreduce_init(array, out=array), weakref.ref(array)
