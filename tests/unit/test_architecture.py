@@ -6,13 +6,22 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
+import ringreduce
+
 PACKAGE = Path(__file__).parents[2] / "ringreduce"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
+
+#: The entry point of torch's backend, beside the package: `ringreduce.torch` imports it; it imports that when asked.
+ENTRY = PACKAGE.parent / "ringreduce_torch_backend.py"
 
 #: docs/architecture.md: each layer's folders, from the ground up, and the foreign libraries that it may import.
 LAYERS = [
@@ -116,7 +125,7 @@ def test_two_modules_read_the_environment():
     readers = {
         str(path.relative_to(PACKAGE))
         for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(TREES[path])
         if (isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv"))
         or (
             isinstance(node, ast.ImportFrom)
@@ -134,10 +143,172 @@ def test_only_commands_and_the_launcher_print():
         f"{path.relative_to(PACKAGE)}:{node.lineno}"
         for path in SOURCES
         if place_of(path) not in ("cli", "launcher")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(TREES[path])
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     ]
     assert printers == []
+
+
+# ---- the picture that the imports draw ----
+
+
+@cache
+def modules_imported() -> dict[str, set[str]]:
+    """Return by module, as dotted names, which others of ours it imports; a folder's name is its ``__init__.py``."""
+    trees = {path.relative_to(PACKAGE.parent).with_suffix(""): tree for path, tree in TREES.items()}
+    trees[Path(ENTRY.stem)] = ast.parse(ENTRY.read_text(encoding="utf-8"))
+    trees = {path.parent if path.name == "__init__" else path: tree for path, tree in trees.items()}
+    modules = {".".join(path.parts): tree for path, tree in trees.items()}
+    imported: dict[str, set[str]] = {name: set() for name in modules}
+    for name, tree in modules.items():
+        for _, dotted in dotted_imports(tree, Path(name)):
+            while dotted and dotted not in modules:  # what a module defines counts as the module
+                dotted = dotted.rpartition(".")[0]
+            imported[name] |= {dotted} - {name, ""}
+    return imported
+
+
+def room(module: str) -> str:
+    """Return the folder of a module, as the table of layers has it."""
+    root, *rest = module.split(".")
+    if root == ENTRY.stem:
+        return root
+    return place_of(PACKAGE / rest[0]) if rest else "__init__"
+
+
+def floors(below: Mapping[str, set[str]]) -> int:
+    """Return how many floors a picture has in which everything is above all that it imports; a circle is an error."""
+    floor: dict[str, int] = {}
+    for place in TopologicalSorter(below).static_order():
+        floor[place] = 1 + max((floor[each] for each in below.get(place, ())), default=0)
+    return max(floor.values())
+
+
+def test_the_picture_of_folders_is_small():
+    """At most 13 floors, at most 120 arrows; the one that goes up is that of the entry point of torch's backend."""
+    below: dict[str, set[str]] = defaultdict(set)
+    for module, others in modules_imported().items():
+        below[room(module)] |= {room(other) for other in others} - {room(module)}
+    assert sum(map(len, below.values())) <= 120
+    assert below.pop(ENTRY.stem) == {"torch"}
+    assert floors(below) <= 13
+
+
+# ---- sizes ----
+
+#: The most of each kind, in ringreduce/. A function counts without its docstring, parameters without self.
+LIMITS = {
+    "floors of the modules in a folder": 6,
+    "lines of a file": 450,
+    "lines of a function": 60,
+    "methods of a class that is no public name": 20,
+    "parameters of what is no public name": 8,
+}
+
+#: What is above a limit, with its figure of today. Each entry is to be removed: it may shrink, and none may be added.
+ABOVE: dict[str, dict[str, int]] = {
+    "floors of the modules in a folder": {"collectives": 13},
+    "lines of a file": {
+        "algorithms/verify.py": 465,
+        "collectives/communicator.py": 467,
+        "collectives/execution.py": 452,
+        "collectives/tuning.py": 495,
+        "elastic/handlers.py": 472,
+        "runtime/groups.py": 546,
+        "runtime/worlds.py": 468,
+        "torch/distributed/process_group.py": 647,
+        "torch/ops.py": 498,
+        "torch/optimizer.py": 580,
+        "training/gradients.py": 502,
+        "training/overlap.py": 527,
+        "training/requests.py": 556,
+        "transport/mpi.py": 492,
+    },
+    "lines of a function": {"launcher/function.py run": 61},
+    "methods of a class that is no public name": {
+        "collectives/planning.py Planner": 21,
+        "elastic/handlers.py HandlingState": 29,
+        "engine/coordinator.py Coordinator": 23,
+        "gpu/cupy_driver.py CupyDriver": 22,
+        "runtime/groups.py Group": 33,
+        "runtime/process.py Process": 24,
+        "torch/distributed/process_group.py Collectives": 35,
+        "torch/gradients.py TorchParameters": 27,
+        "training/framework.py Parameters": 25,
+        "training/gradients.py Gradients": 27,
+        "training/overlap.py Overlap": 24,
+        "transport/mpi.py MpiMessages": 26,
+        "transport/shared/arena.py Arena": 25,
+        "transport/shared/board.py Board": 22,
+    },
+    "parameters of what is no public name": {
+        "collectives/context.py Context.bind": 9,
+        "collectives/execution.py BoundSchedule.__init__": 12,
+        "torch/ops.py _allreduce": 9,
+        "training/gradients.py Gradients.__init__": 15,
+    },
+}
+
+FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
+
+
+def public_names() -> set[str]:
+    """Return the names of `ringreduce`, and those that the faces of torch and of elastic training list themselves."""
+    faces = [TREES[PACKAGE / face / "__init__.py"] for face in ("torch", "elastic", "torch/elastic")]
+    lists = [
+        ast.literal_eval(node.value)
+        for face in faces
+        for node in face.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
+    return {*ringreduce.__all__, *(name for names in lists for name in names)}
+
+
+def definitions(node: ast.AST, within: str = "") -> Iterator[tuple[str, ast.stmt]]:
+    """Yield (name with the names around it, node) of all classes and functions in a node."""
+    for child in ast.iter_child_nodes(node):
+        name = within
+        if isinstance(child, (ast.ClassDef, *FUNCTIONS)):
+            name = f"{within}.{child.name}".lstrip(".")
+            yield name, child
+        yield from definitions(child, name)
+
+
+def lines(node: ast.stmt) -> int:
+    """Return over how many lines a statement goes."""
+    assert node.end_lineno is not None
+    return node.end_lineno - node.lineno + 1
+
+
+def figures() -> Iterator[tuple[str, str, int]]:
+    """Yield (kind, what, how many) of all that `LIMITS` limits."""
+    imported, public = modules_imported(), public_names()
+    for folder in {path.relative_to(PACKAGE).parts[0] for path in SOURCES if path.parent != PACKAGE}:
+        inside = {name for name in imported if name.startswith(f"ringreduce.{folder}.")}  # all but its __init__.py
+        yield "floors of the modules in a folder", folder, floors({name: imported[name] & inside for name in inside})
+    for path, tree in TREES.items():
+        file = str(path.relative_to(PACKAGE))
+        yield "lines of a file", file, len(path.read_text(encoding="utf-8").splitlines())
+        for name, node in definitions(tree):
+            what, is_public = f"{file} {name}", name.partition(".")[0] in public
+            if isinstance(node, ast.ClassDef):
+                methods = [each for each in node.body if isinstance(each, FUNCTIONS)]
+                if not is_public:
+                    yield "methods of a class that is no public name", what, len(methods)
+            elif isinstance(node, FUNCTIONS):
+                yield "lines of a function", what, lines(node) - bool(ast.get_docstring(node)) * lines(node.body[0])
+                names = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+                if not is_public:
+                    count = len(names) - (names[:1] in (["self"], ["cls"]))
+                    yield "parameters of what is no public name", what, count
+
+
+@pytest.mark.parametrize("kind", LIMITS)
+def test_nothing_is_larger_than_its_limit(kind: str):
+    """Exceptions are not larger than their figures in `ABOVE`, and leave it once they are within the limit."""
+    above = {what: count for each, what, count in figures() if each == kind and count > LIMITS[kind]}
+    assert {what: count for what, count in above.items() if count > ABOVE[kind].get(what, 0)} == {}
+    assert set(ABOVE[kind]) - set(above) == set(), "to be removed from ABOVE"
 
 
 def in_a_new_process(source: str) -> str:
