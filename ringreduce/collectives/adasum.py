@@ -4,14 +4,14 @@ Two vectors a and b become
 
     (1 - a.b / (2 a.a)) a + (1 - a.b / (2 b.b)) b
 
-which is their sum where they are orthogonal and their average where they are equal, so that the step that comes of it
-needs no other learning rate on more ranks. More vectors are combined in pairs, then pairs of pairs.
+which is their sum where they are orthogonal and their average where they are equal, so that the learning rate need not
+change with the number of ranks. More vectors are combined in pairs, then pairs of pairs.
 
 Source: S. Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021, arXiv:2006.02924.
 
 With P ranks and Q the largest power of two up to P, rank Q + i first combines its vector with that of rank i, for each
-i below P - Q. Then ranks whose numbers differ in one bit only combine theirs, among the first Q: lowest bit first. At
-last rank i sends the result to rank Q + i. In a pair, a is the vector of the lower rank.
+i below P - Q. Then, among the first Q, ranks whose numbers differ in one bit combine theirs, lowest bit
+first. At the end rank i sends the result to rank Q + i. In a pair, a is the vector of the lower rank.
 
 Every rank sends and receives n bytes in each of log2(Q) steps, and where Q < P in two more. (Halving the vectors, as in
 the paper, would take 2 n in all; here the partners exchange whole ones, which keeps every layer in one piece.)
@@ -107,7 +107,7 @@ def _combine_pair(ranks: Communicator, mine: Array, layers: Sequence[slice], par
 
 
 def _exchange(ranks: Communicator, array: Array, partner: int | None, *, sends: bool = True) -> Array:
-    """Send an array to the partner, unless not to; return what the partner sent. All ranks take part."""
+    """Exchange arrays with the partner; ``sends``: whether this rank sends its own. All ranks take part."""
     splits = [0] * ranks.size
     if partner is not None and sends:
         splits[partner] = array.size
@@ -116,6 +116,6 @@ def _exchange(ranks: Communicator, array: Array, partner: int | None, *, sends: 
 
 
 def _coefficients(a: Array, b: Array) -> tuple[float, float]:
-    """Return what a and b are multiplied with; a vector of zeros changes nothing."""
+    """Return the factors of a and b; a vector of zeros changes nothing."""
     dot, of_a, of_b = float(a @ b), float(a @ a), float(b @ b)
     return 1.0 - dot / (2.0 * of_a) if of_a > 0 else 1.0, 1.0 - dot / (2.0 * of_b) if of_b > 0 else 1.0

@@ -1,4 +1,4 @@
-"""A call: what a program asks for, what decides how that is carried out, and what the ranks compare."""
+"""Calls as values: what a program asks for, the problem that this is, the choice for it, and what the ranks compare."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ringreduce.transport.shared.board import Arrival, signature_hash
 
 __all__ = ["DETERMINISTIC", "NCCL", "VENDOR", "Call", "Carrier", "Choice", "Problem", "Signature", "Task"]
 
-#: The algorithm name that asks for sums in the order of ranks: the same bits from every algorithm that it stands for,
-#: so that they depend neither on the nodes of the ranks nor on size, fusion or segments.
+#: The algorithm name that asks for sums in the order of ranks. Several algorithms add in this order; all give the same
+#: bits, whatever the nodes of the ranks, the size, fusion and segments.
 DETERMINISTIC = "deterministic"
 
 #: The name under which the MPI library's own allreduce is one more algorithm.
@@ -26,7 +26,7 @@ NCCL = "nccl"
 
 
 class Call(NamedTuple):
-    """A collective, its arrays and its options, as the program passed them; see the methods of `Communicator`."""
+    """What the program asks for: collective, arrays and options, as passed; see the methods of `Communicator`."""
 
     collective: Collective
     array: Any
@@ -50,10 +50,10 @@ class Problem:
         topology: of the ranks.
         dtype: of the elements.
         op: how they are reduced; None where nothing is.
-        library: takes (elements, name of the dtype, op) and returns whether the MPI library's own allreduce takes them;
-            None where there is none.
-        averages_integers: whether an average is exact only if it is summed in a wider type and divided at the end.
-        wants_wider: whether it is reduced in a wider type where that is not done by one rank at once.
+        library: called with (elements, name of the dtype, op), returns whether the MPI library's own allreduce takes
+            them; None where there is no library.
+        averages_integers: whether this is an average of integers: summed in a wider type, and divided at the end.
+        wants_wider: whether it must be reduced in a wider type where several ranks reduce, one after the other.
     """
 
     collective: Collective
@@ -90,13 +90,13 @@ class Carrier(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What carries out a call, and the reason for it.
+    """The algorithm and the path for a call, and why these.
 
     Attributes:
         algorithm: a name from `ringreduce.collectives.selection.names`; of arrays in device memory also ``"nccl"``,
             ``"staged"``.
-        path: what runs it.
-        reason: why, in words.
+        path: what carries it out.
+        reason: why, for people.
     """
 
     algorithm: str
@@ -117,10 +117,10 @@ class Signature:
 
     Attributes:
         text: for people.
-        code: for flags and tags.
-        arrival: the same for a board, where no memory is touched.
+        code: a hash of the text, for flags and tags.
+        arrival: the same as a board takes it, where no rank touches the memory of others.
         waits: whether no rank can end the call before all have begun it. Then ranks of several nodes need not compare a
-            call that all have made before: messages of different calls do not match.
+            call that all have made before: if the calls differ, their messages do not match, and no rank ends.
     """
 
     text: str
@@ -135,7 +135,7 @@ class Signature:
 
 
 class Task(NamedTuple):
-    """What a path is asked to carry out: a kind of call, once algorithm and path are chosen.
+    """What a path is asked to carry out: all calls of one kind, with the choice that was made for them.
 
     Attributes:
         choice: by which algorithm, on which path.

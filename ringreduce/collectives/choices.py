@@ -1,4 +1,4 @@
-"""What would carry out the calls of a process set, and why: for programs, people and tests."""
+"""Which algorithm and path calls of a process set would take, and why: for programs, people and tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Choices"]
 
 
 class Choices:
-    """The choices of one communicator; methods of the same names of `Communicator` call these.
+    """The choices of one communicator, whose methods call these.
 
     Args:
         context: the ranks.
@@ -39,7 +39,7 @@ class Choices:
         Args:
             collective: which.
             device: where the arrays are, as for `Communicator.empty`. In device memory ``"nccl"`` can be asked for,
-                too; where that cannot run, the ranks do without.
+                too; where NCCL cannot run, the ranks use another path.
         """
         kind = _collective(collective)
         ours = names(kind, self._context.topology, vendor=self._context.messages.has_allreduce)
@@ -114,8 +114,8 @@ class Choices:
             dtype: of its elements.
             collective: which.
             op: as for `choose`.
-            device: ``"cuda"`` for an array in device memory; how that is reduced is known once there was one. None, or
-                ``"cpu"``: in host memory, and device memory too where that was used.
+            device: ``"cuda"`` for an array in device memory, whose path is known after the first call. None, or
+                ``"cpu"``: for one in host memory; a second line is about device memory, if that was used.
         """
         problem = self._problem(collective, nbytes, dtype, op)
         if device not in (None, "cpu"):

@@ -60,8 +60,8 @@ class Communicator(Messaging):
     All methods raise, besides what they list:
 
     * `UnsupportedBufferError`: an array cannot be used. Raised on the rank that has it, before anything moves; the
-      other ranks get a `MismatchError` with the reason. The same holds for every wrong argument: the rank meets the
-      others to tell them, and the call is over for all.
+      other ranks get a `MismatchError` with the reason. The same holds for every wrong argument: the other ranks are
+      told, and the call ends for all.
     * `MismatchError`: the ranks' calls disagree. Raised on all ranks, before any of the user's data moves; with one
       exception: between nodes, if ranks confuse two calls that all have made before, an array that is reduced in place
       may be partly reduced. The error says whether the ranks are in step; if not, all later calls raise a
@@ -129,7 +129,7 @@ class Communicator(Messaging):
                 rank that sums it up, in float32, and when that one sends the sum to all. On one node nothing is
                 encoded. None: as they are. Where ``RINGREDUCE_DETERMINISTIC`` is set no format can be asked for, on one
                 node either: what is rounded depends on which ranks share a node.
-            feedback: keeps what rounding lost, and adds it the next time, for an array that is reduced again and
+            feedback: keeps the rounding errors, and adds them the next time, for an array that is reduced again and
                 again; on all ranks or none.
             wire: the same as ``compression``.
 
@@ -291,21 +291,21 @@ class Communicator(Messaging):
         """Return when every rank has called it."""
         self._state.call(_BARRIER.text, self._meet, _BARRIER)
 
-    # ---- of calls that are made of several collectives ----
+    # ---- calls that consist of several collectives ----
 
     def meet(self, text: str) -> None:
-        """Return when every rank has called it with this text: before a call that is made of several collectives.
+        """Return when every rank has called it with this text; begins a call that consists of several collectives.
 
         Args:
-            text: what is called, with all that must agree: the name, and the rest in brackets.
+            text: all that must agree: the name of the call, and its arguments in brackets.
         """
         self._state.call(text.partition("(")[0], self._meet, Signature.of(text, waits=False))
 
     def refuse(self, name: str, error: Exception) -> None:
-        """Meet the others in place of a call of this name, made of several collectives, that this rank cannot make.
+        """Tell the others, in place of `meet`, that this rank cannot make a call that consists of several collectives.
 
         Args:
-            name: of the call, which begins with `meet`.
+            name: of the call.
             error: why.
         """
         self._state.refuse(name, error)
@@ -321,11 +321,11 @@ class Communicator(Messaging):
     # ---- calls as values ----
 
     def run(self, call: Call) -> Any:
-        """Make a call, and return what the method named after its collective does."""
+        """Make a call, and return what the method of its collective returns."""
         return self._runner.run(call)
 
     def plan(self, call: Call) -> tuple[Call, str]:
-        """Check a call that is to be run again and again, together with the other ranks. Collective.
+        """Check, on all ranks, a call that is to be made again and again: a persistent collective. Collective.
 
         Returns:
             The call, with an array for its result, and what must agree in it, in words.
@@ -338,13 +338,13 @@ class Communicator(Messaging):
     def allreduce_operands(
         self, source: AnyOperand, target: AnyOperand, op: ReduceOp, algorithm: str | None = None
     ) -> None:
-        """Do what `allreduce` does for operands, of equal shape and dtype: the same memory, or apart."""
+        """Do what `allreduce` does, for operands of equal shape and dtype: the same memory, or apart."""
         self._runner.run(Call(Collective.ALLREDUCE, source, target, op, algorithm=algorithm))
 
     # ---- buffers, and what would run ----
 
     def wait_patiently(self, when: Callable[[], bool]) -> None:
-        """Nap from the start of each wait, as long as ``when()`` holds; for `Engine`."""
+        """Sleep from the start of each wait, without polling, as long as ``when()`` holds; for `Engine`."""
         self._context.waiter.patient = when
 
     @overload
@@ -418,7 +418,7 @@ class Communicator(Messaging):
     # ---- the end ----
 
     def give_up(self, error: BaseException) -> None:
-        """Refuse all further calls, as what the ranks have under way is no longer known. Local.
+        """Refuse all further calls: which calls belong together is no longer known. Local.
 
         Args:
             error: why; the errors of those calls say so.
@@ -428,7 +428,7 @@ class Communicator(Messaging):
             self._point_to_point.fail(error)
 
     def leave(self, why: GivenUp) -> bool:
-        """Let nobody on this node wait for this rank any more; return whether it is the first of them that leaves."""
+        """Tell the ranks of this node not to wait for this one; return whether it is the first of them to do so."""
         return self._context.board.leave(why)
 
     def neighbours(self) -> list[int]:

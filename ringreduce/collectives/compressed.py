@@ -1,9 +1,9 @@
-"""The allreduce in a wire format: float32 in, fewer bytes between nodes, float32 sums, one rounding in each direction.
+"""The allreduce in a wire format: fewer bytes between nodes, sums in float32, one rounding in each direction.
 
 The schedule is `hierarchical_direct`: ranks first sum up what the node has, each its lane; nothing is encoded there.
-Between nodes every element is encoded twice, whatever the number of ranks: by those who send it to the rank that sums
-it up, and by that one, who sends the sum to all (and takes it itself, so that all have the same bits). A ring would
-round at every hop.
+Between nodes every element is encoded twice, whatever the number of ranks: by the ranks that send it to the one that
+sums it up, and by that one, which sends the sum to all (and uses what it has sent, so that all have the same bits). A
+ring would round at every hop.
 
 What rounding loses can be fed back: it is added to what is sent the next time (Seide et al., "1-bit stochastic gradient
 descent", Interspeech 2014; both directions as in Tang et al., "DoubleSqueeze", ICML 2019).
@@ -37,22 +37,22 @@ Bytes = npt.NDArray[np.uint8]
 
 _NOTHING: Floats = np.empty(0, np.float32)
 
-#: The largest encoded message. From 64 KiB on, Open MPI over TCP asks the receiver first, and meanwhile the link idles.
+#: The largest encoded message. From 64 KiB on, Open MPI over TCP asks the receiver first, while the link idles.
 _MESSAGE_NBYTES = 32 << 10
 _MANY = 1 << 20
 
 
 class Feedback:
-    """What rounding lost on this rank, for one array that is reduced again and again; and how much that was.
+    """Rounding errors of this rank, for one array that is reduced again and again.
 
     Args:
-        keep: whether it is added the next time; if not, it is only measured.
+        keep: whether they are added to what is sent the next time; if not, they are only measured.
 
     Attributes:
-        sent: the loss of the values that went to the ranks that sum up; as long as the part of the array that this rank
-            sends.
-        summed: the loss of the sums that this rank has sent out; as long as the part that it sums up. None like
-            ``sent`` before the first call, and on a rank without a lane; empty where nothing is encoded.
+        sent: errors of the values that this rank has sent to the ranks that sum up; as long as the part of the array
+            that it sends.
+        summed: errors of the sums that this rank has sent out; as long as the part that it sums up. Both are None
+            before the first call, and on a rank without a lane; empty where nothing is encoded.
     """
 
     def __init__(self, *, keep: bool = True) -> None:
@@ -64,11 +64,11 @@ class Feedback:
 
     @property
     def error(self) -> float:
-        """The relative error that rounding made on this rank in the last call: lost / meant, in the Euclidean norm."""
+        """The relative rounding error of this rank in the last call: |error| / |values|, in the Euclidean norm."""
         return float(np.sqrt(self._lost / self._meant)) if self._meant else 0.0
 
     def begin(self, sent: int, summed: int) -> None:
-        """Prepare for a call; for `CompressedAllreduce`. What was kept for another length is forgotten."""
+        """Prepare for a call; for `CompressedAllreduce`. Errors of another length are forgotten."""
         if self.sent is None or self.sent.size != sent:
             self.sent = np.zeros(sent, np.float32)
         if self.summed is None or self.summed.size != summed:
@@ -76,18 +76,18 @@ class Feedback:
         self._lost = self._meant = 0.0
 
     def correct(self, values: Floats, kept: Floats) -> None:
-        """Add to ``values`` what was lost of them the last time."""
+        """Add the errors of the last time to ``values``."""
         if self.keep:
             np.add(values, kept, out=values)
 
     def measure(self, meant: Floats, arrived: Floats, kept: Floats) -> None:
-        """Keep the difference of the values meant and the values that arrived, and measure it."""
+        """Keep and measure the difference between the values meant and the values that arrived."""
         np.subtract(meant, arrived, out=kept)
         self._meant += float(np.dot(meant, meant))
         lost = float(np.dot(kept, kept))
         if np.isfinite(lost):
             self._lost += lost
-        else:  # a gradient that is not finite: it arrives as such, once
+        else:  # a value that is not finite arrives as such, and must not come again
             kept.fill(0.0)
 
 
@@ -253,7 +253,7 @@ class _Coding:
         self._total, self._meant, self._arrived = (np.empty(largest, np.float32) for _ in range(3))
 
     def begin(self, data: Floats, feedback: Feedback | None) -> None:
-        """Work on an array from now on."""
+        """Set the array to work on, until `end`."""
         self._data, self._feedback = data, feedback
         if feedback is not None:
             feedback.begin(self._lane.stop - self._lane.start, self._owned_count)

@@ -1,4 +1,4 @@
-"""What every collective of one process set needs: the ranks, their transports, and their rendezvous."""
+"""What the collectives of one process set share: ranks, transports, plans, and the rendezvous before each call."""
 
 from __future__ import annotations
 
@@ -41,18 +41,17 @@ class Context:
         waiter: how a rank waits.
         node: the ranks that share memory with this one.
         config: equal on all ranks.
-        called: says what this rank calls, and where, to ranks that call something else.
-        counts_decide: whether arrays of different shapes are the same to an allreduce, a reduce and a broadcast, if
-            they have as many elements.
+        called: returns what this rank calls and from which line, for ranks that call something else.
+        counts_decide: whether allreduce, reduce and broadcast take arrays of different shapes with as many elements.
         instruments: the observers of collectives and their steps.
         plans: of the calls of these ranks.
         rank: this rank.
         topology: which ranks share memory.
         arena: the memory that this rank shares with its node.
-        board: where the ranks of the node meet.
-        single_node: whether all ranks meet at one board.
-        agreement: compares signatures over messages, where they do not.
-        calls: what counts the calls that this rank has begun, as its ``number``.
+        board: the rendezvous of the ranks of the node.
+        single_node: whether all ranks are on one node.
+        agreement: compares signatures over messages, where there are several nodes.
+        calls: counts the calls that this rank has begun, as its ``number``.
     """
 
     messages: Messages
@@ -108,7 +107,7 @@ class Context:
             self.messages,
             self.waiter,
             signature.text,
-            # The first of a few tags that stand for a signature, so that messages of two calls never match.
+            # The first of `STREAMS` tags. They follow from the signature, so that messages of two calls never match.
             1 + signature.code % ((self.messages.max_tag - 1) // STREAMS - 1) * STREAMS,
             instruments=self.instruments if observed else None,
             coding=coding,
@@ -116,7 +115,7 @@ class Context:
         )
 
     def meet(self, signature: Signature) -> None:
-        """Make sure that all ranks call this, before any data is sent as messages.
+        """Wait until it is known that all ranks make this call, before any data is sent as messages.
 
         Raises:
             MismatchError: they do not.
@@ -127,7 +126,7 @@ class Context:
             self._enter(signature)
 
     def refuse(self, reason: str) -> NoReturn:
-        """Meet the others in a call that this rank cannot make, so that it ends for all.
+        """Tell the others, in place of a call, that this rank cannot make it, so that it ends for all.
 
         Args:
             reason: what they hear in place of a signature, the collective first.
@@ -158,7 +157,7 @@ class Context:
             raise
 
     def _enter(self, signature: Signature) -> None:
-        """Begin a call of several nodes; where it does not wait for all ranks itself, wait for them."""
+        """Begin a call of several nodes; wait for all ranks, unless the call itself does so."""
         if not (self.agreement.enter(signature.text) or signature.waits):
             self.plans.get(("barrier", signature.code), partial(self._barrier, signature)).run()
             if self.instruments.observers:
@@ -171,15 +170,15 @@ class Context:
         return self.bind(kind, "recursive_doubling", segments, memory, kernels, signature, observed=False)
 
     def recover(self, mismatch: MismatchError, number: int) -> None:
-        """Go on after a mismatch between nodes: end the messages under way, and count calls alike. Collective.
+        """Go on after a mismatch between nodes: end the messages under way, agree on the count of calls. Collective.
 
         Args:
-            mismatch: the error, which says that the ranks are in step. If one of them had already left the call when it
-                heard of the mismatch, they are not, and from now on the error says so.
+            mismatch: the error, which says that the ranks are in step. If one had already ended the call when it heard
+                of the mismatch, they are not in step, and the error is changed to say so.
             number: of the call that this rank was in.
 
         Raises:
-            TransportError: one of its kinds; the ranks did not come, or what is under way does not end.
+            TransportError, or a class derived from it: ranks did not come, or messages under way do not end.
         """
         reached = [number, self.board.number, self.board.epoch]
         everyone = exchange_json(self.messages, reached)
@@ -192,14 +191,14 @@ class Context:
         self.board.resume(max(each[1] for each in members), max(each[2] for each in members))
 
     def leave(self, failure: BaseException | None = None) -> None:
-        """Tell the others that this rank takes part in no further call; no failure: because it shuts down."""
+        """Tell the others that this rank takes part in no further call. ``failure``: why; None: it shuts down."""
         why = GivenUp.after(failure)
         self.board.leave(why)
         if not self.single_node:
             self.agreement.leave(why)
 
     def abandon(self) -> None:
-        """Give back, after a failure, what no message under way may still be written to."""
+        """Give back, after a failure, all that messages under way cannot write to."""
         self.waiter.forget()
         self.arena.close()
 

@@ -1,4 +1,4 @@
-"""The seam between collectives and device memory: what a communicator asks of whoever knows the GPUs of its ranks."""
+"""The interface between collectives and device memory, which `ringreduce.gpu` implements."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["Devices", "DevicesOf", "NoDevices", "SegmentReducer", "ordinal"]
 
 
 class SegmentReducer(NamedTuple):
-    """What reduces segments of one length in host memory.
+    """Reduces segments of one length, in host memory.
 
     Attributes:
-        choice: how.
-        signature: what must agree in it.
-        run: reduces one in place.
+        choice: algorithm and path.
+        signature: what the ranks compare.
+        run: reduces one segment, in place.
     """
 
     choice: Choice
@@ -33,7 +33,7 @@ class SegmentReducer(NamedTuple):
 
 
 class Devices(Protocol):
-    """The device memory of one rank, in one communicator; `ringreduce.gpu` implements it."""
+    """The device memory of one rank, in one communicator."""
 
     def require_usable(self, number: int | None) -> None:
         """Refuse a device that this rank cannot use, by its ordinal; None: the current one. Local.
@@ -63,20 +63,20 @@ class Devices(Protocol):
         reducers: Callable[[Sequence[slice]], Mapping[int, SegmentReducer]],
         running: Callable[[str], AbstractContextManager[None]],
     ) -> Choice:
-        """Reduce arrays, and return what did it. Collective.
+        """Reduce arrays, and return the choice that was made. Collective.
 
         Args:
             source: the input, of any layout.
             target: the output, the same memory or other.
             op: how.
             algorithm: the one that the caller asked for, None for any.
-            reducers: returns, for the segments in which the array goes through host memory, what reduces them there, by
-                their number of elements.
-            running: returns the context in which an algorithm runs.
+            reducers: returns what reduces segments in host memory, by their number of elements; called with the
+                segments, if the array goes through host memory.
+            running: returns the context in which an algorithm runs; called with its name.
         """
 
     def choice(self, dtype: DType, op: ReduceOp, algorithm: str | None) -> Choice:
-        """Return what reduces such arrays where there are several ranks. Local."""
+        """Return the choice for such arrays, where there are several ranks. Local."""
 
     def explain(self, collective: Collective) -> str:
         """Say how such arrays are reduced, why, and what else could do it. Local."""

@@ -1,9 +1,9 @@
 """Runs schedules: one `BoundSchedule` for every algorithm, transport and dtype.
 
-Binding a schedule to memory makes all views and describes all messages; running only starts, waits and calls. A
-schedule treats all elements alike, so each segment of the buffer runs by itself: a few streams carry one segment each
-at a time, and while one waits for its messages another reduces. That is the whole of segmentation and pipelining, for
-rings and trees and hierarchies alike.
+Binding a schedule to memory makes all views and all requests; running only starts them, waits and calls kernels. A
+schedule treats all elements alike, so each segment of the buffer runs by itself. A few streams each carry one segment
+at a time; while one waits for its messages, another reduces. That is all of segmentation and pipelining, for rings,
+trees and hierarchies alike.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Bytes = npt.NDArray[np.uint8]
 
 #: Segments in flight at once: with four receives posted a link never idles while a segment is reduced.
 STREAMS = 4
-#: Messages that a stream leaves behind, if nothing depends on them, when it goes on.
+#: So many messages of a stream may still be under way when it goes on, if nothing depends on them.
 _LEFT_BEHIND = 1
 #: While blocks of at least so many bytes travel, a rank may nap, as other streams keep the link busy.
 _BULK_NBYTES = 64 << 10
@@ -46,10 +46,10 @@ class _Round:
     Attributes:
         name: for observers.
         requests: the messages to start, in this order.
-        before: calls that need none of them.
-        after: calls that need those of them that are needed.
-        needed, kept: those of them that the next step needs; and those whose memory no later step changes, for which
-            only the end of the run has to wait.
+        before: calls that need none of these messages.
+        after: calls that need all of ``needed``.
+        needed: the requests that the next step needs.
+        kept: the other requests. No later step changes their memory, so only the end of the run waits for them.
     """
 
     name: str
@@ -64,23 +64,23 @@ class BoundSchedule:
     """A schedule bound to memory, run any number of times.
 
     Attributes:
-        calls: without messages nothing has to be waited for, and a run is making these calls.
+        calls: what a run does if the schedule has no messages: these calls, in order.
 
     Args:
         rank: this rank.
         schedule: its steps.
         segments: the parts of the buffer that the schedule runs over, one after another in each of a few streams.
         memory: the buffers.
-        kernels: how blocks are reduced. An average is divided on the ranks that complete a block of an allreduce, and
-            moves divided from there; with messages, a reduce-scatter and a reduction to a root take sums.
+        kernels: how blocks are reduced. In an allreduce, the rank that completes a block of an average divides it. With
+            messages, a reduce-scatter and a reduction to a root take sums, and the caller divides.
         messages: what carries messages, None for a schedule without any.
         waiter: how to wait for them.
         signature: what the user called, for error messages.
         tag: the first of `STREAMS` tags that no other call in flight uses.
-        instruments: who is told of steps; None: nobody.
+        instruments: the observers of steps; None: there are none.
         coding: how blocks travel in messages, for a schedule that combines them by rank; None: as they are. Only direct
             accesses look at ``memory`` then.
-        absent: returns which ranks have not come to the call, for error messages; nothing where that is not known.
+        absent: returns which ranks have not come to the call, for error messages; empty where that is not known.
     """
 
     reusable = True
@@ -109,10 +109,10 @@ class BoundSchedule:
         self._kernels = kernels
         self._messages = messages
         largest = max((block.stop - block.start for segment in segments for block in segment), default=0)
-        # What is encoded travels in messages too small for that.
+        # Encoded blocks travel in small messages.
         self._bulk = coding is None and largest * memory.mine.itemsize >= _BULK_NBYTES
         self._waiter = waiter
-        # Not a method of this: the cycle would keep the caller's memory until the collector comes.
+        # Not a bound method: that cycle would keep the caller's memory alive until the garbage collector runs.
         self._waiting_for = partial(_waiting_for, schedule, signature, absent)
         self._instruments = Instruments() if instruments is None else instruments
         self._coding = coding
@@ -170,9 +170,9 @@ class BoundSchedule:
         """Run the rounds of a stream, and add all messages that start to a list.
 
         Yields:
-            The messages that must be complete before it goes on, and those that may go on, too.
+            The messages that must be complete before it goes on, and those that may stay under way.
         """
-        together = len(self._streams) > 1  # then `_run_together` tells of the waits
+        together = len(self._streams) > 1  # then `_run_together` reports the waits
         for each in rounds:
             if each.requests:
                 started += each.requests
@@ -191,7 +191,7 @@ class BoundSchedule:
     def _run_together(self, streams: list[Iterator[tuple[list[Request], list[Request]]]], messages: Messages) -> None:
         """Advance whichever stream has its messages; that order varies from run to run, the results do not.
 
-        A stream may leave a few messages behind that only the end has to wait for.
+        A stream goes on while a few of its messages, for which only the end has to wait, are under way.
         """
         under_way = [each for stream in streams for each in _next(stream)]
         while under_way:
@@ -207,7 +207,7 @@ class BoundSchedule:
                     under_way += _next(stream)
 
     def _wait_for_some(self, messages: Messages, requests: list[Request], *, several: bool) -> set[int]:
-        """Return the positions of those that have become complete, at least one; ``several``: streams have some."""
+        """Return the positions of requests that are complete, at least one; ``several``: streams have some."""
         done: set[int] = set()
 
         def some() -> bool:
@@ -283,13 +283,13 @@ class BoundSchedule:
         kept: Scratch,
         known: dict[range, Bytes],
     ) -> Iterator[_Round]:
-        """Bind a step whose messages are encoded: what is sent, in a round before.
+        """Bind a step whose messages are encoded; a round before it encodes what it sends.
 
         Args:
             name, step, segment, tag: as for `_bind_plain`.
             scratch: lasts for this step.
             kept: lasts for this segment.
-            known: blocks that the step before has combined -> their encoding; becomes that of this step's.
+            known: blocks that the step before has combined -> their encoding; on return, those of this step.
         """
         coding = self._coding
         assert coding is not None
@@ -364,7 +364,7 @@ class BoundSchedule:
     def _combine(
         self, contributions: list[tuple[int, Array]], mine: Array, target: Array | None = None, *, complete: bool
     ) -> Call:
-        """Bind a reduction of ``mine`` and the peers' views, in rank order whoever carries it out; into ``mine``."""
+        """Bind a reduction of ``mine`` and the peers' views, in rank order on every rank, into a target or ``mine``."""
         assert self._kernels is not None
         ordered = sorted([*contributions, (self._rank, mine)], key=lambda each: each[0])
         combine = self._kernels.combine([view for _, view in ordered], complete=complete)
@@ -373,7 +373,7 @@ class BoundSchedule:
     def _combine_here(
         self, contributions: list[tuple[int, Array | PrivateMemory]], mine: Array, target: Array, *, complete: bool
     ) -> Iterator[Call]:
-        """Reduce ``mine`` and what peers have into a target; private memory is copied first."""
+        """Reduce ``mine`` and the peers' views into a target; private memory is copied first."""
         terms: list[tuple[int, Array]] = []
         for peer, remote in contributions:
             if isinstance(remote, PrivateMemory):
@@ -384,7 +384,7 @@ class BoundSchedule:
         yield self._combine(terms, mine, target, complete=complete)
 
     def _combine_in_all(self, contributions: list[tuple[int, Any]], mine: Array, *, complete: bool) -> Iterator[Call]:
-        """Reduce into the lowest rank's view, where the sum begins, and copy to all others, mine among them.
+        """Reduce into the view of the lowest rank, where the sum begins, and copy to all others, ``mine`` among them.
 
         The result goes to all of them anyway, and a sum that grows in a source takes no scratch from the cache.
         """
@@ -406,7 +406,7 @@ class BoundSchedule:
 
 
 class _UnderWay(NamedTuple):
-    """A message under way, its stream, and whether that needs it to go on."""
+    """A message under way, its stream, and whether the stream needs it to go on."""
 
     stream: Iterator[tuple[list[Request], list[Request]]]
     request: Request
@@ -427,7 +427,7 @@ def _store(source: Array, target: Array | PrivateMemory) -> Call:
 
 
 def _is_same(source: Array, target: Array | PrivateMemory) -> bool:
-    """Return whether what is to be stored was put there at once."""
+    """Return whether source and target are the same memory, so that nothing has to be stored."""
     return isinstance(target, np.ndarray) and address_of(source) == address_of(target)
 
 

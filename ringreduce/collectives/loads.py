@@ -27,20 +27,20 @@ __all__ = ["Loads"]
 
 Array = npt.NDArray[Any]
 
-#: Up to this size, to copy an input into the mailbox costs less than the barrier after which it may change again. What
-#: lies in private memory is copied in any case, by the system at a price for each page: it is mailed if it fits.
+#: Up to this size, a copy of the input into the mailbox costs less than the barrier that ends the loads of others. An
+#: input in private memory is copied in any case, by the system at a price for each page: it is mailed if it fits.
 _MAILED_NBYTES = 16 << 10
 
 
 class _Layout(NamedTuple):
-    """Where blocks are, once the ranks know of each other how much there is.
+    """Where blocks are, once each rank knows how much the others give.
 
     Attributes:
-        received: the rows that come from each rank; of a scatter, what the part is.
-        own: what this rank copies to its result by itself: slices of its input and of its result; None: nothing.
-        mine: where blocks are in this rank's input, where some of them are reduced.
+        received: the rows that come from each rank; of a scatter, what `agreed_part` returns.
+        own: what this rank copies from its input to its result: slices of both; None: nothing.
+        mine: where blocks are in this rank's input, if they are reduced.
         result: where they are in its result.
-        peers: (elements, blocks) of the inputs of the others that are loaded from.
+        peers: by rank, (elements, blocks) of each input that this rank loads from.
     """
 
     received: list[int]
@@ -55,8 +55,8 @@ class _Bound(NamedTuple):
 
     Attributes:
         calls: what it does first.
-        some_wait: whether some rank has to wait then until the others are done, as they read its input where it is.
-        after: what it does in the end.
+        some_wait: whether a barrier follows: some rank must wait until the others have read its input where it is.
+        after: what it does at the end.
     """
 
     calls: list[Call]
@@ -67,7 +67,7 @@ class _Bound(NamedTuple):
 class Loads(Plan):
     """A collective for one array of this rank, and any result.
 
-    Small inputs are in mailboxes; if all are, nobody has to wait until the others have read them.
+    Small inputs are in mailboxes; if all are, no rank has to wait until the others have read them.
 
     Args:
         context: the ranks.
@@ -85,7 +85,7 @@ class Loads(Plan):
         self._source = unowned(source.view, source.address)
         self._numbers, self._told = numbers, array("q", numbers)
         self._layouts: dict[tuple[int, ...], _Layout] = {}  # by what the others have told
-        #: By what the others have told, the address of the result, whether the call is odd, the places of the others.
+        #: By the address of the result, the parity of the call, the places of the others and what they have told.
         self._bound: dict[tuple[int, ...], _Bound] = {}
         self._box: list[Array] = []
         place = MAILED
@@ -130,7 +130,7 @@ class Loads(Plan):
             call()
         if instruments.observers:
             instruments.step("load")
-        if bound.some_wait:  # this one, if others have read its input where it is
+        if bound.some_wait:  # this rank waits only if others read its input where it is
             board.barrier(self._text, wait=mine.source != MAILED)
             if instruments.observers:
                 instruments.step("barrier")
@@ -138,12 +138,12 @@ class Loads(Plan):
             call()
 
     def close(self) -> None:
-        """Forget what was bound; a caller who still holds this binds again."""
+        """Forget what was bound; to run it again binds again."""
         self._layouts.clear()
         self._bound.clear()
 
     def _lay_out(self, told: tuple[int, ...]) -> _Layout:
-        """Return where blocks are, after what the others have told; remember it."""
+        """Return where blocks are, given what the others have told; remember it."""
         count = len(self._numbers)
         everyone: list[tuple[int, ...]] = []
         if count:
@@ -181,7 +181,7 @@ class Loads(Plan):
                 peers[peer] = board.mailboxes(key[1], source.dtype, (size,))[board.members.index(peer)]
             else:
                 peers[peer] = context.arena.at(peer, places[peer], source.dtype, size)
-                if published == MAILED:  # no barrier will show that one has left, and overwritten what was loaded
+                if published == MAILED:  # no barrier shows that a peer has given up meanwhile
                     present.append(partial(board.require_present, board.peers.index(peer), self._text))
         calls: list[Call] = []
         if own is not None and own[0].size and not in_its_place:

@@ -40,12 +40,13 @@ class Memory:
         mine: this rank's buffer, one-dimensional; where something is loaded or stored directly, an array.
         peers: the buffers of ranks whose memory can be touched, or copied at least, by rank.
         peer_segments: for peers whose blocks are elsewhere than here: their segments, by rank.
-        result: where direct accesses put what they load or reduce, if not into ``mine``, and copy it to peers from;
-            and where steps with messages combine by rank.
-        result_segments: where blocks are in the result, if elsewhere than in ``mine``.
-        peer_results: where direct accesses store to, if not into ``peers``; by rank.
-        copies: returns, for a peer, `INNER_NBYTES` bytes to which pieces of its private memory go, to be reduced.
-        make_scratch: makes memory of the same kind for so many elements that messages bring; None: NumPy does.
+        result: where loads and reductions put what they make, and from where it is stored to peers; also where steps
+            with messages combine by rank. None: ``mine``.
+        result_segments: where blocks are in the result; None: as in ``mine``.
+        peer_results: what stores go to, by rank; None: ``peers``.
+        copies: returns, for a peer, `INNER_NBYTES` bytes into which pieces of its private memory are copied, to be
+            reduced.
+        make_scratch: returns memory of the same kind for so many elements, to receive messages in; None: NumPy's.
     """
 
     mine: Elements
@@ -59,23 +60,23 @@ class Memory:
 
 
 class Coding(Protocol):
-    """How blocks travel in messages, where that is not as they are.
+    """How blocks are encoded in messages.
 
-    A part is where blocks are in the buffer. All methods but `nbytes` bind a call, which works on what is there when it
-    is made.
+    A part is where blocks are in the buffer. All methods but `nbytes` return a function, which works on what is there
+    when it is called.
     """
 
     def nbytes(self, part: slice) -> int:
         """Return the bytes that an encoded part takes."""
 
     def encode(self, part: slice, target: Bytes) -> Call:
-        """Bind: encode a part."""
+        """Return what encodes a part."""
 
     def decode(self, source: Bytes, part: slice) -> Call:
-        """Bind: overwrite a part by what was received."""
+        """Return what overwrites a part with what was received."""
 
     def combine(self, part: slice, arrived: Sequence[tuple[int, Bytes]], target: Bytes) -> Call:
-        """Bind: reduce a part with what other ranks sent of it, in the order of ranks.
+        """Return what reduces a part with what other ranks sent of it, in the order of ranks.
 
         Args:
             part: gets what the result decodes to.
@@ -85,7 +86,7 @@ class Coding(Protocol):
 
 
 class Scratch:
-    """Where one stream receives what is to be reduced; each step uses it from the start."""
+    """Memory in which one stream receives what is to be reduced; each step uses all of it again."""
 
     def __init__(self, make: Callable[[int], Array]) -> None:
         self._make = make
@@ -96,7 +97,7 @@ class Scratch:
         self._taken = 0
 
     def take(self, count: int) -> Array:
-        """Return ``count`` elements that no other take since the reset has."""
+        """Return ``count`` elements that no other `take` since the last `reset` has returned."""
         if self._taken == len(self._chunks):
             self._chunks.append(self._make(count))
         elif self._chunks[self._taken].size < count:

@@ -1,8 +1,8 @@
 """The paths over messages: for calls on several nodes, and for algorithms with messages that were asked for by name.
 
-A reduction works in the result's own memory where it can, else in a buffer of the plan. An algorithm that also touches
-the memory of other ranks of the node needs memory of the arena, and all ranks meet at the board. Plans are bound to
-addresses; they keep no array alive, and run only while the caller holds the arrays that are there.
+A reduction works in the memory of the result where it can, else in a buffer of the plan. An algorithm that also touches
+the memory of other ranks of the node works in the arena, and begins at the board. Plans are bound to addresses and keep
+no array alive: a plan runs only while the caller holds its arrays.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["HierarchicalPath", "MessagePath", "NodeSchedule", "VendorPath"]
 
 Array = npt.NDArray[Any]
 
-#: A private array of up to so many bytes is copied into a buffer of the plan, which then serves arrays anywhere.
+#: A private array of up to so many bytes is copied into a buffer of the plan, so that one plan serves all of them.
 _OWN_BUFFER_NBYTES = 1 << 20
 
 
@@ -65,7 +65,7 @@ class MessagePath(Path):
         return self._context.plans.get(key, lambda: make(self._context, task, source, numbers))
 
     def _memory(self, task: Task, source: Operand, target: Operand | None) -> Operand | None:
-        """Return the array of the caller's in which the reduction can work; None: it needs a buffer."""
+        """Return the caller's array, source or target, in which the reduction can work; None: it needs a buffer."""
         there = target
         if there is None and not self.shares_memory:
             steps = self._context.schedule(task.problem.collective, task.choice.algorithm, task.root).steps
@@ -102,7 +102,7 @@ class VendorPath(Path):
 
 
 class _VendorReduction(Plan):
-    """The allreduce of the MPI library. It compares no signatures, so the ranks do, in each call."""
+    """The allreduce of the MPI library. That compares no signatures, so the ranks do it before, in each call."""
 
     def __init__(self, context: Context, task: Task) -> None:
         self._context, self._task = context, task
@@ -127,8 +127,8 @@ class _Reduction(Plan):
         context: the ranks.
         task: what to do.
         count: elements.
-        memory: the caller's array in which it works; None: it works in a buffer of its own, whatever the arrays are.
-        shares_memory: whether the ranks of the node touch that.
+        memory: the caller's array in which it works; None: it works in a buffer of its own, for arrays anywhere.
+        shares_memory: whether other ranks of the node touch that memory.
     """
 
     def __init__(self, context: Context, task: Task, count: int, memory: Operand | None, shares_memory: bool) -> None:
@@ -145,7 +145,7 @@ class _Reduction(Plan):
             self._work = arena.view(self._location, task.dtype.storage, count)
         collective = task.problem.collective
         self._wants_result = collective is Collective.ALLREDUCE or context.rank == task.root
-        self._divides = collective is Collective.REDUCE and task.op is ReduceOp.AVERAGE  # all else divides on the way
+        self._divides = collective is Collective.REDUCE and task.op is ReduceOp.AVERAGE  # else the schedule does
         nblocks = context.schedule(collective, task.choice.algorithm, task.root).nblocks
         limit = segment_limit(context, self._work, count // nblocks)
         self._schedule = NodeSchedule(context, task, self._work, segments_of_buffer(count, nblocks, limit))
@@ -174,12 +174,12 @@ class _Reduction(Plan):
 
 
 class NodeSchedule:
-    """A schedule on a buffer of this rank; bound again when a peer's buffer is elsewhere than in the last call.
+    """A schedule on a buffer of this rank; bound again when a peer's buffer has moved since the last call.
 
     Args:
         context: the ranks.
         task: what to do.
-        memory: this rank's buffer, which must not be the caller's: it is kept.
+        memory: this rank's buffer. It is kept, so it must not keep an array of the caller's alive.
         segments: of the buffer.
         coding: how blocks travel, see `BoundSchedule`; it divides averages itself.
     """
@@ -193,7 +193,7 @@ class NodeSchedule:
         self._bound: BoundSchedule | None = None
 
     def run(self, others: list[int]) -> None:
-        """Carry it out; ``others``: where the buffers of the node's other ranks are, packed, if they are touched."""
+        """Run it. ``others``: where the buffers of the node's other ranks are, packed; empty if none is touched."""
         if self._bound is None or others != self._others:
             self.close()
             self._bound, self._others = self._bind(others), others
@@ -226,7 +226,7 @@ class NodeSchedule:
 
 
 class _ReduceScatter(Plan):
-    """A reduce-scatter in which a rank adds up all terms of its part at once: from the source right into the result."""
+    """A reduce-scatter in which a rank adds up all terms of its part at once, from the source into the result."""
 
     def __init__(self, context: Context, task: Task, source: Operand, target: Operand) -> None:
         self._context, self._task = context, task
@@ -244,7 +244,7 @@ class _ReduceScatter(Plan):
 
 
 class _ReduceScatterInBuffer(Plan):
-    """A reduce-scatter that adds up on the way, or in a wider type: in a buffer of its own."""
+    """A reduce-scatter with partial sums, or in a wider type: in a buffer of its own."""
 
     def __init__(self, context: Context, task: Task, count: int) -> None:
         self._context, self._task = context, task
@@ -267,7 +267,7 @@ class _ReduceScatterInBuffer(Plan):
 
 
 def _bind_reduce_scatter(context: Context, task: Task, work: Array, target: Array | None = None) -> BoundSchedule:
-    """Bind a reduce-scatter; into ``target``, if nothing is reduced in the array itself."""
+    """Bind a reduce-scatter in ``work``; into ``target``, where all terms are added up at once."""
     partition = Partition.of_sizes(task.counts)
     own = partition.segment[context.rank]
     segments = segments_of_blocks(partition, segment_limit(context, work, max(task.counts)))
@@ -285,7 +285,7 @@ def _bind_reduce_scatter(context: Context, task: Task, work: Array, target: Arra
 
 
 def _reduces_by_rank(context: Context, task: Task) -> bool:
-    """Return whether every reduction of the schedule has all terms at hand: nothing is added up in the source."""
+    """Return whether every reduction of the schedule has all terms at once, so that no partial sum is in the source."""
     return all(step.by_rank for step in context.schedule(Collective.REDUCE_SCATTER, task.choice.algorithm).steps)
 
 
@@ -298,7 +298,7 @@ def _load(source: Operand, task: Task, work: Array) -> None:
 
 
 def _store(work: Array, task: Task, target: Operand) -> None:
-    """Copy a result to its array; averages of integers come as sums, and are divided here."""
+    """Copy a result to its array; averages of integers are still sums, and are divided here."""
     if task.is_wide:
         if task.problem.averages_integers:
             divide_toward_zero(work, task.problem.topology.size)

@@ -1,4 +1,4 @@
-"""What ranks of a process set send each other, one to one."""
+"""Messages from one rank to another: send, recv, sendrecv."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ __all__ = ["CallTimer", "Messaging"]
 
 
 class CallTimer:
-    """The context of a collective that runs: tells the observers, counts it, and reports errors.
+    """The context of a collective that runs: tells the observers, counts the call, and passes errors on.
 
     A class, as a generator for a context manager would take a microsecond of the three that a small call has.
 
     Args:
         instruments: the observers.
-        tally: what counts the call.
+        tally: counts the call.
         collective, algorithm, nbytes: what runs.
-        fail: called with an error; None: of messages from one rank to another, whose errors concern these alone, and
-            which are not among the calls that all ranks make.
+        fail: called with an error; None for messages from one rank to another, whose errors concern these two alone,
+            and which are not among the calls that all ranks make.
 
     Attributes:
-        nbytes: the bytes that it counts for; may change while it runs.
+        nbytes: of the call, for the tally; may change while it runs.
     """
 
     __slots__ = ("_algorithm", "_call", "_collective", "_fail", "_instruments", "_tally", "nbytes")
@@ -57,7 +57,7 @@ class CallTimer:
         if self._instruments.observers:
             self._instruments.tell("collective_started", self._collective, self._algorithm, self.nbytes)
         self._call: list[Any] = [perf_counter(), 0.0, self._collective, self.nbytes]
-        if self._fail is not None:  # the calls that are kept have the same numbers on all ranks
+        if self._fail is not None:  # a call that is kept has the same number on all ranks
             self._instruments.calls.append(self._call)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -96,8 +96,8 @@ class Messaging:
     def send(self, array: Any, dest: int, tag: int = 0) -> None:
         """Send an array to a rank that receives it; not collective.
 
-        More than 4 KiB have left when this returns, which may take until that rank receives them; less may still be on
-        its way. Any thread may call this.
+        More than 4 KiB were sent when this returns, which may take until that rank receives them; less may still be
+        under way. Any thread may call this.
 
         Args:
             array: in host memory, of any strides.
@@ -128,9 +128,9 @@ class Messaging:
 
         Raises:
             ConfigError, UnsupportedBufferError, PeerLostError: as for `send`.
-            CollectiveTimeoutError: nothing came in time; what comes later can be received again. If it had begun to
-                come, it goes on to, and ``out`` is overwritten later.
-            MismatchError: what came has another shape or dtype, and is lost; raised here, not where it was sent.
+            CollectiveTimeoutError: nothing came in time. What comes later can be received by another call; but if it
+                had begun to come, ``out`` is overwritten later.
+            MismatchError: what came has another shape or dtype, and is dropped; raised here, not at the sender.
         """
         point_to_point, target = self._to_one(), require_host(operand_of(out), "recv")
         sender = None if source is None else whole_number("source", source)

@@ -1,7 +1,7 @@
 """The path of small allreduces on one node: every rank puts its data beside its flag, and reads the others'.
 
-The schedule of `one_shot` says who reads what, and is what `verify` proves. This runs it in one barrier, with the data
-in the same cache lines as the flag, which a schedule's executor cannot.
+`verify` proves the schedule of `one_shot`, which says who reads what. This path carries it out in one barrier, with the
+data next to the flag, which `BoundSchedule` cannot.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class OneShotPath(Path):
     @classmethod
     def cost(cls, algorithm: str, problem: Problem) -> Work:
         share, nbytes = work_of_one_byte(algorithm, problem.topology), problem.nbytes
-        # The data is beside the flags of one barrier, and every rank reads that of all others.
+        # The data is beside the flags of one barrier; every rank reads the data of all others.
         return Work(0, 0, 1, share.sent * nbytes, share.reduced * nbytes)
 
     def reduction(self, task: Task, source: Operand, target: Operand | None) -> Plan:
@@ -39,7 +39,7 @@ class OneShotPath(Path):
 
 
 class _OneShot(Plan):
-    """The allreduce of so many elements, in whatever memory: every rank reduces all mailboxes in rank order."""
+    """The allreduce of so many elements, in memory of any kind: every rank reduces all mailboxes, in rank order."""
 
     def __init__(self, context: Context, task: Task, count: int) -> None:
         board = self._board = context.board

@@ -1,4 +1,4 @@
-"""The arrays of a call: checked against each other, and brought to flat host memory and back."""
+"""The arrays of a call: they are checked, brought to flat host memory, and back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ringreduce.transport.shared.arena import Arena
 
 __all__ = ["AnyOperand", "Maker", "Operands", "Result", "apart", "flat", "with_rows"]
 
-#: Smaller results are private: they go through mailboxes, or through a plan's own memory.
+#: Smaller results are in private memory: they go through mailboxes, or through a buffer of the plan.
 _LEAST_SHARED_NBYTES = 16 << 10
 
 #: Of an array in host memory or on a GPU.
@@ -29,12 +29,12 @@ Maker = Callable[[tuple[int, ...], DType], tuple[Any, AnyOperand]]
 
 
 class Operands:
-    """Checks the arrays that a rank passes to its calls, and makes those of results.
+    """Checks the arrays that a rank passes to its calls, and makes arrays for results.
 
     Args:
-        gpu: this rank's.
-        arena: where results may lie.
-        shares_results: whether anybody gains by that.
+        gpu: this rank's device memory.
+        arena: new results are allocated there.
+        shares_results: whether they are; not where this rank is alone.
     """
 
     def __init__(self, gpu: Devices, arena: Arena, *, shares_results: bool) -> None:
@@ -43,16 +43,16 @@ class Operands:
         self._shares_results = shares_results
 
     def require_usable(self, operand: AnyOperand) -> None:
-        """Refuse what cannot be used here, before the ranks meet.
+        """Raise, before the ranks meet, if this rank cannot use an array.
 
         Raises:
-            UnsupportedBufferError: it is on another GPU than this rank's.
+            UnsupportedBufferError: the array is on another GPU than this rank's.
         """
         if isinstance(operand, DeviceOperand):
             self._gpu.require_usable(operand.device)
 
     def result(self, array: Any, source: AnyOperand, shape: tuple[int, ...], out: Any) -> Result:
-        """Return where a result of known shape goes: ``out`` once it is checked, or a new array.
+        """Return where a result of known shape goes: ``out``, which is checked, or a new array.
 
         Args:
             array: what the caller passed.
@@ -79,7 +79,7 @@ class Operands:
         return Result(self, out=out, operand=target)
 
     def rows(self, array: Any, source: AnyOperand, out: Any) -> Result:
-        """Return where a result goes whose rows other ranks decide: ``out`` once it is checked, or a new array.
+        """Return where a result goes whose rows other ranks decide: ``out``, which is checked, or a new array.
 
         Args, Raises:
             as for `result`.
@@ -98,7 +98,7 @@ class Operands:
         return Result(self, out=out, operand=target)
 
     def maker(self, array: Any, source: AnyOperand | None = None) -> Maker:
-        """Return what makes arrays of the library of ``array``, which it does not keep, where ``source`` is."""
+        """Return what makes arrays of the library of ``array``, in the memory of ``source``; it keeps neither alive."""
         if isinstance(source, DeviceOperand):
             like = source.like
 
@@ -120,10 +120,10 @@ class Operands:
         return make
 
     def fitting(self, source: AnyOperand, out: Any) -> AnyOperand:
-        """Return the memory of an ``out`` that may be used with a source.
+        """Return the memory of ``out``, if it can take a result of this source.
 
         Raises:
-            UnsupportedBufferError: it cannot be used, or is in the other kind of memory.
+            UnsupportedBufferError: it cannot be used, or one is in host memory and the other in device memory.
         """
         target = operand_of(out)
         self.require_usable(target)
@@ -133,7 +133,7 @@ class Operands:
 
     @contextmanager
     def on_host(self, operand: AnyOperand, *, fetch: bool = True, store: bool = False) -> Iterator[Operand]:
-        """Lend an array in host memory: itself if it is there, else a copy.
+        """Give host memory in place of an array for a while: its own if it is there, else a copy.
 
         Args:
             operand: of the array.
@@ -151,9 +151,9 @@ class Result:
     """Where the result of a call goes.
 
     Args:
-        operands: brings it to device memory.
+        operands: copies it to device memory.
         maker: makes the array, where the caller has given none.
-        row, dtype: of such an array whose number of rows other ranks decide.
+        row, dtype: shape of a row and dtype of such an array, where other ranks decide how many rows there are.
         out: the caller's array.
         operand: its memory.
 
@@ -226,7 +226,7 @@ class Result:
 
 
 def flat(operand: Operand) -> Operand:
-    """Return an operand as one dimension in C order: its own memory if it is contiguous, else a copy."""
+    """Return an operand with one dimension, in C order: the same memory if it is contiguous, else a copy."""
     view = operand.view
     if view.ndim == 1 and view.flags.c_contiguous:
         return operand
@@ -248,12 +248,12 @@ def with_rows(array: Any, what: str) -> AnyOperand:
 
 
 def apart(source: Operand, target: Operand, start: int | None = 0) -> Operand:
-    """Return a flat source, or a copy of it if storing the result would overwrite what others still read.
+    """Return a flat source, or a copy of it where storing the result would overwrite what others still read.
 
     Args:
         source: the input.
         target: the result, flat.
-        start: the element of the target at which the source may begin, as it belongs there; None: nowhere.
+        start: the element of the target at which the source may begin without a copy; None: at none.
     """
     if not np.may_share_memory(source.view, target.view):
         return source

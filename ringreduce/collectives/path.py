@@ -1,7 +1,7 @@
-"""What a path is, which carries out the calls of a process set; and `SelfPath`, the path of a rank that is alone.
+"""Paths: what carries out the calls of a process set. And `SelfPath`, the path of a rank that is alone.
 
-A path says whether it takes a problem and what that costs: these questions are asked of the class and depend on nothing
-but the problem, so every rank gets the same answers. An instance makes plans: as a `Reducer`, as a `Mover`, or both.
+The class says whether it takes a problem and what that costs. The answers depend on nothing but the problem, so every
+rank gets the same ones. An instance makes plans: as a `Reducer`, as a `Mover`, or both.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _RANKS_WALKED = 32
 
 
 class Work(NamedTuple):
-    """What an allreduce costs: the factors of the parameters of `ringreduce.collectives.tuning.Model`, in its order.
+    """What an allreduce costs: a factor for each parameter of `ringreduce.collectives.tuning.Model`, in its order.
 
     Attributes:
         rounds: of messages that wait for each other.
@@ -97,7 +97,7 @@ class Path(ABC):
     @classmethod
     @abstractmethod
     def takes(cls, algorithm: str, problem: Problem) -> bool:
-        """Return whether this carries out the algorithm for such a problem. The first of `PATHS` that does is taken."""
+        """Return whether this carries out the algorithm for a problem. The first of `PATHS` that does is taken."""
 
     @classmethod
     def cost(cls, algorithm: str, problem: Problem) -> Work:
@@ -111,7 +111,7 @@ class Path(ABC):
 
     @classmethod
     def as_reduced(cls, problem: Problem) -> Problem:
-        """Return the problem on the elements in which this path reduces: its own, or wider ones."""
+        """Return the problem as this path reduces it: in its own dtype, or in a wider one."""
         return problem.widened() if problem.wants_wider and not cls.reduces_at_once else problem
 
 
@@ -161,7 +161,7 @@ def touches_memory(algorithm: str, problem: Problem) -> bool:
 
 @lru_cache(maxsize=1024)
 def work_of_one_byte(algorithm: str, topology: Topology) -> Work:
-    """Return the work of the schedules of an allreduce on one byte: all but rounds and barriers grow with the size."""
+    """Return the work of an allreduce of one byte: all but rounds and barriers are multiplied by the size."""
     cost = algorithms.find(Collective.ALLREDUCE, algorithm).cost(topology)
     home = {rank: number for number, node in enumerate(topology.nodes) for rank in node}
     reduced = direct_steps = leaving = 0.0

@@ -1,4 +1,4 @@
-"""The paths for arrays in host memory, in the order in which they are asked whether they take a problem."""
+"""All paths for arrays in host memory. The first that takes an algorithm and a problem carries it out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATHS: tuple[type[Path], ...] = (
 
 
 def path_for(algorithm: str, problem: Problem) -> type[Path]:
-    """Return the path that carries out an algorithm for such a problem; the same on all ranks.
+    """Return the path that carries out an algorithm for a problem; the same on all ranks.
 
     Raises:
         ConfigError: the collective has no such algorithm.

@@ -1,8 +1,8 @@
 """Plans: calls bound to algorithm, path and memory, made once and run as often as the call comes again.
 
 As MPI-4's persistent collectives and UCC's ``collective_init`` and ``post``. `Plans` is the one cache of a
-communicator: it finds a plan by what it is bound to, and, for a call that comes again with the same arrays, by these
-objects.
+communicator. It finds a plan by what that is bound to; for a call that comes again, it finds what to run by the array
+objects themselves.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ringreduce.common.instruments import Tally
 
 __all__ = ["Kept", "Place", "Plan", "Plans", "Repeat"]
 
-#: Returns flat, contiguous memory for a result, once it is known what the other ranks give: see `Mover`.
+#: Returns flat, contiguous memory for a result; called with what the other ranks give: see `Mover`.
 Place = Callable[[Sequence[int]], Operand]
 
 #: Plans of one communicator. The one unused for longest goes first.
@@ -36,7 +36,7 @@ class Plan(ABC):
     """A call that is bound to algorithm, path and memory. It keeps no array of the caller's alive.
 
     Attributes:
-        reusable: whether it may be run again; if not, it is closed after the one call.
+        reusable: whether it may be run again; if not, it is closed after one call.
     """
 
     reusable = True
@@ -46,8 +46,8 @@ class Plan(ABC):
         """Carry the call out. Collective.
 
         Args:
-            source: this rank's input: flat, and where it was when the plan was made.
-            place: called once, for the memory of the result.
+            source: this rank's input, flat; where it was when the plan was made, if the plan is bound to that.
+            place: called once, returns the memory for the result.
 
         Raises:
             MismatchError, CollectiveTimeoutError, TransportError: see `Communicator`.
@@ -58,16 +58,16 @@ class Plan(ABC):
 
 
 class Repeat(NamedTuple):
-    """A call that can be made again with the arrays that it was made with.
+    """How to make a call again, with the arrays that it was made with.
 
     Attributes:
         op, algorithm: as the caller passed them.
-        is_array: whether an array is the one that was passed, with the memory and layout that it had.
+        is_array: whether an array still has the memory and the layout that it had when the call was made.
         is_out: the same of ``out``; None: that was ``array``, or nothing.
         run: makes the call; returns a new array for the result, if the caller gave none.
-        tally: what counts it.
-        nbytes: what it counts for.
-        counts_result: whether it counts for the bytes of its result instead, which other ranks decide.
+        tally: counts the call.
+        nbytes: of the call, for the tally.
+        counts_result: whether the bytes of its result count instead, whose size other ranks decide.
     """
 
     op: Any
@@ -100,8 +100,8 @@ class Plans:
     """The plans of one communicator.
 
     Attributes:
-        repeats: how to make calls again, by the ids of array and out, the name of the collective, and the root.
-        crowded: whether there are too many plans; `trim` is called between two calls then.
+        repeats: how to make calls again: by the ids of array and out, the name of the collective, and the root.
+        crowded: whether there are too many plans, so that `trim` is to be called after this call.
     """
 
     def __init__(self) -> None:
@@ -123,14 +123,14 @@ class Plans:
         return plan  # type: ignore[no-any-return]
 
     def trim(self) -> None:
-        """Drop plans that were unused for longest, if there are too many. No call may be under way."""
+        """Close the plans that were unused for longest, if there are too many. No call may be under way."""
         while len(self._plans) > _LIMIT:
             self.repeats.clear()  # some may run the plan that goes
             self._plans.popitem(last=False)[1].close()
         self.crowded = False
 
     def choice(self, kind: Hashable, make: Callable[[], C]) -> C:
-        """Return what was chosen for a kind of call; choose if nothing was."""
+        """Return what was chosen for a kind of call; choose if it is new."""
         found: C | None = self._choices.get(kind)
         if found is None:
             if len(self._choices) >= _CHOICES:
@@ -151,12 +151,12 @@ class Plans:
         self.repeats[key] = Repeat(call.op, call.algorithm, is_array, is_out, run, tally, nbytes, counts_result)
 
     def forget(self) -> None:
-        """Choose for every call from now on. Plans stay: after a failure, messages may still arrive in their memory."""
+        """Forget all choices and repeats. Plans stay: after a failure, messages may still arrive in their memory."""
         self.repeats.clear()
         self._choices.clear()
 
     def close(self) -> None:
-        """Give all plans back."""
+        """Close all plans."""
         self.forget()
         plans = list(reversed(self._plans.values()))
         self._plans.clear()
@@ -164,11 +164,11 @@ class Plans:
 
 
 def _same(array: Any, forget: Callable[[object], object], *, written: bool) -> Callable[[Any], bool]:
-    """Return what says whether an array is this one, which is not held, and has the memory and layout that it has now.
+    """Return a function that says whether an array is this one, with the memory and layout of now; it does not keep it.
 
     Args:
         array: of NumPy or torch; None: nothing was passed.
-        forget: called when it is gone.
+        forget: called when the array is gone.
         written: whether it must still be writable.
     """
     if array is None:

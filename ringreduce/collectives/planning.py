@@ -1,4 +1,4 @@
-"""Binds calls to plans: checks the arguments, chooses algorithm and path, finds or makes the plan."""
+"""From a call to its plan: checks the arguments, chooses algorithm and path, finds or makes the plan."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ class Prepared:
         call: the call.
         source: this rank's input.
         result: where its result goes; None: it gets none.
-        shape: what the signature says of the shape: a star where ranks may differ; None: not all ranks know it, nor the
-            dtype.
-        argument: what it says besides.
+        shape: as the signature has it, with a star where ranks may differ; None: not all ranks know shape and dtype.
+        argument: what else the signature says.
         dtype: of the elements that are reduced or moved.
         op: how they are reduced.
         root: of the collective.
-        nbytes: of the array, where all ranks know how large it is.
-        counted: the bytes that the call counts for; until the result is there, if ``counts_result``.
-        counts_result: whether it counts for the bytes of its result in the end, which other ranks decide.
-        numbers: what this rank tells the others; see `ringreduce.collectives.rows`.
+        nbytes: of the array; 0 where ranks may have arrays of different sizes.
+        counted: the bytes of this call for tallies and observers.
+        counts_result: whether these are the bytes of the result instead, once it is there: other ranks decide its size.
+        numbers: what this rank tells the others when they begin; see `ringreduce.collectives.rows`.
         counts: of a reduce-scatter, the elements for each rank.
         row: elements in a row.
-        start: the element of the result at which the input may begin, if that is a part of it; None: nowhere.
-        is_apart: whether the input must otherwise be apart from the result; if not, the path sees to that.
+        start: the element of the result at which the input may begin, where it may be a part of the result; None: it
+            may not.
+        is_apart: whether an input that shares other memory with the result is copied before; if not, the path does so.
         codec: of the wire format; None: elements travel as they are.
-        again: makes the call again, once it was made; None: nothing does.
+        again: set once the call was made: repeats it; None: it cannot be repeated.
     """
 
     call: Call
@@ -104,7 +104,7 @@ class Planner:
         self._rank, self._size = context.rank, context.topology.size
         self._paths: dict[object, Any] = {path: path(context) for path in PATHS}
         self._library = context.messages.offers_allreduce if context.messages.has_allreduce else None
-        #: Checks the arguments of a call and raises what is wrong with them. Local.
+        #: By collective: checks the arguments of a call, and raises what is wrong with them. Local.
         self.prepare: dict[Collective, Callable[[Call], Prepared]] = {
             Collective.ALLREDUCE: self._allreduce,
             Collective.REDUCE: self._reduce,
@@ -125,11 +125,11 @@ class Planner:
         return Problem(collective, nbytes, self._context.topology, dtype, reduced, self._library)
 
     def choose(self, problem: Problem, algorithm: str | None = None) -> Choice:
-        """Return what would carry out a call that asks for this algorithm."""
+        """Return the choice for a problem; ``algorithm``: what the call asks for, None for the best known."""
         return choose(problem, self._context.config, algorithm, self.table)
 
     def task(self, prepared: Prepared) -> Task:
-        """Return what carries out a call, and what the ranks compare; kept for calls of this kind."""
+        """Return the task of a call; all calls of the same kind share it."""
         call = prepared.call
         kind = (
             *(call.collective, prepared.argument, call.algorithm, prepared.shape, prepared.dtype.name),
@@ -156,10 +156,10 @@ class Planner:
         )
 
     def segment(self, prepared: Prepared, count: int, usual: int) -> Task:
-        """Return what reduces a segment of an array in device memory, in host memory.
+        """Return the task of reducing, in host memory, a segment of an array in device memory.
 
         Its signature says all that must agree about the whole array, so that a mismatch is seen at the first segment. A
-        shorter last segment has a signature of its own, as plans go by signatures.
+        shorter last segment has a signature of its own, as plans are found by signatures.
 
         Args:
             prepared: the call.
@@ -182,7 +182,7 @@ class Planner:
         return self._context.plans.choice(kind, chosen)
 
     def compressed(self, prepared: Prepared, codec: Codec) -> Task:
-        """Return what reduces floats in the format of a codec."""
+        """Return the task of an allreduce whose floats travel in the format of a codec."""
         feedback = "" if prepared.call.feedback is None else " with feedback"
         argument = f"{prepared.op.value} as {codec.name}{feedback}"
 
@@ -214,13 +214,13 @@ class Planner:
         return plan
 
     def again(self, prepared: Prepared, task: Task, source: Operand, plan: Plan) -> Callable[[], Any] | None:
-        """Return what makes a call again with the same arrays, once it was made; None: nothing does.
+        """Return a function that makes a call again with the same arrays; None: the call cannot be repeated.
 
         Args:
-            prepared: the call.
-            task: what it is.
-            source: the input that was used.
-            plan: what carried it out.
+            prepared: the call, which was made.
+            task: its task.
+            source: its input, as the plan has used it.
+            plan: its plan.
         """
         call, result = prepared.call, prepared.result
         reads = self._rank == prepared.root or call.collective not in (Collective.BROADCAST, Collective.SCATTER)
@@ -242,8 +242,8 @@ class Planner:
         return partial(plan.run, given, partial(_constant, into))
 
     def _into_new(self, prepared: Prepared, task: Task, given: Operand, plan: Plan, made: Operand) -> Callable[[], Any]:
-        """Return what makes a call again, with a new array for the result."""
-        # None of these functions may hold the call, which has the arrays.
+        """Return a function that makes a call again, with a new array for the result."""
+        # These functions must not keep the call alive, which has the arrays.
         collective, array = prepared.call.collective, prepared.call.array
         make: Maker = self._operands.maker(0 if array is None else array)
         shape, dtype = made.shape, made.dtype
@@ -255,7 +255,7 @@ class Planner:
             self.plan(task, given, target).run(given, partial(_constant, target))
             return out
 
-        def follow() -> Any:  # what the root sends comes into the result
+        def follow() -> Any:  # what the root sends is received in the result
             out, operand = make(shape, dtype)
             assert isinstance(operand, Operand)
             target = flat(operand)
@@ -414,7 +414,7 @@ class Planner:
 
 
 def _is_all_of(given: AnyOperand, used: Operand) -> bool:
-    """Return whether what was used as input is the caller's own memory, and not nothing."""
+    """Return whether the input was used where the caller has it, without a copy, and has elements."""
     own = isinstance(given, Operand) and given.contiguous and not given.is_copy and given.nbytes > 0
     return own and isinstance(given, Operand) and given.address == used.address
 

@@ -69,16 +69,16 @@ def reproducible_allreduce(
 ) -> Any:
     """Sum the ranks' arrays exactly and round once; every rank gets the same bits. Collective.
 
-    The bits depend on the multiset of the ranks' elements only. Whoever has several terms on a rank, and wants the sum
-    not to depend on which rank has which, adds them up in a `ReproducibleAccumulator`: a sum that a rank makes in
-    floating point before it calls this has been rounded already.
+    The bits depend on nothing but the values of the ranks' elements. Several terms of one rank are to be added up in a
+    `ReproducibleAccumulator`: a sum in floating point before this call is rounded already, and depends on which rank
+    has which terms.
 
     Args:
         communicator: any number of ranks.
         array: any shape and strides; shape and dtype must agree on all ranks. float16, bfloat16, float32 or float64;
             integers and bool, whose plain sum does not depend on the order, go to `Communicator.allreduce`.
         out: where the result goes, ``array`` itself for in place; same shape and dtype. None: a new array.
-        algorithm: carries the words; see `Communicator.allreduce`.
+        algorithm: of the allreduces of the words; see `Communicator.allreduce`.
 
     Returns:
         ``out``, or the new array.
@@ -167,7 +167,7 @@ class ReproducibleAccumulator:
 def _merge(communicator: Communicator, blocks: Sequence[_Block], target: Operand, algorithm: str | None) -> None:
     """Sum blocks, as many and as long on all ranks, into the target. Collective."""
     windows = np.array([block.window() for block in blocks], np.int32).reshape(-1, 3)
-    communicator.allreduce(windows, MAX, out=windows)  # what each block needs so that all ranks' parts fit
+    communicator.allreduce(windows, MAX, out=windows)  # the bits of each block on any rank
     flat = target.flat()
     for group in pieces(0, len(blocks), GROUP):
         part = flat[group.start * BLOCK : group.stop * BLOCK]
@@ -184,7 +184,7 @@ def _merge_group(
     dtype: DType,
     algorithm: str | None,
 ) -> None:
-    """Sum blocks that stand one after the other into a part of the result, which may be where the terms are."""
+    """Sum consecutive blocks into a part of the result, which may be the memory of the terms."""
     radix = _WORD - communicator.size.bit_length()
     places = list(pieces(0, part.size, BLOCK))
     lows = [-negated for _, negated, _ in windows.tolist()]
@@ -218,7 +218,7 @@ def _require_agreement(communicator: Communicator, target: Operand) -> None:
 
 
 class _Term:
-    """A block of floats, this rank's part of the sum of a block."""
+    """A block of floats: this rank's terms of the sum of that block."""
 
     def __init__(self, values: Array, dtype: DType) -> None:
         self._values = values
@@ -263,9 +263,9 @@ class _Term:
 
 
 class _Limbs:
-    """The sum of any number of terms of a block, asked like `_Term`.
+    """The sum of any number of terms of a block, with the methods of `_Term`.
 
-    It is kept in words on a grid of `_LIMB` bits, those that were needed so far. Word i counts units of 2^(i `_LIMB`).
+    It consists of words of `_LIMB` bits, made when they are needed. Word i counts units of 2^(i `_LIMB`).
     """
 
     def __init__(self, size: int) -> None:
@@ -377,7 +377,7 @@ def _carried(words: Array, radix: int) -> Array:
 
 
 def _leading(words: Array, exponent: int, radix: int) -> tuple[Array, Array]:
-    """Return the leading 62 bits of numbers >= 0, the last one set if anything follows, and what their unit is.
+    """Return the leading 62 bits of numbers >= 0, the last one set if any bit after them is, and their unit.
 
     Args:
         words: at least 0, and all but the last less than 2^radix.

@@ -1,8 +1,8 @@
-"""What ranks tell each other in collectives to which each may give any number of rows, and what follows from that.
+"""The numbers that ranks exchange in collectives to which each may give any number of rows, and what they mean.
 
-Every rank tells all others a few numbers when they meet: first the rows of the array for its result (-1: it makes one
-as large as is needed), then how many rows it gives: one number for all ranks, or one for each. In a scatter: the dtype
-of its part (-1: it takes what the root has), the number of dimensions, and the shape.
+Every rank tells all others a few numbers when a call begins. First the rows of the array for its result; -1: one is
+made as large as is needed. Then how many rows it gives: one number for all ranks, or one for each. In a scatter: the
+dtype of its part (-1: as the root has it), the number of dimensions, and the shape.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def received_rows(signature: str, told: Sequence[Sequence[int]], rank: int) -> l
 
 
 def part_numbers(part: tuple[tuple[int, ...], DType] | None) -> tuple[int, ...]:
-    """Return what a rank tells in a scatter: dtype and shape of its part; None: it takes what the root has.
+    """Return the numbers of a rank in a scatter: dtype and shape of its part; None: as the root has them.
 
     Raises:
-        UnsupportedBufferError: the part has more dimensions than can be told.
+        UnsupportedBufferError: the part has more than 32 dimensions.
     """
     shape, kind = ((), -1) if part is None else (part[0], _DTYPE_NAMES.index(part[1].name))
     if len(shape) > _MOST_DIMENSIONS:
@@ -58,7 +58,7 @@ def part_numbers(part: tuple[tuple[int, ...], DType] | None) -> tuple[int, ...]:
 
 
 def agreed_part(signature: str, told: Sequence[Sequence[int]], root: int) -> list[int]:
-    """Return what every rank gets in a scatter, for `part_of`.
+    """Return the part that every rank gets in a scatter, for `part_of`.
 
     Args:
         signature: of the call.

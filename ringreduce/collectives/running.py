@@ -1,4 +1,4 @@
-"""Runs calls: the plan of a call that comes again, else a new one."""
+"""Runs calls: repeats one that was made before, or checks, plans and runs a new one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ringreduce.common.instruments import Tally
 
 __all__ = ["MISSED", "Runner"]
 
-#: In place of a result: the call was not repeated.
+#: What `Runner.repeat` returns, in place of a result, where it has nothing to repeat.
 MISSED: Any = object()
 
 
@@ -53,7 +53,7 @@ class Runner:
         self._compressed = CompressedAllreduce(context)
 
     def run(self, call: Call) -> Any:
-        """Repeat a call, or make it for the first time."""
+        """Make a call that is a value; see `make`."""
         collective = call.collective.value
         if call.splits is None and call.compression is None:
             repeated = self.repeat(collective, call.array, call.out, call.op, call.algorithm, call.root)
@@ -64,7 +64,7 @@ class Runner:
     def make(
         self, collective: str, array: Any, out: Any, op: Any = None, algorithm: str | None = None, root: Any = 0
     ) -> Any:
-        """Repeat a call, or make it for the first time."""
+        """Make a call: repeat it if it was made with the same arrays before. Arguments are those of `Call`."""
         if type(root) is int:
             repeated = self.repeat(collective, array, out, op, algorithm, root)
             if repeated is not MISSED:
@@ -73,7 +73,7 @@ class Runner:
         return self._state.call(collective, self.perform, call)
 
     def repeat(self, collective: str, array: Any, out: Any, op: Any, algorithm: str | None, root: Any = 0) -> Any:
-        """Run the plan of a call that was made with the same arrays before; return `MISSED` if there is none."""
+        """Make a call again that was made with the same arrays before; return `MISSED` if none was."""
         repeat, instruments = self._repeats.get((id(array), id(out), collective, root)), self._instruments
         if (
             repeat is None
@@ -135,7 +135,7 @@ class Runner:
         Args:
             prepared, task: the call.
             given: its input in host memory.
-            follows: whether it is a broadcast of another rank: then its result is what messages come into.
+            follows: whether it is a broadcast of another rank: then its result takes the place of its input.
         """
         planner, result = self.planner, prepared.result
         target = None if result is None or result.operand is None else result.flat()
@@ -195,7 +195,7 @@ class Runner:
         return result.out
 
     def _segment_reducers(self, prepared: Prepared, parts: Sequence[slice]) -> dict[int, SegmentReducer]:
-        """Return what reduces the segments of an array in device memory in host memory, by their elements."""
+        """Return, by their number of elements, what reduces segments of an array in device memory, in host memory."""
         lengths = dict.fromkeys(part.stop - part.start for part in (parts[0], parts[-1]))
         usual = next(iter(lengths))
         tasks = {count: self.planner.segment(prepared, count, usual) for count in lengths}
@@ -205,13 +205,13 @@ class Runner:
         }
 
     def _reduce_segment(self, task: Task, segment: Operand) -> None:
-        """Reduce a segment of an array in device memory in place, where it is in host memory."""
+        """Reduce a segment, in place, of an array in device memory that was copied to host memory."""
         plan = self.planner.plan(task, segment, segment)
         plan.run(segment, lambda rows: segment)
         if not plan.reusable:
             plan.close()
 
-    # ---- plans of the program ----
+    # ---- persistent collectives ----
 
     def plan(self, call: Call) -> tuple[Call, str]:
         """See `Communicator.plan`."""

@@ -1,4 +1,4 @@
-"""Which algorithm carries out a collective, on which path, and why: the same answer on every rank.
+"""Chooses the algorithm and the path for a problem, and says why: the same answer on every rank.
 
 `RULES` is data: the first row that applies to a problem names its algorithm. The limits come from measurements
 (docs/benchmarks.md); a table that ``ringreduce tune`` made on the same machine takes their place for allreduces.
@@ -42,16 +42,16 @@ class Limit(NamedTuple):
 
     Attributes:
         nbytes: of it.
-        per: what it grows with: ``"call"``: nothing; ``"lane"``: the ranks of the smallest node; ``"hop"``: the ranks
-            that data is handed on by, that is, all but one; ``"lane hop"``: those between nodes of equal size, for each
-            lane; ``"share"``: it is divided by the number of ranks.
+        per: what multiplies it: ``"call"``: nothing; ``"lane"``: the ranks of the smallest node; ``"hop"``: the ranks
+            that send data on, which are all but one; ``"lane hop"``: the nodes but one, and the ranks of a node;
+            ``"share"``: the number of ranks divides it.
     """
 
     nbytes: int
     per: str = "call"
 
     def of(self, topology: Topology) -> int:
-        """Return the limit in bytes for these ranks."""
+        """Return the limit for these ranks, in bytes."""
         sizes = {len(node) for node in topology.nodes}
         if self.per == "share":
             return self.nbytes // topology.size
@@ -71,7 +71,7 @@ class Rule(NamedTuple):
         collectives: which.
         where: conditions on the topology, all of which hold; see `_CONDITIONS`.
         algorithm: the name.
-        reason: why; ``{limit}`` stands for the size in bytes.
+        reason: why; ``{up_to}`` and ``{over}`` are replaced by the limit, in words.
         limit: the largest size; None: any.
         in_order: whether one rank adds up all terms of an element, in the order of ranks. Deterministic allreduces and
             reductions are chosen among these rules alone.
@@ -104,15 +104,15 @@ _FILLS_RING = "fills every link"
 _LANES = "several nodes, {over}: %s, one lane per local rank"
 _SINGLE = "one rank per node, {over}: %s"
 
-#: Up to this size one barrier with the data beside the flags beats two barriers without a copy: for two ranks, and for
-#: more, whose barriers cost more.
+#: Up to this size one barrier, with a copy of the data beside the flags, is faster than two barriers without a copy:
+#: for two ranks; and for more, whose barriers cost more.
 _ONE_SHOT, _ONE_SHOT_OF_MANY = Limit(16 << 10), Limit(32 << 10)
-#: Up to so many bytes of all ranks together, the root has reduced them before the ranks could meet once more.
+#: Up to so many bytes of all ranks together, the root reduces them in less time than a second barrier takes.
 _READ_BY_ROOT = Limit(256 << 10, "share")
-#: Between nodes, up to this size for each lane, the fewest rounds win: recursive doubling's, for 2^k nodes and wherever
-#: nodes have several ranks; for other numbers of nodes with single ranks, those of a tree.
+#: Between nodes, up to this size for each lane, the fewest rounds are fastest: recursive doubling, for 2^k nodes and
+#: where nodes have several ranks; a tree, for other numbers of nodes with one rank each.
 _DOUBLING, _DOUBLING_IN_LANES, _TREE = Limit(24 << 10), Limit(24 << 10, "lane"), Limit(48 << 10)
-#: Between nodes, more than this for each rank that data is handed on by goes along a chain.
+#: Between nodes, more than this for each rank that sends data on goes along a chain.
 _BINOMIAL, _BINOMIAL_IN_LANES = Limit(128 << 10, "hop"), Limit(128 << 10, "lane hop")
 #: Between nodes of several ranks, in a reduce-scatter of up to this size all send to all at once.
 _DIRECT = Limit(64 << 10)
@@ -162,13 +162,13 @@ def names(collective: Collective, topology: Topology, *, vendor: bool) -> list[s
 
 
 def choose(problem: Problem, config: Config, algorithm: str | None = None, table: Table | None = None) -> Choice:
-    """Choose what carries out a call.
+    """Choose algorithm and path for a problem.
 
     Args:
-        problem: all that decides.
+        problem: of the call.
         config: may name an algorithm.
         algorithm: what the call asks for; None or ``"auto"``: nothing.
-        table: what was measured on these ranks; the same on all of them.
+        table: measured on these ranks; the same on all of them. None: there is none.
 
     Raises:
         ConfigError: there is no such algorithm, or it cannot run here.
@@ -263,7 +263,7 @@ def _holds(condition: str, topology: Topology) -> bool:
 
 
 def _choice(problem: Problem, name: str, reason: str) -> Choice:
-    """Complete the choice of an algorithm: add the path, and say what is reduced in a wider type."""
+    """Return the choice of an algorithm with its path, and say so if it is reduced in a wider type."""
     if name == VENDOR and problem.topology.size > 1 and not VendorPath.takes(name, problem):
         assert problem.op is not None
         name = "recursive_doubling"

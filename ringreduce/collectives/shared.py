@@ -1,10 +1,10 @@
-"""The path through memory of the ranks of one node: each loads from the others, or stores to them.
+"""The path through shared memory: each rank of a node loads from the others, or stores to them.
 
-Every rank publishes where its input and its result are. What is in the arena can be loaded from and stored to; what is
-elsewhere can be copied, where the system allows that (`ringreduce.transport.shared.private`). Where it does not, inputs
-are copied to the arena first, and large allreduces pass through the board's staging areas, piece by piece.
+Every rank publishes where its input and its result are. Other ranks load from and store to the arena directly. They can
+copy private memory, where the system allows that (`ringreduce.transport.shared.private`). Where it does not, inputs are
+copied to the arena first, and large allreduces pass through the board's staging areas, piece by piece.
 
-Plans are bound to addresses and keep no array alive: a plan runs only while the caller holds the arrays that are there.
+Plans are bound to addresses and keep no array alive: a plan runs only while the caller holds its arrays.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The two-shot for private buffers: pieces pass through staging areas of the board, one barrier each.
 
-The schedule of `two_shot` says who reads what, and is what `verify` proves. This runs it in pieces that are copied in,
-reduced and copied out while they are in the cache, which a schedule's executor cannot.
+`verify` proves the schedule of `two_shot`, which says who reads what. This carries it out in pieces that are copied in,
+reduced and copied out while they are in the cache, which `BoundSchedule` cannot.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 | what ended a call on this rank                       | the other ranks             | calls after it               |
 |------------------------------------------------------|-----------------------------|------------------------------|
-| its own arguments, before it told anybody of the     | are met, told why, and end  | go on                        |
-| call                                                 | the call, too               |                              |
+| its own arguments, before another rank knew of the   | are told why in place of    | go on                        |
+| call                                                 | the call, and end it, too   |                              |
 | a mismatch, after which the ranks are in step        | know it, too                | go on; between nodes, after  |
 |                                                      |                             | all have given up together   |
 |                                                      |                             | what was under way           |
@@ -40,8 +40,8 @@ class CommState:
         context: the ranks.
 
     Attributes:
-        calls: what counts the calls that this rank has begun.
-        quiet: where calls run. It can be entered only once at a time, and so keeps calls apart.
+        calls: counts the calls that this rank has begun, as its ``number``.
+        quiet: the context in which calls run. It can be entered only once at a time, and so keeps calls apart.
     """
 
     def __init__(self, context: Context) -> None:
@@ -60,7 +60,7 @@ class CommState:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is left to close."""
+        """Whether there is nothing to close any more."""
         return self._closed or bool(self._disowned)
 
     @property
@@ -103,7 +103,7 @@ class CommState:
             raise
 
     def refuse(self, name: str, error: Exception) -> None:
-        """Meet the others in place of a call of this name that this rank cannot make."""
+        """Tell the others, in place of a call of this name, that this rank cannot make it. Collective."""
         if self.open:
             try:
                 self.quiet.run(self._refuse, refusal(name, error), error)
@@ -136,7 +136,7 @@ class CommState:
             self.break_off(error)
 
     def break_off(self, error: BaseException) -> None:
-        """As `fail`, for a call that other ranks know of."""
+        """Do what `fail` does, for a call that other ranks know of."""
         self._context.plans.forget()
         if isinstance(error, MismatchError) and error.in_step and not self._context.single_node:
             try:
@@ -154,10 +154,10 @@ class CommState:
             self.give_up(error)
 
     def give_up(self, error: BaseException) -> None:
-        """Refuse all further calls, and let no other rank wait for one: which calls belong together is not known."""
+        """Refuse all further calls, and tell the ranks that wait: which calls belong together is no longer known."""
         self._context.plans.forget()
         if self._failure is None:
-            # Its traceback keeps the arrays of the call alive, to which a rank that is late may still store.
+            # Its traceback keeps the arrays of the call alive: a rank that is late may still store to them.
             self._failure = error
             with suppress(RingReduceError):
                 self._context.leave(error)
@@ -182,7 +182,7 @@ class CommState:
         return ours and self.open and not begun
 
     def _refuse(self, reason: str, error: Exception) -> None:
-        """Meet the others in a call that this rank cannot make, so that it ends for all of them."""
+        """Tell the others, in place of a call, that this rank cannot make it, so that the call ends for all of them."""
         if self._context.topology.size == 1:
             return
         try:
@@ -200,10 +200,10 @@ def require_alone(error: BaseException) -> None:
     """Raise a `ConfigError` if a call could not begin because another one was under way.
 
     Args:
-        error: what came out of running in `CommState.quiet`, where it was caught.
+        error: raised by running in `CommState.quiet`; to be caught by the function that called that.
 
     Raises:
-        ConfigError: another one was.
+        ConfigError: another call was under way.
     """
     raised_here = error.__traceback__ is not None and error.__traceback__.tb_next is None
     if type(error) is RuntimeError and raised_here:

@@ -1,4 +1,4 @@
-"""Data that moves as messages: broadcast, allgather, gather, scatter and alltoall on several nodes."""
+"""Plans that move data as messages: broadcast, allgather, gather, scatter and alltoall on several nodes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ __all__ = ["TRANSFERS", "Transfer", "segment_limit"]
 
 Array = npt.NDArray[Any]
 
-#: Segments are not smaller than the most that the settings allow by more than this: a message costs 10 us of Python.
+#: Segments are at least the largest that the settings allow, divided by this: a message costs 10 us of Python.
 _FEWER = 2
 
 
 def segment_limit(context: Context, data: Elements, largest: int) -> int:
     """Return how many elements of a block travel at once: at most what the settings say, and at least half of it.
 
-    Between these, so many that each stream of a schedule has two segments.
+    Between these limits, so many that each stream of a schedule has two segments.
 
     Args:
         context: has the setting.
@@ -71,7 +71,7 @@ class Transfer(Plan):
         return context.plans.get(key, lambda: _Exchange(context, signature, count)).run(self._numbers)
 
     def _run(self, bind: Callable[[], BoundSchedule], *where: int) -> None:
-        """Run a schedule that is bound to these addresses, and to whatever else it depends on; nothing: only once."""
+        """Run a schedule. ``where``: the addresses and numbers that it is bound to, to keep it; empty: it runs once."""
         if where:
             key = "schedule", self._task.signature.code, self._task.choice.algorithm, *where
             self._context.plans.get(key, bind).run()
@@ -139,7 +139,7 @@ class _Alltoall(Transfer):
         if len(counts) == 1:
             self._run(bind, self._where, target.address, *counts)
         else:
-            self._run(bind)  # other numbers each time, mostly
+            self._run(bind)  # the numbers mostly differ from call to call
 
 
 class _Gather(Transfer):
@@ -191,7 +191,7 @@ TRANSFERS: dict[Collective, type[Transfer]] = {
 
 
 class _Exchange:
-    """Gives a few numbers of every rank to all, in a call in which the ranks have met."""
+    """Gives a few numbers of every rank to all; runs within a call, after the ranks have met."""
 
     reusable = True
 
@@ -213,7 +213,7 @@ class _Exchange:
 
 
 class _Part:
-    """A part of an array that this rank has, while it knows where in the whole it is: no other part is asked for.
+    """The part that this rank has of an array, addressed by positions in the whole; no other part is asked for.
 
     Args:
         part: its elements.
@@ -229,7 +229,7 @@ class _Part:
 
 
 class _Joined:
-    """Two arrays as one, of which every part that is asked for is in one of them: no copy is made."""
+    """Two arrays as one, without a copy: every part that is asked for is within one of them."""
 
     def __init__(self, first: Array, second: Array) -> None:
         self._first, self._second = first, second
@@ -246,7 +246,7 @@ def _across(context: Context, partition: Partition, memory: Elements) -> Any:
 
 
 def _hands_on(context: Context, task: Task) -> bool:
-    """Return whether this rank gets blocks of others, to hand them on."""
+    """Return whether this rank receives blocks that it sends on."""
     steps = context.schedule(task.problem.collective, task.choice.algorithm, task.root).steps
     return any(step.sends for step in steps) and any(step.recvs for step in steps)
 

@@ -41,17 +41,17 @@ __all__ = ["Candidate", "Decision", "Key", "Model", "Row", "Sample", "Table", "f
 
 Vector = npt.NDArray[np.float64]
 
-#: Of the file; another one is not read.
+#: Format of the file; files of other formats are not read.
 _FORMAT = 2
-#: Of a file that is read: more than ten times what `ringreduce.bench.tune` writes for thousands of ranks.
+#: Size of a file that is read, at most: ten times what `ringreduce.bench.tune` writes for thousands of ranks.
 _MOST_NBYTES = 4 << 20
 #: Seconds; with sizes below 2^63 nothing that is computed from such times is infinite.
 _MOST_SECONDS = 1e9
-#: Of a whole number in a file: what 64 bits hold.
+#: Digits of a whole number in a file, at most: what 64 bits hold.
 _MOST_DIGITS = 20
-#: Characters of what is told of a text that anybody may have written.
+#: Characters that an error shows of a text from a file, at most.
 _TOLD = 200
-#: What ran just below a size keeps running unless something is faster by more than this: noise must not decide.
+#: The algorithm of the next smaller size is kept unless another one is faster by this factor: noise must not decide.
 _HYSTERESIS = 1.05
 #: Seconds per byte reduced, at most: a processor that shares a core reduces faster. Algorithms that send more often
 #: reduce more too, and without a limit a fit can take a slow network for a slow processor.
@@ -199,7 +199,7 @@ class Key:
 
     @property
     def text(self) -> str:
-        """Say it in one line, the same for ever: what `digest` is made of."""
+        """The key in one line, from which `digest` is made; its form must never change."""
         nodes = "/".join(" ".join(map(str, node)) for node in self.topology.nodes)
         return f"ranks {nodes}; {self.library}; ringreduce {self.version}; {self.device}"
 
@@ -338,7 +338,7 @@ class Table:
         raise ConfigError(complaint)
 
     def save(self, path: Path) -> None:
-        """Write a file; whoever reads at the same time finds the old one or the new one, never a part.
+        """Write a file. Programs that read it at the same time find the old one or the new one, never a part.
 
         Raises:
             ConfigError: it cannot be written.
@@ -358,7 +358,7 @@ class Table:
 
     @classmethod
     def load(cls, path: Path, key: Key) -> Table:
-        """Read a file, or what a link leads to. Waits for nobody.
+        """Read a file, or the file that a link leads to. Does not block, whatever kind of file it is.
 
         Raises:
             ConfigError: it cannot be read or understood, or is for another machine than ``key``.
@@ -431,7 +431,7 @@ def _prefer(favourites: Sequence[str], times: Mapping[str, float]) -> str:
 
 
 def _read(path: Path) -> str:
-    """Return the text of a file, which may be anything that somebody put there."""
+    """Return the text of a file, which need not be one of ours."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ConfigError("no regular file")
@@ -442,7 +442,7 @@ def _read(path: Path) -> str:
 
 
 def _told(text: str) -> str:
-    """Return a text as a part of a line: without the middle where it is long, and without what is not printed."""
+    """Return a text for use in one line: without its middle if it is long, and without unprintable characters."""
     if len(text) > _TOLD:
         text = f"{text[: _TOLD // 2]} ... {text[-_TOLD // 2 :]}"
     return " ".join("".join(each if each.isprintable() else " " for each in text).split())

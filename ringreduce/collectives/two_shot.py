@@ -40,7 +40,7 @@ BINDINGS = 64
 
 
 class NodeScratch:
-    """Memory that the calls of a node use one after the other: what kernels need, and copies of private memory.
+    """Memory that the calls on a node use one after the other: kernels with their scratch, copies of private memory.
 
     Args:
         size: the number of ranks.
@@ -67,7 +67,7 @@ class NodeScratch:
         return self._copies[peer]
 
     def block(self, dtype: np.dtype[Any], count: int) -> Array:
-        """Return where a block is reduced that is stored in a peer's private memory then."""
+        """Return memory in which a block is reduced before it is stored in a peer's private memory."""
         nbytes = count * dtype.itemsize
         if self._block.nbytes < nbytes:
             self._block = np.empty(nbytes, np.uint8)
@@ -92,7 +92,7 @@ def bind_on_node(
 
 
 class StagedTwoShot(Plan):
-    """The allreduce of so many elements in private memory, wherever it is, through staging areas."""
+    """The allreduce of so many elements in any private memory, through staging areas."""
 
     def __init__(self, context: Context, staging: Staging, task: Task) -> None:
         self._board, self._instruments = context.board, context.instruments
@@ -108,7 +108,7 @@ class StagedTwoShot(Plan):
             given = into if source.address == target.address else unowned(source.view, source.address)
             staged = self._staged = self._staging.bind(given, into)
             self._where = where
-        staged.copy_in()  # saves a barrier, if all do
+        staged.copy_in()  # before the ranks meet: if all ranks do so, no further barrier is needed
         for other in self._board.arrive(self._arrival):
             if other != NOWHERE:  # that rank stages its input only once the ranks have met
                 self._board.barrier(self._text)
@@ -124,8 +124,8 @@ class StagedTwoShot(Plan):
 class TwoShot(Plan):
     """The allreduce of one array into one result, both flat.
 
-    Each rank stores its block to all results, wherever they are. Where a rank says of its array or result that it is
-    nowhere, for it is private and small, or cannot be copied, all goes through staging areas.
+    Each rank stores its block to all results. Where some rank publishes `NOWHERE`, as its array or its result is
+    private and small or cannot be copied by others, all go through staging areas.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class TwoShot(Plan):
         self._source = self._target if in_place else unowned(source.view, source.address)
         self._places = places
         self._arrival = Arrival(self._text, task.signature.code, *places)
-        #: By the places of the others: what to do, whether through staging areas.
+        #: By the places of the others: what to do, in their memory or through staging areas.
         self._bound: dict[tuple[int, ...], list[Call] | Staged] = {}
         self._others: list[int] = []  # in the last call
         self._last: list[Call] | Staged = []  # bound for these
@@ -208,7 +208,7 @@ class TwoShot(Plan):
         return bind_on_node(context, self._scratch, self._task, "two_shot", segment, memory)
 
     def close(self) -> None:
-        """Forget what was bound; a caller who still holds this binds again."""
+        """Forget what was bound; to run it again binds again."""
         self._bound.clear()
         self._others = []
 
@@ -223,7 +223,7 @@ def plan_two_shot(context: Context, scratch: NodeScratch, task: Task, source: Op
         source.view.size,
     )
 
-    def staging() -> Staging:  # kept by plans, so it must not hold an array
+    def staging() -> Staging:  # plans keep this function, so it must keep no array alive
         kernels, text = scratch.kernels(task), task.signature.text
         make = partial(Staging, context.board, context.instruments, text, task.dtype.storage, count, kernels)
         return plans.get(("staging", code), make)
@@ -251,8 +251,8 @@ def plan_two_shot(context: Context, scratch: NodeScratch, task: Task, source: Op
 class ToRoot(Plan):
     """The reduction of one array to a root.
 
-    Each rank reduces its block right into the root's result. Where that is private, the rank reduces into scratch and
-    copies from there, piece by piece; what no other rank can copy goes through the arena.
+    Each rank reduces its block into the root's result. Where that is private, the rank reduces into scratch and copies
+    from there, piece by piece. Arrays that no other rank can copy go through the arena.
     """
 
     def __init__(
@@ -334,7 +334,7 @@ class ToRoot(Plan):
         return bind_on_node(context, self._scratch, self._task, "two_shot", blocks, memory)
 
     def close(self) -> None:
-        """Forget what was bound; a caller who still holds this binds again."""
+        """Forget what was bound; to run it again binds again."""
         self._bound.clear()
 
 

@@ -1,4 +1,4 @@
-"""What a program calls: blocking collectives of all ranks, messages between two of them, communication buffers."""
+"""Functions for programs: blocking collectives of all ranks, messages between two of them, communication buffers."""
 
 from __future__ import annotations
 
@@ -165,12 +165,12 @@ def explain(
     op: ReduceOp | str = SUM,
     device: str | None = None,
 ) -> str:
-    """Say what would carry out a collective and why; see `Communicator.explain`."""
+    """Say which algorithm and path a collective would take, and why; see `Communicator.explain`."""
     return world().explain(nbytes, dtype, collective, op=op, device=device)
 
 
 def allreduce_init(array: Any, op: ReduceOp | str = SUM, *, out: Any = None, algorithm: str | None = None) -> Plan:
-    """Plan an allreduce that is run again and again; see `Plan`.
+    """Plan an allreduce that is run again and again; see `Plan`. Collective.
 
     Args:
         array: as for `Communicator.allreduce`, but no number; what it holds when the plan runs counts.
@@ -181,22 +181,22 @@ def allreduce_init(array: Any, op: ReduceOp | str = SUM, *, out: Any = None, alg
 
 
 def reduce_scatter_init(array: Any, op: ReduceOp | str = SUM, *, out: Any = None, algorithm: str | None = None) -> Plan:
-    """Plan a reduce-scatter; arguments as for `allreduce_init` and `Communicator.reduce_scatter`."""
+    """Plan a reduce-scatter, collectively; arguments as for `allreduce_init` and `Communicator.reduce_scatter`."""
     return _planned(Call(Collective.REDUCE_SCATTER, array, out, op, algorithm=algorithm))
 
 
 def allgather_init(array: Any, *, out: Any = None, algorithm: str | None = None) -> Plan:
-    """Plan an allgather; arguments as for `allreduce_init` and `Communicator.allgather`."""
+    """Plan an allgather, collectively; arguments as for `allreduce_init` and `Communicator.allgather`."""
     return _planned(Call(Collective.ALLGATHER, array, out, None, algorithm=algorithm))
 
 
 def broadcast_init(array: Any, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> Plan:
-    """Plan a broadcast; arguments as for `allreduce_init` and `Communicator.broadcast`."""
+    """Plan a broadcast, collectively; arguments as for `allreduce_init` and `Communicator.broadcast`."""
     return _planned(Call(Collective.BROADCAST, array, out, None, root, algorithm=algorithm))
 
 
 def alltoall_init(array: Any, *, out: Any = None, algorithm: str | None = None) -> Plan:
-    """Plan an exchange of equal parts; arguments as for `allreduce_init` and `Communicator.alltoall`."""
+    """Plan an alltoall of equal parts, collectively; arguments as for `allreduce_init` and `Communicator.alltoall`."""
     return _planned(Call(Collective.ALLTOALL, array, out, None, algorithm=algorithm))
 
 

@@ -1,4 +1,4 @@
-"""Collectives that a program plans once and runs again and again."""
+"""Persistent collectives: a program plans them once and runs them again and again."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ __all__ = ["Plan"]
 class Plan:
     """A collective with its arrays, planned once and run as often as wanted: a persistent collective of MPI-4.
 
-    `ringreduce.allreduce_init` and its kin make plans: collective calls, in which the ranks compare what they plan.
-    After that all ranks run the plan in the same order with their other calls. It keeps its arrays alive; what the
+    `ringreduce.allreduce_init` and its kin return plans. They are collective: the ranks compare what they plan. From
+    then on all ranks run the plan, in the same order with their other calls. A plan keeps its arrays alive. What the
     input holds at each run counts, and each result goes into the same array.
 
         with rr.allreduce_init(array, out=array) as plan:
             for _ in range(100):
                 array[:] = ...
-                plan.run()              # or plan.start(), something else meanwhile, plan.wait()
+                plan.run()  # or plan.start(), something else meanwhile, plan.wait()
 
     Source: MPI Forum, MPI: A Message-Passing Interface Standard, version 4.0, 2021, section 6.13.
 
     Args:
         communicator: of the ranks.
-        engine: of the same ranks; runs plans that are started.
-        call: what to run.
+        engine: of the same ranks; carries out what `start` begins.
+        call: to be made.
 
     Attributes:
         result: the array for the results.
 
     Raises:
-        RingReduceError: as the call itself; from making it, `run`, and `wait`.
+        RingReduceError: as the call itself does; on making the plan, from `run` and from `wait`.
     """
 
     def __init__(self, communicator: Communicator, engine: Engine, call: Call) -> None:
@@ -55,7 +55,7 @@ class Plan:
         return self._communicator.run(self._call)
 
     def start(self) -> None:
-        """Begin to carry the collective out; returns at once. The arrays must stay as they are until `wait` returns."""
+        """Begin the collective, on all ranks; returns at once. The arrays must not be used until `wait` returns."""
         self._require_idle()
         call = self._call
         operation = CollectiveOp(self._name, self._text, lambda communicator: communicator.run(call))
@@ -63,7 +63,7 @@ class Plan:
         self._under_way = operation
 
     def wait(self) -> Any:
-        """Return the result of what `start` began, once it is there.
+        """Wait for what `start` began, and return the result.
 
         Raises:
             ConfigError: it was not started.
@@ -74,7 +74,7 @@ class Plan:
         return self._engine.wait(operation)
 
     def close(self) -> None:
-        """Let go of the arrays, after what is under way; the plan cannot run again. Safe to call twice."""
+        """Wait for what `start` began, and let go of the arrays; the plan cannot run again. Safe to call twice."""
         if self._under_way is not None:
             self.wait()
         self._open = False
