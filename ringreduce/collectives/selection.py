@@ -135,7 +135,6 @@ RULES: tuple[Rule, ...] = (
     Rule(_ALLREDUCE, "power", "halving_doubling", _SINGLE % _FILLS_HALVING),
     Rule(_ALLREDUCE, "few", "direct", _SINGLE % _FILLS_DIRECT),
     Rule(_ALLREDUCE, "", "ring", _SINGLE % _FILLS_RING),
-    Rule(_ALLREDUCE | _REDUCE, "", "direct", _IN_ORDER, in_order=True),
     Rule(_REDUCE, "equal lanes", "hierarchical_binomial", "several nodes, {up_to}: few rounds", _BINOMIAL_IN_LANES),
     Rule(_REDUCE, "equal lanes", "hierarchical_chain", "several nodes, {over}: fills every link"),
     Rule(_REDUCE | _BROADCAST, "", "binomial", "several nodes, {up_to}: few rounds", _BINOMIAL),
@@ -146,6 +145,7 @@ RULES: tuple[Rule, ...] = (
     Rule(_BLOCKS, "few single", "direct", f"{_FEW_AT_ONCE}, one rank per node"),
     Rule(_REDUCE_SCATTER, "", "direct", "several nodes, {up_to}: one round", _DIRECT),
     Rule(_BLOCKS, "", "ring", "several nodes: each block crosses each link once"),
+    Rule(_ALLREDUCE | _REDUCE, "", "direct", _IN_ORDER, in_order=True),
 )
 
 

@@ -12,7 +12,7 @@ from ringreduce.common.reduce_ops import SUM
 from ringreduce.common.topology import Topology
 
 #: Where the rules change, bytes; docs and claims quote these.
-ONE_SHOT, ONE_SHOT_OF_MANY, SMALL, TREE = 16 << 10, 32 << 10, 24 << 10, 48 << 10
+ONE_SHOT, ONE_SHOT_OF_MANY, SMALL, TREE, HOP = 16 << 10, 32 << 10, 24 << 10, 48 << 10, 128 << 10
 
 ONE, NODE, FLAT, THREE, GRID, UNEVEN, UNEVEN_THREE, MANY, MANY_LANES = (
     Topology.uniform(1, 1),
@@ -25,6 +25,7 @@ ONE, NODE, FLAT, THREE, GRID, UNEVEN, UNEVEN_THREE, MANY, MANY_LANES = (
     Topology.uniform(17, 1),
     Topology.uniform(17, 2),
 )
+RULES = selection.RULES
 TOPOLOGIES = [ONE, NODE, FLAT, THREE, GRID, UNEVEN, UNEVEN_THREE, MANY, MANY_LANES]
 
 
@@ -38,6 +39,54 @@ def call(
 def choose(topology: Topology, nbytes: int, collective: Collective = Collective.ALLREDUCE, **settings) -> Choice:
     vendor = settings.pop("vendor", True)
     return selection.choose(call(topology, nbytes, collective, vendor=vendor), Config(**settings))
+
+
+@pytest.mark.parametrize(
+    ("topology", "nbytes", "algorithm"),
+    [
+        (NODE, 64 << 10, "load"),
+        (NODE, (64 << 10) + 1, "two_shot"),
+        (FLAT, 3 * HOP, "binomial"),
+        (FLAT, 3 * HOP + 1, "chain"),
+        (GRID, 4 * HOP, "hierarchical_binomial"),
+        (GRID, 4 * HOP + 1, "hierarchical_chain"),
+        (UNEVEN, 2 * HOP, "binomial"),
+    ],
+)
+def test_a_reduction_to_a_root_goes_by_size_and_topology(topology: Topology, nbytes: int, algorithm: str) -> None:
+    """Between nodes it goes along trees and chains, unless terms must be added in the order of ranks."""
+    assert choose(topology, nbytes, Collective.REDUCE).algorithm == algorithm
+    if not topology.single_node:
+        assert choose(topology, nbytes, Collective.REDUCE, deterministic=True).algorithm == "direct"
+
+
+def all_choices() -> list[tuple[str, str] | None]:
+    """Return what is chosen for all collectives on all kinds of topologies, around every limit; None: nothing."""
+    found: list[tuple[str, str] | None] = []
+    for topology in [*TOPOLOGIES, Topology.uniform(1, 2)]:
+        for collective in Collective:
+            limits = {rule.limit.of(topology) for rule in RULES if rule.limit is not None}
+            for nbytes in sorted({0, *limits, *(limit + 1 for limit in limits)}):
+                for deterministic in (False, True):
+                    try:
+                        choice = choose(topology, nbytes, collective, deterministic=deterministic)
+                        found.append((choice.algorithm, choice.reason))
+                    except (AssertionError, ConfigError):  # no rule, or an algorithm of other collectives
+                        found.append(None)
+    return found
+
+
+@pytest.mark.parametrize("row", range(len(RULES)))
+def test_each_rule_decides_something(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule applies to every problem; without any one row, some problem gets another choice or none."""
+    before = all_choices()
+    assert None not in before
+    monkeypatch.setattr(selection, "RULES", (*RULES[:row], *RULES[row + 1 :]))
+    selection._applicable.cache_clear()
+    try:
+        assert all_choices() != before
+    finally:
+        selection._applicable.cache_clear()
 
 
 @pytest.mark.parametrize(
