@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from math import prod
+from types import ModuleType
 
 import ml_dtypes
 import numpy as np
@@ -857,6 +858,33 @@ def test_calls_that_come_again(size: int, private_memory: bool, node_size: int |
                     )
 
     run_ranks(size, body, node_size=node_size, config=config)
+
+
+@pytest.mark.parametrize("node_size", [None, 1])
+@pytest.mark.parametrize("library", [np, torch])
+@pytest.mark.parametrize("count", [4, 4004])
+def test_arrays_with_gaps_come_again(count: int, library: ModuleType, node_size: int | None) -> None:
+    """What such an array holds at each call counts, not what it held when it was copied for an earlier one."""
+
+    def body(communicator: rr.Communicator) -> None:
+        rank, size = communicator.rank, communicator.size
+        array, out = library.zeros(2 * count, dtype=library.int64)[::2], library.zeros(count // size, dtype=library.int64)
+        for turn in range(3):
+            wholes = [np.arange(count) * (q + 1) + turn for q in range(size)]
+            array[:] = library.asarray(wholes[rank])
+            own = slice(rank * count // size, (rank + 1) * count // size)
+            for room in (None, out):
+                assert_equal(as_numpy(communicator.scatter(array, 1, out=room)), wholes[1][own])
+                assert_equal(as_numpy(communicator.reduce_scatter(array, out=room)), sum(wholes)[own])
+            assert_equal(as_numpy(communicator.broadcast(array, 1)), wholes[1])
+            assert_equal(as_numpy(communicator.alltoall(array)), np.concatenate([each[own] for each in wholes]))
+            assert_equal(as_numpy(communicator.allgather(array)), np.concatenate(wholes))
+            gathered, total = communicator.gather(array, 1), communicator.reduce(array, 1)
+            if rank == 1:
+                assert_equal(as_numpy(gathered), np.concatenate(wholes))
+                assert_equal(as_numpy(total), sum(wholes))
+
+    run_ranks(2, body, node_size=node_size)
 
 
 @pytest.mark.parametrize("node_size", [None, 1, 2])
