@@ -26,8 +26,9 @@ __all__ = ["Kept", "Place", "Plan", "Plans", "Repeat"]
 #: Returns flat, contiguous memory for a result, once it is known what the other ranks give: see `Mover`.
 Place = Callable[[Sequence[int]], Operand]
 
-#: Plans of one communicator. The one unused for longest goes first.
-_LIMIT = 256
+#: Plans of one communicator. Once there are more, those unused for longest go, until so many are left: several at a
+#: time, as no call is repeated by what was known of it before that.
+_LIMIT, _LEFT = 256, 192
 #: Choices of algorithm and path, which are a few hundred bytes each.
 _CHOICES = 4096
 
@@ -123,11 +124,11 @@ class Plans:
         return plan  # type: ignore[no-any-return]
 
     def trim(self) -> None:
-        """Drop plans that were unused for longest, if there are too many. No call may be under way."""
-        while len(self._plans) > _LIMIT:
-            self.repeats.clear()  # some may run the plan that goes
-            self._plans.popitem(last=False)[1].close()
+        """Drop plans that were unused for longest, as there are too many. No call may be under way."""
         self.crowded = False
+        self.repeats.clear()  # some may run a plan that goes
+        while len(self._plans) > _LEFT:
+            self._plans.popitem(last=False)[1].close()
 
     def choice(self, kind: Hashable, make: Callable[[], C]) -> C:
         """Return what was chosen for a kind of call; choose if nothing was."""

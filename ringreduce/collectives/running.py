@@ -82,6 +82,7 @@ class Runner:
             or not repeat.is_array(array)
             or not (repeat.is_out is None or repeat.is_out(out))
             or instruments.observers
+            or self._plans.crowded  # a repeat into a new array makes plans, too
         ):
             return MISSED
         state, tally, nbytes = self._state, repeat.tally, repeat.nbytes
@@ -106,6 +107,8 @@ class Runner:
     def perform(self, call: Call) -> Any:
         """Check, choose, plan and run a call; remember how to repeat it."""
         self._state.require_open()
+        if self._plans.crowded:
+            self._plans.trim()
         prepared = self.planner.prepare[call.collective](call)
         source = prepared.source
         if prepared.codec is not None:
@@ -162,8 +165,6 @@ class Runner:
         if prepared.again is not None and call.splits is None and call.compression is None:
             tally = self._tallies[call.collective.value]
             self._plans.keep(call, prepared.again, tally, counted, counts_result=counts_result)
-        if self._plans.crowded:
-            self._plans.trim()
         if result is None:
             return None
         out = result.finish()

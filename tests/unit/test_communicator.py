@@ -776,6 +776,26 @@ def test_a_bound_call_outlives_its_plan() -> None:
     assert run_ranks(2, body) == [6.0, 6.0]
 
 
+@pytest.mark.parametrize("name", ["allreduce", "broadcast", "allgather", "reduce_scatter", "alltoall"])
+@pytest.mark.parametrize("node_size", [None, 1])
+def test_new_results_that_are_kept_leave_few_plans(node_size: int | None, name: str) -> None:
+    """Where one rank keeps all results of a call that it repeats, each is elsewhere, and is not planned for for ever."""
+
+    def body(communicator: rr.Communicator) -> int:
+        array, kept = communicator.empty(2 * 5000), []
+        for turn in range(600):
+            array[:] = turn + communicator.rank
+            result = getattr(communicator, name)(array)
+            expected_first = turn if name in ("broadcast", "allgather", "alltoall") else 2 * turn + 1
+            assert result[0] == expected_first
+            if communicator.rank == 1:
+                kept.append(result)
+        assert communicator.tallies[name].calls == 600
+        return len(communicator._context.plans._plans)
+
+    assert max(run_ranks(2, body, node_size=node_size)) < 300
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_results_go_into_views_of_any_stride(dtype: str) -> None:
     """Reversed views are reduced in place, for 16-bit floats too, whose kernels take no negative strides."""
