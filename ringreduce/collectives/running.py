@@ -226,14 +226,17 @@ class Runner:
         result, source = prepared.result, prepared.source
         if isinstance(source, Operand) and source.is_copy:
             raise UnsupportedBufferError(
-                f"{name} takes an array, whose content may change from run to run; got a number"
+                f"{name} takes an array, whose content may change from run to run; got a number, or a lazy conjugate"
             )
         text = self.planner.task(prepared).signature.text
+        signature = Signature.of(name + text.removeprefix(call.collective.value), waits=False)
         try:
-            self._context.meet(Signature.of(name + text.removeprefix(call.collective.value), waits=False))
-            if result is not None and result.operand is None:
+            self._context.meet(signature)
+            if prepared.numbers:
                 told = self.perform(Call(Collective.ALLGATHER, np.array([prepared.numbers]))).tolist()
-                result.place(received_rows(text, told, self._context.rank))
+                rows = received_rows(signature.text, told, self._context.rank)
+                if result is not None and result.operand is None:
+                    result.place(rows)
         except BaseException as error:
             self._state.fail(error)
             raise
