@@ -162,7 +162,8 @@ class Runner:
         counted, counts_result = prepared.counted, prepared.counts_result and call.out is None
         if prepared.counts_result and result is not None and result.operand is not None:
             counted = result.operand.nbytes
-        if prepared.again is not None and call.splits is None and call.compression is None:
+        repeatable = call.splits is None and call.compression is None
+        if prepared.again is not None and repeatable and self._state.open:  # another thread may have given up
             tally = self._tallies[call.collective.value]
             self._plans.keep(call, prepared.again, tally, counted, counts_result=counts_result)
         if result is None:

@@ -1115,3 +1115,22 @@ def test_nothing_is_done_after_a_rank_has_given_up() -> None:
             communicator.allreduce(array, out=array)
 
     run_ranks(2, body)
+
+
+def test_a_call_in_which_a_rank_gave_up_is_not_repeated() -> None:
+    """Another thread may give up during a call, which ends well; the next one is refused as others are."""
+
+    def body(communicator: rr.Communicator) -> None:
+        class GivingUp(rr.Instrument):
+            def collective_finished(self, *_: object) -> None:
+                communicator.give_up(RuntimeError("enough"))
+
+        array, observer = np.ones(3), GivingUp()
+        communicator.instruments.add(observer)
+        communicator.allreduce(array, out=array)
+        communicator.instruments.remove(observer)
+        with pytest.raises(rr.TransportError, match="enough"):
+            communicator.allreduce(array, out=array)
+        assert array.tolist() == [2.0] * 3
+
+    run_ranks(2, body)
