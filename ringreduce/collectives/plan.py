@@ -192,7 +192,7 @@ def _same(array: Any, forget: Callable[[object], object], *, written: bool) -> C
             )
 
         return is_same
-    # `set_`, `resize_`, ``data =`` and `t_` change a tensor, and its storage can be made smaller.
+    # `set_`, `resize_`, ``data =`` and `t_` change a tensor, also to a lazy view; and its storage can be made smaller.
     address, kind, size, strides = array.data_ptr(), array.dtype, array.shape, array.stride()
     nbytes = array.untyped_storage().nbytes()
     return lambda given: (
@@ -202,4 +202,5 @@ def _same(array: Any, forget: Callable[[object], object], *, written: bool) -> C
         and given.shape == size
         and given.stride() == strides
         and given.untyped_storage().nbytes() == nbytes
+        and not (given.is_conj() or given.is_neg())
     )

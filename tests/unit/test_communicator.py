@@ -414,6 +414,20 @@ def test_repeats_follow_a_tensor_to_other_memory(count: int) -> None:
     in_world(2, None, check)
 
 
+def test_a_tensor_that_becomes_a_lazy_view_of_its_memory() -> None:
+    """One that is conjugated by ``data =`` has the same memory, shape and strides, and other values."""
+
+    def body(communicator: rr.Communicator) -> list[complex]:
+        tensor, out = torch.full((4,), 1 + 2j), torch.empty(4, dtype=torch.complex64)
+        found = []
+        for _ in range(3):
+            found.append(complex(communicator.allreduce(tensor, out=out)[0]))
+            tensor.data = tensor.data.conj()
+        return found
+
+    assert run_ranks(2, body) == [[2 + 4j, 2 - 4j, 2 + 4j]] * 2
+
+
 def test_a_tensor_transposed_in_place_on_one_rank() -> None:
     """Elements are matched by their indices, also where the strides changed since the call was bound."""
 
