@@ -26,9 +26,9 @@ __all__ = ["Kept", "Place", "Plan", "Plans", "Repeat"]
 #: Returns flat, contiguous memory for a result, once it is known what the other ranks give: see `Mover`.
 Place = Callable[[Sequence[int]], Operand]
 
-#: Plans of one communicator. Once there are more, those unused for longest go, until so many are left: several at a
-#: time, as no call is repeated by what was known of it before that.
-_LIMIT, _LEFT = 256, 192
+#: The most plans of one communicator, and how many stay once there are more: those used last. Many go at a time, as all
+#: repeats go with them.
+_LIMIT, _STAY = 256, 192
 #: Choices of algorithm and path, which are a few hundred bytes each.
 _CHOICES = 4096
 
@@ -127,7 +127,7 @@ class Plans:
         """Drop plans that were unused for longest, as there are too many. No call may be under way."""
         self.crowded = False
         self.repeats.clear()  # some may run a plan that goes
-        while len(self._plans) > _LEFT:
+        while len(self._plans) > _STAY:
             self._plans.popitem(last=False)[1].close()
 
     def choice(self, kind: Hashable, make: Callable[[], C]) -> C:

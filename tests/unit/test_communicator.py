@@ -793,7 +793,7 @@ def test_a_bound_call_outlives_its_plan() -> None:
 @pytest.mark.parametrize("name", ["allreduce", "broadcast", "allgather", "reduce_scatter", "alltoall"])
 @pytest.mark.parametrize("node_size", [None, 1])
 def test_new_results_that_are_kept_leave_few_plans(node_size: int | None, name: str) -> None:
-    """Where one rank keeps all results of a call that it repeats, each is elsewhere, and is not planned for for ever."""
+    """Where a rank keeps all results of a call that it repeats, each is elsewhere, and old plans for them go."""
 
     def body(communicator: rr.Communicator) -> int:
         array, kept = communicator.empty(2 * 5000), []
@@ -902,7 +902,10 @@ def test_arrays_with_gaps_come_again(count: int, library: ModuleType, node_size:
 
     def body(communicator: rr.Communicator) -> None:
         rank, size = communicator.rank, communicator.size
-        array, out = library.zeros(2 * count, dtype=library.int64)[::2], library.zeros(count // size, dtype=library.int64)
+        array, out = (
+            library.zeros(2 * count, dtype=library.int64)[::2],
+            library.zeros(count // size, dtype=library.int64),
+        )
         for turn in range(3):
             wholes = [np.arange(count) * (q + 1) + turn for q in range(size)]
             array[:] = library.asarray(wholes[rank])
