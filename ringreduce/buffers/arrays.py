@@ -261,7 +261,7 @@ def unowned(array: npt.NDArray[Any], address: int = -1) -> npt.NDArray[Any]:
     """View the memory of a contiguous array, as one dimension and writable, without keeping it alive.
 
     For plans, which outlive the arrays that they were made for: the caller that runs one holds an array at that
-        address.
+    address.
 
     Args:
         array: contiguous.

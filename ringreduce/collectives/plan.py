@@ -26,8 +26,9 @@ __all__ = ["Kept", "Place", "Plan", "Plans", "Repeat"]
 #: Returns flat, contiguous memory for a result; called with what the other ranks give: see `Mover`.
 Place = Callable[[Sequence[int]], Operand]
 
-#: Plans of one communicator. The one unused for longest goes first.
-_LIMIT = 256
+#: The most plans of one communicator, and how many stay once there are more: those used last. Many go at a time, as all
+#: repeats go with them.
+_LIMIT, _STAY = 256, 192
 #: Choices of algorithm and path, which are a few hundred bytes each.
 _CHOICES = 4096
 
@@ -123,11 +124,11 @@ class Plans:
         return plan  # type: ignore[no-any-return]
 
     def trim(self) -> None:
-        """Close the plans that were unused for longest, if there are too many. No call may be under way."""
-        while len(self._plans) > _LIMIT:
-            self.repeats.clear()  # some may run the plan that goes
-            self._plans.popitem(last=False)[1].close()
+        """Close the plans that were unused for longest, as there are too many. No call may be under way."""
         self.crowded = False
+        self.repeats.clear()  # some may run a plan that goes
+        while len(self._plans) > _STAY:
+            self._plans.popitem(last=False)[1].close()
 
     def choice(self, kind: Hashable, make: Callable[[], C]) -> C:
         """Return what was chosen for a kind of call; choose if it is new."""
@@ -191,7 +192,7 @@ def _same(array: Any, forget: Callable[[object], object], *, written: bool) -> C
             )
 
         return is_same
-    # `set_`, `resize_`, ``data =`` and `t_` change a tensor, and its storage can be made smaller.
+    # `set_`, `resize_`, ``data =`` and `t_` change a tensor, also to a lazy view; and its storage can be made smaller.
     address, kind, size, strides = array.data_ptr(), array.dtype, array.shape, array.stride()
     nbytes = array.untyped_storage().nbytes()
     return lambda given: (
@@ -201,4 +202,5 @@ def _same(array: Any, forget: Callable[[object], object], *, written: bool) -> C
         and given.shape == size
         and given.stride() == strides
         and given.untyped_storage().nbytes() == nbytes
+        and not (given.is_conj() or given.is_neg())
     )

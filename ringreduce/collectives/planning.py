@@ -400,8 +400,8 @@ class Planner:
             result, part = Result(operands, out=call.out, operand=target), (target.shape, target.dtype)
         source = Operand(np.empty(0, np.uint8), DTYPES["uint8"])
         if given is not None and self._rank == root:
-            whole = flat(given)
-            source = Operand(whole.view.view(np.uint8), DTYPES["uint8"], whole.address)
+            whole, is_copy = flat(given), given.is_copy or not given.contiguous
+            source = Operand(whole.view.view(np.uint8), DTYPES["uint8"], whole.address, is_copy=is_copy)
         counted = source.nbytes or (0 if part is None else prod(part[0]) * part[1].itemsize)
         return Prepared(
             *(call, source, result, None, f"root {root}", source.dtype),

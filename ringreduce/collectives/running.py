@@ -82,6 +82,7 @@ class Runner:
             or not repeat.is_array(array)
             or not (repeat.is_out is None or repeat.is_out(out))
             or instruments.observers
+            or self._plans.crowded  # a repeat into a new array makes plans, too
         ):
             return MISSED
         state, tally, nbytes = self._state, repeat.tally, repeat.nbytes
@@ -106,6 +107,8 @@ class Runner:
     def perform(self, call: Call) -> Any:
         """Check, choose, plan and run a call; remember how to repeat it."""
         self._state.require_open()
+        if self._plans.crowded:
+            self._plans.trim()
         prepared = self.planner.prepare[call.collective](call)
         source = prepared.source
         if prepared.codec is not None:
@@ -159,11 +162,10 @@ class Runner:
         counted, counts_result = prepared.counted, prepared.counts_result and call.out is None
         if prepared.counts_result and result is not None and result.operand is not None:
             counted = result.operand.nbytes
-        if prepared.again is not None and call.splits is None and call.compression is None:
+        repeatable = call.splits is None and call.compression is None
+        if prepared.again is not None and repeatable and self._state.open:  # another thread may have given up
             tally = self._tallies[call.collective.value]
             self._plans.keep(call, prepared.again, tally, counted, counts_result=counts_result)
-        if self._plans.crowded:
-            self._plans.trim()
         if result is None:
             return None
         out = result.finish()
@@ -225,14 +227,17 @@ class Runner:
         result, source = prepared.result, prepared.source
         if isinstance(source, Operand) and source.is_copy:
             raise UnsupportedBufferError(
-                f"{name} takes an array, whose content may change from run to run; got a number"
+                f"{name} takes an array, whose content may change from run to run; got a number, or a lazy conjugate"
             )
         text = self.planner.task(prepared).signature.text
+        signature = Signature.of(name + text.removeprefix(call.collective.value), waits=False)
         try:
-            self._context.meet(Signature.of(name + text.removeprefix(call.collective.value), waits=False))
-            if result is not None and result.operand is None:
+            self._context.meet(signature)
+            if prepared.numbers:
                 told = self.perform(Call(Collective.ALLGATHER, np.array([prepared.numbers]))).tolist()
-                result.place(received_rows(text, told, self._context.rank))
+                rows = received_rows(signature.text, told, self._context.rank)
+                if result is not None and result.operand is None:
+                    result.place(rows)
         except BaseException as error:
             self._state.fail(error)
             raise

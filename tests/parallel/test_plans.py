@@ -55,6 +55,23 @@ def test_every_collective_that_can_be_planned(world: rr.Communicator) -> None:
         assert all(plan.result is got[name] for name, plan in plans.items())
 
 
+def test_some_ranks_give_an_array_for_the_result(world: rr.Communicator) -> None:
+    """It is up to each rank, as in the call; one of the wrong size is an error on all ranks, and the world goes on."""
+    rank, size = world.rank, world.size
+    rows, equal, total = np.full(rank + 1, float(rank)), np.arange(size) + 10.0 * rank, size * (size + 1) // 2
+    out = np.empty(total) if rank == 0 else None
+    gather, exchange = rr.allgather_init(rows, out=out), rr.alltoall_init(equal, out=None if rank == 0 else equal)
+    for turn in range(3):
+        rows[:], equal[:] = rank + turn, np.arange(size) + 10 * rank + turn
+        gathered = np.concatenate([np.full(peer + 1, peer + turn) for peer in range(size)])
+        np.testing.assert_array_equal(gather.run(), gathered)
+        np.testing.assert_array_equal(exchange.run(), np.arange(size) * 10 + rank + turn)
+    assert gather.result is out or rank != 0
+    with pytest.raises(rr.MismatchError, match=rf"allgather_init.*out has {total + 1} rows, and the result {total}"):
+        rr.allgather_init(rows, out=np.empty(total + 1) if rank == 0 else None)
+    assert rr.allreduce(1) == size
+
+
 @pytest.mark.sizes(2, 3, 4)
 def test_plans_that_differ_are_an_error_on_all_ranks(world: rr.Communicator) -> None:
     """They are compared when they are made, and the world goes on."""

@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from math import prod
+from types import ModuleType
 
 import ml_dtypes
 import numpy as np
@@ -413,6 +414,20 @@ def test_repeats_follow_a_tensor_to_other_memory(count: int) -> None:
     in_world(2, None, check)
 
 
+def test_a_tensor_that_becomes_a_lazy_view_of_its_memory() -> None:
+    """One that is conjugated by ``data =`` has the same memory, shape and strides, and other values."""
+
+    def body(communicator: rr.Communicator) -> list[complex]:
+        tensor, out = torch.full((4,), 1 + 2j), torch.empty(4, dtype=torch.complex64)
+        found = []
+        for _ in range(3):
+            found.append(complex(communicator.allreduce(tensor, out=out)[0]))
+            tensor.data = tensor.data.conj()
+        return found
+
+    assert run_ranks(2, body) == [[2 + 4j, 2 - 4j, 2 + 4j]] * 2
+
+
 def test_a_tensor_transposed_in_place_on_one_rank() -> None:
     """Elements are matched by their indices, also where the strides changed since the call was bound."""
 
@@ -775,6 +790,26 @@ def test_a_bound_call_outlives_its_plan() -> None:
     assert run_ranks(2, body) == [6.0, 6.0]
 
 
+@pytest.mark.parametrize("name", ["allreduce", "broadcast", "allgather", "reduce_scatter", "alltoall"])
+@pytest.mark.parametrize("node_size", [None, 1])
+def test_new_results_that_are_kept_leave_few_plans(node_size: int | None, name: str) -> None:
+    """Where a rank keeps all results of a call that it repeats, each is elsewhere, and old plans for them go."""
+
+    def body(communicator: rr.Communicator) -> int:
+        array, kept = communicator.empty(2 * 5000), []
+        for turn in range(600):
+            array[:] = turn + communicator.rank
+            result = getattr(communicator, name)(array)
+            expected_first = turn if name in ("broadcast", "allgather", "alltoall") else 2 * turn + 1
+            assert result[0] == expected_first
+            if communicator.rank == 1:
+                kept.append(result)
+        assert communicator.tallies[name].calls == 600
+        return len(communicator._context.plans._plans)
+
+    assert max(run_ranks(2, body, node_size=node_size)) < 300
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_results_go_into_views_of_any_stride(dtype: str) -> None:
     """Reversed views are reduced in place, for 16-bit floats too, whose kernels take no negative strides."""
@@ -857,6 +892,36 @@ def test_calls_that_come_again(size: int, private_memory: bool, node_size: int |
                     )
 
     run_ranks(size, body, node_size=node_size, config=config)
+
+
+@pytest.mark.parametrize("node_size", [None, 1])
+@pytest.mark.parametrize("library", [np, torch])
+@pytest.mark.parametrize("count", [4, 4004])
+def test_arrays_with_gaps_come_again(count: int, library: ModuleType, node_size: int | None) -> None:
+    """What such an array holds at each call counts, not what it held when it was copied for an earlier one."""
+
+    def body(communicator: rr.Communicator) -> None:
+        rank, size = communicator.rank, communicator.size
+        array, out = (
+            library.zeros(2 * count, dtype=library.int64)[::2],
+            library.zeros(count // size, dtype=library.int64),
+        )
+        for turn in range(3):
+            wholes = [np.arange(count) * (q + 1) + turn for q in range(size)]
+            array[:] = library.asarray(wholes[rank])
+            own = slice(rank * count // size, (rank + 1) * count // size)
+            for room in (None, out):
+                assert_equal(as_numpy(communicator.scatter(array, 1, out=room)), wholes[1][own])
+                assert_equal(as_numpy(communicator.reduce_scatter(array, out=room)), sum(wholes)[own])
+            assert_equal(as_numpy(communicator.broadcast(array, 1)), wholes[1])
+            assert_equal(as_numpy(communicator.alltoall(array)), np.concatenate([each[own] for each in wholes]))
+            assert_equal(as_numpy(communicator.allgather(array)), np.concatenate(wholes))
+            gathered, total = communicator.gather(array, 1), communicator.reduce(array, 1)
+            if rank == 1:
+                assert_equal(as_numpy(gathered), np.concatenate(wholes))
+                assert_equal(as_numpy(total), sum(wholes))
+
+    run_ranks(2, body, node_size=node_size)
 
 
 @pytest.mark.parametrize("node_size", [None, 1, 2])
@@ -1065,5 +1130,24 @@ def test_nothing_is_done_after_a_rank_has_given_up() -> None:
         communicator.give_up(RuntimeError("enough"))
         with pytest.raises(rr.TransportError):
             communicator.allreduce(array, out=array)
+
+    run_ranks(2, body)
+
+
+def test_a_call_in_which_a_rank_gave_up_is_not_repeated() -> None:
+    """Another thread may give up during a call, which ends well; the next one is refused as others are."""
+
+    def body(communicator: rr.Communicator) -> None:
+        class GivingUp(rr.Instrument):
+            def collective_finished(self, *_: object) -> None:
+                communicator.give_up(RuntimeError("enough"))
+
+        array, observer = np.ones(3), GivingUp()
+        communicator.instruments.add(observer)
+        communicator.allreduce(array, out=array)
+        communicator.instruments.remove(observer)
+        with pytest.raises(rr.TransportError, match="enough"):
+            communicator.allreduce(array, out=array)
+        assert array.tolist() == [2.0] * 3
 
     run_ranks(2, body)
