@@ -28,7 +28,7 @@ _LOOK_EVERY_S = 1.0
 #: end but a good one becomes one. And it says what mpirun does not, whose status is 0 even if no rank has ended well.
 SUPERVISOR = (
     *("sh", "-c"),
-    'trap "" USR2; say() { printf "\\036ringreduce: rank $OMPI_COMM_WORLD_RANK on %s $1\\n" '
+    'trap "" USR2; export RINGREDUCE_MARKS="$$ $(readlink "/proc/$$/fd/2")"; say() { printf "\\036ringreduce: rank $OMPI_COMM_WORLD_RANK on %s $1\\n" '
     '"${PMIX_HOSTNAME:-$(uname -n)}" >&2; }; say "has begun"; "$@"; code=$?; '
     'if [ "$code" -eq 0 ]; then say "has ended well"; else say "has died"; kill -KILL $$; fi',
     "ringreduce-rank",

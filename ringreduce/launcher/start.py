@@ -17,9 +17,6 @@ __all__ = ["UNNAMED", "Start"]
 #: The host of ranks where mpirun finds the hosts itself, or where there is this machine alone.
 UNNAMED = ""
 
-#: The file descriptor of ranks that stays what standard error is for their launcher, also where their own is a file.
-_STANDARD_ERROR, _MARKS = 2, 9
-
 #: The shell that gives a rank a file for all that it writes, and becomes it. Nothing is in between: what a rank wrote
 #: before it was killed is in the file. Rank 0's is shown by processes that are nobody's children, so that the program
 #: does not wait for them. They end after the rank, and do not wait until the launcher has taken note of its end:
@@ -33,7 +30,7 @@ _INTO_FILE = (
     'if [ "$rank" -eq 0 ]; then first=$(($(wc -c <"$file") + 1)); '
     '((tail -c "+$first" -s 0.1 -f "$file" 2>/dev/null & '
     "while rank_lives; do sleep 0.5; done; sleep 0.2; kill $!) 2>/dev/null &); fi; "
-    f'exec "$@" {_MARKS}>&2 >>"$file" 2>&1',
+    'exec "$@" >>"$file" 2>&1',
     "ringreduce-log",
 )
 
@@ -105,8 +102,6 @@ class Start:
             settings["RINGREDUCE_MIN_NP"] = str(spec.least)
         if spec.growth:
             settings["RINGREDUCE_BEGINS_AGAIN"] = "1"
-        if spec.elastic:
-            settings["RINGREDUCE_MARKS"] = str(_STANDARD_ERROR if spec.folder is None else _MARKS)
         settings["RINGREDUCE_START_TIMEOUT"] = f"{spec.start_timeout_s:g}"
         if spec.folder is not None and "PYTHONUNBUFFERED" not in os.environ:
             settings["PYTHONUNBUFFERED"] = "1"  # or what is written to a file comes late, and errors before the rest

@@ -134,8 +134,7 @@ def connect(comm: MPI.Intracomm | Sequence[int] | None, settings: Config) -> Con
         from ringreduce.transport import mpi, mpi_job
 
         job = mpi.world()
-    if said.marks is not None:
-        tell_launcher("is connected")
+    tell_launcher("is connected")
     if comm is None:
         if job.size == 1 and said.launcher is not None:
             raise ConfigError(_unconnected(said, said.launcher, mpi.library()))

@@ -117,6 +117,53 @@ def test_a_rank_that_stops_while_the_others_look_who_is_left_is_killed(tmp_path:
     assert "rank 2 of the job does not go on, and is killed" in done.stderr
 
 
+DIES_IN_TRAINING = """
+import os, signal, sys
+import numpy as np
+import ringreduce as rr
+from ringreduce.elastic import ObjectState, run
+
+rr.init()
+me = rr.rank()
+
+@run
+def train(state):
+    while state.step < 5:
+        if (me, state.step) == (1, 2):
+            os.kill(os.getpid(), signal.SIGKILL)
+        state.total += float(rr.allreduce(np.ones(1))[0])
+        state.step += 1
+        state.commit()
+
+state = ObjectState(rr.broadcast_object, rr.rank, step=0, total=0.0)
+train(state)
+print(rr.size(), state.total)
+"""
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        ("sh", "-c", '"$@" 2>"log-$OMPI_COMM_WORLD_RANK"', "sh"),
+        (sys.executable, "-c", "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:], stderr=subprocess.DEVNULL))"),
+        ("sh", "-c", '"$@" 2>&-', "sh"),
+    ],
+    ids=["a file", "nowhere, from a program that closes files", "closed"],
+)
+def test_ranks_may_write_their_errors_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, between: tuple[str, ...]
+) -> None:
+    """The launcher hears all the same that they are connected, and nothing that is meant for it is in their files."""
+    monkeypatch.chdir(tmp_path)
+    program = tmp_path / "train.py"
+    program.write_text(DIES_IN_TRAINING)
+    done = run("--elastic", "-np", 3, *between, sys.executable, program)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["2 12.0"] * 2
+    assert "has died before" not in done.stderr
+    assert not any("\x1e" in path.read_text() for path in tmp_path.glob("log-*"))
+
+
 DIES_BEFORE_INIT = """
 import os, sys
 if os.environ["OMPI_COMM_WORLD_RANK"] == "1" and "RINGREDUCE_RESTART" not in os.environ:
