@@ -151,7 +151,8 @@ def tell_launcher(what: str) -> None:
     for path in ("/proc/self/fd/2", f"/proc/{shell}/fd/2"):
         with suppress(OSError):
             if os.readlink(path) == file:
-                return _append(path, mark)
+                _append(path, mark)
+                return
     _log.warning("ringreduce run does not hear that this rank %s: it cannot write to %s", what, file)
 
 

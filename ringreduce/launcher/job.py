@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from ringreduce.launcher.failures import KEPT_NBYTES
 
-__all__ = ["HEARING", "SUPERVISOR", "Job", "Mark", "MarkReader", "Notices", "say"]
+__all__ = ["HEARING", "SUPERVISOR", "Job", "Mark", "MarkReader", "Notices", "end_with_parent", "say"]
 
 _INTERRUPTED = 128 + signal.SIGINT
 #: How often to look whether mpirun has ended (seconds).
@@ -28,7 +28,8 @@ _LOOK_EVERY_S = 1.0
 #: end but a good one becomes one. And it says what mpirun does not, whose status is 0 even if no rank has ended well.
 SUPERVISOR = (
     *("sh", "-c"),
-    'trap "" USR2; export RINGREDUCE_MARKS="$$ $(readlink "/proc/$$/fd/2")"; say() { printf "\\036ringreduce: rank $OMPI_COMM_WORLD_RANK on %s $1\\n" '
+    'trap "" USR2; export RINGREDUCE_MARKS="$$ $(readlink "/proc/$$/fd/2")"; '
+    'say() { printf "\\036ringreduce: rank $OMPI_COMM_WORLD_RANK on %s $1\\n" '
     '"${PMIX_HOSTNAME:-$(uname -n)}" >&2; }; say "has begun"; "$@"; code=$?; '
     'if [ "$code" -eq 0 ]; then say "has ended well"; else say "has died"; kill -KILL $$; fi',
     "ringreduce-rank",
@@ -165,7 +166,7 @@ class Job:
             stderr=subprocess.PIPE,
             bufsize=0,
             start_new_session=keeps_on,  # a hangup is sent to all processes of a session
-            preexec_fn=partial(_end_with_parent, os.getpid()),
+            preexec_fn=partial(end_with_parent, os.getpid()),
         )
         ending = [signal.SIGTERM] if keeps_on else [signal.SIGTERM, signal.SIGHUP]
         self._handled_before = {each: signal.signal(each, self._on_signal) for each in ending}
@@ -262,8 +263,12 @@ class Job:
 _libc = ctypes.CDLL(None, use_errno=True)  # now: there must be no import between fork and exec
 
 
-def _end_with_parent(parent: int) -> None:
-    """Let this process, just forked, get SIGTERM when its parent ends in whatever way: mpirun ends its ranks then."""
+def end_with_parent(parent: int) -> None:
+    """Let this process, just forked, get SIGTERM when its parent ends in whatever way: launchers end their ranks then.
+
+    Args:
+        parent: that process.
+    """
     if sys.platform == "linux":
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
