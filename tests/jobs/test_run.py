@@ -186,11 +186,14 @@ def test_a_signal_ends_all_ranks(tmp_path: Path, number: signal.Signals, to_all:
     assert words in said
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
 @pytest.mark.parametrize("options", [(), ("--elastic", "--max-restarts", "3")], ids=["", "elastic"])
-def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_ranks_end_with_a_launcher_that_is_killed(
+    tmp_path: Path, number: signal.Signals, options: tuple[str, ...]
+) -> None:
     """Whatever they do, and however often they may be started again."""
     with started(tmp_path, "import time; time.sleep(100)", *options) as (job, reader):
-        job.kill()
+        job.send_signal(number)
         while select.select([reader], [], [], 5.0)[0]:
             if not os.read(reader, 100):
                 return
