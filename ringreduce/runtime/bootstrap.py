@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from ringreduce.common import processes
 from ringreduce.common.config import Config
-from ringreduce.common.errors import ConfigError, name_ranks
+from ringreduce.common.errors import CollectiveTimeoutError, ConfigError, name_ranks
 from ringreduce.common.launch import TORCHRUN, Launch, Launcher, launch, tell_launcher
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.messages import Messages
@@ -24,7 +24,7 @@ from ringreduce.transport.waiting import Waiter
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Connection", "RankAbove", "connect", "job_connection"]
+__all__ = ["Connection", "Limit", "RankAbove", "connect", "job_connection"]
 
 _STANDARD_ERROR = 2
 _LATE = 75  # the exit code of a rank that others keep waiting: EX_TEMPFAIL of sysexits.h
@@ -71,6 +71,32 @@ class Connection(Protocol):
             PeerLostError: one more was lost meanwhile. All that are left may try again.
             CollectiveTimeoutError: a rank that lives did not come.
         """
+
+
+class Limit(NamedTuple):
+    """How long to wait for ranks that have not come, and what sets that."""
+
+    seconds: float
+    option: str
+
+    @classmethod
+    def of_init(cls, settings: Config) -> Limit:
+        """Return how long `init` waits until all ranks have called it."""
+        start_s = launch().start_timeout_s
+        return cls.usual(settings) if start_s is None else cls(start_s, "--start-timeout")
+
+    @classmethod
+    def usual(cls, settings: Config) -> Limit:
+        """Return how long everything else waits."""
+        return cls(settings.timeout_s, "RINGREDUCE_TIMEOUT")
+
+    @contextmanager
+    def waiter(self) -> Iterator[Waiter]:
+        """Give a waiter of this limit; the error of one that has waited in vain says what sets it."""
+        try:
+            yield Waiter(self.seconds)
+        except CollectiveTimeoutError as error:
+            raise CollectiveTimeoutError(f"{error}; {self.option} sets this limit") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +166,8 @@ def connect(comm: MPI.Intracomm | Sequence[int] | None, settings: Config) -> Con
             raise ConfigError(_unconnected(said, said.launcher, mpi.library()))
         return mpi_job.MpiRanks(job)
     if ranks is not None:
-        return mpi_job.MpiRanks(mpi_job.subworld(ranks, Waiter(settings.timeout_s)))
+        with Limit.of_init(settings).waiter() as waiter:
+            return mpi_job.MpiRanks(mpi_job.subworld(ranks, waiter))
     return mpi_job.MpiRanks(cast("MPI.Intracomm", comm))
 
 
@@ -174,9 +201,7 @@ class _Alone:
 @contextmanager
 def _awaiting_all(said: Launch, settings: Config) -> Iterator[None]:
     """End this process if MPI takes too long to start: it waits for all ranks of the job, without limit."""
-    limit_s, name = said.start_timeout_s, "--start-timeout"
-    if limit_s is None:
-        limit_s, name = settings.timeout_s, "RINGREDUCE_TIMEOUT"
+    limit_s, name = Limit.of_init(settings)
     over = threading.Event()
 
     def look() -> None:

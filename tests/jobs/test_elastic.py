@@ -117,6 +117,25 @@ def test_a_rank_that_stops_while_the_others_look_who_is_left_is_killed(tmp_path:
     assert "rank 2 of the job does not go on, and is killed" in done.stderr
 
 
+@pytest.mark.parametrize("options", [(), ("--elastic",)], ids=["", "elastic"])
+@pytest.mark.parametrize("imported", ["ringreduce", "mpi4py.MPI"])
+def test_a_job_in_which_no_rank_has_come_to_init_is_not_ended(imported: str, options: tuple[str, ...]) -> None:
+    """However long it prepares, with MPI or without."""
+    program = f"import time, {imported}; time.sleep(2); print('done')"
+    done = run("-np", 2, "--start-timeout", 0.5, *options, sys.executable, "-c", program)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\ndone\n", "")
+
+
+@pytest.mark.parametrize("comm", ["", "comm=[0, 1]"])
+def test_the_start_timeout_counts_where_mpi_has_started_before_init(comm: str) -> None:
+    """As where `init` starts it, and the error says so."""
+    absent = "MPI.COMM_WORLD.recv(source=0) if MPI.COMM_WORLD.rank else rr.init("
+    program = f"import ringreduce as rr; from mpi4py import MPI; {absent}{comm})"
+    done = run("-np", 2, "--start-timeout", 2, "-x", "RINGREDUCE_TIMEOUT=20", sys.executable, "-c", program)
+    assert done.returncode == 1
+    assert re.search(r"Error: waited 2 s for rank 1 to .*; --start-timeout sets this limit\n", done.stderr)
+
+
 DIES_IN_TRAINING = """
 import os, signal, sys
 import numpy as np
@@ -145,7 +164,11 @@ print(rr.size(), state.total)
     "between",
     [
         ("sh", "-c", '"$@" 2>"log-$OMPI_COMM_WORLD_RANK"', "sh"),
-        (sys.executable, "-c", "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:], stderr=subprocess.DEVNULL))"),
+        (
+            sys.executable,
+            "-c",
+            "import subprocess as s, sys; sys.exit(s.call(sys.argv[1:], stderr=s.DEVNULL))",
+        ),
         ("sh", "-c", '"$@" 2>&-', "sh"),
     ],
     ids=["a file", "nowhere, from a program that closes files", "closed"],
@@ -265,6 +288,9 @@ def test_a_dry_run_prints_what_would_be_started(tmp_path: Path) -> None:
         (("--elastic", "--min-pn", "2", "-np", "4", "python"), "there is no option --min-pn"),
         (("--elastic", "--min-np", "5", "-np", "4", "python"), "more than the 4 ranks"),
         (("--hostfile", "/there/is/none", "python"), "does not exist"),
+        (("--start-timeout", "0", "python"), "--start-timeout 0 is no time to wait; give seconds, more than 0"),
+        (("--start-timeout", "nan", "python"), "--start-timeout nan is no time to wait"),
+        (("--start-timeout", "inf", "python"), "--start-timeout inf is no time to wait"),
         (("--max-np", "4", "-np", "2", "python"), "--max-np is for elastic jobs; add --elastic"),
         (("--reset-limit", "4", "python"), "--reset-limit is for elastic jobs; add --elastic"),
         (("--elastic", "--max-np", "2", "-np", "4", "python"), "--max-np 2 is less than the 4 ranks of -np"),
