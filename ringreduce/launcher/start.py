@@ -17,6 +17,15 @@ __all__ = ["UNNAMED", "Start"]
 #: The host of ranks where mpirun finds the hosts itself, or where there is this machine alone.
 UNNAMED = ""
 
+#: The shell that lets the ranks of a host know which process a rank is, and becomes it. mpirun does not end a job for a
+#: rank that ends well before it has started MPI, and misses some that fail there: the others look by themselves.
+_KNOWN = (
+    *("sh", "-c"),
+    '[ ! -d "$PMIX_SERVER_TMPDIR" ] || echo $$ >"$PMIX_SERVER_TMPDIR/ringreduce-process-$OMPI_COMM_WORLD_RANK"; '
+    'exec "$@"',
+    "ringreduce-process",
+)
+
 #: The shell that gives a rank a file for all that it writes, and becomes it. Nothing is in between: what a rank wrote
 #: before it was killed is in the file. Rank 0's is shown by processes that are nobody's children, so that the program
 #: does not wait for them. They end after the rank, and do not wait until the launcher has taken note of its end:
@@ -118,15 +127,16 @@ class Start:
             named or self.slots,
             hostfile=None if named else spec.hostfile,
             exported=names if remote else (),
-            program=self._program(fill(named or self.slots, count)),
+            program=self._program(count, fill(named or self.slots, count)),
         )
         return line, settings
 
-    def _program(self, ranks: Mapping[str, int]) -> list[str]:
-        """Return what mpirun starts as each rank, given how many there are by host."""
+    def _program(self, count: int, ranks: Mapping[str, int]) -> list[str]:
+        """Return what mpirun starts as each rank, given how many there are, and by host."""
         spec = self.spec
         return [
             *(SUPERVISOR if spec.elastic else ()),
+            *(_KNOWN if count > 1 and self.mpirun.kind == "Open MPI" else ()),
             *(HEARING if spec.growth else ()),
             *((*_INTO_FILE, os.path.abspath(spec.folder)) if spec.folder is not None else ()),
             *((*_IN_HOROVODS_WORDS, " ".join(map(str, ranks.values()))) if spec.horovod else ()),

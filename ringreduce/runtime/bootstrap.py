@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol, cast
 
 from ringreduce.common import processes
 from ringreduce.common.config import Config
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["Connection", "Limit", "RankAbove", "connect", "job_connection"]
 
 _STANDARD_ERROR = 2
+_LOOK_EVERY_S = 1.0
+_SAME_JOB_S = 60.0  # within which the ranks of a host start
 _LATE = 75  # the exit code of a rank that others keep waiting: EX_TEMPFAIL of sysexits.h
 
 
@@ -200,16 +202,20 @@ class _Alone:
 
 @contextmanager
 def _awaiting_all(said: Launch, settings: Config) -> Iterator[None]:
-    """End this process if MPI takes too long to start: it waits for all ranks of the job, without limit."""
+    """End this process if MPI cannot start, or takes too long: it waits for all ranks of the job, without limit."""
     limit_s, name = Limit.of_init(settings)
     over = threading.Event()
 
     def look() -> None:
-        if not over.wait(limit_s):
-            waited = f"rank {said.rank} of {said.size or 1} has waited {limit_s:g} s in init() for {_absent(said)}"
-            with suppress(OSError):  # whoever read it is gone
-                os.write(_STANDARD_ERROR, f"ringreduce: {waited}; {name} sets this limit\n".encode())
-            os._exit(_LATE)
+        size, left_s = said.size or 1, limit_s
+        while not over.wait(min(left_s, _LOOK_EVERY_S)):
+            left_s -= _LOOK_EVERY_S
+            gone = _ended(said)
+            if gone:
+                _end(f"rank {said.rank} of {size} ends: {name_ranks(gone)} ended before init()")
+            if left_s <= 0:
+                waited = f"rank {said.rank} of {size} has waited {limit_s:g} s in init() for {_absent(said)}"
+                _end(f"{waited}; {name} sets this limit")
 
     with suppress(OSError):
         for mine in _came(said, said.rank):
@@ -219,6 +225,35 @@ def _awaiting_all(said: Launch, settings: Config) -> Iterator[None]:
         yield
     finally:
         over.set()
+
+
+def _end(why: str) -> NoReturn:
+    with suppress(OSError):  # whoever read it is gone
+        os.write(_STANDARD_ERROR, f"ringreduce: {why}\n".encode())
+    os._exit(_LATE)
+
+
+def _ended(said: Launch) -> list[int]:
+    """Return the ranks of this host that have ended and never called `init`, as far as that can be seen."""
+    mine = _process(said, said.rank)
+    if mine is None or mine[0] not in (os.getpid(), *(pid for pid, _ in processes.ancestors())):
+        return []  # as in a container, which counts processes in its own way
+    ended = []
+    for rank in range(said.size or 1):
+        theirs = _process(said, rank)
+        # Files that are older are of a job that was killed.
+        if theirs is not None and abs(theirs[1] - mine[1]) < _SAME_JOB_S and processes.has_ended(theirs[0]):
+            ended += [rank] * (not any(file.exists() for file in _came(said, rank)))
+    return ended
+
+
+def _process(said: Launch, rank: int) -> tuple[int, float] | None:
+    """Return which process `ringreduce run` has started as a rank of this host, and when; None: that is not known."""
+    if said.job_folder is None:
+        return None
+    with suppress(OSError, ValueError), Path(said.job_folder, f"ringreduce-process-{rank}").open() as file:
+        return int(file.read()), os.fstat(file.fileno()).st_mtime
+    return None
 
 
 def _came(said: Launch, *ranks: int) -> list[Path]:

@@ -164,11 +164,7 @@ print(rr.size(), state.total)
     "between",
     [
         ("sh", "-c", '"$@" 2>"log-$OMPI_COMM_WORLD_RANK"', "sh"),
-        (
-            sys.executable,
-            "-c",
-            "import subprocess as s, sys; sys.exit(s.call(sys.argv[1:], stderr=s.DEVNULL))",
-        ),
+        (sys.executable, "-c", "import subprocess as s, sys; sys.exit(s.call(sys.argv[1:], stderr=s.DEVNULL))"),
         ("sh", "-c", '"$@" 2>&-', "sh"),
     ],
     ids=["a file", "nowhere, from a program that closes files", "closed"],
@@ -215,6 +211,16 @@ def test_a_rank_that_does_not_come_to_init_ends_the_attempt(tmp_path: Path, deat
         said = done.stderr + "".join(path.read_text() for path in tmp_path.glob("logs/*.log"))
         assert "waited 3 s in init() for rank 1 to call it; --start-timeout sets this limit" in said
     assert "starting it again (1 of 1)" in done.stderr
+
+
+@pytest.mark.parametrize("options", [(), ("--elastic",)], ids=["", "elastic"])
+@pytest.mark.parametrize("end", ["sys.exit(0)", "os._exit(0)"])
+def test_a_rank_that_ends_well_before_init_ends_the_job(end: str, options: tuple[str, ...]) -> None:
+    """At once, as the others would wait for it; mpirun takes that for no failure."""
+    program = f"import os, sys; os.environ['OMPI_COMM_WORLD_RANK'] == '1' and {end}; import ringreduce as rr; rr.init()"
+    done = run("-np", 3, *options, sys.executable, "-c", program)
+    assert done.returncode not in (0, 124)
+    assert "of 3 ends: rank 1 ended before init()\n" in done.stderr
 
 
 NEVER_TOGETHER = """
