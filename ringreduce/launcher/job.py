@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import glob
+import math
 import os
 import re
 import select
@@ -13,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
@@ -23,6 +26,8 @@ __all__ = ["HEARING", "SUPERVISOR", "Job", "Mark", "MarkReader", "Notices", "end
 _INTERRUPTED = 128 + signal.SIGINT
 #: How often to look whether mpirun has ended (seconds).
 _LOOK_EVERY_S = 1.0
+#: What mpirun gets to end, once it is asked to, before it is killed with its ranks: it gives these two seconds.
+_TO_END_S = 15.0
 
 #: The shell that starts a rank where others live on without it. Open MPI tells them of deaths by a signal alone, so any
 #: end but a good one becomes one. And it says what mpirun does not, whose status is 0 even if no rank has ended well.
@@ -158,6 +163,7 @@ class Job:
         self._ended_line = True
         self.written = b""
         self._ended_by: signal.Signals | None = None
+        self._killed_at = math.inf
         self._hear, self._reader = hear, MarkReader()
         keeps_on = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # as under nohup, which mpirun would undo
         self._process = subprocess.Popen(
@@ -180,13 +186,13 @@ class Job:
         """
         try:
             self._forward_errors(look, every_s)
-            status = self._process.wait()
+            status = self._wait_for_end()
         except KeyboardInterrupt:  # which mpirun has got as well from a terminal, but not from who sends a signal
             say("interrupted; ending all ranks")
             self._stop()
             with suppress(KeyboardInterrupt):  # of somebody who does not wait
                 self._forward_errors(lambda: None, None)  # or mpirun would wait for someone to read it
-                self._process.wait()
+                self._wait_for_end()
             self._process.kill()
             self._process.wait()
             return _INTERRUPTED
@@ -205,7 +211,8 @@ class Job:
         self._process.send_signal(signal.SIGUSR2)
 
     def end(self) -> None:
-        """Have mpirun end all ranks."""
+        """Have mpirun end all ranks; it is killed if it does not."""
+        self._killed_at = min(self._killed_at, time.monotonic() + _TO_END_S)
         self._process.send_signal(signal.SIGTERM)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -216,6 +223,26 @@ class Job:
         self.stopped = True
         self.end()
 
+    def _wait_for_end(self) -> int:
+        while True:
+            self._kill_if_late()
+            with suppress(subprocess.TimeoutExpired):
+                return self._process.wait(_LOOK_EVERY_S)
+
+    def _kill_if_late(self) -> None:
+        """Kill mpirun, and its ranks on this host, if it was asked to end long ago; those of other hosts end by it."""
+        if time.monotonic() < self._killed_at or self._process.poll() is not None:
+            return
+        ranks: list[int] = []
+        for path in glob.glob(f"/proc/{self._process.pid}/task/*/children"):
+            with suppress(OSError):  # that thread has ended
+                ranks += map(int, Path(path).read_text(encoding="ascii").split())
+        self._process.kill()
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(rank, signal.SIGKILL)
+                os.killpg(rank, signal.SIGKILL)  # what it has started: mpirun gives each rank a group
+
     def _forward_errors(self, look: Callable[[], object], every_s: float | None) -> None:
         """Until mpirun closes it, or has ended: others, such as an ssh that stays for later, may hold it open."""
         assert self._process.stderr is not None
@@ -224,6 +251,7 @@ class Job:
         while True:
             left_s = _LOOK_EVERY_S if every_s is None else max(looked + every_s - time.monotonic(), 0.0)
             has_ended = self._process.poll() is not None
+            self._kill_if_late()
             if waiting.poll(min(left_s, _LOOK_EVERY_S) * 1000):
                 chunk = self._process.stderr.read(_READ_NBYTES)
                 if not chunk:

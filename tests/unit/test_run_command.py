@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from click.testing import CliRunner
 
 from ringreduce.cli import main
 from ringreduce.common.errors import ConfigError
-from ringreduce.launcher import discovery, mpirun
+from ringreduce.launcher import discovery, job, mpirun
 from ringreduce.launcher.hosts import SizePolicy
 from ringreduce.launcher.job import HEARING, SUPERVISOR, Mark, MarkReader, Notices
 from ringreduce.launcher.mpirun import Mpirun
@@ -198,6 +199,14 @@ def test_notices_of_open_mpi_are_dropped_and_the_rest_stays(most: int, rng: Any)
         passed, text = passed + notices.feed(text[:count]), text[count:]
     assert passed + notices.rest() == b"a\n" + own
     assert notices.feed(b"\n" + boxed(b"prterun has exited due to process rank 0") + b"z") == b"\nz"
+
+
+def test_an_mpirun_that_does_not_end_is_killed_with_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some time after it was asked to end."""
+    monkeypatch.setattr(job, "_TO_END_S", 0.1)
+    stays = 'trap "" TERM; printf "\\036ringreduce: rank 0 on n1 has begun\\n" >&2; sleep 1000; true'
+    started = job.Job(["sh", "-c", stays], os.environ, lambda mark: started.end())
+    assert started.wait() == 128 + signal.SIGKILL
 
 
 @pytest.mark.parametrize("options", [[], ["-np", "1"], ["-x", "A=1"]])
