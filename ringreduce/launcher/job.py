@@ -61,6 +61,9 @@ _FAILURES = (
 _OPENING = rb"-{70,99}\n"
 _BODY = b"(?:" + b"|".join(map(re.escape, _FAILURES)) + rb")(?:(?!\n-{70,99}\n)[^\0]){0,4096}"
 _END = rb"\n-{70,99}\n\0*"  # prterun writes NUL bytes behind it
+_BOX = re.compile(_OPENING + _BODY + _END)
+#: The mpirun, in the name that it gives a process.
+_NAMED = re.compile(rb"Process name: +\[prterun-[^\s@]{1,255}-([0-9]+)@")
 _NOTICES = re.compile(rb"([\n\0])(?:" + _OPENING + _BODY + _END + b")+")
 _FOLLOWED = re.compile(_NOTICES.pattern + rb"(?=[^\0])")
 #: What may become one: some dashes, a part of the first words, or a box that is not closed or may not be at its end.
@@ -110,14 +113,21 @@ class MarkReader:
 
 
 class Notices:
-    """Drops the boxes in which Open MPI says that a rank has failed, as `ringreduce run` says it; all else passes."""
+    """Drops the boxes in which Open MPI says that a rank has failed, as `ringreduce run` says it; all else passes.
 
-    def __init__(self) -> None:
+    So does what another mpirun says, which a rank may have started, if it names itself in there.
+
+    Args:
+        pid: of mpirun.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = b"%d" % pid
         self._held = b"\n"  # the last byte that has passed, and what waits
 
     def feed(self, chunk: bytes) -> bytes:
         """Return what is no notice; what may be the beginning of one waits for the next chunk."""
-        text = _FOLLOWED.sub(rb"\1", self._held + chunk)
+        text = _FOLLOWED.sub(self._without_ours, self._held + chunk)
         found = _UNFINISHED.search(text)
         end = len(text) if found is None else found.start() + 1
         self._held = text[end - 1 :]
@@ -125,9 +135,16 @@ class Notices:
 
     def rest(self) -> bytes:
         """Return what still waits, as nothing follows, or not for long."""
-        text = _NOTICES.sub(rb"\1", self._held)
+        text = _NOTICES.sub(self._without_ours, self._held)
         self._held = text[-1:]
         return text[1:]
+
+    def _without_ours(self, found: re.Match[bytes]) -> bytes:
+        def kept(box: re.Match[bytes]) -> bytes:
+            named = _NAMED.search(box[0])
+            return box[0] if named is not None and named[1] != self._pid else b""
+
+        return found[1] + _BOX.sub(kept, found[0][1:])
 
 
 def say(text: str) -> None:
@@ -158,7 +175,6 @@ class Job:
         *,
         verbose: bool = False,
     ) -> None:
-        self._notices = None if verbose else Notices()
         self.stopped = False
         self._ended_line = True
         self.written = b""
@@ -174,6 +190,7 @@ class Job:
             start_new_session=keeps_on,  # a hangup is sent to all processes of a session
             preexec_fn=partial(end_with_parent, os.getpid()),
         )
+        self._notices = None if verbose else Notices(self._process.pid)
         ending = [signal.SIGTERM] if keeps_on else [signal.SIGTERM, signal.SIGHUP]
         self._handled_before = {each: signal.signal(each, self._on_signal) for each in ending}
 

@@ -185,15 +185,17 @@ def boxed(text: bytes) -> bytes:
 @pytest.mark.parametrize("most", [1, 3, 60, 1000])
 def test_notices_of_open_mpi_are_dropped_and_the_rest_stays(most: int, rng: Any) -> None:
     """In whatever pieces they come; lines and boxes that only look like them are passed on, NUL bytes too."""
-    own = boxed(b"mine") + b"x" + b"-" * 80 + b"\nMPI_ABORT was\0\n---\n--"
+    others = boxed(b"prterun detected that one or more processes \n   Process name: [prterun-a-b-78@1,1]")
+    own = boxed(b"mine") + others + b"x" + b"-" * 80 + b"\nMPI_ABORT was\0\n---\n--"
     text = (
         b"a\n"
         + boxed(b"MPI_ABORT was invoked on rank 1 in")
         + boxed(b"prterun noticed that process rank 1")
+        + boxed(b"prterun detected that one or more processes \n   Process name: [prterun-a-b-77@1,1]")
         + b"\0"
         + own
     )
-    notices, passed = Notices(), b""
+    notices, passed = Notices(77), b""
     while text:
         count = int(rng.integers(1, most + 1))
         passed, text = passed + notices.feed(text[:count]), text[count:]
