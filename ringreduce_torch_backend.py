@@ -57,7 +57,7 @@ def _knowing_its_ranks(init: Callable[..., None]) -> Callable[..., None]:
             return init(*arguments, **options)  # which says what is wrong
         given = bound.arguments
         unnamed = not {"backend", "init_method", "store"} & {name for name, value in given.items() if value is not None}
-        if unnamed and not {"RANK", "MASTER_ADDR"} & os.environ.keys() and "OMPI_COMM_WORLD_RANK" in os.environ:
+        if unnamed and not {"RANK", "MASTER_ADDR"} & os.environ.keys() and _is_launched():
             given["backend"] = _NAME  # nothing else finds the ranks of mpirun without those variables
         ours = _NAME in str(given.get("backend")).lower().replace(",", ":").split(":")
         if ours and given.get("init_method") is None and given.get("store") is None:
@@ -65,6 +65,13 @@ def _knowing_its_ranks(init: Callable[..., None]) -> Callable[..., None]:
         return init(*bound.args, **bound.kwargs)
 
     return init_process_group
+
+
+def _is_launched() -> bool:
+    """Return whether a launcher of MPI programs has started this process."""
+    from ringreduce.common.launch import launch
+
+    return launch().size is not None
 
 
 def _for_ours_too(monitored_barrier: Callable[..., None]) -> Callable[..., None]:

@@ -99,7 +99,7 @@ def _words(context: click.Context, parameter: click.Parameter, text: str | None)
 @click.option(
     "--start-timeout",
     "start_timeout_s",
-    type=click.FloatRange(0),
+    type=float,
     default=600.0,
     metavar="SECONDS",
     show_default="600",

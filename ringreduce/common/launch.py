@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -9,6 +10,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 __all__ = ["LAUNCHERS", "TORCHRUN", "VARIABLES", "Launch", "Launcher", "launch", "tell_launcher"]
+
+
+_log = logging.getLogger(__name__)
 
 
 class Launcher(NamedTuple):
@@ -62,7 +66,7 @@ class Launch:
         local_size: how many of them on this host, as Open MPI or torchrun says it; None: that is not known.
         job_folder: on this host, removed when the job ends, however it does; None: there is none.
         survives_deaths: whether the job goes on when ranks die: Open MPI's ``mpirun --with-ft ulfm``.
-        marks: the file descriptor to which ranks write what `ringreduce run` reads; None: nobody reads it.
+        marks: the process whose standard error `ringreduce run` reads, and what that is; None: nobody reads marks.
         grows: whether `ringreduce run` starts the job again on other hosts when the ranks end for that, and tells them
             by SIGUSR2, which they have blocked, when they should.
         restarts: how often it has started this job before.
@@ -77,7 +81,7 @@ class Launch:
     local_size: int | None = None
     job_folder: str | None = None
     survives_deaths: bool = False
-    marks: int | None = None
+    marks: tuple[str, str] | None = None
     grows: bool = False
     restarts: int = 0
     start_timeout_s: float | None = None
@@ -92,6 +96,7 @@ class Launch:
 
         launcher, proof = _several(number)
         folder = environ.get("PMIX_SERVER_TMPDIR", "")
+        shell, _, file = environ.get("RINGREDUCE_MARKS", "").partition(" ")
         limit_s: float | None = None
         with suppress(KeyError, ValueError):
             limit_s = float(environ["RINGREDUCE_START_TIMEOUT"])
@@ -103,7 +108,7 @@ class Launch:
             local_size=number("OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_WORLD_SIZE"),
             job_folder=folder if os.access(folder, os.W_OK | os.X_OK) else None,
             survives_deaths=environ.get("OMPI_MCA_mpi_ft_enable", "0") in ("1", "true"),
-            marks=number("RINGREDUCE_MARKS"),
+            marks=(shell, file) if file else None,
             grows=environ.get("RINGREDUCE_BEGINS_AGAIN") == "1",
             restarts=number("RINGREDUCE_RESTART") or 0,
             start_timeout_s=limit_s,
@@ -132,8 +137,29 @@ def launch() -> Launch:
 
 
 def tell_launcher(what: str) -> None:
-    """Tell `ringreduce run` what this rank does, in a few small letters, among what it writes to standard error."""
+    """Tell `ringreduce run` what this rank does, in a few small letters; nothing, if that has not started it.
+
+    It reads that among what ranks write to standard error. Where this rank's own is something else, it writes to that
+    of the shell which has started it.
+    """
     said = launch()
+    if said.marks is None:
+        return
+    shell, file = said.marks
     host = os.environ.get("PMIX_HOSTNAME") or os.uname().nodename
-    with suppress(OSError):  # whoever read it is gone
-        os.write(said.marks or 2, f"\x1eringreduce: rank {said.rank} on {host} {what}\n".encode())
+    mark = f"\x1eringreduce: rank {said.rank} on {host} {what}\n".encode()
+    for path in ("/proc/self/fd/2", f"/proc/{shell}/fd/2"):
+        with suppress(OSError):
+            if os.readlink(path) == file:
+                _append(path, mark)
+                return
+    _log.warning("ringreduce run does not hear that this rank %s: it cannot write to %s", what, file)
+
+
+def _append(path: str, text: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK)  # or it would wait for someone to read it
+    try:
+        os.set_blocking(descriptor, True)
+        os.write(descriptor, text)
+    finally:
+        os.close(descriptor)

@@ -20,6 +20,7 @@ __all__ = [
     "announce",
     "at_exit",
     "handles",
+    "has_ended",
     "is_multiprocessing_child",
     "is_stopped",
     "launcher",
@@ -95,11 +96,21 @@ def handles(pid: int, number: int) -> bool:
 
 def is_stopped(pid: int) -> bool:
     """Return whether a process is there and was stopped, by a signal or a debugger."""
+    return _state(pid) in ("T", "t")
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether there is no such process, or only what is kept of it for its parent."""
+    return _state(pid) in ("", "Z", "X")
+
+
+def _state(pid: int) -> str:
+    """Return the kernel's letter for what a process does; empty: there is none."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0] in ("T", "t")
+            return file.read().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return ""
 
 
 class Forked:

@@ -14,10 +14,12 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ringreduce.common.errors import CollectiveError, ConfigError
+from ringreduce.launcher.job import end_with_parent
 
 __all__ = ["find_pickle", "run"]
 
@@ -226,8 +228,14 @@ def _carry_out(command: Sequence[str], env: Mapping[str, str] | None, folder: Pa
     Returns:
         Its status.
     """
-    # Its own session: an interrupt is for this process, which ends the other.
-    process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
+    # Its own session: an interrupt is for this process, which ends the other, and so does its end.
+    process = subprocess.Popen(
+        command,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=partial(end_with_parent, os.getpid()),
+    )
     deadline = math.inf
     try:
         while time.monotonic() < deadline:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import glob
+import math
 import os
 import re
 import select
@@ -13,22 +15,26 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
 from ringreduce.launcher.failures import KEPT_NBYTES
 
-__all__ = ["HEARING", "SUPERVISOR", "Job", "Mark", "MarkReader", "Notices", "say"]
+__all__ = ["HEARING", "SUPERVISOR", "Job", "Mark", "MarkReader", "Notices", "end_with_parent", "say"]
 
 _INTERRUPTED = 128 + signal.SIGINT
 #: How often to look whether mpirun has ended (seconds).
 _LOOK_EVERY_S = 1.0
+#: What mpirun gets to end, once it is asked to, before it is killed with its ranks: it gives these two seconds.
+_TO_END_S = 15.0
 
 #: The shell that starts a rank where others live on without it. Open MPI tells them of deaths by a signal alone, so any
 #: end but a good one becomes one. And it says what mpirun does not, whose status is 0 even if no rank has ended well.
 SUPERVISOR = (
     *("sh", "-c"),
-    'trap "" USR2; say() { printf "\\036ringreduce: rank $OMPI_COMM_WORLD_RANK on %s $1\\n" '
+    'trap "" USR2; export RINGREDUCE_MARKS="$$ $(readlink "/proc/$$/fd/2")"; '
+    'say() { printf "\\036ringreduce: rank $OMPI_COMM_WORLD_RANK on %s $1\\n" '
     '"${PMIX_HOSTNAME:-$(uname -n)}" >&2; }; say "has begun"; "$@"; code=$?; '
     'if [ "$code" -eq 0 ]; then say "has ended well"; else say "has died"; kill -KILL $$; fi',
     "ringreduce-rank",
@@ -55,6 +61,9 @@ _FAILURES = (
 _OPENING = rb"-{70,99}\n"
 _BODY = b"(?:" + b"|".join(map(re.escape, _FAILURES)) + rb")(?:(?!\n-{70,99}\n)[^\0]){0,4096}"
 _END = rb"\n-{70,99}\n\0*"  # prterun writes NUL bytes behind it
+_BOX = re.compile(_OPENING + _BODY + _END)
+#: The mpirun, in the name that it gives a process.
+_NAMED = re.compile(rb"Process name: +\[prterun-[^\s@]{1,255}-([0-9]+)@")
 _NOTICES = re.compile(rb"([\n\0])(?:" + _OPENING + _BODY + _END + b")+")
 _FOLLOWED = re.compile(_NOTICES.pattern + rb"(?=[^\0])")
 #: What may become one: some dashes, a part of the first words, or a box that is not closed or may not be at its end.
@@ -104,14 +113,21 @@ class MarkReader:
 
 
 class Notices:
-    """Drops the boxes in which Open MPI says that a rank has failed, as `ringreduce run` says it; all else passes."""
+    """Drops the boxes in which Open MPI says that a rank has failed, as `ringreduce run` says it; all else passes.
 
-    def __init__(self) -> None:
+    So does what another mpirun says, which a rank may have started, if it names itself in there.
+
+    Args:
+        pid: of mpirun.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = b"%d" % pid
         self._held = b"\n"  # the last byte that has passed, and what waits
 
     def feed(self, chunk: bytes) -> bytes:
         """Return what is no notice; what may be the beginning of one waits for the next chunk."""
-        text = _FOLLOWED.sub(rb"\1", self._held + chunk)
+        text = _FOLLOWED.sub(self._without_ours, self._held + chunk)
         found = _UNFINISHED.search(text)
         end = len(text) if found is None else found.start() + 1
         self._held = text[end - 1 :]
@@ -119,9 +135,16 @@ class Notices:
 
     def rest(self) -> bytes:
         """Return what still waits, as nothing follows, or not for long."""
-        text = _NOTICES.sub(rb"\1", self._held)
+        text = _NOTICES.sub(self._without_ours, self._held)
         self._held = text[-1:]
         return text[1:]
+
+    def _without_ours(self, found: re.Match[bytes]) -> bytes:
+        def kept(box: re.Match[bytes]) -> bytes:
+            named = _NAMED.search(box[0])
+            return box[0] if named is not None and named[1] != self._pid else b""
+
+        return found[1] + _BOX.sub(kept, found[0][1:])
 
 
 def say(text: str) -> None:
@@ -152,11 +175,11 @@ class Job:
         *,
         verbose: bool = False,
     ) -> None:
-        self._notices = None if verbose else Notices()
         self.stopped = False
         self._ended_line = True
         self.written = b""
         self._ended_by: signal.Signals | None = None
+        self._killed_at = math.inf
         self._hear, self._reader = hear, MarkReader()
         keeps_on = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # as under nohup, which mpirun would undo
         self._process = subprocess.Popen(
@@ -165,8 +188,9 @@ class Job:
             stderr=subprocess.PIPE,
             bufsize=0,
             start_new_session=keeps_on,  # a hangup is sent to all processes of a session
-            preexec_fn=partial(_end_with_parent, os.getpid()),
+            preexec_fn=partial(end_with_parent, os.getpid()),
         )
+        self._notices = None if verbose else Notices(self._process.pid)
         ending = [signal.SIGTERM] if keeps_on else [signal.SIGTERM, signal.SIGHUP]
         self._handled_before = {each: signal.signal(each, self._on_signal) for each in ending}
 
@@ -179,13 +203,13 @@ class Job:
         """
         try:
             self._forward_errors(look, every_s)
-            status = self._process.wait()
+            status = self._wait_for_end()
         except KeyboardInterrupt:  # which mpirun has got as well from a terminal, but not from who sends a signal
             say("interrupted; ending all ranks")
             self._stop()
             with suppress(KeyboardInterrupt):  # of somebody who does not wait
                 self._forward_errors(lambda: None, None)  # or mpirun would wait for someone to read it
-                self._process.wait()
+                self._wait_for_end()
             self._process.kill()
             self._process.wait()
             return _INTERRUPTED
@@ -204,7 +228,8 @@ class Job:
         self._process.send_signal(signal.SIGUSR2)
 
     def end(self) -> None:
-        """Have mpirun end all ranks."""
+        """Have mpirun end all ranks; it is killed if it does not."""
+        self._killed_at = min(self._killed_at, time.monotonic() + _TO_END_S)
         self._process.send_signal(signal.SIGTERM)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -215,6 +240,26 @@ class Job:
         self.stopped = True
         self.end()
 
+    def _wait_for_end(self) -> int:
+        while True:
+            self._kill_if_late()
+            with suppress(subprocess.TimeoutExpired):
+                return self._process.wait(_LOOK_EVERY_S)
+
+    def _kill_if_late(self) -> None:
+        """Kill mpirun, and its ranks on this host, if it was asked to end long ago; those of other hosts end by it."""
+        if time.monotonic() < self._killed_at or self._process.poll() is not None:
+            return
+        ranks: list[int] = []
+        for path in glob.glob(f"/proc/{self._process.pid}/task/*/children"):
+            with suppress(OSError):  # that thread has ended
+                ranks += map(int, Path(path).read_text(encoding="ascii").split())
+        self._process.kill()
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(rank, signal.SIGKILL)
+                os.killpg(rank, signal.SIGKILL)  # what it has started: mpirun gives each rank a group
+
     def _forward_errors(self, look: Callable[[], object], every_s: float | None) -> None:
         """Until mpirun closes it, or has ended: others, such as an ssh that stays for later, may hold it open."""
         assert self._process.stderr is not None
@@ -223,6 +268,7 @@ class Job:
         while True:
             left_s = _LOOK_EVERY_S if every_s is None else max(looked + every_s - time.monotonic(), 0.0)
             has_ended = self._process.poll() is not None
+            self._kill_if_late()
             if waiting.poll(min(left_s, _LOOK_EVERY_S) * 1000):
                 chunk = self._process.stderr.read(_READ_NBYTES)
                 if not chunk:
@@ -262,8 +308,12 @@ class Job:
 _libc = ctypes.CDLL(None, use_errno=True)  # now: there must be no import between fork and exec
 
 
-def _end_with_parent(parent: int) -> None:
-    """Let this process, just forked, get SIGTERM when its parent ends in whatever way: mpirun ends its ranks then."""
+def end_with_parent(parent: int) -> None:
+    """Let this process, just forked, get SIGTERM when its parent ends in whatever way: launchers end their ranks then.
+
+    Args:
+        parent: that process.
+    """
     if sys.platform == "linux":
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:

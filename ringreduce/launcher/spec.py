@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from threading import TIMEOUT_MAX
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.launcher.hosts import Cooldown, parse_host_file, parse_hosts
@@ -87,6 +88,8 @@ class LaunchSpec:
             raise ConfigError("--host-discovery-script names all hosts; leave out -H and --hostfile")
         if self.hosts and self.hostfile:
             raise ConfigError("-H and --hostfile both name the hosts; give one of them")
+        if not 0 < self.start_timeout_s < TIMEOUT_MAX:
+            raise ConfigError(f"--start-timeout {self.start_timeout_s:g} is no time to wait; give seconds, more than 0")
         if self.prefix and (self.elastic or self.folder):
             other = "--log-dir" if self.folder else "--elastic"
             raise ConfigError(f"--prefix does not go with {other}; without it, --log-dir has a file for each rank")

@@ -17,8 +17,14 @@ __all__ = ["UNNAMED", "Start"]
 #: The host of ranks where mpirun finds the hosts itself, or where there is this machine alone.
 UNNAMED = ""
 
-#: The file descriptor of ranks that stays what standard error is for their launcher, also where their own is a file.
-_STANDARD_ERROR, _MARKS = 2, 9
+#: The shell that lets the ranks of a host know which process a rank is, and becomes it. mpirun does not end a job for a
+#: rank that ends well before it has started MPI, and misses some that fail there: the others look by themselves.
+_KNOWN = (
+    *("sh", "-c"),
+    '[ ! -d "$PMIX_SERVER_TMPDIR" ] || echo $$ >"$PMIX_SERVER_TMPDIR/ringreduce-process-$OMPI_COMM_WORLD_RANK"; '
+    'exec "$@"',
+    "ringreduce-process",
+)
 
 #: The shell that gives a rank a file for all that it writes, and becomes it. Nothing is in between: what a rank wrote
 #: before it was killed is in the file. Rank 0's is shown by processes that are nobody's children, so that the program
@@ -33,7 +39,7 @@ _INTO_FILE = (
     'if [ "$rank" -eq 0 ]; then first=$(($(wc -c <"$file") + 1)); '
     '((tail -c "+$first" -s 0.1 -f "$file" 2>/dev/null & '
     "while rank_lives; do sleep 0.5; done; sleep 0.2; kill $!) 2>/dev/null &); fi; "
-    f'exec "$@" {_MARKS}>&2 >>"$file" 2>&1',
+    'exec "$@" >>"$file" 2>&1',
     "ringreduce-log",
 )
 
@@ -105,8 +111,6 @@ class Start:
             settings["RINGREDUCE_MIN_NP"] = str(spec.least)
         if spec.growth:
             settings["RINGREDUCE_BEGINS_AGAIN"] = "1"
-        if spec.elastic:
-            settings["RINGREDUCE_MARKS"] = str(_STANDARD_ERROR if spec.folder is None else _MARKS)
         settings["RINGREDUCE_START_TIMEOUT"] = f"{spec.start_timeout_s:g}"
         if spec.folder is not None and "PYTHONUNBUFFERED" not in os.environ:
             settings["PYTHONUNBUFFERED"] = "1"  # or what is written to a file comes late, and errors before the rest
@@ -123,15 +127,16 @@ class Start:
             named or self.slots,
             hostfile=None if named else spec.hostfile,
             exported=names if remote else (),
-            program=self._program(fill(named or self.slots, count)),
+            program=self._program(count, fill(named or self.slots, count)),
         )
         return line, settings
 
-    def _program(self, ranks: Mapping[str, int]) -> list[str]:
-        """Return what mpirun starts as each rank, given how many there are by host."""
+    def _program(self, count: int, ranks: Mapping[str, int]) -> list[str]:
+        """Return what mpirun starts as each rank, given how many there are, and by host."""
         spec = self.spec
         return [
             *(SUPERVISOR if spec.elastic else ()),
+            *(_KNOWN if count > 1 and self.mpirun.kind == "Open MPI" else ()),
             *(HEARING if spec.growth else ()),
             *((*_INTO_FILE, os.path.abspath(spec.folder)) if spec.folder is not None else ()),
             *((*_IN_HOROVODS_WORDS, " ".join(map(str, ranks.values()))) if spec.horovod else ()),

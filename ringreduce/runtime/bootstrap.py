@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol, cast
 
 from ringreduce.common import processes
 from ringreduce.common.config import Config
-from ringreduce.common.errors import ConfigError, name_ranks
+from ringreduce.common.errors import CollectiveTimeoutError, ConfigError, name_ranks
 from ringreduce.common.launch import TORCHRUN, Launch, Launcher, launch, tell_launcher
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.messages import Messages
@@ -24,9 +24,11 @@ from ringreduce.transport.waiting import Waiter
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Connection", "RankAbove", "connect", "job_connection"]
+__all__ = ["Connection", "Limit", "RankAbove", "connect", "job_connection"]
 
 _STANDARD_ERROR = 2
+_LOOK_EVERY_S = 1.0
+_SAME_JOB_S = 60.0  # within which the ranks of a host start
 _LATE = 75  # the exit code of a rank that others keep waiting: EX_TEMPFAIL of sysexits.h
 
 
@@ -71,6 +73,32 @@ class Connection(Protocol):
             PeerLostError: one more was lost meanwhile. All that are left may try again.
             CollectiveTimeoutError: a rank that lives did not come.
         """
+
+
+class Limit(NamedTuple):
+    """How long to wait for ranks that have not come, and what sets that."""
+
+    seconds: float
+    option: str
+
+    @classmethod
+    def of_init(cls, settings: Config) -> Limit:
+        """Return how long `init` waits until all ranks have called it."""
+        start_s = launch().start_timeout_s
+        return cls.usual(settings) if start_s is None else cls(start_s, "--start-timeout")
+
+    @classmethod
+    def usual(cls, settings: Config) -> Limit:
+        """Return how long everything else waits."""
+        return cls(settings.timeout_s, "RINGREDUCE_TIMEOUT")
+
+    @contextmanager
+    def waiter(self) -> Iterator[Waiter]:
+        """Give a waiter of this limit; the error of one that has waited in vain says what sets it."""
+        try:
+            yield Waiter(self.seconds)
+        except CollectiveTimeoutError as error:
+            raise CollectiveTimeoutError(f"{error}; {self.option} sets this limit") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,14 +162,14 @@ def connect(comm: MPI.Intracomm | Sequence[int] | None, settings: Config) -> Con
         from ringreduce.transport import mpi, mpi_job
 
         job = mpi.world()
-    if said.marks is not None:
-        tell_launcher("is connected")
+    tell_launcher("is connected")
     if comm is None:
         if job.size == 1 and said.launcher is not None:
             raise ConfigError(_unconnected(said, said.launcher, mpi.library()))
         return mpi_job.MpiRanks(job)
     if ranks is not None:
-        return mpi_job.MpiRanks(mpi_job.subworld(ranks, Waiter(settings.timeout_s)))
+        with Limit.of_init(settings).waiter() as waiter:
+            return mpi_job.MpiRanks(mpi_job.subworld(ranks, waiter))
     return mpi_job.MpiRanks(cast("MPI.Intracomm", comm))
 
 
@@ -174,18 +202,20 @@ class _Alone:
 
 @contextmanager
 def _awaiting_all(said: Launch, settings: Config) -> Iterator[None]:
-    """End this process if MPI takes too long to start: it waits for all ranks of the job, without limit."""
-    limit_s, name = said.start_timeout_s, "--start-timeout"
-    if limit_s is None:
-        limit_s, name = settings.timeout_s, "RINGREDUCE_TIMEOUT"
+    """End this process if MPI cannot start, or takes too long: it waits for all ranks of the job, without limit."""
+    limit_s, name = Limit.of_init(settings)
     over = threading.Event()
 
     def look() -> None:
-        if not over.wait(limit_s):
-            waited = f"rank {said.rank} of {said.size or 1} has waited {limit_s:g} s in init() for {_absent(said)}"
-            with suppress(OSError):  # whoever read it is gone
-                os.write(_STANDARD_ERROR, f"ringreduce: {waited}; {name} sets this limit\n".encode())
-            os._exit(_LATE)
+        size, left_s = said.size or 1, limit_s
+        while not over.wait(min(left_s, _LOOK_EVERY_S)):
+            left_s -= _LOOK_EVERY_S
+            gone = _ended(said)
+            if gone:
+                _end(f"rank {said.rank} of {size} ends: {name_ranks(gone)} ended before init()")
+            if left_s <= 0:
+                waited = f"rank {said.rank} of {size} has waited {limit_s:g} s in init() for {_absent(said)}"
+                _end(f"{waited}; {name} sets this limit")
 
     with suppress(OSError):
         for mine in _came(said, said.rank):
@@ -195,6 +225,35 @@ def _awaiting_all(said: Launch, settings: Config) -> Iterator[None]:
         yield
     finally:
         over.set()
+
+
+def _end(why: str) -> NoReturn:
+    with suppress(OSError):  # whoever read it is gone
+        os.write(_STANDARD_ERROR, f"ringreduce: {why}\n".encode())
+    os._exit(_LATE)
+
+
+def _ended(said: Launch) -> list[int]:
+    """Return the ranks of this host that have ended and never called `init`, as far as that can be seen."""
+    mine = _process(said, said.rank)
+    if mine is None or mine[0] not in (os.getpid(), *(pid for pid, _ in processes.ancestors())):
+        return []  # as in a container, which counts processes in its own way
+    ended = []
+    for rank in range(said.size or 1):
+        theirs = _process(said, rank)
+        # Files that are older are of a job that was killed.
+        if theirs is not None and abs(theirs[1] - mine[1]) < _SAME_JOB_S and processes.has_ended(theirs[0]):
+            ended += [rank] * (not any(file.exists() for file in _came(said, rank)))
+    return ended
+
+
+def _process(said: Launch, rank: int) -> tuple[int, float] | None:
+    """Return which process `ringreduce run` has started as a rank of this host, and when; None: that is not known."""
+    if said.job_folder is None:
+        return None
+    with suppress(OSError, ValueError), Path(said.job_folder, f"ringreduce-process-{rank}").open() as file:
+        return int(file.read()), os.fstat(file.fileno()).st_mtime
+    return None
 
 
 def _came(said: Launch, *ranks: int) -> list[Path]:

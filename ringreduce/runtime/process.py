@@ -19,7 +19,7 @@ from ringreduce.common.errors import CollectiveError, CollectiveTimeoutError, Co
 from ringreduce.common.launch import launch
 from ringreduce.engine import ReentrancyGuard
 from ringreduce.observe.timeline import Program
-from ringreduce.runtime.bootstrap import Connection, RankAbove, connect, job_connection
+from ringreduce.runtime.bootstrap import Connection, Limit, RankAbove, connect, job_connection
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.runtime.termination import Termination
 from ringreduce.runtime.worlds import BorrowedWorld, OwnWorld
@@ -128,9 +128,9 @@ class Process:
                 self._end_with(job)  # or MPI would wait at the exit of this process for the others
                 self._take_part_in_ends_and_forks()
             raise
-        return self._begun(self._connection, settings)
+        return self._begun(self._connection, settings, Limit.of_init(settings))
 
-    def _begun(self, connection: Connection, settings: Config) -> OwnWorld:
+    def _begun(self, connection: Connection, settings: Config, limit: Limit) -> OwnWorld:
         """Begin a world of connected ranks. Collective."""
         logs.set_up(settings.log_level, connection.name)
         self._end_with(connection)  # from here on: what fails on one rank must not leave the others there
@@ -138,7 +138,7 @@ class Process:
         if settings.dump is not None:
             self._dump_on_request()
         self._grows = launch().grows
-        world = OwnWorld.start(self.everyone, connection, settings, self.followers)
+        world = OwnWorld.start(self.everyone, connection, settings, limit, self.followers)
         self._announce(RankAbove(world.rank, world.hosts.nodes))
         return world
 
@@ -157,7 +157,7 @@ class Process:
             late = isinstance(error, CollectiveTimeoutError)  # then the others have had their time, too
             connection.go_on(seniority, Waiter(min(settings.timeout_s, _GRACE_S) if late else settings.timeout_s))
             connected = perf_counter()
-            self.world = self._begun(connection, settings)
+            self.world = self._begun(connection, settings, Limit.usual(settings))
         return Recovery(connected - started, perf_counter() - connected)
 
     def _dump_on_request(self) -> None:

@@ -34,7 +34,7 @@ from ringreduce.common.topology import Topology
 from ringreduce.observe.metrics import Metrics
 from ringreduce.observe.observer import Observation
 from ringreduce.observe.timeline import Clock, Program
-from ringreduce.runtime.bootstrap import Connection, RankAbove
+from ringreduce.runtime.bootstrap import Connection, Limit, RankAbove
 from ringreduce.runtime.groups import Group
 from ringreduce.runtime.process_sets import Parts, ProcessSet, connect
 from ringreduce.transport.messages import Messages, exchange_json
@@ -160,14 +160,21 @@ class OwnWorld(World):
         everyone: ProcessSet,
         connection: Connection,
         config: Config,
+        limit: Limit,
         followers: Sequence[Callable[[Program | None], object]] = (),
     ) -> OwnWorld:
         """Connect the ranks and agree on all that must agree. Collective.
 
+        Args:
+            everyone, connection, config, followers: of the world.
+            limit: how long to wait until all ranks have come here.
+
         Raises:
             what `init` raises.
         """
-        messages = connection.messages(Waiter(config.timeout_s))
+        with limit.waiter() as waiter:
+            messages = connection.messages(waiter)
+        waiter.timeout_s = config.timeout_s
         undo: list[Callable[[], None]] = [messages.close]
         try:
             _check_versions(messages)

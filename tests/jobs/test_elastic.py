@@ -117,6 +117,72 @@ def test_a_rank_that_stops_while_the_others_look_who_is_left_is_killed(tmp_path:
     assert "rank 2 of the job does not go on, and is killed" in done.stderr
 
 
+@pytest.mark.parametrize("options", [(), ("--elastic",)], ids=["", "elastic"])
+@pytest.mark.parametrize("imported", ["ringreduce", "mpi4py.MPI"])
+def test_a_job_in_which_no_rank_has_come_to_init_is_not_ended(imported: str, options: tuple[str, ...]) -> None:
+    """However long it prepares, with MPI or without."""
+    program = f"import time, {imported}; time.sleep(2); print('done')"
+    done = run("-np", 2, "--start-timeout", 0.5, *options, sys.executable, "-c", program)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\ndone\n", "")
+
+
+@pytest.mark.parametrize("comm", ["", "comm=[0, 1]"])
+def test_the_start_timeout_counts_where_mpi_has_started_before_init(comm: str) -> None:
+    """As where `init` starts it, and the error says so."""
+    absent = "MPI.COMM_WORLD.recv(source=0) if MPI.COMM_WORLD.rank else rr.init("
+    program = f"import ringreduce as rr; from mpi4py import MPI; {absent}{comm})"
+    done = run("-np", 2, "--start-timeout", 2, "-x", "RINGREDUCE_TIMEOUT=20", sys.executable, "-c", program)
+    assert done.returncode == 1
+    assert re.search(r"Error: waited 2 s for rank 1 to .*; --start-timeout sets this limit\n", done.stderr)
+
+
+DIES_IN_TRAINING = """
+import os, signal, sys
+import numpy as np
+import ringreduce as rr
+from ringreduce.elastic import ObjectState, run
+
+rr.init()
+me = rr.rank()
+
+@run
+def train(state):
+    while state.step < 5:
+        if (me, state.step) == (1, 2):
+            os.kill(os.getpid(), signal.SIGKILL)
+        state.total += float(rr.allreduce(np.ones(1))[0])
+        state.step += 1
+        state.commit()
+
+state = ObjectState(rr.broadcast_object, rr.rank, step=0, total=0.0)
+train(state)
+print(rr.size(), state.total)
+"""
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        ("sh", "-c", '"$@" 2>"log-$OMPI_COMM_WORLD_RANK"', "sh"),
+        (sys.executable, "-c", "import subprocess as s, sys; sys.exit(s.call(sys.argv[1:], stderr=s.DEVNULL))"),
+        ("sh", "-c", '"$@" 2>&-', "sh"),
+    ],
+    ids=["a file", "nowhere, from a program that closes files", "closed"],
+)
+def test_ranks_may_write_their_errors_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, between: tuple[str, ...]
+) -> None:
+    """The launcher hears all the same that they are connected, and nothing that is meant for it is in their files."""
+    monkeypatch.chdir(tmp_path)
+    program = tmp_path / "train.py"
+    program.write_text(DIES_IN_TRAINING)
+    done = run("--elastic", "-np", 3, *between, sys.executable, program)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["2 12.0"] * 2
+    assert "has died before" not in done.stderr
+    assert not any("\x1e" in path.read_text() for path in tmp_path.glob("log-*"))
+
+
 DIES_BEFORE_INIT = """
 import os, sys
 if os.environ["OMPI_COMM_WORLD_RANK"] == "1" and "RINGREDUCE_RESTART" not in os.environ:
@@ -145,6 +211,16 @@ def test_a_rank_that_does_not_come_to_init_ends_the_attempt(tmp_path: Path, deat
         said = done.stderr + "".join(path.read_text() for path in tmp_path.glob("logs/*.log"))
         assert "waited 3 s in init() for rank 1 to call it; --start-timeout sets this limit" in said
     assert "starting it again (1 of 1)" in done.stderr
+
+
+@pytest.mark.parametrize("options", [(), ("--elastic",)], ids=["", "elastic"])
+@pytest.mark.parametrize("end", ["sys.exit(0)", "os._exit(0)"])
+def test_a_rank_that_ends_well_before_init_ends_the_job(end: str, options: tuple[str, ...]) -> None:
+    """At once, as the others would wait for it; mpirun takes that for no failure."""
+    program = f"import os, sys; os.environ['OMPI_COMM_WORLD_RANK'] == '1' and {end}; import ringreduce as rr; rr.init()"
+    done = run("-np", 3, *options, sys.executable, "-c", program)
+    assert done.returncode not in (0, 124)
+    assert "of 3 ends: rank 1 ended before init()\n" in done.stderr
 
 
 NEVER_TOGETHER = """
@@ -218,6 +294,9 @@ def test_a_dry_run_prints_what_would_be_started(tmp_path: Path) -> None:
         (("--elastic", "--min-pn", "2", "-np", "4", "python"), "there is no option --min-pn"),
         (("--elastic", "--min-np", "5", "-np", "4", "python"), "more than the 4 ranks"),
         (("--hostfile", "/there/is/none", "python"), "does not exist"),
+        (("--start-timeout", "0", "python"), "--start-timeout 0 is no time to wait; give seconds, more than 0"),
+        (("--start-timeout", "nan", "python"), "--start-timeout nan is no time to wait"),
+        (("--start-timeout", "inf", "python"), "--start-timeout inf is no time to wait"),
         (("--max-np", "4", "-np", "2", "python"), "--max-np is for elastic jobs; add --elastic"),
         (("--reset-limit", "4", "python"), "--reset-limit is for elastic jobs; add --elastic"),
         (("--elastic", "--max-np", "2", "-np", "4", "python"), "--max-np 2 is less than the 4 ranks of -np"),

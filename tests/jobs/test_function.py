@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+
+import pytest
 
 
 def test_a_function_runs_on_ranks_of_its_own(tmp_path: Path) -> None:
@@ -39,3 +44,46 @@ def test_a_function_runs_on_ranks_of_its_own(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_the_ranks_end_with_the_program_that_called_run(tmp_path: Path, number: signal.Signals) -> None:
+    """Within 5 s, however it ends."""
+    ready = tmp_path / "ready"
+    os.mkfifo(ready)
+    reader = os.open(ready, os.O_RDONLY | os.O_NONBLOCK)
+    program = tmp_path / "program.py"
+    program.write_text(
+        textwrap.dedent(
+            f"""
+            import time
+            import ringreduce as rr
+
+            def work():
+                rr.init()
+                file = open({str(ready)!r}, "w")
+                file.write("x")
+                file.flush()
+                time.sleep(60)
+
+            if __name__ == "__main__":
+                rr.run(work, np=2)
+            """
+        )
+    )
+    job = subprocess.Popen([sys.executable, program], stderr=subprocess.DEVNULL)
+    try:
+        started = b""
+        while len(started) < 2:
+            assert select.select([reader], [], [], 50.0)[0]
+            started += os.read(reader, 2)
+        job.send_signal(number)
+        job.wait()
+        while select.select([reader], [], [], 5.0)[0]:
+            if not os.read(reader, 100):  # no rank has it open any more
+                return
+        pytest.fail("ranks run 5 s after the end of the program")
+    finally:
+        job.kill()
+        job.wait()
+        os.close(reader)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -87,6 +89,26 @@ def test_the_end_of_a_job_is_told_in_one_line(death: str, status: int, last: str
     assert "prterun" not in done.stderr
     assert "raise" not in death or {"ValueError: 0", "ValueError: 1"} <= set(done.stderr.splitlines())
     assert "print" not in death or "-" * 80 + "\nMPI_ABORT\n\0\n" in done.stderr
+
+
+def test_what_an_mpirun_of_a_rank_says_passes(tmp_path: Path) -> None:
+    """Where it names itself, while the same notice of the job's own does not."""
+    program = """
+        import os, subprocess, sys, time
+        rank, inner = os.environ["OMPI_COMM_WORLD_RANK"], "inner" in sys.argv
+        if rank == "0":
+            time.sleep(100)
+        if inner:
+            sys.exit(4)
+        inherited = ("OMPI_COMM", "OMPI_ARGV", "PMIX_", "PRTE_LAUNCHED")
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(inherited)}
+        subprocess.call(["mpirun", "-np", "2", sys.executable, sys.argv[0], "inner"], env=clean)
+        sys.exit(3)
+    """
+    (tmp_path / "train.py").write_text(textwrap.dedent(program))
+    done = run("run", "-np", 2, sys.executable, tmp_path / "train.py")
+    assert done.returncode == 3
+    assert re.findall("Exit code: +([0-9]+)", done.stderr) == ["4"]
 
 
 def test_an_exit_code_is_returned() -> None:
@@ -186,11 +208,14 @@ def test_a_signal_ends_all_ranks(tmp_path: Path, number: signal.Signals, to_all:
     assert words in said
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
 @pytest.mark.parametrize("options", [(), ("--elastic", "--max-restarts", "3")], ids=["", "elastic"])
-def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_ranks_end_with_a_launcher_that_is_killed(
+    tmp_path: Path, number: signal.Signals, options: tuple[str, ...]
+) -> None:
     """Whatever they do, and however often they may be started again."""
     with started(tmp_path, "import time; time.sleep(100)", *options) as (job, reader):
-        job.kill()
+        job.send_signal(number)
         while select.select([reader], [], [], 5.0)[0]:
             if not os.read(reader, 100):
                 return

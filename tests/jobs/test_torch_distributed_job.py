@@ -64,6 +64,18 @@ def test_a_program_needs_no_word_under_mpirun(run_job: Callable, found: dict[str
     assert job.stdout.splitlines() == ["sum 2.0"] * 2
 
 
+@pytest.mark.parametrize(
+    ("size", "rank"),
+    [("PMI_SIZE", "PMI_RANK"), ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK")],
+    ids=["MPICH", "MVAPICH"],
+)
+def test_a_program_needs_no_word_under_other_launchers(found: dict[str, str], size: str, rank: str):
+    """All that start MPI programs are known."""
+    program = PROGRAM.format(before="", after="").replace('"ringreduce"', "")
+    done = run(program, **found, **{size: "1", rank: "0"})
+    assert (done.returncode, done.stdout) == (0, "sum 1.0\n"), done.stderr
+
+
 def test_a_job_that_is_killed_leaves_no_files(run_job: Callable, found: dict[str, str], tmp_path: Path):
     """Rank 0, which has made the file that all share, cannot remove it then; mpirun does."""
     room = tmp_path / "room"

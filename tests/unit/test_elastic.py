@@ -158,6 +158,7 @@ def test_a_training_that_cannot_end_the_program_goes_on(
 ) -> None:
     """On another thread, where only that would end, and the program go on as if the training were done."""
     monkeypatch.setenv("RINGREDUCE_BEGINS_AGAIN", "1")
+    monkeypatch.setenv("RINGREDUCE_MARKS", f"{os.getpid()} {os.readlink('/proc/self/fd/2')}")
 
     class Kept(Recorded):
         _outlives_job = True
@@ -205,6 +206,7 @@ def test_ranks_end_well_once_another_job_can_begin(
 ) -> None:
     """With status 0 and a mark for the launcher."""
     monkeypatch.setenv("RINGREDUCE_BEGINS_AGAIN", "1")
+    monkeypatch.setenv("RINGREDUCE_MARKS", f"{os.getpid()} {os.readlink('/proc/self/fd/2')}")
 
     class Kept(Recorded):
         _outlives_job = True

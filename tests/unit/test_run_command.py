@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from click.testing import CliRunner
 
 from ringreduce.cli import main
 from ringreduce.common.errors import ConfigError
-from ringreduce.launcher import discovery, mpirun
+from ringreduce.launcher import discovery, job, mpirun
 from ringreduce.launcher.hosts import SizePolicy
 from ringreduce.launcher.job import HEARING, SUPERVISOR, Mark, MarkReader, Notices
 from ringreduce.launcher.mpirun import Mpirun
@@ -184,20 +185,30 @@ def boxed(text: bytes) -> bytes:
 @pytest.mark.parametrize("most", [1, 3, 60, 1000])
 def test_notices_of_open_mpi_are_dropped_and_the_rest_stays(most: int, rng: Any) -> None:
     """In whatever pieces they come; lines and boxes that only look like them are passed on, NUL bytes too."""
-    own = boxed(b"mine") + b"x" + b"-" * 80 + b"\nMPI_ABORT was\0\n---\n--"
+    others = boxed(b"prterun detected that one or more processes \n   Process name: [prterun-a-b-78@1,1]")
+    own = boxed(b"mine") + others + b"x" + b"-" * 80 + b"\nMPI_ABORT was\0\n---\n--"
     text = (
         b"a\n"
         + boxed(b"MPI_ABORT was invoked on rank 1 in")
         + boxed(b"prterun noticed that process rank 1")
+        + boxed(b"prterun detected that one or more processes \n   Process name: [prterun-a-b-77@1,1]")
         + b"\0"
         + own
     )
-    notices, passed = Notices(), b""
+    notices, passed = Notices(77), b""
     while text:
         count = int(rng.integers(1, most + 1))
         passed, text = passed + notices.feed(text[:count]), text[count:]
     assert passed + notices.rest() == b"a\n" + own
     assert notices.feed(b"\n" + boxed(b"prterun has exited due to process rank 0") + b"z") == b"\nz"
+
+
+def test_an_mpirun_that_does_not_end_is_killed_with_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some time after it was asked to end."""
+    monkeypatch.setattr(job, "_TO_END_S", 0.1)
+    stays = 'trap "" TERM; printf "\\036ringreduce: rank 0 on n1 has begun\\n" >&2; sleep 1000; true'
+    started = job.Job(["sh", "-c", stays], os.environ, lambda mark: started.end())
+    assert started.wait() == 128 + signal.SIGKILL
 
 
 @pytest.mark.parametrize("options", [[], ["-np", "1"], ["-x", "A=1"]])
