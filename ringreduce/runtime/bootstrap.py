@@ -4,28 +4,36 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import os
+import platform
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol, cast
 
+from ringreduce.algorithms import Collective, names
+from ringreduce.collectives import NCCL, VENDOR
 from ringreduce.common import processes
-from ringreduce.common.config import Config
-from ringreduce.common.errors import CollectiveTimeoutError, ConfigError, name_ranks
+from ringreduce.common.config import VERSION, Config, former_variables, ignored_variables
+from ringreduce.common.errors import CollectiveTimeoutError, ConfigError, MismatchError, name_ranks
 from ringreduce.common.launch import TORCHRUN, Launch, Launcher, launch, tell_launcher
 from ringreduce.transport.memory import MemoryWorld
-from ringreduce.transport.messages import Messages
+from ringreduce.transport.messages import Messages, exchange_json
 from ringreduce.transport.waiting import Waiter
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Connection", "Limit", "RankAbove", "connect", "job_connection"]
+__all__ = ["Connection", "Limit", "RankAbove", "check_settings", "check_versions", "connect", "job_connection"]
 
+_log = logging.getLogger(__name__)
+
+#: Settings that each rank may have of its own.
+_OWN_SETTINGS = {"dump", "launched_size", "log_level", "status", "timeline", "tuning"}
 _STANDARD_ERROR = 2
 _LOOK_EVERY_S = 1.0
 _SAME_JOB_S = 60.0  # within which the ranks of a host start
@@ -296,3 +304,28 @@ def _unconnected(said: Launch, launcher: Launcher, library: str | None) -> str:
         f"{launcher.name} has started several processes ({said.proof}), but {seen}: each would be a world of one, and "
         f"train alone. Start them with {command}. If each is to be a world of its own, set RINGREDUCE_STANDALONE=1"
     )
+
+
+def check_versions(messages: Messages) -> None:
+    """Ranks of different versions do not speak the same language."""
+    everyone = exchange_json(messages, [VERSION, platform.node()])
+    if len({version for version, _ in everyone}) > 1:
+        raise MismatchError({rank: f"ringreduce {version} on {host}" for rank, (version, host) in enumerate(everyone)})
+
+
+def check_settings(messages: Messages, settings: Config) -> None:
+    """Settings steer algorithms, so ranks with different ones would wait for each other in vain."""
+    common = [each for each in fields(Config) if each.name not in _OWN_SETTINGS]
+    said = [f"{each.metadata.get('variable', each.name)}={getattr(settings, each.name)!r}" for each in common]
+    everyone = exchange_json(messages, said)
+    if different := [each for each in zip(*everyone, strict=True) if len(set(each)) > 1]:
+        raise MismatchError({rank: ", ".join(each) for rank, each in enumerate(zip(*different, strict=True))})
+    if settings.algorithm is not None and settings.algorithm not in (*names(Collective.ALLREDUCE), VENDOR, NCCL):
+        known = ", ".join((*names(Collective.ALLREDUCE), VENDOR, NCCL))
+        raise ConfigError(f"RINGREDUCE_ALGORITHM={settings.algorithm!r} in the environment: expected one of {known}")
+    ignored = ignored_variables()
+    if ignored and messages.rank == 0:
+        _log.warning("these variables have no meaning here: %s", ", ".join(ignored))
+    former = former_variables()
+    if former and messages.rank == 0:
+        _log.warning("the next version will not know these variables: %s", ", ".join(former))

@@ -15,12 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.algorithms import Collective, names
-from ringreduce.collectives import NCCL, VENDOR, close_all
+from ringreduce.collectives import close_all
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.collectives.tuning import Key, Table
 from ringreduce.common.call_sites import GivenUp, refusal
-from ringreduce.common.config import VERSION, Config, former_variables, ignored_variables
+from ringreduce.common.config import VERSION, Config
 from ringreduce.common.errors import (
     CollectiveError,
     CollectiveTimeoutError,
@@ -34,7 +33,7 @@ from ringreduce.common.topology import Topology
 from ringreduce.observe.metrics import Metrics
 from ringreduce.observe.observer import Observation
 from ringreduce.observe.timeline import Clock, Program
-from ringreduce.runtime.bootstrap import Connection, Limit, RankAbove
+from ringreduce.runtime.bootstrap import Connection, Limit, RankAbove, check_settings, check_versions
 from ringreduce.runtime.groups import Group
 from ringreduce.runtime.process_sets import Parts, ProcessSet, connect
 from ringreduce.transport.messages import Messages, exchange_json
@@ -43,9 +42,6 @@ from ringreduce.transport.waiting import Waiter
 __all__ = ["BorrowedWorld", "OwnWorld", "World", "tuning_key"]
 
 _log = logging.getLogger(__name__)
-
-#: Settings that each rank may have of its own.
-_OWN_SETTINGS = {"dump", "launched_size", "log_level", "status", "timeline", "tuning"}
 
 
 class World:
@@ -177,8 +173,8 @@ class OwnWorld(World):
         waiter.timeout_s = config.timeout_s
         undo: list[Callable[[], None]] = [messages.close]
         try:
-            _check_versions(messages)
-            _check_settings(messages, config)
+            check_versions(messages)
+            check_settings(messages, config)
             parts = connect(connection.messages, config)
             undo.insert(0, parts.close)
             world = cls(everyone, connection, messages, parts, Clock.agree(messages), config, followers)
@@ -438,31 +434,6 @@ class BorrowedWorld(World):
 def tuning_key(communicator: Communicator) -> Key:
     """Return what a tuning table of these ranks is valid for."""
     return Key(communicator.topology, communicator.library, VERSION)
-
-
-def _check_versions(messages: Messages) -> None:
-    """Ranks of different versions do not speak the same language."""
-    everyone = exchange_json(messages, [VERSION, platform.node()])
-    if len({version for version, _ in everyone}) > 1:
-        raise MismatchError({rank: f"ringreduce {version} on {host}" for rank, (version, host) in enumerate(everyone)})
-
-
-def _check_settings(messages: Messages, settings: Config) -> None:
-    """Settings steer algorithms, so ranks with different ones would wait for each other in vain."""
-    common = [each for each in fields(Config) if each.name not in _OWN_SETTINGS]
-    said = [f"{each.metadata.get('variable', each.name)}={getattr(settings, each.name)!r}" for each in common]
-    everyone = exchange_json(messages, said)
-    if different := [each for each in zip(*everyone, strict=True) if len(set(each)) > 1]:
-        raise MismatchError({rank: ", ".join(each) for rank, each in enumerate(zip(*different, strict=True))})
-    if settings.algorithm is not None and settings.algorithm not in (*names(Collective.ALLREDUCE), VENDOR, NCCL):
-        known = ", ".join((*names(Collective.ALLREDUCE), VENDOR, NCCL))
-        raise ConfigError(f"RINGREDUCE_ALGORITHM={settings.algorithm!r} in the environment: expected one of {known}")
-    ignored = ignored_variables()
-    if ignored and messages.rank == 0:
-        _log.warning("these variables have no meaning here: %s", ", ".join(ignored))
-    former = former_variables()
-    if former and messages.rank == 0:
-        _log.warning("the next version will not know these variables: %s", ", ".join(former))
 
 
 def _as_set(process_set: ProcessSet | Sequence[int] | Any) -> ProcessSet:
