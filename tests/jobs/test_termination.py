@@ -503,9 +503,9 @@ def test_ranks_of_different_versions_do_not_start(run_job):
         source="""
         from mpi4py import MPI
         from ringreduce import runtime
-        from ringreduce.runtime import worlds
+        from ringreduce.runtime import bootstrap
         if MPI.COMM_WORLD.rank == 1:
-            worlds.VERSION = "0.0.1"
+            bootstrap.VERSION = "0.0.1"
         runtime.init()
         """,
     )
