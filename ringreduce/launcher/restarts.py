@@ -34,6 +34,7 @@ class _Ranks:
         silent: those that have not begun.
         are_connected: whether MPI tells them of deaths.
         any_ended_well: whether one has.
+        has_no_start: whether one died before all came to `init`, which ends the job.
         leaving: when the first has said that the job begins again; None: none has.
         asked: when they were asked first to begin again; None: they were not, or the reason is gone.
         said: the reason that users were told last.
@@ -42,6 +43,7 @@ class _Ranks:
     silent: set[int]
     are_connected: bool = False
     any_ended_well: bool = False
+    has_no_start: bool = False
     leaving: float | None = None
     asked: float | None = None
     said: str = ""
@@ -109,7 +111,7 @@ class Restarts:
         """Run a job once there are slots for it.
 
         Returns:
-            Its status, which is not 0 if no rank has ended well, and whether it ended because this process was told to.
+            Its status, which is not 0 if no rank has ended well or one died before `init`, and whether it ended because this process was told to.
         """
         hosts = self._wait_for_slots()
         more = {"RINGREDUCE_RESTART": str(starts)} if starts else {}
@@ -120,7 +122,7 @@ class Restarts:
         ranks = self._ranks = _Ranks(set(range(sum(hosts.values()))))
         job = Job(line, environment, lambda mark: self._hear(mark, job), verbose=self._spec.verbose)
         status = job.wait(lambda: self._look(job), _LOOK_EVERY_S if self._spec.growth else None)
-        status = status or int(self._spec.elastic and not ranks.any_ended_well)
+        status = status or int(self._spec.elastic and (ranks.has_no_start or not ranks.any_ended_well))
         if status and not job.stopped and ranks.leaving is None:
             job.end_line()
             self._tell_failure(job.written.decode(errors="replace"), status)
@@ -188,6 +190,7 @@ class Restarts:
                 self._hosts = self._hosts.died(host, now, self._policy)
                 if not ranks.are_connected:  # the others would wait for it, as MPI does not know of it yet
                     ranks.are_connected = True  # once is enough
+                    ranks.has_no_start = True
                     say(f"rank {mark.rank} has died before all ranks came to init(), so the job is ended")
                     job.end()
 

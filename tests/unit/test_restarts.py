@@ -137,6 +137,20 @@ def test_a_crash_at_the_end_of_a_job_that_begins_again_is_no_death(monkeypatch: 
     assert [ranks for ranks, _ in jobs.started] == [{"a": 2}, {"a": 3}]
 
 
+def test_a_job_without_a_start_has_failed_though_a_rank_ended_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 ended well before `init`, which rank 0 noticed, ended, and told first; mpirun says 0 of both."""
+
+    def job(hear: Hear, look: Callable[[], None]) -> int:
+        begin(hear, 2)
+        hear(Mark("has died", 0, "a"))
+        hear(Mark("has ended well", 1, "a"))
+        return 0
+
+    jobs = Jobs(monkeypatch, job)
+    assert jobs.run(1, 2) == 1
+    assert jobs.ended == 1
+
+
 def test_hosts_that_count_as_failing_are_named_where_slots_are_too_few(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
