@@ -111,7 +111,8 @@ class Restarts:
         """Run a job once there are slots for it.
 
         Returns:
-            Its status, which is not 0 if no rank has ended well or one died before `init`, and whether it ended because this process was told to.
+            Its status, which is not 0 if no rank has ended well or one died before `init`, and whether it ended
+            because this process was told to.
         """
         hosts = self._wait_for_slots()
         more = {"RINGREDUCE_RESTART": str(starts)} if starts else {}
