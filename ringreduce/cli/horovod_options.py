@@ -40,7 +40,7 @@ _TABLE = """
 --blacklist-cooldown-range | MIN MAX | run --cooldown | | seconds for which failing hosts are not used
 --fusion-threshold-mb | MIB | set RINGREDUCE_FUSION | params.fusion_threshold_mb | closes a group of fused tensors
 --timeline-filename | FILE | set RINGREDUCE_TIMELINE | timeline.filename | a trace of the job
---timeline-mark-cycles | | set RINGREDUCE_TIMELINE_MARK_BATCHES | timeline.mark_cycles | marks where operations start
+--timeline-mark-cycles | | set HOROVOD_TIMELINE_MARK_CYCLES | timeline.mark_cycles | marks where operations start
 --no-stall-check | | set RINGREDUCE_STALL_WARNING | | no warning of ranks that do not come
 --stall-check-warning-time-seconds|SECONDS|set RINGREDUCE_STALL_WARNING|stall_check.warning_time_seconds| when to warn
 --stall-check-shutdown-time-seconds|SECONDS|set RINGREDUCE_TIMEOUT|stall_check.shutdown_time_seconds| when to give up

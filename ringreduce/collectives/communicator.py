@@ -384,7 +384,7 @@ class Communicator(Messaging):
         """Return an uninitialised array for a result: of the shape, dtype and library of one in host memory, C order.
 
         It is a communication buffer as long as the results that live together are not too large; see
-        ``RINGREDUCE_RESULTS``. Local.
+        ``RINGREDUCE_SHARED_MEMORY=results:2G``. Local.
         """
         self._state.require_open()
         return self._runner.operands.maker(array)(tuple(array.shape), DType.of(array.dtype))[0]

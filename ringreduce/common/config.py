@@ -6,10 +6,11 @@ import difflib
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from dataclasses import Field, dataclass, field, fields
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ringreduce.common.conventions import Conventions
 from ringreduce.common.errors import ConfigError
@@ -31,8 +32,6 @@ __all__ = [
 #: Of ringreduce.
 VERSION = "0.1.0"
 
-_T = TypeVar("_T")
-
 #: Variables of ours that are not settings: what the launcher says, the name of a host that is simulated, and the time
 #: limit of a test.
 _ELSEWHERE = {*VARIABLES, "RINGREDUCE_HOST", "RINGREDUCE_TEST_TIMEOUT"}
@@ -44,20 +43,20 @@ def _unless_zero(text: str) -> str:
     return "" if text == "0" else text
 
 
-#: Variables of Horovod that mean something here: ours of the same meaning, and what stands for it there ("": nothing).
+#: Variables of Horovod that mean something here: the field of `Config`, and what stands for it there ("": nothing).
 #: They are read wherever ours is not set, whatever the script imports: users who change the import have set them too.
 HOROVOD: dict[str, tuple[str, Callable[[str], str]]] = {
     # Horovod's 0: nothing is fused. Here a group that holds a byte is closed.
-    "HOROVOD_FUSION_THRESHOLD": ("RINGREDUCE_FUSION", lambda text: "1" if text == "0" else text),
-    "HOROVOD_LOG_LEVEL": ("RINGREDUCE_LOG_LEVEL", str),
+    "HOROVOD_FUSION_THRESHOLD": ("fusion_nbytes", lambda text: "1" if text == "0" else text),
+    "HOROVOD_LOG_LEVEL": ("log_level", str),
     # Before the next one, as it overrides it.
-    "HOROVOD_STALL_CHECK_DISABLE": ("RINGREDUCE_STALL_WARNING", lambda text: "0" if _unless_zero(text) else ""),
-    "HOROVOD_STALL_CHECK_TIME_SECONDS": ("RINGREDUCE_STALL_WARNING", str),
+    "HOROVOD_STALL_CHECK_DISABLE": ("stall_warning_s", lambda text: "0" if _unless_zero(text) else ""),
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": ("stall_warning_s", str),
     # Horovod's 0: wait for ever, which nothing does here.
-    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": ("RINGREDUCE_TIMEOUT", _unless_zero),
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": ("timeout_s", _unless_zero),
     # Horovod's DYNAMIC: the program starts it, which it always may here.
-    "HOROVOD_TIMELINE": ("RINGREDUCE_TIMELINE", lambda text: "" if text == "DYNAMIC" else text),
-    "HOROVOD_TIMELINE_MARK_CYCLES": ("RINGREDUCE_TIMELINE_MARK_BATCHES", str),
+    "HOROVOD_TIMELINE": ("timeline", lambda text: "" if text == "DYNAMIC" else text),
+    "HOROVOD_TIMELINE_MARK_CYCLES": ("timeline_marks_batches", str),
 }
 #: Variables of Horovod that ask for what is always so here, or that ``horovodrun`` sets for the program.
 _HOROVOD_ALWAYS = {"HOROVOD_DYNAMIC_PROCESS_SETS"} | {
@@ -65,9 +64,15 @@ _HOROVOD_ALWAYS = {"HOROVOD_DYNAMIC_PROCESS_SETS"} | {
 }
 _ON, _OFF = ("1", "on", "true", "yes"), ("0", "off", "false", "no", "auto")
 _CUDA_AWARE = dict.fromkeys(_ON, "mpi") | dict.fromkeys(_OFF, "staged")
-#: Names that variables of ours had before: the name of now, and what the text meant there.
+#: Variables of the version before: the setting, and what the text means there.
 _FORMER: dict[str, tuple[str, Callable[[str], str]]] = {
-    "RINGREDUCE_CUDA_AWARE": ("RINGREDUCE_GPU", lambda text: _CUDA_AWARE.get(text.lower(), text)),
+    "RINGREDUCE_CUDA_AWARE": ("gpu", lambda text: _CUDA_AWARE.get(text.lower(), text)),
+    "RINGREDUCE_PRIVATE_MEMORY": ("private_memory", str),
+    "RINGREDUCE_RESULTS": ("results_nbytes", str),
+    "RINGREDUCE_SEGMENT": ("segment_nbytes", str),
+    "RINGREDUCE_TIMELINE_MARK_BATCHES": ("timeline_marks_batches", str),
+    "RINGREDUCE_CHECK_FINITE": ("check_finite_every", str),
+    "RINGREDUCE_CHECK_DATA": ("check_data", str),
 }
 _LOG_LEVELS = {"TRACE": "DEBUG", "FATAL": "CRITICAL"}
 
@@ -88,13 +93,6 @@ def _positive_int(text: str) -> int:
     if not text.isdigit() or int(text) == 0:
         raise ValueError("expected a positive whole number")
     return int(text)
-
-
-def _whole_number(text: str) -> int:
-    try:
-        return 0 if text == "0" else _positive_int(text)
-    except ValueError:
-        raise ValueError("expected a whole number, 0 or more") from None
 
 
 def _positive_float(text: str) -> float:
@@ -136,7 +134,11 @@ def _folder(text: str) -> str | None:
 
 
 def _setting(variable: str, parse: Callable[[str], Any], default: Any) -> Any:
-    """Declare a field of `Config`: its variable, what reads that, and the value where it is not set."""
+    """Declare a field of `Config`: its variable, what reads that, and the value where it is not set.
+
+    ``VARIABLE=part`` is a part of a variable, which is written as in ``VARIABLE=100,part:1``; without a variable, the
+    field has former names alone.
+    """
     return field(default=default, metadata={"variable": variable, "parse": parse})
 
 
@@ -156,12 +158,13 @@ class Config:
         timeout_s: how long (seconds) any wait for a peer may last. ``RINGREDUCE_TIMEOUT``
         node_size: treat every so many consecutive ranks as a node. ``RINGREDUCE_NODE_SIZE``
         shared_memory: whether ranks of a node may share memory. ``RINGREDUCE_SHARED_MEMORY``
-        private_memory: whether ranks of a node may copy each other's private memory. ``RINGREDUCE_PRIVATE_MEMORY``
+        private_memory: whether ranks of a node may copy each other's private memory.
+            ``RINGREDUCE_SHARED_MEMORY=private:0``
         results_nbytes: new arrays that collectives return lie in memory that the ranks of the node share, as long as
             those of a rank that live take no more than so many bytes together; None: a quarter of the machine's memory,
-            divided by the ranks of the node. ``RINGREDUCE_RESULTS``, 0 for none
+            divided by the ranks of the node. ``RINGREDUCE_SHARED_MEMORY=results:2G``, 0 for none
         algorithm: the allreduce algorithm to use wherever it can run. ``RINGREDUCE_ALGORITHM``
-        segment_nbytes: the most bytes of a block that travel at once, so that transfers overlap. ``RINGREDUCE_SEGMENT``
+        segment_nbytes: the most bytes of a block that travel at once, so that transfers overlap.
         fusion_nbytes: small asynchronous allreduces travel together; a group that holds so many bytes is closed.
             ``RINGREDUCE_FUSION``
         stall_warning_s: warn about an operation that some rank has not submitted for so long (seconds); None: never.
@@ -172,7 +175,7 @@ class Config:
             ``RINGREDUCE_DETERMINISTIC``
         timeline: the file into which `init` starts a timeline; None: none. ``RINGREDUCE_TIMELINE``
         timeline_marks_batches: whether it has marks where operations that travel together start.
-            ``RINGREDUCE_TIMELINE_MARK_BATCHES``
+            ``RINGREDUCE_TIMELINE=FILE,marks:1``
         bucket_nbytes: gradients travel together in buckets; a bucket that holds so many bytes is closed.
             ``RINGREDUCE_BUCKET``
         tuning: the folder of the tables that ``ringreduce tune`` makes and `init` looks for; None: none.
@@ -187,9 +190,9 @@ class Config:
             weights; None: never (but for the first few). ``RINGREDUCE_CHECK``
         check_finite_every: the same for looking whether all gradients are numbers; gradients are then not reduced
             during the backward pass. Not for programs that scale losses and leave out steps.
-            ``RINGREDUCE_CHECK_FINITE``
+            ``RINGREDUCE_CHECK=finite:100``
         check_data: whether the ranks compare checksums of their gradients in the first three steps of an optimizer, to
-            warn if all train on the same data. ``RINGREDUCE_CHECK_DATA``
+            warn if all train on the same data. ``RINGREDUCE_CHECK=data:0``
         checksum: whether what travels in messages is compared with what was sent, by a CRC-32. ``RINGREDUCE_CHECKSUM``
         status: whether `ringreduce top` sees the ranks. ``RINGREDUCE_STATUS``
         dump: the folder into which a rank writes what it has done last, when no call is possible any more, or on
@@ -198,19 +201,16 @@ class Config:
             ``RINGREDUCE_AUDIT``
         object_limit_nbytes: the most bytes that the objects of one call, of all ranks together, may take once they are
             pickled. ``RINGREDUCE_OBJECT_LIMIT``
-        least_size: elastic training ends once fewer ranks are left. ``RINGREDUCE_MIN_NP``
-        reset_limit: how often at most ranks go on without others, before elastic training ends; None: as often as need
-            be. ``RINGREDUCE_RESET_LIMIT``
         launched_size: how many ranks the launcher says it started, None when there was no launcher.
     """
 
     timeout_s: float = _setting("RINGREDUCE_TIMEOUT", _positive_float, 300.0)
     node_size: int | None = _setting("RINGREDUCE_NODE_SIZE", _positive_int, None)
     shared_memory: bool = _setting("RINGREDUCE_SHARED_MEMORY", _switch, True)
-    private_memory: bool = _setting("RINGREDUCE_PRIVATE_MEMORY", _switch, True)
-    results_nbytes: int | None = _setting("RINGREDUCE_RESULTS", _nbytes_or_none, None)
+    private_memory: bool = _setting("RINGREDUCE_SHARED_MEMORY=private", _switch, True)
+    results_nbytes: int | None = _setting("RINGREDUCE_SHARED_MEMORY=results", _nbytes_or_none, None)
     algorithm: str | None = _setting("RINGREDUCE_ALGORITHM", str, None)
-    segment_nbytes: int = _setting("RINGREDUCE_SEGMENT", parse_nbytes, 256 << 10)
+    segment_nbytes: int = _setting("", parse_nbytes, 256 << 10)
     # On one node, 1 to 100 MiB differ by no more than the measurement does; this is small enough for gradients that are
     # copied into a bucket to be still in the last-level cache when it is reduced.
     bucket_nbytes: int = _setting("RINGREDUCE_BUCKET", parse_nbytes, 4 << 20)
@@ -219,21 +219,19 @@ class Config:
     log_level: str | None = _setting("RINGREDUCE_LOG_LEVEL", _log_level, None)
     deterministic: bool = _setting("RINGREDUCE_DETERMINISTIC", _switch, False)
     timeline: str | None = _setting("RINGREDUCE_TIMELINE", str, None)
-    timeline_marks_batches: bool = _setting("RINGREDUCE_TIMELINE_MARK_BATCHES", _switch, False)
+    timeline_marks_batches: bool = _setting("RINGREDUCE_TIMELINE=marks", _switch, False)
     tuning: str | None = _setting("RINGREDUCE_TUNING", _folder, None)
     gpu: str = _setting("RINGREDUCE_GPU", _gpu, "staged")
     conventions: Conventions = _setting("RINGREDUCE_CONVENTIONS", Conventions.parse, Conventions.CHAIN_RULE)  # noqa: RUF009
     standalone: bool = _setting("RINGREDUCE_STANDALONE", _switch, False)
     check_weights_every: int | None = _setting("RINGREDUCE_CHECK", _positive_int, None)
-    check_finite_every: int | None = _setting("RINGREDUCE_CHECK_FINITE", _positive_int, None)
-    check_data: bool = _setting("RINGREDUCE_CHECK_DATA", _switch, True)
+    check_finite_every: int | None = _setting("RINGREDUCE_CHECK=finite", _positive_int, None)
+    check_data: bool = _setting("RINGREDUCE_CHECK=data", _switch, True)
     checksum: bool = _setting("RINGREDUCE_CHECKSUM", _switch, False)
     status: bool = _setting("RINGREDUCE_STATUS", _switch, True)
     dump: str | None = _setting("RINGREDUCE_DUMP", _folder, None)
     audit: str | None = _setting("RINGREDUCE_AUDIT", str, None)
     object_limit_nbytes: int = _setting("RINGREDUCE_OBJECT_LIMIT", parse_nbytes, 4 << 30)
-    least_size: int = _setting("RINGREDUCE_MIN_NP", _positive_int, 1)
-    reset_limit: int | None = _setting("RINGREDUCE_RESET_LIMIT", _whole_number, None)
     launched_size: int | None = None
 
     @classmethod
@@ -252,23 +250,27 @@ class Config:
             ConfigError: a variable holds something that cannot be understood.
         """
         standard = cls(conventions=conventions, tuning=_caches(environ))
-        read = {
-            each.name: _read(environ, each.metadata["variable"], each.metadata["parse"], getattr(standard, each.name))
-            for each in _settings()
-        }
+        read = {each.name: _read(environ, each, getattr(standard, each.name)) for each in _settings()}
         return cls(**read, launched_size=Launch.from_environ(environ).size)
 
 
 def _settings() -> list[Field[Any]]:
-    """Return the fields of `Config` that have a variable."""
+    """Return the fields of `Config` that are read from the environment."""
     return [each for each in fields(Config) if each.metadata]
+
+
+@cache
+def _parts() -> dict[str, frozenset[str]]:
+    """Return the names of the parts of each variable."""
+    said = [each.metadata["variable"].partition("=")[::2] for each in _settings()]
+    return {variable: frozenset(part for other, part in said if other == variable and part) for variable, _ in said}
 
 
 def ignored_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return the names of our variables and of Horovod's that are set and mean nothing here; for people, sorted."""
     known = {
         "HOROVOD_": {*HOROVOD, *_HOROVOD_ALWAYS},
-        "RINGREDUCE_": {each.metadata["variable"] for each in _settings()} | {*_FORMER} | _ELSEWHERE,
+        "RINGREDUCE_": {*_parts(), *_FORMER} | _ELSEWHERE,
     }
     return sorted(
         _guess(name, prefix, meant)
@@ -279,8 +281,17 @@ def ignored_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def former_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return, for people, which of our variables are set under a name that they had before."""
-    return [f"{name} (now {ours})" for name, (ours, _) in _FORMER.items() if environ.get(name)]
+    """Return, for people, which variables of the version before are set, and what says the same now."""
+    variables = {each.name: each.metadata["variable"] for each in _settings()}
+    return [
+        f"{name} (now {_assignment(variables[setting], convert(environ[name]))})" if variables[setting] else name
+        for name, (setting, convert) in _FORMER.items()
+        if environ.get(name)
+    ]
+
+
+def _assignment(variable: str, text: str) -> str:
+    return f"{variable}{':' if '=' in variable else '='}{text}"
 
 
 def _guess(name: str, prefix: str, known: Iterable[str]) -> str:
@@ -306,18 +317,29 @@ def gpu_switches(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {name: environ[name] for name in _GPU_SWITCHES if environ.get(name)}
 
 
-def _read(environ: Mapping[str, str], name: str, parse: Callable[[str], _T], default: _T) -> _T:
-    """Read a variable of ours or, where that is not set, its former names and Horovod's of the same meaning."""
-    said = {name: environ.get(name, "")}
+def _read(environ: Mapping[str, str], setting: Field[Any], default: Any) -> Any:
+    """Read a setting from its variable or, where that does not say it, from former names and Horovod's."""
+    variable, _, part = setting.metadata["variable"].partition("=")
+    said = {variable: _part(environ.get(variable, ""), part, _parts()[variable])}
     others = (*_FORMER.items(), *HOROVOD.items())
-    said |= {theirs: convert(environ.get(theirs, "")) for theirs, (ours, convert) in others if ours == name}
+    said |= {name: convert(environ.get(name, "")) for name, (field, convert) in others if field == setting.name}
     source = next((each for each, text in said.items() if text), None)
     if source is None:
         return default
     try:
-        return parse(said[source])
+        return setting.metadata["parse"](said[source])
     except ValueError as error:
-        raise ConfigError(f"{source}={environ[source]!r} in the environment: {error}") from None
+        parts = " and ".join(f"{each}:VALUE" for each in sorted(_parts().get(source, ())))
+        more = f"; after a comma, {parts} may follow" if parts else ""
+        raise ConfigError(f"{source}={environ[source]!r} in the environment: {error}{more}") from None
+
+
+def _part(text: str, part: str, parts: Collection[str]) -> str:
+    """Return what a text such as ``100,finite:1`` says of a part, here ``finite``; of ``""``, all but the parts."""
+    items = [(*item.partition(":"), item) for item in text.split(",")]
+    if part:
+        return next((value for name, _, value, _ in items if name == part), "")
+    return ",".join(item for name, colon, _, item in items if not (colon and name in parts))
 
 
 def _caches(environ: Mapping[str, str]) -> str | None:

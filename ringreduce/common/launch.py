@@ -51,7 +51,10 @@ TORCHRUN = Launcher("torchrun (or what sets its variables)", "WORLD_SIZE", "RANK
 _PMIX_RANK = "PMIX_RANK"
 
 #: What `ringreduce run` sets, and `horovodrun` (the folder of commits).
-VARIABLES = {f"RINGREDUCE_{name}" for name in ("MARKS", "BEGINS_AGAIN", "RESTART", "START_TIMEOUT", "COMMITS")}
+VARIABLES = {
+    f"RINGREDUCE_{name}"
+    for name in ("MARKS", "BEGINS_AGAIN", "RESTART", "START_TIMEOUT", "COMMITS", "MIN_NP", "RESET_LIMIT")
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,9 @@ class Launch:
             by SIGUSR2, which they have blocked, when they should.
         restarts: how often it has started this job before.
         start_timeout_s: how long ranks wait in `init` for ranks that have not called it; None: the time limit.
+        least_size: elastic training ends once fewer ranks are left.
+        reset_limit: how often at most ranks go on without others, before elastic training ends; None: as often as need
+            be.
         commits: the folder in which ``horovodrun`` has elastic states keep their commits; None: it has not.
     """
 
@@ -85,6 +91,8 @@ class Launch:
     grows: bool = False
     restarts: int = 0
     start_timeout_s: float | None = None
+    least_size: int = 1
+    reset_limit: int | None = None
     commits: str | None = None
 
     @classmethod
@@ -112,6 +120,8 @@ class Launch:
             grows=environ.get("RINGREDUCE_BEGINS_AGAIN") == "1",
             restarts=number("RINGREDUCE_RESTART") or 0,
             start_timeout_s=limit_s,
+            least_size=number("RINGREDUCE_MIN_NP") or 1,
+            reset_limit=number("RINGREDUCE_RESET_LIMIT"),
             commits=environ.get("RINGREDUCE_COMMITS") or None,
         )
 

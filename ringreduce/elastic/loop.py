@@ -177,8 +177,8 @@ def _start_anew(state: State, failure: CollectiveError | None) -> bool:
 
 
 def _require_limits(failure: CollectiveError) -> None:
-    left, least = runtime.size(), runtime.config().least_size
-    times, most = runtime.recoveries(), runtime.config().reset_limit
+    left, least = runtime.size(), launch().least_size
+    times, most = runtime.recoveries(), launch().reset_limit
     if left < least:
         said = f"too few ranks are left, {left} where RINGREDUCE_MIN_NP={least}"
     elif most is not None and times > most:

@@ -172,7 +172,7 @@ class State:
 
 def _may_begin_again() -> bool:
     """Return whether the ranks may change once more; asked here, as the launcher hears of recoveries too late."""
-    most = runtime.config().reset_limit if runtime.is_initialized() else None
+    most = launch().reset_limit
     return most is None or runtime.recoveries() < most
 
 

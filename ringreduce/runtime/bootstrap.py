@@ -316,7 +316,7 @@ def check_versions(messages: Messages) -> None:
 def check_settings(messages: Messages, settings: Config) -> None:
     """Settings steer algorithms, so ranks with different ones would wait for each other in vain."""
     common = [each for each in fields(Config) if each.name not in _OWN_SETTINGS]
-    said = [f"{each.metadata.get('variable', each.name)}={getattr(settings, each.name)!r}" for each in common]
+    said = [f"{each.metadata.get('variable') or each.name}={getattr(settings, each.name)!r}" for each in common]
     everyone = exchange_json(messages, said)
     if different := [each for each in zip(*everyone, strict=True) if len(set(each)) > 1]:
         raise MismatchError({rank: ", ".join(each) for rank, each in enumerate(zip(*different, strict=True))})

@@ -126,7 +126,7 @@ class Checks:
                 _log.warning(
                     "%s: the gradients of all ranks were equal in each of the first %s steps, so all ranks seem to "
                     "train on the same data. Give each rank a part of its own, as DataLoader(data, sampler="
-                    "ringreduce.torch.DistributedSampler(data)) does. RINGREDUCE_CHECK_DATA=0 ends this check",
+                    "ringreduce.torch.DistributedSampler(data)) does. RINGREDUCE_CHECK=data:0 ends this check",
                     self._described,
                     _FIRST_STEPS,
                 )

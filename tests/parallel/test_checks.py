@@ -22,8 +22,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A world in which weights are compared every second step, and gradients looked at in each."""
     rr.shutdown()
     with monkeypatch.context() as patch:
-        patch.setenv("RINGREDUCE_CHECK", "2")
-        patch.setenv("RINGREDUCE_CHECK_FINITE", "1")
+        patch.setenv("RINGREDUCE_CHECK", "2,finite:1")
         rr.init()
         yield
         rr.shutdown()
@@ -143,7 +142,7 @@ def test_the_same_data_may_be_meant(caplog: pytest.LogCaptureFixture, monkeypatc
     caplog.set_level("WARNING", logger="ringreduce")
     rr.shutdown()
     with monkeypatch.context() as patch:
-        patch.setenv("RINGREDUCE_CHECK_DATA", "0")
+        patch.setenv("RINGREDUCE_CHECK", "data:0")
         rr.init()
         trained(4)
         rr.shutdown()

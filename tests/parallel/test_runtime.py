@@ -74,7 +74,7 @@ def test_a_world_of_some_ranks(no_world: None) -> None:
 
 @pytest.mark.sizes(2, 3, 4)
 @pytest.mark.parametrize(
-    ("name", "value"), [("RINGREDUCE_SEGMENT", "64K"), ("RINGREDUCE_ALGORITHM", "ring"), ("RINGREDUCE_TIMEOUT", "19")]
+    ("name", "value"), [("RINGREDUCE_BUCKET", "64K"), ("RINGREDUCE_ALGORITHM", "ring"), ("RINGREDUCE_TIMEOUT", "19")]
 )
 def test_different_settings_are_a_mismatch(
     name: str, value: str, no_world: None, monkeypatch: pytest.MonkeyPatch

@@ -25,31 +25,28 @@ VARIABLES = {
     "RINGREDUCE_TIMEOUT": "timeout_s",
     "RINGREDUCE_NODE_SIZE": "node_size",
     "RINGREDUCE_SHARED_MEMORY": "shared_memory",
-    "RINGREDUCE_PRIVATE_MEMORY": "private_memory",
-    "RINGREDUCE_RESULTS": "results_nbytes",
+    "RINGREDUCE_SHARED_MEMORY=private": "private_memory",
+    "RINGREDUCE_SHARED_MEMORY=results": "results_nbytes",
     "RINGREDUCE_ALGORITHM": "algorithm",
-    "RINGREDUCE_SEGMENT": "segment_nbytes",
     "RINGREDUCE_BUCKET": "bucket_nbytes",
     "RINGREDUCE_FUSION": "fusion_nbytes",
     "RINGREDUCE_STALL_WARNING": "stall_warning_s",
     "RINGREDUCE_LOG_LEVEL": "log_level",
     "RINGREDUCE_DETERMINISTIC": "deterministic",
     "RINGREDUCE_TIMELINE": "timeline",
-    "RINGREDUCE_TIMELINE_MARK_BATCHES": "timeline_marks_batches",
+    "RINGREDUCE_TIMELINE=marks": "timeline_marks_batches",
     "RINGREDUCE_TUNING": "tuning",
     "RINGREDUCE_GPU": "gpu",
     "RINGREDUCE_CONVENTIONS": "conventions",
     "RINGREDUCE_STANDALONE": "standalone",
     "RINGREDUCE_CHECK": "check_weights_every",
-    "RINGREDUCE_CHECK_FINITE": "check_finite_every",
-    "RINGREDUCE_CHECK_DATA": "check_data",
+    "RINGREDUCE_CHECK=finite": "check_finite_every",
+    "RINGREDUCE_CHECK=data": "check_data",
     "RINGREDUCE_CHECKSUM": "checksum",
     "RINGREDUCE_STATUS": "status",
     "RINGREDUCE_DUMP": "dump",
     "RINGREDUCE_AUDIT": "audit",
     "RINGREDUCE_OBJECT_LIMIT": "object_limit_nbytes",
-    "RINGREDUCE_MIN_NP": "least_size",
-    "RINGREDUCE_RESET_LIMIT": "reset_limit",
 }
 
 
@@ -60,10 +57,13 @@ def test_an_empty_environment_gives_the_defaults() -> None:
 
 
 def test_every_setting_has_a_variable_and_says_so() -> None:
-    """Each field but the launcher's is read from a variable that the docstring names."""
+    """Each field but the launcher's is read from one of 20 variables that the docstring names, or a part of one; the
+    size of segments, from a former variable alone.
+    """
     fields = {field.name for field in dataclasses.fields(Config)}
-    assert set(VARIABLES.values()) == fields - {"launched_size"}
-    assert all(name in Config.__doc__ for name in VARIABLES)
+    assert set(VARIABLES.values()) == fields - {"launched_size", "segment_nbytes"}
+    assert all(name in Config.__doc__.replace("FILE,", "") for name in VARIABLES)
+    assert len({name.partition("=")[0] for name in VARIABLES}) == 20
 
 
 @pytest.mark.parametrize(
@@ -74,13 +74,11 @@ def test_every_setting_has_a_variable_and_says_so() -> None:
         ("RINGREDUCE_NODE_SIZE", "2", 2),
         ("RINGREDUCE_SHARED_MEMORY", "0", False),
         ("RINGREDUCE_SHARED_MEMORY", "Off", False),
-        ("RINGREDUCE_PRIVATE_MEMORY", "0", False),
-        ("RINGREDUCE_RESULTS", "2G", 2 << 30),
-        ("RINGREDUCE_RESULTS", "0", 0),
+        ("RINGREDUCE_SHARED_MEMORY=private", "0", False),
+        ("RINGREDUCE_SHARED_MEMORY=results", "2G", 2 << 30),
+        ("RINGREDUCE_SHARED_MEMORY=results", "0", 0),
         ("RINGREDUCE_SHARED_MEMORY", "yes", True),
         ("RINGREDUCE_ALGORITHM", "ring", "ring"),
-        ("RINGREDUCE_SEGMENT", "64K", 65536),
-        ("RINGREDUCE_SEGMENT", "4096", 4096),
         ("RINGREDUCE_BUCKET", "1m", 1 << 20),
         ("RINGREDUCE_BUCKET", "2G", 2 << 30),
         ("RINGREDUCE_BUCKET", "4MiB", 4 << 20),
@@ -95,10 +93,12 @@ def test_every_setting_has_a_variable_and_says_so() -> None:
         ("RINGREDUCE_LOG_LEVEL", "Fatal", "CRITICAL"),
         ("RINGREDUCE_DETERMINISTIC", "1", True),
         ("RINGREDUCE_TIMELINE", "trace.json", "trace.json"),
-        ("RINGREDUCE_TIMELINE_MARK_BATCHES", "1", True),
+        ("RINGREDUCE_TIMELINE", "a,b:c.json", "a,b:c.json"),
+        ("RINGREDUCE_TIMELINE=marks", "1", True),
+        ("RINGREDUCE_CHECK", "100", 100),
+        ("RINGREDUCE_CHECK=finite", "7", 7),
+        ("RINGREDUCE_CHECK=data", "off", False),
         ("RINGREDUCE_TUNING", "tables", "tables"),
-        ("RINGREDUCE_RESET_LIMIT", "0", 0),
-        ("RINGREDUCE_RESET_LIMIT", "7", 7),
         ("RINGREDUCE_GPU", "NCCL", "nccl"),
         ("RINGREDUCE_GPU", "mpi", "mpi"),
         ("RINGREDUCE_CONVENTIONS", "horovod", Conventions.HOROVOD),
@@ -106,8 +106,28 @@ def test_every_setting_has_a_variable_and_says_so() -> None:
     ],
 )
 def test_a_variable_sets_its_field_alone(name: str, text: str, value: object) -> None:
-    """A variable is understood as documented and changes no other setting."""
-    assert Config.from_environ({name: text}) == dataclasses.replace(Config(), **{VARIABLES[name]: value})
+    """A variable, or a part of one, is understood as documented and changes no other setting."""
+    variable, _, part = name.partition("=")
+    environ = {variable: f"{part}:{text}" if part else text}
+    assert Config.from_environ(environ) == dataclasses.replace(Config(), **{VARIABLES[name]: value})
+
+
+def test_a_variable_says_several_things() -> None:
+    """Its value, and its parts after commas, in any order."""
+    environ = {
+        "RINGREDUCE_CHECK": "100,data:0,finite:1",
+        "RINGREDUCE_SHARED_MEMORY": "results:1M,1,private:0",
+        "RINGREDUCE_TIMELINE": "a,b.json,marks:1",
+    }
+    assert Config.from_environ(environ) == Config(
+        check_weights_every=100,
+        check_finite_every=1,
+        check_data=False,
+        results_nbytes=1 << 20,
+        private_memory=False,
+        timeline="a,b.json",
+        timeline_marks_batches=True,
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,13 +136,15 @@ def test_a_variable_sets_its_field_alone(name: str, text: str, value: object) ->
         *(("RINGREDUCE_TIMEOUT", text) for text in ("soon", "0", "-1", "nan", "inf", "5s")),
         *(("RINGREDUCE_NODE_SIZE", text) for text in ("0", "-2", "two", "1.5", " ", "²")),
         *(("RINGREDUCE_SHARED_MEMORY", text) for text in ("2", "maybe")),
-        *(("RINGREDUCE_SEGMENT", text) for text in ("0", "K", "-4K", "1T", "1.5M", "0K", "4 K", "4iB", "4KI", "MB")),
+        *(("RINGREDUCE_FUSION", text) for text in ("0", "K", "-4K", "1T", "1.5M", "0K", "4 K", "4iB", "4KI", "MB")),
         *(("RINGREDUCE_BUCKET", text) for text in ("many", "M", "-1")),
         *(("RINGREDUCE_STALL_WARNING", text) for text in ("-1", "never")),
         *(("RINGREDUCE_LOG_LEVEL", text) for text in ("loud", "10")),
         ("RINGREDUCE_GPU", "maybe"),
         ("RINGREDUCE_CUDA_AWARE", "maybe"),
-        ("RINGREDUCE_RESET_LIMIT", "-1"),
+        ("RINGREDUCE_CHECK", "wrong:1"),
+        ("RINGREDUCE_CHECK", "100,finite:0"),
+        ("RINGREDUCE_CHECK_FINITE", "0"),
         ("RINGREDUCE_CONVENTIONS", "mine"),
         ("HOROVOD_FUSION_THRESHOLD", "64.5"),
         ("HOROVOD_LOG_LEVEL", "loud"),
@@ -138,10 +160,10 @@ def test_a_bad_value_is_refused_by_name(name: str, text: str) -> None:
     assert repr(text) in str(caught.value)
 
 
-def test_a_bad_limit_is_told_that_none_is_one() -> None:
-    """0 is a limit."""
-    with pytest.raises(ConfigError, match="a whole number, 0 or more"):
-        Config.from_environ({"RINGREDUCE_RESET_LIMIT": "-1"})
+def test_a_bad_value_is_told_the_parts_that_there_are() -> None:
+    """Whoever has mistyped the name of one sees how they are written."""
+    with pytest.raises(ConfigError, match="number; after a comma, data:VALUE and finite:VALUE may follow"):
+        Config.from_environ({"RINGREDUCE_CHECK": "100,finit:1"})
 
 
 def test_a_bad_size_is_told_what_is_understood() -> None:
@@ -243,7 +265,7 @@ def test_an_empty_variable_of_horovod_is_not_set(name: str) -> None:
 
 def test_variables_of_horovod_stand_for_variables_that_there_are() -> None:
     """The right-hand side of the table names our own variables only."""
-    assert {ours for ours, _ in HOROVOD.values()} <= set(VARIABLES)
+    assert {setting for setting, _ in HOROVOD.values()} <= set(VARIABLES.values())
 
 
 def test_variables_of_horovod_without_meaning() -> None:
@@ -315,11 +337,48 @@ def test_what_proves_nothing(environ: dict[str, str]) -> None:
     assert Launch.from_environ(environ).launcher is None
 
 
-@pytest.mark.parametrize(("text", "gpu"), [("1", "mpi"), ("On", "mpi"), ("0", "staged"), ("auto", "staged")])
-def test_a_former_name_is_understood(text: str, gpu: str) -> None:
-    """It is read where the name of now is not set, and named for a warning."""
-    environ = {"RINGREDUCE_CUDA_AWARE": text}
-    assert Config.from_environ(environ).gpu == gpu
-    assert Config.from_environ({**environ, "RINGREDUCE_GPU": "nccl"}).gpu == "nccl"
-    assert former_variables(environ) == ["RINGREDUCE_CUDA_AWARE (now RINGREDUCE_GPU)"]
-    assert ignored_variables(environ) == former_variables({}) == []
+@pytest.mark.parametrize(
+    ("name", "text", "field", "value", "now"),
+    [
+        ("CUDA_AWARE", "1", "gpu", "mpi", "RINGREDUCE_GPU=mpi"),
+        ("CUDA_AWARE", "On", "gpu", "mpi", "RINGREDUCE_GPU=mpi"),
+        ("CUDA_AWARE", "0", "gpu", "staged", "RINGREDUCE_GPU=staged"),
+        ("CUDA_AWARE", "auto", "gpu", "staged", "RINGREDUCE_GPU=staged"),
+        ("PRIVATE_MEMORY", "0", "private_memory", False, "RINGREDUCE_SHARED_MEMORY=private:0"),
+        ("RESULTS", "1M", "results_nbytes", 1 << 20, "RINGREDUCE_SHARED_MEMORY=results:1M"),
+        ("SEGMENT", "64K", "segment_nbytes", 64 << 10, None),
+        ("TIMELINE_MARK_BATCHES", "1", "timeline_marks_batches", True, "RINGREDUCE_TIMELINE=marks:1"),
+        ("CHECK_FINITE", "100", "check_finite_every", 100, "RINGREDUCE_CHECK=finite:100"),
+        ("CHECK_DATA", "0", "check_data", False, "RINGREDUCE_CHECK=data:0"),
+    ],
+)
+def test_a_former_name_is_understood(name: str, text: str, field: str, value: object, now: str | None) -> None:
+    """It is read where that of today is not set, and a warning names both."""
+    former = f"RINGREDUCE_{name}"
+    assert Config.from_environ({former: text}) == dataclasses.replace(Config(), **{field: value})
+    assert former_variables({former: text}) == [f"{former} (now {now})" if now else former]
+    assert ignored_variables({former: text}) == former_variables({former: ""}) == former_variables({}) == []
+    if now is not None:
+        assert getattr(Config.from_environ(dict([now.split("=")])), field) == value
+
+
+@pytest.mark.parametrize(
+    ("environ", "field", "value"),
+    [
+        ({"RINGREDUCE_CUDA_AWARE": "1", "RINGREDUCE_GPU": "nccl"}, "gpu", "nccl"),
+        ({"RINGREDUCE_CHECK_FINITE": "100", "RINGREDUCE_CHECK": "finite:1"}, "check_finite_every", 1),
+        ({"RINGREDUCE_CHECK_FINITE": "100", "RINGREDUCE_CHECK": "1"}, "check_finite_every", 100),
+    ],
+)
+def test_a_variable_of_today_overrides_a_former_one(environ: dict[str, str], field: str, value: object) -> None:
+    """Where it says the same thing."""
+    assert getattr(Config.from_environ(environ), field) == value
+
+
+def test_the_launcher_says_when_elastic_training_ends() -> None:
+    """`ringreduce run --min-np --reset-limit`; where it says nothing, one rank will do, and ranks go on for ever."""
+    said = Launch.from_environ({"RINGREDUCE_MIN_NP": "2", "RINGREDUCE_RESET_LIMIT": "0"})
+    assert (said.least_size, said.reset_limit) == (2, 0)
+    assert (Launch().least_size, Launch().reset_limit) == (1, None)
+    assert Launch.from_environ({}) == Launch()
+    assert ignored_variables({"RINGREDUCE_MIN_NP": "2", "RINGREDUCE_RESET_LIMIT": "0"}) == []

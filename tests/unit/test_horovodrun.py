@@ -44,7 +44,7 @@ def test_options_are_those_of_ringreduce_run(given: list[str], options: dict[str
         (["--fusion-threshold-mb", "32"], {"RINGREDUCE_FUSION": str(32 << 20)}),
         (["--fusion-threshold-mb", "0"], {"RINGREDUCE_FUSION": "1"}),
         (["--timeline-filename", "t.json"], {"RINGREDUCE_TIMELINE": "t.json"}),
-        (["--timeline-mark-cycles"], {"RINGREDUCE_TIMELINE_MARK_BATCHES": "1"}),
+        (["--timeline-mark-cycles"], {"HOROVOD_TIMELINE_MARK_CYCLES": "1"}),
         (["--no-stall-check"], {"RINGREDUCE_STALL_WARNING": "0"}),
         (["--stall-check-warning-time-seconds", "7"], {"RINGREDUCE_STALL_WARNING": "7"}),
         (["--stall-check-shutdown-time-seconds=40"], {"RINGREDUCE_TIMEOUT": "40"}),

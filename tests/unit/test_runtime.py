@@ -144,14 +144,14 @@ def test_settings_come_from_the_environment_at_init() -> None:
         import os
         import ringreduce as rr
         rr.init()
-        assert rr.config() == rr.Config(timeout_s=5.0, segment_nbytes=1024)
+        assert rr.config() == rr.Config(timeout_s=5.0, bucket_nbytes=1024)
         rr.shutdown()
         os.environ["RINGREDUCE_TIMEOUT"] = "6"
         rr.init()
         assert rr.config().timeout_s == 6.0
         """,
         RINGREDUCE_TIMEOUT="5",
-        RINGREDUCE_SEGMENT="1K",
+        RINGREDUCE_BUCKET="1K",
         RINGREDUCE_TUNING="0",
     )
 
@@ -164,7 +164,7 @@ def test_wrong_settings_are_refused_by_init() -> None:
         import ringreduce as rr
         for name, value in {
             "RINGREDUCE_TIMEOUT": "soon", "RINGREDUCE_NODE_SIZE": "0", "RINGREDUCE_SHARED_MEMORY": "maybe",
-            "RINGREDUCE_SEGMENT": "much", "RINGREDUCE_BUCKET": "-1", "RINGREDUCE_ALGORITHM": "bogus",
+            "RINGREDUCE_FUSION": "much", "RINGREDUCE_BUCKET": "-1", "RINGREDUCE_ALGORITHM": "bogus",
         }.items():
             os.environ[name] = value
             try:
