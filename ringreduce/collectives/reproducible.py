@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -87,7 +86,7 @@ def reproducible_allreduce(
         UnsupportedBufferError: complex numbers, or ``out`` does not fit. Nothing has moved then.
         MismatchError: shapes or dtypes differ between ranks. Raised on all ranks; nothing has moved then.
     """
-    with CheckingArguments(partial(communicator.refuse, _NAME)):
+    with CheckingArguments(communicator, _NAME):
         source = Operand.of(array)
         whole = source.dtype.integral
         if not whole:
@@ -152,7 +151,7 @@ class ReproducibleAccumulator:
         More terms can be added afterwards. Shapes and dtypes must agree on all ranks; arguments and errors are those of
         `reproducible_allreduce`.
         """
-        with CheckingArguments(partial(communicator.refuse, _NAME)):
+        with CheckingArguments(communicator, _NAME):
             result = new(self._shape, self._dtype, self._library) if out is None else out
             target = _target(result, self._shape, self._dtype)
         _require_agreement(communicator, target)

@@ -99,17 +99,13 @@ class CommState:
             return carry_out(*arguments)
         except Exception as error:
             if self._unheard(error):
-                self._refuse(refusal(collective, error), error)
+                self._refuse(collective, error)
             raise
 
     def refuse(self, name: str, error: Exception) -> None:
         """Tell the others, in place of a call of this name, that this rank cannot make it. Collective."""
         if self.open:
-            try:
-                self.quiet.run(self._refuse, refusal(name, error), error)
-            except RuntimeError as raised:
-                require_alone(raised)
-                raise
+            self.call(name, self._refuse, name, error)
 
     # ---- what ends calls ----
 
@@ -126,9 +122,10 @@ class CommState:
         """
         require_alone(error)
         self._behind = begun
-        self.fail(error)
-        if isinstance(error, Exception) and self._unheard(error):
-            self.quiet.run(self._refuse, refusal(collective, error), error)
+        if self._unheard(error):
+            self.quiet.run(self._refuse, collective, error)
+        else:
+            self.break_off(error)
 
     def fail(self, error: BaseException) -> None:
         """Decide what an error that has ended a call means for later calls; see the module."""
@@ -181,12 +178,12 @@ class CommState:
         ours = isinstance(error, Exception) and not isinstance(error, CollectiveError)
         return ours and self.open and not begun
 
-    def _refuse(self, reason: str, error: Exception) -> None:
+    def _refuse(self, name: str, error: BaseException) -> None:
         """Tell the others, in place of a call, that this rank cannot make it, so that the call ends for all of them."""
         if self._context.topology.size == 1:
             return
         try:
-            self._context.refuse(reason)
+            self._context.refuse(refusal(name, error))
         except MismatchError as mismatch:
             self.break_off(mismatch)
             if self._failure is not None:

@@ -2,41 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from operator import index
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from ringreduce.common.errors import ConfigError
 
 __all__ = ["CheckingArguments", "array_shape", "real_number", "row_counts", "shape_text", "shown", "whole_number"]
 
+_Context = TypeVar("_Context", bound="CheckingArguments")
+
+
+class Teller(Protocol):
+    """What tells the other ranks of a call: a `Communicator`."""
+
+    def refuse(self, name: str, error: Exception) -> None:
+        """Tell the others, in place of a call of this name, that this rank cannot make it, and why."""
+
+    def meet(self, text: str) -> None:
+        """Return when every rank has called it with this text."""
+
 
 class CheckingArguments:
-    """A context for what is done to the arguments of a call before the ranks meet in it.
+    """A context in which the arguments of a call are checked, before the other ranks know of the call.
 
-    If that raises here, the other ranks hear of it, so that nobody waits for this one. (A class, because
-    `@contextmanager` would add its own frames to the recorded stack.)
+    If a check raises an error, the other ranks are told, so that they do not wait for this one. (A class, because
+    `@contextmanager` would add its own frames to the recorded stack.) A subclass may tell them in another way.
 
     Args:
-        refuse: takes the error and lets the other ranks hear of it.
-        meet: waits for the other ranks to have come through their checks; called when this one has. None: nobody waits
-            here, and what the others submit ends when they come to it.
+        teller: the ranks of the call.
+        name: of the call, for the other ranks.
+        text: on which the ranks meet once their checks have passed. None: they do not, as the call itself does that.
     """
 
-    __slots__ = ("_meet", "_refuse")
+    __slots__ = ("_name", "_teller", "_text")
 
-    def __init__(self, refuse: Callable[[Exception], object], meet: Callable[[], object] | None = None) -> None:
-        self._refuse = refuse
-        self._meet = meet
+    def __init__(self, teller: Teller, name: str, text: str | None = None) -> None:
+        self._teller, self._name, self._text = teller, name, text
 
-    def __enter__(self) -> None:
-        pass
+    def __enter__(self: _Context) -> _Context:
+        return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, Exception):
             self._refuse(error)
-        elif error is None and self._meet is not None:
-            self._meet()
+        elif error is None and self._text is not None:
+            self._teller.meet(self._text)
+
+    def _refuse(self, error: Exception) -> None:
+        self._teller.refuse(self._name, error)
 
 
 def real_number(name: str, value: Any) -> float:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from ringreduce.buffers import Operand, like, operand_of, require_host
 from ringreduce.collectives import close_all
 from ringreduce.collectives.communicator import Communicator
+from ringreduce.common.arguments import CheckingArguments
 from ringreduce.common.call_sites import Called, Stack, program_stack
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError, MismatchError, UnsupportedBufferError
@@ -434,9 +435,9 @@ class Group:
 
     # ---- checks and copies ----
 
-    def preparing(self, name: str) -> _Preparing:
+    def preparing(self, name: str) -> CheckingArguments:
         """Return the context of what a call does before it communicates: a failure there is told to the others."""
-        return _Preparing(self.communicator, name)
+        return CheckingArguments(self.communicator, name)
 
     def _one_per_rank(self, name: str, arrays: Sequence[Any] | None) -> list[Operand]:
         if arrays is None or len(arrays) != self.size:
@@ -482,26 +483,6 @@ class Group:
         view = _host(target).view
         source = values if isinstance(values, np.ndarray) else _host(values).view
         view[...] = source.reshape(view.shape)
-
-
-class _Preparing:
-    """The part of a call before it communicates; where it fails, the other ranks are met and told why.
-
-    A class, as the frame of a generator for a context manager would be taken for a line of the program.
-    """
-
-    __slots__ = ("_communicator", "_name")
-
-    def __init__(self, communicator: Communicator, name: str) -> None:
-        self._communicator = communicator
-        self._name = name
-
-    def __enter__(self) -> None:
-        """Nothing begins here."""
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, Exception):
-            self._communicator.refuse(self._name, error)
 
 
 def _host(array: Any) -> Operand:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, overload
 
 import numpy as np
@@ -45,7 +44,7 @@ def weighted_average(values: Any, weight: float) -> Any:
     communicator = runtime.world()
     named = dict(sorted(values.items())) if isinstance(values, Mapping) else {"value": values}
     said = f"weighted_average({', '.join(named)})"
-    with CheckingArguments(partial(communicator.refuse, "weighted_average"), partial(communicator.meet, said)):
+    with CheckingArguments(communicator, "weighted_average", said):
         mine = real_number("weight", weight)
         if not 0.0 <= mine < math.inf:
             raise ConfigError(f"a weight is a finite number of at least 0, got {mine}")

@@ -6,7 +6,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -66,8 +65,7 @@ class Training:
         If it fails on one rank, it fails on all: the others get a `MismatchError` with the reason, and all have the
         call behind them.
         """
-        communicator = self.communicator
-        return CheckingArguments(partial(communicator.refuse, call), partial(communicator.meet, call))
+        return CheckingArguments(self.communicator, call, call)
 
     def begin(
         self,

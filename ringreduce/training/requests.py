@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from math import prod
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 from ringreduce.buffers import DTYPES, DType, Operand, operand_of
 from ringreduce.collectives.adasum import adasum
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.collectives.reproducible import reproducible_allreduce
-from ringreduce.common.arguments import real_number, row_counts, shown
+from ringreduce.common.arguments import CheckingArguments, real_number, row_counts, shown
 from ringreduce.common.conventions import Conventions
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
 from ringreduce.common.reduce_ops import AVERAGE, ReduceOp
@@ -48,8 +48,6 @@ __all__ = [
 
 #: Smaller results mostly travel together with others and are copied out of their buffer; alone, it makes no difference.
 _LEAST_SHARED_NBYTES = 1 << 20
-
-_Context = TypeVar("_Context", bound="Preparing")
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
@@ -111,7 +109,7 @@ class Request(NamedTuple):
         return self.process_set.engine.run(operation, unique=self.unique)
 
 
-class Preparing:
+class Preparing(CheckingArguments):
     """A context in which the arguments of an operation become a request.
 
     If that fails on this rank, the operation ends on the others with the reason as its error, and the next ones match
@@ -127,10 +125,10 @@ class Preparing:
             one that is not registered (all ranks hear of it).
     """
 
-    __slots__ = ("_key", "_kind", "_named", "_process_set")
+    __slots__ = ("_key", "_named", "_process_set")
 
-    def __init__(self, kind: str, name: Any, process_set: Any) -> None:
-        self._kind, self._process_set = kind, process_set
+    def __init__(self, kind: str, name: Any, process_set: Any) -> None:  # not by that of the base: a call less
+        self._name, self._text, self._process_set = kind, None, process_set
         self._named = isinstance(name, str)
         self._key = name if self._named else unnamed(kind)
         right = self._named or name is None
@@ -140,13 +138,9 @@ class Preparing:
                 if not right:
                     raise ConfigError(f"the name of an operation must be a str or None, got {shown(name)}")
 
-    def __enter__(self: _Context) -> _Context:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, Exception):
-            with suppress(ConfigError):  # outside of the set, or no world: there is nobody to tell
-                set_to_tell(self._process_set).engine.refuse(Refusal(self._key, self._kind, error))
+    def _refuse(self, error: Exception) -> None:
+        with suppress(ConfigError):  # outside of the set, or no world: there is nobody to tell
+            set_to_tell(self._process_set).engine.refuse(Refusal(self._key, self._name, error))
 
     def call(self, text: str, run: Callable[[Communicator], Any]) -> Request:
         """Return a request to run a function of blocking collectives, under the stall watch.
@@ -365,7 +359,7 @@ class PreparingArrays(Preparing):
         _require_some(values)
         self.require(*values)
         if any(len(each.shape) == 0 for each in values):
-            raise UnsupportedBufferError(f"{self._kind} needs tensors with at least one dimension, got a scalar")
+            raise UnsupportedBufferError(f"{self._name} needs tensors with at least one dimension, got a scalar")
 
 
 def _scale(

@@ -217,7 +217,6 @@ ABOVE: dict[str, dict[str, int]] = {
         "runtime/groups.py": 546,
         "torch/distributed/process_group.py": 647,
         "torch/ops.py": 498,
-        "training/requests.py": 451,
         "transport/mpi.py": 492,
     },
     "lines of a function": {"launcher/function.py run": 61},

@@ -121,8 +121,15 @@ def test_what_fails_while_arguments_are_checked_is_refused_and_raised() -> None:
     """An error is told to the others, the end of all checks is where they meet; interrupts are nobody's mistake."""
     told: list[str] = []
 
+    class Others:
+        def refuse(self, name: str, error: Exception) -> None:
+            told.append(f"{name} refused: {error}")
+
+        def meet(self, text: str) -> None:
+            told.append(f"met in {text}")
+
     def checks(error: BaseException | None) -> None:
-        with CheckingArguments(lambda why: told.append(f"refused: {why}"), lambda: told.append("met")):
+        with CheckingArguments(Others(), "save", "save(x)"):
             if error is not None:
                 raise error
 
@@ -131,4 +138,4 @@ def test_what_fails_while_arguments_are_checked_is_refused_and_raised() -> None:
         checks(ValueError("wrong"))
     with pytest.raises(KeyboardInterrupt):
         checks(KeyboardInterrupt())
-    assert told == ["met", "refused: wrong"]
+    assert told == ["met in save(x)", "save refused: wrong"]
