@@ -22,7 +22,7 @@ from ringreduce.collectives.running import MISSED, Runner
 from ringreduce.collectives.state import CommState
 from ringreduce.collectives.tuning import Table
 from ringreduce.common.arguments import array_shape
-from ringreduce.common.call_sites import GivenUp
+from ringreduce.common.call_sites import AbortReason
 from ringreduce.common.cleanup import close_all
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.instruments import Tally
@@ -427,7 +427,7 @@ class Communicator(Messaging):
         if self._point_to_point is not None:
             self._point_to_point.fail(error)
 
-    def leave(self, why: GivenUp) -> bool:
+    def leave(self, why: AbortReason) -> bool:
         """Tell the ranks of this node not to wait for this one; return whether it is the first of them to do so."""
         return self._context.board.leave(why)
 

@@ -15,7 +15,7 @@ from ringreduce.collectives.call import Signature
 from ringreduce.collectives.execution import STREAMS, BoundSchedule
 from ringreduce.collectives.memory import Coding, Memory
 from ringreduce.collectives.plan import Plans
-from ringreduce.common.call_sites import Called, GivenUp
+from ringreduce.common.call_sites import AbortReason, CallSite
 from ringreduce.common.config import Config
 from ringreduce.common.errors import MismatchError
 from ringreduce.common.instruments import Instruments
@@ -58,7 +58,7 @@ class Context:
     waiter: Waiter
     node: Node
     config: Config
-    called: Callable[[str], Called] = Called.here
+    called: Callable[[str], CallSite] = CallSite.here
     counts_decide: bool = False
     instruments: Instruments = field(default_factory=Instruments)
     plans: Plans = field(default_factory=Plans)
@@ -192,7 +192,7 @@ class Context:
 
     def leave(self, failure: BaseException | None = None) -> None:
         """Tell the others that this rank takes part in no further call. ``failure``: why; None: it shuts down."""
-        why = GivenUp.after(failure)
+        why = AbortReason.after(failure)
         self.board.leave(why)
         if not self.single_node:
             self.agreement.leave(why)

@@ -23,8 +23,8 @@ from ringreduce.common.errors import (
 )
 
 __all__ = [
-    "Called",
-    "GivenUp",
+    "AbortReason",
+    "CallSite",
     "Stack",
     "disagreement",
     "place_of",
@@ -40,7 +40,7 @@ _DEPTH = 16  # frames of the program: more cost more, and tell hardly any two ca
 _TEXT_LENGTH, _PLACE_LENGTH = 1200, 200  # also if JSON escapes every character, less than a page of the board
 
 
-class Called(NamedTuple):
+class CallSite(NamedTuple):
     """What one rank called, and where in its program.
 
     Attributes:
@@ -54,7 +54,7 @@ class Called(NamedTuple):
     stack: str = ""
 
     @classmethod
-    def at(cls, text: str, stack: Stack) -> Called:
+    def at(cls, text: str, stack: Stack) -> CallSite:
         """Return a call that was made from this stack."""
         lines = [
             f"{os.path.basename(code.co_filename)}:{_line(code, at)}:{_expression(code, at)}" for code, at in stack
@@ -63,12 +63,12 @@ class Called(NamedTuple):
         return cls(text, place, blake2b(" ".join(lines).encode(), digest_size=16).hexdigest())
 
     @classmethod
-    def here(cls, text: str) -> Called:
+    def here(cls, text: str) -> CallSite:
         """Return a call that the program is making now."""
         return cls.at(text, program_stack())
 
     @classmethod
-    def from_json(cls, said: bytes) -> Called:
+    def from_json(cls, said: bytes) -> CallSite:
         """Read what `to_json` wrote."""
         return cls(*json.loads(said))
 
@@ -83,7 +83,7 @@ def refusal(name: str, error: BaseException) -> str:
     return f"{name}(refused: {reason[:_TEXT_LENGTH]})"
 
 
-def disagreement(calls: Mapping[int, Called], texts: Mapping[int, str] | None = None) -> MismatchError:
+def disagreement(calls: Mapping[int, CallSite], texts: Mapping[int, str] | None = None) -> MismatchError:
     """Return the error of ranks that made different calls.
 
     They are in step if all made the same call of the program, from the same lines, whatever they called there. Then
@@ -100,13 +100,13 @@ def disagreement(calls: Mapping[int, Called], texts: Mapping[int, str] | None = 
     )
 
 
-class _GivenUp(NamedTuple):
+class _AbortReason(NamedTuple):
     reason: str
     lost: int | None
     late: bool
 
 
-class GivenUp(_GivenUp):
+class AbortReason(_AbortReason):
     """Why a rank takes part in nothing any more.
 
     Attributes:
@@ -117,11 +117,11 @@ class GivenUp(_GivenUp):
 
     __slots__ = ()
 
-    def __new__(cls, reason: str = "", lost: int | None = None, late: bool = False) -> GivenUp:
+    def __new__(cls, reason: str = "", lost: int | None = None, late: bool = False) -> AbortReason:
         return super().__new__(cls, _plain(reason, _TEXT_LENGTH), lost, late)
 
     @classmethod
-    def after(cls, failure: BaseException | None) -> GivenUp:
+    def after(cls, failure: BaseException | None) -> AbortReason:
         """Return what a failure means for the others; None: an ordinary end."""
         if failure is None:
             return cls()

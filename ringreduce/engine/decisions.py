@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-from ringreduce.common.call_sites import GivenUp
+from ringreduce.common.call_sites import AbortReason
 
 __all__ = [
     "Decision",
@@ -169,7 +169,7 @@ class Lost(NamedTuple):
     """A rank takes part in nothing any more, so nothing can run."""
 
     rank: int
-    why: GivenUp
+    why: AbortReason
 
 
 Decision = Run | Refuse | Joined | Late | Stalled | Expired | Withdrawn | Lost

@@ -6,7 +6,7 @@ import marshal
 from collections import deque
 from collections.abc import Callable
 
-from ringreduce.common.call_sites import GivenUp
+from ringreduce.common.call_sites import AbortReason
 from ringreduce.common.config import Config
 from ringreduce.engine.coordinator import Coordinator, StallWatch
 from ringreduce.engine.decisions import Decision, Note
@@ -86,7 +86,7 @@ class Exchange:
             self._announce([self._coordinator.stalled(each, now) for each in late])
             self._announce([self._coordinator.expire(each, now) for each in expired[:1]])  # which ends everything
 
-    def leave(self, why: GivenUp) -> None:
+    def leave(self, why: AbortReason) -> None:
         """Let all ranks know that this one takes part in nothing any more."""
         self.tell(self.participant.leave(why))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ringreduce.common.call_sites import GivenUp
+from ringreduce.common.call_sites import AbortReason
 from ringreduce.engine.decisions import (
     Decision,
     Expired,
@@ -108,7 +108,7 @@ class Participant:
         """Return what to tell when the program withdraws a speculative operation."""
         return [["withdraw", name]]
 
-    def leave(self, why: GivenUp) -> list[Note]:
+    def leave(self, why: AbortReason) -> list[Note]:
         """Return what to tell when this rank takes part in nothing any more."""
         return [["leave", tuple(why)]]
 
@@ -135,7 +135,7 @@ class Participant:
             return Run(tuple(self._decode(entry) for entry in entries), active)
         if kind == "lost":
             rank, why = said
-            return Lost(rank, GivenUp(*why))
+            return Lost(rank, AbortReason(*why))
         return _SPELLED_OUT[kind](*said)
 
     def _decode(self, entry: int | Sequence[Any]) -> Named:

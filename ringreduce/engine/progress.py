@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ringreduce.collectives.communicator import Communicator
-from ringreduce.common.call_sites import Called, GivenUp, disagreement
+from ringreduce.common.call_sites import AbortReason, CallSite, disagreement
 from ringreduce.common.errors import (
     CollectiveError,
     CollectiveTimeoutError,
@@ -201,11 +201,11 @@ class Progress:
             self._pending.end(self._pending.take([name]), MismatchError(texts))
             return
         queue = self._pending.queues.get(name)  # it stays there, to be ended with all others if this fails
-        mine = Called.at("", queue[0].stack).to_json() if queue else b""
+        mine = CallSite.at("", queue[0].stack).to_json() if queue else b""
         places = self._communicator.allgather(np.array([[len(mine)]], np.int64))[:-1, 0].cumsum()
         everyone = np.split(self._communicator.allgather(np.frombuffer(mine, np.uint8)), places)
         error = disagreement(
-            {rank: Called.from_json(everyone[rank].tobytes()) for rank in refused.submitted}, refused.values
+            {rank: CallSite.from_json(everyone[rank].tobytes()) for rank in refused.submitted}, refused.values
         )
         self._pending.end(self._pending.take([name]), error)
         if not error.in_step:
@@ -275,7 +275,7 @@ class Progress:
         ended = self._end_all(ShutdownError("ringreduce was shut down while the operation was under way"))
         if self._intact:
             refused = (each.signature.text for each in ended if isinstance(each, Refusal))
-            self._leave(GivenUp(next(refused, "")))  # the others may wait for that call
+            self._leave(AbortReason(next(refused, "")))  # the others may wait for that call
 
     def close(self) -> None:
         """Close the exchange, unless a failure has left messages under way."""
@@ -288,7 +288,7 @@ class Progress:
             self._end_all(error)
             self._communicator.give_up(error)
             with suppress(Exception):  # the channel may be what fails; the others then notice by their time limit
-                self._leave(GivenUp.after(error))
+                self._leave(AbortReason.after(error))
 
     def _end_all(self, error: BaseException) -> list[Operation]:
         """End all operations and return them; nothing is submitted from here on."""
@@ -302,7 +302,7 @@ class Progress:
         pending.end(operations, error)
         return operations
 
-    def _leave(self, why: GivenUp) -> None:
+    def _leave(self, why: AbortReason) -> None:
         """Let the others know that this rank takes part in nothing any more, also those that wait for its data."""
         try:
             self._exchange.leave(why)

@@ -37,7 +37,7 @@ from ringreduce.common import processes
 from ringreduce.common.call_sites import place_of
 from ringreduce.common.errors import CollectiveTimeoutError
 
-__all__ = ["FlightRecorder", "Snapshot", "Watched", "write"]
+__all__ = ["FlightRecorder", "Observed", "Snapshot", "write"]
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ _numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
+class Observed:
     """Something that a rank is a member of: a process set, or a group.
 
     Attributes:
@@ -77,22 +77,22 @@ class FlightRecorder:
         neighbours: the processes of the other ranks of this node.
 
     Attributes:
-        watched: what this rank is a member of.
+        observed: what this rank is a member of.
         failure: the first error after which no call was possible in one of these.
     """
 
     def __init__(self, rank: int, size: int, folder: str | None, neighbours: Sequence[int]) -> None:
-        self.watched: list[Watched] = []
+        self.observed: list[Observed] = []
         self.failure: BaseException | None = None
         self._rank, self._size = rank, size
         self._folder = folder
         self._neighbours = neighbours
         self._dumped_s: float | None = None  # when it was last written down
 
-    def watch(self, watched: Watched) -> None:
+    def watch(self, observed: Observed) -> None:
         """Record what this rank does as a member of something more."""
-        self.watched = [each for each in self.watched if each.is_open()] + [watched]
-        for communicator in watched.communicators.values():
+        self.observed = [each for each in self.observed if each.is_open()] + [observed]
+        for communicator in observed.communicators.values():
             communicator.instruments.on_failure = self._failed
 
     def snapshot(self, *, brief: bool) -> Snapshot:
@@ -116,7 +116,7 @@ class FlightRecorder:
                     "calls": _calls(each.communicators["blocking"], brief),
                     "operations": _operations(each.communicators.get("asynchronous"), brief),
                 }
-                for each in self.watched
+                for each in self.observed
                 if each.is_open()
             ],
         }

@@ -12,18 +12,18 @@ from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.instruments import Instruments
 from ringreduce.observe.audit import AuditRecord
-from ringreduce.observe.flight_recorder import FlightRecorder, Watched
+from ringreduce.observe.flight_recorder import FlightRecorder, Observed
 from ringreduce.observe.metrics import Metrics
 from ringreduce.observe.status import StatusFile
 from ringreduce.observe.timeline import Clock, Program, Timeline, Track
 from ringreduce.transport.messages import Messages, StepFailedError, together
 
-__all__ = ["Observation"]
+__all__ = ["Observer"]
 
 _log = logging.getLogger(__name__)
 
 
-class Observation:
+class Observer:
     """Observes a rank in all that it is a member of.
 
     Args:
@@ -93,10 +93,10 @@ class Observation:
         """The first error after which no call was possible in something that this rank is a member of."""
         return self._recorder.failure
 
-    def watch(self, watched: Watched) -> None:
+    def watch(self, observed: Observed) -> None:
         """Observe this rank as a member of one thing more."""
-        self._recorder.watch(watched)
-        self._attach(watched)
+        self._recorder.watch(observed)
+        self._attach(observed)
 
     def detach(self) -> None:
         """Let the trace see nothing more."""
@@ -133,7 +133,7 @@ class Observation:
         host = platform.node()
         self._timeline = Timeline(path, self._clock, self._ntimelines, self._rank, host, mark_batches=mark_batches)
         self._ended.pop(os.path.abspath(path), None)
-        for each in self._recorder.watched:
+        for each in self._recorder.observed:
             self._attach(each)
         for follow in self._followers:
             follow(self._timeline.program())
@@ -158,13 +158,13 @@ class Observation:
         if self._timeline is not None:
             self._timeline.stop(self._size)
 
-    def _attach(self, watched: Watched) -> None:
+    def _attach(self, observed: Observed) -> None:
         """Let the timeline, if there is one, see what this rank does as a member of something."""
-        if self._timeline is None or not watched.is_open():
+        if self._timeline is None or not observed.is_open():
             return
-        for kind, communicator in watched.communicators.items():
-            name = f"{watched.name}: {kind}"
-            place = f"{watched.name} {list(watched.ranks)}: {kind}"
+        for kind, communicator in observed.communicators.items():
+            name = f"{observed.name}: {kind}"
+            place = f"{observed.name} {list(observed.ranks)}: {kind}"
             track = self._timeline.track(name, place, communicator.rank, communicator.size)
             communicator.instruments.add(track)
             self._tracks.append((communicator.instruments, track))

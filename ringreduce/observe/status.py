@@ -95,7 +95,7 @@ class StatusFile:
     def write(self) -> None:
         """Write what this rank does now."""
         said, total = self._recorder.snapshot(brief=True), self._metrics()
-        blocking = [each.communicators["blocking"] for each in self._recorder.watched if each.is_open()]
+        blocking = [each.communicators["blocking"] for each in self._recorder.observed if each.is_open()]
         spent_s = total.waited_s + sum(tally.seconds for each in blocking for tally in each.tallies.values())
         under_way = [call for each in said["sets"] for call in each["calls"] if call["ended"] is None]
         spent_s += sum(said["time"] - call["started"] for call in under_way)

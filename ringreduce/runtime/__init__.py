@@ -192,7 +192,7 @@ def failure() -> BaseException | None:
     Frameworks that pass on errors from C++ turn them into others; this tells what they were.
     """
     own = _process.own()
-    return None if own is None else own.observation.failure
+    return None if own is None else own.observer.failure
 
 
 def recoveries() -> int:
@@ -302,7 +302,7 @@ def follow_timelines(follow: Callable[[Program | None], object]) -> None:
     """
     own = _process.own()
     _process.followers.append(follow)
-    if own is not None and (program := own.observation.program()) is not None:
+    if own is not None and (program := own.observer.program()) is not None:
         follow(program)
 
 
@@ -313,8 +313,8 @@ def count(steps: int = 0, samples: int = 0) -> None:
     """
     own = _process.own()
     if own is not None:
-        own.observation.steps += steps
-        own.observation.samples += samples
+        own.observer.steps += steps
+        own.observer.samples += samples
 
 
 def metrics() -> Metrics:
@@ -342,14 +342,14 @@ def audit(event: str, /, **facts: Any) -> None:
 def record(event: str, facts: Mapping[str, Any]) -> None:
     """Have recorded what happens in ringreduce itself; see `audit`."""
     own = _process.own()
-    if own is not None and own.observation.audit is not None:
-        own.observation.audit.append_or_log(event, facts)
+    if own is not None and own.observer.audit is not None:
+        own.observer.audit.append_or_log(event, facts)
 
 
 def audited() -> bool:
     """Return whether this rank keeps an audit record: whether it is worth while to find out what goes into it."""
     own = _process.own()
-    return own is not None and own.observation.audit is not None
+    return own is not None and own.observer.audit is not None
 
 
 def dump(folder: str | os.PathLike[str]) -> Path:
@@ -360,7 +360,7 @@ def dump(folder: str | os.PathLike[str]) -> Path:
     own = _process.own()
     if own is None:
         raise ConfigError("there is nothing to write down: this process is no rank, or init() was not called")
-    return own.observation.dump(folder)
+    return own.observer.dump(folder)
 
 
 def config() -> Config:

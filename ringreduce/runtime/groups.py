@@ -18,14 +18,14 @@ from ringreduce.buffers import Operand, like, operand_of, require_host
 from ringreduce.collectives import close_all
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.arguments import CheckingArguments
-from ringreduce.common.call_sites import Called, Stack, program_stack
+from ringreduce.common.call_sites import CallSite, Stack, program_stack
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError, MismatchError, UnsupportedBufferError
 from ringreduce.common.processes import Forked
 from ringreduce.common.reduce_ops import SUM, ReduceOp
 from ringreduce.common.serial import InOrder, Task
 from ringreduce.gpu.devices import Gpu
-from ringreduce.observe.flight_recorder import Watched
+from ringreduce.observe.flight_recorder import Observed
 from ringreduce.runtime.bootstrap import Connection
 from ringreduce.runtime.process_sets import context_of
 from ringreduce.transport.checked import CheckedMessages
@@ -48,8 +48,8 @@ class _Place:
     def __init__(self) -> None:
         self.stack: Stack | None = None
 
-    def __call__(self, text: str) -> Called:
-        return Called.here(text) if self.stack is None else Called.at(text, self.stack)
+    def __call__(self, text: str) -> CallSite:
+        return CallSite.here(text) if self.stack is None else CallSite.at(text, self.stack)
 
 
 class Group:
@@ -416,10 +416,10 @@ class Group:
         self._closed = True
         close_all(self._in_order.close, self._messages.close, self._deliveries.close, self.communicator.close)
 
-    def watched(self, number: int) -> Watched:
+    def observed(self, number: int) -> Observed:
         """Return what is seen of it; ``number``: how many equal groups there are, this one included."""
         name = f"group of ranks {', '.join(map(str, self.ranks))}" + (f" ({number})" if number > 1 else "")
-        return Watched(name, name, self.ranks, {"blocking": self.communicator}, lambda: not self.closed)
+        return Observed(name, name, self.ranks, {"blocking": self.communicator}, lambda: not self.closed)
 
     def forked(self, processes: Forked) -> None:
         """Take note that this process has just forked others."""

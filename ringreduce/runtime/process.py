@@ -57,7 +57,7 @@ class Process:
         conventions: of the next world, unless the environment says otherwise.
         termination: how the process ends, once it was a rank among several.
         recoveries: how often it has gone on without ranks that have died, or tried to.
-        followers: of traces; see `Observation`.
+        followers: of traces; see `Observer`.
     """
 
     def __init__(self) -> None:
@@ -176,7 +176,7 @@ class Process:
         if own is not None and own.config.dump is not None and not self._dumping:  # signals come in each other's midst
             self._dumping = True
             with suppress(OSError):
-                own.observation.dump(own.config.dump)
+                own.observer.dump(own.config.dump)
             self._dumping = False
 
     def _borrowed(self, settings: Config) -> BorrowedWorld | None:
@@ -266,13 +266,13 @@ class Process:
     def _flush(self) -> None:
         own = self.own()
         if own is not None:
-            own.observation.flush_timeline()
+            own.observer.flush_timeline()
             self._end_audit()  # if no reason was given: another rank ends the job
 
     def _end_audit(self) -> None:
         own, error = self.own(), getattr(sys, "last_value", None)
         if own is not None:
-            own.observation.end_audit("the process was ended" if error is None else f"{type(error).__name__}: {error}")
+            own.observer.end_audit("the process was ended" if error is None else f"{type(error).__name__}: {error}")
 
     def _leave(self, reason: str) -> bool:
         own = self.own()

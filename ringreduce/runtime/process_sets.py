@@ -9,13 +9,13 @@ from typing import Any, cast
 from ringreduce.collectives import Context, close_all
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.arguments import whole_number
-from ringreduce.common.call_sites import Called
+from ringreduce.common.call_sites import CallSite
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.processes import Forked
 from ringreduce.engine import Engine
 from ringreduce.gpu.devices import Gpu
-from ringreduce.observe.flight_recorder import Watched
+from ringreduce.observe.flight_recorder import Observed
 from ringreduce.transport.checked import CheckedMessages
 from ringreduce.transport.control import SharedControlChannel
 from ringreduce.transport.messages import Messages
@@ -137,11 +137,11 @@ class ProcessSet:
             raise ConfigError(f"rank {world_rank} does not belong to the process set of ranks {self._ranks}")
         return (self._ranks or []).index(world_rank)
 
-    def watched(self) -> Watched:
+    def observed(self) -> Observed:
         """Return what is seen of it; of one that is `connected`."""
         name = f"process set {self._number}" if self._number else "world"
         communicators = {"blocking": self.communicator, "asynchronous": self.engine.communicator}
-        return Watched(self._number or 0, name, self._ranks or (), communicators, lambda: self.connected)
+        return Observed(self._number or 0, name, self._ranks or (), communicators, lambda: self.connected)
 
     @property
     def communicator(self) -> Communicator:
@@ -245,9 +245,9 @@ def connect(make: Callable[[Waiter], Messages], settings: Config) -> Parts:
             often on all of them.
         settings: equal on all of them.
     """
-    blocking_context = context_of(make, settings, Called.here)
+    blocking_context = context_of(make, settings, CallSite.here)
     # The engine's calls are in one order on all ranks, wherever in the program they come from.
-    context = context_of(make, settings, Called, warn=False)
+    context = context_of(make, settings, CallSite, warn=False)
     shared = context.topology.single_node and context.topology.size > 1
     channel = SharedControlChannel(context.node, context.messages) if shared else make(Waiter(settings.timeout_s))
     between_two = make(Waiter(settings.timeout_s))
@@ -263,7 +263,7 @@ def connect(make: Callable[[Waiter], Messages], settings: Config) -> Parts:
 def context_of(
     make: Callable[[Waiter], Messages],
     settings: Config,
-    called: Callable[[str], Called],
+    called: Callable[[str], CallSite],
     *,
     warn: bool = True,
     counts_decide: bool = False,

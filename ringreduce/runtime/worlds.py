@@ -18,7 +18,7 @@ import numpy as np
 from ringreduce.collectives import close_all
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.collectives.tuning import Key, Table
-from ringreduce.common.call_sites import GivenUp, refusal
+from ringreduce.common.call_sites import AbortReason, refusal
 from ringreduce.common.config import VERSION, Config
 from ringreduce.common.errors import (
     CollectiveError,
@@ -31,7 +31,7 @@ from ringreduce.common.launch import launch
 from ringreduce.common.processes import Forked
 from ringreduce.common.topology import Topology
 from ringreduce.observe.metrics import Metrics
-from ringreduce.observe.observer import Observation
+from ringreduce.observe.observer import Observer
 from ringreduce.observe.timeline import Clock, Program
 from ringreduce.runtime.bootstrap import Connection, Limit, RankAbove, check_settings, check_versions
 from ringreduce.runtime.groups import Group
@@ -124,11 +124,11 @@ class OwnWorld(World):
         parts: what this rank has as a member of the set of all ranks; closed with the world.
         clock: the job's.
         config: equal on all ranks.
-        followers: of traces; see `Observation`.
+        followers: of traces; see `Observer`.
 
     Attributes:
         communicator: blocking collectives of all ranks.
-        observation: what is seen of this rank from outside.
+        observer: what is seen of this rank from outside.
     """
 
     def __init__(
@@ -146,9 +146,9 @@ class OwnWorld(World):
         self._messages = messages
         self._connection = connection
         self._numbers: Counter[tuple[int, ...]] = Counter()  # of groups that were made, by their ranks
-        self.observation = Observation(self.rank, self.size, clock, config, parts.communicator.neighbours(), followers)
+        self.observer = Observer(self.rank, self.size, clock, config, parts.communicator.neighbours(), followers)
         self._register(everyone, list(range(messages.size)), parts)
-        self.observation.watch(everyone.watched())
+        self.observer.watch(everyone.observed())
 
     @classmethod
     def start(
@@ -181,7 +181,7 @@ class OwnWorld(World):
             undo = [world.close]
             world._tell_what_was_chosen()
             world._use_table()
-            world.observation.begin(messages, world.communicator.library, world.metrics)
+            world.observer.begin(messages, world.communicator.library, world.metrics)
         except Exception:
             with suppress(Exception):  # the first error is what is told
                 close_all(*undo)
@@ -214,7 +214,7 @@ class OwnWorld(World):
             each, its_parts = (made, parts) if ranks == mine else (ProcessSet(ranks), None)
             self._register(each, ranks, its_parts)
             if each.connected:
-                self.observation.watch(each.watched())
+                self.observer.watch(each.observed())
         return made
 
     def remove(self, process_set: ProcessSet | Any) -> bool:
@@ -248,7 +248,7 @@ class OwnWorld(World):
         made = Group(self._connection, listed, self.config, timeout_s, self._advance)
         self._groups.append(made)
         self._numbers[tuple(listed)] += 1
-        self.observation.watch(made.watched(self._numbers[tuple(listed)]))
+        self.observer.watch(made.observed(self._numbers[tuple(listed)]))
         return made
 
     def _advance(self) -> None:
@@ -321,8 +321,8 @@ class OwnWorld(World):
 
     def leave(self, reason: str) -> bool:
         """Let the ranks of the node know that this one ends; return whether it is the first of them that does so."""
-        self.observation.end_audit(reason)
-        why = GivenUp(reason, self.rank)
+        self.observer.end_audit(reason)
+        why = AbortReason(reason, self.rank)
         first = [each.communicator.leave(why) for each in self.sets.values() if each.connected]
         first += [each.communicator.leave(why) for each in self._groups if not each.closed]
         return all(first)
@@ -339,7 +339,7 @@ class OwnWorld(World):
 
         What this process writes to memory that the ranks share stays its own.
         """
-        self.observation.detach()
+        self.observer.detach()
         borrowed = BorrowedWorld(self._everyone, self.rank, self.hosts, self.config, "forked")
         borrowed.sets, borrowed._last_set = self.sets, self._last_set
         for each in self.sets.values():
@@ -349,15 +349,15 @@ class OwnWorld(World):
         return borrowed
 
     def start_timeline(self, path: str | os.PathLike[str], *, mark_batches: bool) -> None:
-        self.observation.start_timeline(path, mark_batches=mark_batches)
+        self.observer.start_timeline(path, mark_batches=mark_batches)
 
     def stop_timeline(self) -> None:
-        self.observation.stop_timeline()
+        self.observer.stop_timeline()
 
     def abandon(self, error: CollectiveError) -> None:
         """End the world after the loss of a rank. Local: what the other ranks have under way fails later."""
         with suppress(ConfigError, OSError):  # it is the trace alone that cannot be written
-            self.observation.end(str(error))
+            self.observer.end(str(error))
         for group in self._groups:
             group.give_up(error)
             with suppress(RingReduceError):
@@ -370,7 +370,7 @@ class OwnWorld(World):
 
     def close(self) -> None:
         """End the world. Collective."""
-        self.observation.end()
+        self.observer.end()
         groups = (each.close for each in reversed(self._groups))
         close_all(*groups, *(parts.close for parts in self._unregister_all()), self._messages.close)
 

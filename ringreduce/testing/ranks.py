@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from ringreduce.collectives import Context
 from ringreduce.collectives.communicator import Communicator
-from ringreduce.common.call_sites import Called
+from ringreduce.common.call_sites import CallSite
 from ringreduce.common.config import Config
 from ringreduce.common.errors import RingReduceError
 from ringreduce.engine import Engine
@@ -32,7 +32,7 @@ def run_ranks(
     node_size: int | None = None,
     config: Config | None = None,
     wrap: Callable[[Messages], Messages] = lambda messages: messages,
-    called: Callable[[str], Called] = Called.here,
+    called: Callable[[str], CallSite] = CallSite.here,
 ) -> list[T]:
     """Call ``function(communicator)`` on ``size`` ranks, each a thread of this process, and return their results.
 
@@ -65,7 +65,7 @@ def _communicator(
     rank: int,
     settings: Config,
     wrap: Callable[[Messages], Messages] = lambda messages: messages,
-    called: Callable[[str], Called] = Called.here,
+    called: Callable[[str], CallSite] = CallSite.here,
     channel: Messages | None = None,
 ) -> Communicator:
     waiter = Waiter(settings.timeout_s, crowded=True)
@@ -90,7 +90,7 @@ def run_engines(
         finally:
             engine.close()
 
-    return run_ranks(size, run, node_size=node_size, config=config, called=Called)
+    return run_ranks(size, run, node_size=node_size, config=config, called=CallSite)
 
 
 def run_process_sets(

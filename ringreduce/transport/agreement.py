@@ -20,7 +20,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import NoReturn
 
-from ringreduce.common.call_sites import Called, GivenUp, disagreement
+from ringreduce.common.call_sites import AbortReason, CallSite, disagreement
 from ringreduce.transport.messages import Messages
 from ringreduce.transport.waiting import Waiter
 
@@ -43,7 +43,7 @@ class Agreement:
         patience_s: how long a rank waits in a call, in seconds, before it announces what it waits in.
     """
 
-    def __init__(self, messages: Messages, waiter: Waiter, called: Callable[[str], Called] = Called.here) -> None:
+    def __init__(self, messages: Messages, waiter: Waiter, called: Callable[[str], CallSite] = CallSite.here) -> None:
         self._messages = messages
         self._waiter = waiter
         self._called = called
@@ -52,10 +52,10 @@ class Agreement:
         self._settled_up_to = 0  # notes about calls up to this one are old
         self._known: set[str] = set()
         self._mine: OrderedDict[int, str] = OrderedDict()
-        self._heard: dict[int, dict[int, Called]] = {}
+        self._heard: dict[int, dict[int, CallSite]] = {}
         self._refused: set[int] = set()  # calls that some rank could not make
         self._announced: set[int] = set()
-        self._left: dict[int, tuple[int, GivenUp]] = {}  # rank -> its last call, and why that was the last
+        self._left: dict[int, tuple[int, AbortReason]] = {}  # rank -> its last call, and why that was the last
         self._has_left = False
         self._waits_since: float | None = None  # in the present call
 
@@ -125,7 +125,7 @@ class Agreement:
         if now - self._waits_since >= self.patience_s and self.number > self._settled_up_to:
             self._announce(self.number)
 
-    def leave(self, why: GivenUp) -> None:
+    def leave(self, why: AbortReason) -> None:
         """Tell the others that this rank takes part in no further call."""
         if not self._has_left:
             self._has_left = True
@@ -152,7 +152,7 @@ class Agreement:
             return
         self._announced.add(number)
         text = self._mine[number]
-        called = self._called(text) if number == self.number else Called(text)  # from where, is past
+        called = self._called(text) if number == self.number else CallSite(text)  # from where, is past
         refused = number in self._refused
         self._post({"call": number, "called": called, "refused": refused})
         self._hear(number, self._messages.rank, called, refused)
@@ -168,9 +168,9 @@ class Agreement:
             peer, note = arrived
             said = json.loads(note)
             if "left_after" in said:
-                self._left[peer] = said["left_after"], GivenUp(*said["why"])
+                self._left[peer] = said["left_after"], AbortReason(*said["why"])
             elif said["call"] > self._settled_up_to:
-                self._hear(said["call"], peer, Called(*said["called"]), said["refused"])
+                self._hear(said["call"], peer, CallSite(*said["called"]), said["refused"])
         # Peers may have announced calls before this rank entered them, and it may have left some behind since.
         for number in [each for each in self._heard if each <= self.number and each not in self._announced]:
             self._announce(number)
@@ -179,7 +179,7 @@ class Agreement:
             if self._settled_up_to <= last < self.number + bool(why.reason):
                 raise why.error(peer, f"this rank called {self._mine[self.number]}")
 
-    def _hear(self, number: int, rank: int, called: Called, refused: bool) -> None:
+    def _hear(self, number: int, rank: int, called: CallSite, refused: bool) -> None:
         if refused:
             self._refused.add(number)
         heard = self._heard.setdefault(number, {})

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import pytest
 
-from ringreduce.common.call_sites import Called, GivenUp
+from ringreduce.common.call_sites import AbortReason, CallSite
 from ringreduce.common.errors import CollectiveTimeoutError, MismatchError, PeerLostError
 from ringreduce.testing import caught, run_threads
 from ringreduce.transport.agreement import Agreement
@@ -153,7 +153,7 @@ def test_a_call_announced_early_and_left_behind_is_answered() -> None:
     world = MemoryWorld(2)
     early = world.messages(0)
     for call, signature in [(1, "a"), (2, "new")]:
-        early.post(json.dumps({"call": call, "called": Called(signature), "refused": False}).encode(), 1)
+        early.post(json.dumps({"call": call, "called": CallSite(signature), "refused": False}).encode(), 1)
     rank = Rank(world, 1, timeout_s=20.0, patience_s=math.inf)
     assert [rank.call("a"), rank.call("a"), rank.call("a")] == [None, None, None]
     error = rank.wait_for_data()
@@ -167,7 +167,7 @@ def test_a_rank_that_left_is_named() -> None:
     def call(rank: Rank) -> Exception | None:
         assert rank.call("a") is None
         if rank.rank == 1:
-            return rank.agreement.leave(GivenUp())
+            return rank.agreement.leave(AbortReason())
         return rank.call("b")
 
     errors = on_ranks(3, call)
@@ -182,7 +182,7 @@ def test_a_rank_that_left_after_the_last_call_is_not_missed() -> None:
 
     def call(rank: Rank) -> Exception | None:
         error = rank.call("last")
-        rank.agreement.leave(GivenUp())
+        rank.agreement.leave(AbortReason())
         return error
 
     assert on_ranks(3, call) == [None] * 3

@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from ringreduce.common.call_sites import GivenUp
+from ringreduce.common.call_sites import AbortReason
 from ringreduce.common.errors import CollectiveTimeoutError, MismatchError, PeerLostError, TransportError
 from ringreduce.testing import caught, run_threads
 from ringreduce.transport.memory import MemorySegments, MemoryWorld
@@ -182,7 +182,7 @@ def test_a_member_that_left_is_named(how: str) -> None:
 
     def call(board: Board) -> object:
         if board.index == 1:
-            return board.leave(GivenUp())
+            return board.leave(AbortReason())
         return caught(arrive, board, "allreduce") if how == "arrive" else caught(board.barrier, "allreduce")
 
     errors = on_boards(3, call)
@@ -200,7 +200,7 @@ def test_a_member_that_left_says_why_however_long_that_is() -> None:
         mailboxes = board.mailboxes(0, np.dtype(np.uint8), (MAILBOX_NBYTES,))
         if board.index == 1:
             mailboxes[1][:] = 7
-            board.leave(GivenUp('"é\\' * 100_000))
+            board.leave(AbortReason('"é\\' * 100_000))
             return None
         error = caught(arrive, board, "next")
         assert (mailboxes[1] == 7).all()
@@ -216,7 +216,7 @@ def test_a_member_that_left_after_its_part_is_not_missed() -> None:
 
     def call(board: Board) -> None:
         arrive(board, "last")
-        board.leave(GivenUp())
+        board.leave(AbortReason())
 
     on_boards(3, call)
 
@@ -230,7 +230,7 @@ def test_who_stops_waiting_at_a_barrier_has_not_come() -> None:
         if board.index == 0:
             board._waiter.timeout_s = 0.01
             error = caught(board.barrier, "sum")
-            board.leave(GivenUp("it waited for too long"))
+            board.leave(AbortReason("it waited for too long"))
             given_up.set()
             return error
         assert given_up.wait(20)

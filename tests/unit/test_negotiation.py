@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringreduce.common.call_sites import GivenUp
+from ringreduce.common.call_sites import AbortReason
 from ringreduce.engine.coordinator import Coordinator
 from ringreduce.engine.decisions import (
     Expired,
@@ -83,7 +83,7 @@ class Rank:
             self.joining = True
             return self.participant.join()
         self.program.clear()
-        return self.participant.leave(GivenUp())
+        return self.participant.leave(AbortReason())
 
     def hear(self, note: Any) -> None:
         """Do what the coordinator says."""

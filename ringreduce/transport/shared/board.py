@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.common.call_sites import Called, GivenUp, disagreement
+from ringreduce.common.call_sites import AbortReason, CallSite, disagreement
 from ringreduce.common.errors import CollectiveError, PeerLostError, name_ranks
 from ringreduce.transport.shared.arena import NOWHERE, Arena, Location
 from ringreduce.transport.waiting import Waiter
@@ -132,7 +132,7 @@ class Board:
         self._published: list[Arrival | None] = [None, None]  # in the arrival lines, by parity
         self.number = 0
         self.epoch = 0
-        self.called: Callable[[str], Called] = Called.here
+        self.called: Callable[[str], CallSite] = CallSite.here
         self._waiting: tuple[Sequence[memoryview], int, str] | None = None
         self._fence = fence()
         waiter.watchers.append(self._watch)
@@ -262,7 +262,7 @@ class Board:
         """
         self.number, self.epoch = number, epoch
 
-    def leave(self, why: GivenUp) -> bool:
+    def leave(self, why: AbortReason) -> bool:
         """Let nobody wait for this rank in vain; return whether it is the first member that does so."""
         if not self._mine[_STATUS][0]:
             self._write_text(_WHY, json.dumps(why).encode())
@@ -339,8 +339,8 @@ class Board:
             self._fence()
         return bool(flag)
 
-    def _why(self, position: int) -> GivenUp:
-        return GivenUp(*json.loads(self._read_text(self.members.index(self._others[position][0]), _WHY)))
+    def _why(self, position: int) -> AbortReason:
+        return AbortReason(*json.loads(self._read_text(self.members.index(self._others[position][0]), _WHY)))
 
     def _watch(self) -> None:
         """Raise if a member that is waited for has left or died."""
@@ -367,7 +367,9 @@ class Board:
         """Tell the others what was called, learn what they called, and raise."""
         self._write_text(_CALLED, self.called(signature).to_json())
         self.barrier(signature)
-        calls = {member: Called.from_json(self._read_text(index, _CALLED)) for index, member in enumerate(self.members)}
+        calls = {
+            member: CallSite.from_json(self._read_text(index, _CALLED)) for index, member in enumerate(self.members)
+        }
         self.barrier(signature)
         raise disagreement(calls)
 
