@@ -5,25 +5,25 @@
 | no operation is faster than a cycle of the background thread | unit/test_horovod_defects.py::test_an_operation_waits_for_no_clock |
 | idle ranks negotiate in every cycle | unit/test_horovod_defects.py::test_ranks_that_wait_say_so_once |
 | after join, or another number of calls, operations without a name miss each other | test_torch_async.py::test_operations_without_a_name_meet_in_order |
-| joined ranks take part in Min, Max and Product with zeros | test_torch_async.py::test_join_takes_no_part_in_any_op |
+| joined ranks take part in Min, Max and Product with zeros | test_conventions.py::test_averages_after_a_join |
 | ``groups`` and ranks that use different parameters: deadlock | test_groups_do_not_need_the_same_graph_on_all_ranks |
 | ``groups``: gradient_predivide_factor is ignored | test_gradients_in_groups_are_divided_before_they_travel |
 | step(closure): ranks end with different weights | test_torch_optimizer.py::test_step_with_a_closure_leaves_equal_weights, ::test_lbfgs_calls_the_closure_many_times |
 | zero_grad(set_to_none=True) is a TypeError | test_torch_optimizer.py::test_trains_like_one_process_on_the_whole_batch, unit/test_torch_optimizer.py::test_zero_grad_means_what_it_means_in_torch |
 | gradients in channels_last are refused | test_torch_optimizer.py::test_channels_last_gradients_keep_their_layout |
 | so is every tensor that is not contiguous | test_every_collective_takes_every_dtype_of_any_strides, test_torch_async.py::test_channels_last, test_torch_ops.py::test_in_place_operations_return_their_tensor |
-| bfloat16 is not supported | test_torch_async.py::test_every_dtype, test_torch_optimizer.py::test_dtypes_may_be_mixed |
-| nor are bool and complex; allreduce and reducescatter take few integers | test_torch_async.py::test_every_dtype, test_every_collective_takes_every_dtype_of_any_strides, test_torch_optimizer.py::test_complex_parameters |
+| bfloat16 is not supported | test_every_collective_takes_every_dtype_of_any_strides, test_torch_optimizer.py::test_dtypes_may_be_mixed |
+| nor are bool and complex; allreduce and reducescatter take few integers | test_every_collective_takes_every_dtype_of_any_strides, test_torch_optimizer.py::test_complex_parameters |
 | nor is fp8 (nor here, but the error says what is) | unit/test_bad_input.py::test_fp8_is_a_clear_type_error |
-| broadcast_optimizer_state changes a fresh optimizer and its weights | test_torch_functions.py::test_broadcast_state_of_a_distributed_optimizer, test_torch_optimizer_options.py::test_a_fresh_optimizer_is_not_touched_by_broadcasting_its_state |
+| broadcast_optimizer_state changes a fresh optimizer and its weights | test_conventions.py::test_gradients_after_the_state_of_an_optimizer_was_broadcast |
 | an optimizer that is wrapped loses its state | test_torch_optimizer.py::test_an_optimizer_keeps_the_state_it_had |
-| parameters that no rank used are updated (here, unless ``skip_unused``) | test_torch_optimizer.py::test_parameters_that_no_rank_used_are_left_alone, ::test_parameters_that_no_rank_used_get_zeros |
-| counts are 32-bit integers | test_collectives.py::test_more_than_2_to_the_31_elements, test_operations_of_more_than_2_to_the_31_elements |
+| parameters that no rank used are updated (here, unless ``skip_unused``) | test_conventions.py::test_gradients_of_parameters_that_no_rank_used, test_torch_optimizer.py::test_parameters_that_no_rank_used_are_left_alone |
+| counts are 32-bit integers | test_operations_of_more_than_2_to_the_31_elements |
 | objects are smaller than 2 GiB | test_pickles_of_more_than_2_gib, test_tensors_of_more_than_2_gib_in_objects |
 | hierarchies and pipelining only with NCCL | test_collectives.py::test_collectives_conform_on_several_nodes, unit/test_conformance.py::test_collectives_conform, unit/test_selection.py::test_allreduce_goes_by_size_and_topology |
 | a long operation holds up negotiation, all process sets | test_a_long_operation_holds_up_nothing_else, test_an_operation_that_waits_for_a_rank_holds_up_nothing_else |
 | and shutdown | test_shutdown_waits_for_no_rank_that_never_came, unit/test_engine.py::test_closing_ends_what_is_under_way |
-| no init after shutdown | test_torch_async.py::test_init_again_after_shutdown, test_runtime.py::test_shutdown_and_init_again |
+| no init after shutdown | test_runtime.py::test_shutdown_and_init_again |
 | an MPI error ends the job | test_an_error_of_mpi_is_an_exception |
 | no elastic training over MPI (here all but the recovery of lost ranks) | test_torch_elastic.py::test_the_function_is_called_again_when_hosts_change |
 | a build takes a compiler and must match torch's | unit/test_horovod_defects.py::test_there_is_nothing_to_compile |
@@ -64,7 +64,7 @@ DTYPES = [
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_collective_takes_every_dtype_of_any_strides(dtype: Any) -> None:
-    """The collectives that test_torch_async.py does not try with every dtype: in rows that lie far apart in memory."""
+    """Of rows that lie far apart in memory, as they are in one process; bfloat16, bool and complex numbers, too."""
     size, rank = rr.size(), rr.rank()
     rows = 2 * size + 1
     everyone = [(torch.arange(3 * rows) % 5 + each).reshape(3, rows).to(dtype).t() for each in range(size)]
@@ -72,6 +72,9 @@ def test_every_collective_takes_every_dtype_of_any_strides(dtype: Any) -> None:
     assert not mine.is_contiguous()
     total = torch.stack(everyone).any(0) if dtype is torch.bool else torch.stack(everyone).sum(0).to(dtype)
     part = total.tensor_split(size)[rank]
+    assert_same(hvd.allreduce(mine, op=hvd.Sum), total)
+    assert_same(hvd.allgather(mine), torch.cat(everyone))
+    assert_same(hvd.broadcast(mine[::2] if rank == 0 else mine[::2].contiguous(), 0), everyone[0][::2])
     assert_same(hvd.reducescatter(mine, op=hvd.Sum), part)
     assert_same(hvd.grouped_reducescatter([mine, mine[:, ::2]], op=hvd.Sum)[1], part[:, ::2])
     assert_same(hvd.grouped_allreduce([mine, mine[::2]], op=hvd.Sum)[1], total[::2])
@@ -247,24 +250,20 @@ def test_an_error_of_mpi_is_an_exception() -> None:
 
 @pytest.mark.slow
 @pytest.mark.sizes(2)
-@pytest.mark.parametrize("collective", ["allreduce", "allgather", "broadcast"])
-def test_operations_of_more_than_2_to_the_31_elements(collective: str) -> None:
+def test_operations_of_more_than_2_to_the_31_elements() -> None:
     """Named operations count in 64 bits: the first, the last and the middle element are right, the rest is zero."""
+    mine = torch.zeros(HUGE, dtype=torch.uint8)
+    mine[[0, HUGE // 2, -1]] = rr.rank() + 1
+    gathered = hvd.allgather(mine[: HUGE // 2 + rr.rank()], name="huge")
+    assert gathered.shape == (HUGE,)
+    assert gathered[[0, 1, HUGE // 2 - 1, HUGE // 2, HUGE - 1]].tolist() == [1, 0, 0, 2, 2]
+    assert np.count_nonzero(gathered.numpy()) == 3
+    del gathered
     places = [0, 1, HUGE // 2, HUGE - 1]
-    if collective == "allgather":
-        mine = torch.zeros(HUGE // 2 + rr.rank(), dtype=torch.uint8)
-        mine[[0, -1]] = rr.rank() + 1
-        result = hvd.allgather(mine, name="huge")
-        places, values = [0, 1, HUGE // 2 - 1, HUGE // 2, HUGE - 1], [1, 0, 1, 2, 2]
-    else:
-        mine = torch.zeros(HUGE, dtype=torch.uint8)
-        mine[[0, HUGE // 2, -1]] = rr.rank() + 1
-        reduces = collective == "allreduce"
-        result = hvd.allreduce_(mine, name="huge", op=hvd.Sum) if reduces else hvd.broadcast_(mine, 1, name="huge")
-        values = [3, 0, 3, 3] if reduces else [2, 0, 2, 2]
-    assert result.shape == (HUGE,)
-    assert result[places].tolist() == values
-    assert np.count_nonzero(result.numpy()) == len(values) - values.count(0)
+    assert hvd.allreduce_(mine, name="huge", op=hvd.Sum)[places].tolist() == [3, 0, 3, 3]
+    mine.mul_(rr.rank())
+    assert hvd.broadcast_(mine, 1, name="huge")[places].tolist() == [3, 0, 3, 3]
+    assert np.count_nonzero(mine.numpy()) == 3
 
 
 @pytest.mark.slow

@@ -61,12 +61,12 @@ def assert_says(error: rr.MismatchError, most: str, odd: str) -> None:
     assert odd in one
 
 
-@pytest.mark.parametrize("count", [5, 70_000])
-def test_shapes(communicator: rr.Communicator, count: int) -> None:
-    """Different shapes are named."""
-    length = count + 3 * last(communicator)
-    error = mismatch(communicator, lambda: communicator.allreduce(np.ones(length)))
-    assert_says(error, f"shape {count},", f"shape {count + 3},")
+@pytest.mark.parametrize(("most", "odd"), [("5", "8"), ("70000", "70003"), ("2x3", "3x2")])
+def test_shapes(communicator: rr.Communicator, most: str, odd: str) -> None:
+    """Different shapes are named, also of equally many elements: no partial sums, no truncation."""
+    shape = [int(length) for length in (odd if last(communicator) else most).split("x")]
+    error = mismatch(communicator, lambda: communicator.allreduce(np.ones(shape)))
+    assert_says(error, f"shape {most},", f"shape {odd},")
 
 
 def test_dtypes(communicator: rr.Communicator) -> None:
@@ -90,10 +90,10 @@ def test_roots(communicator: rr.Communicator) -> None:
 
 
 def test_algorithms(communicator: rr.Communicator) -> None:
-    """Different algorithms are named."""
-    name = "double_tree" if last(communicator) else "ring"
+    """An algorithm on one rank and the automatic choice on the others."""
+    name = "ring" if last(communicator) else None
     error = mismatch(communicator, lambda: communicator.allreduce(np.ones(11), algorithm=name))
-    assert_says(error, "algorithm ring", "algorithm double_tree")
+    assert_says(error, "allreduce(", "algorithm ring")
 
 
 def test_ragged_rows_may_differ_but_not_their_shape(communicator: rr.Communicator) -> None:
@@ -130,7 +130,7 @@ def test_confused_calls_of_the_librarys_own(communicator: rr.Communicator) -> No
 
 
 def test_memory_stays_where_it_is(communicator: rr.Communicator, growth: Callable[[Callable[[], object]], Any]) -> None:
-    """Hundreds of confused calls, with messages under way, leave nothing behind: plans are used again."""
+    """Dozens of confused calls, with messages under way, leave nothing behind: plans are used again."""
     small, large = np.ones(40_000, np.float32), np.ones(40_001, np.float32)
     for array in (small, large):
         communicator.allreduce(array)
@@ -139,26 +139,10 @@ def test_memory_stays_where_it_is(communicator: rr.Communicator, growth: Callabl
         for _ in range(times):
             mismatch(communicator, lambda: communicator.allreduce(large if last(communicator) else small))
 
-    confuse(20)
-    grown = growth(lambda: confuse(100))
-    assert grown.nbytes < 1 << 20  # a plan of each would have 16 MiB
-    assert grown.blocks < 5000  # the last signatures are remembered
-
-
-@pytest.mark.parametrize("refused", [np.ones(3, object), "text", None], ids=["objects", "text", "None"])
-def test_a_call_that_one_rank_cannot_make(communicator: rr.Communicator, refused: object) -> None:
-    """It raises its own error, the others hear rank and reason, and the next calls of all belong together."""
-    for step in range(6):
-        array = np.full(4, 10.0**step)
-        error = caught(communicator.allreduce, refused if (communicator.rank, step) == (0, 2) else array, out=None)
-        if step != 2:
-            assert error is None
-        elif communicator.rank == 0:
-            assert isinstance(error, rr.UnsupportedBufferError)
-        else:
-            assert isinstance(error, rr.MismatchError)
-            assert error.values[0].startswith("allreduce(refused: ")
-        assert (communicator.allreduce(array) == communicator.size * 10.0**step).all()
+    confuse(10)
+    grown = growth(lambda: confuse(25))
+    assert grown.nbytes < 1 << 20  # a plan of each would have 4 MiB
+    assert grown.blocks < 1250  # the last signatures are remembered
 
 
 def test_a_call_that_one_rank_left_out_is_the_last(world: rr.Communicator, no_world: None) -> None:

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
-from ringreduce.training.differentiable import Differentiable
 from ringreduce.training.host import HostArrays
-from ringreduce.training.parameters import broadcast_parameters, require_same_arrays
 from ringreduce.training.requests import Adasum, PreparingArrays, ReproducibleSum, poll, synchronize
 
 Run = Callable[[Any], Any]
@@ -22,22 +20,15 @@ class NumpyArrays(HostArrays):
 
     Attributes:
         log: what was asked of the device.
-        tape: the adjoints of what was differentiated, last first.
     """
 
     def __init__(self, device: str | None = None) -> None:
         self.device = device
         self.log: list[str] = []
-        self.tape: list[Callable[[Sequence[Any]], Sequence[Any]]] = []
 
     def keep_in_place(self, arrays: Sequence[Any]) -> Callable[[], object]:
         assert all(isinstance(each, np.ndarray) for each in arrays)
         return lambda: None
-
-    def differentiable(self, run: Run, rule: Callable[[], Any], arrays: Sequence[Any]) -> Sequence[Any]:
-        self.tape.insert(0, rule())
-        results: Sequence[Any] = run(arrays)
-        return results
 
     def device_of(self, arrays: Sequence[Any]) -> str | None:
         return self.device if arrays else None
@@ -121,39 +112,3 @@ def test_the_other_collectives(arrays: Any, world: rr.Communicator) -> None:
         request = prepare.reducescatter([mine], rr.SUM, 0.5, 2.0, list)
     (part,) = request.carry_out()
     assert np.array_equal(part, world.reduce_scatter(mine))
-
-
-def test_gradients_follow_the_rules(arrays: Any, world: rr.Communicator) -> None:
-    """The inner product of what comes out and its gradient is that of what goes in and its own, summed over ranks."""
-    size, rank = world.size, world.rank
-    rng = np.random.default_rng(rank)
-    mine = rng.standard_normal((size, 2))
-    collectives: dict[str, Callable[[Differentiable], Any]] = {
-        "allreduce": lambda on: on.allreduce([mine], rr.SUM, 0.5, 3.0)[0],
-        "allgather": lambda on: on.allgather([mine[:1]])[0],
-        "broadcast": lambda on: on.broadcast(mine, size - 1),
-        "alltoall": lambda on: on.alltoall(mine, [1] * size)[0],
-        "reducescatter": lambda on: on.reducescatter([mine], rr.SUM, 2.0, 1.0)[0],
-    }
-    for kind, collective in collectives.items():
-        result = collective(Differentiable(arrays, None, rr.global_process_set))
-        gradient = rng.standard_normal(result.shape)
-        (backwards,) = arrays.tape[0]([gradient])
-        given = mine[:1] if kind == "allgather" else mine
-        products = np.array([(result * gradient).sum(), (given * backwards).sum()])
-        forward, backward = world.allreduce(products)
-        assert forward == pytest.approx(backward), kind
-
-
-def test_parameters_are_compared_and_broadcast(arrays: Any, world: rr.Communicator) -> None:
-    """By name, whatever the order of a dict; shapes that differ are named by all ranks."""
-    names = ["a", "b"] if world.rank else ["b", "a"]
-    mine = {name: np.full(2, world.rank + ord(name)) for name in names}
-    broadcast_parameters(arrays, mine, world.size - 1, rr.global_process_set)
-    assert {name: each.tolist() for name, each in mine.items()} == {
-        name: [world.size - 1 + ord(name)] * 2 for name in names
-    }
-    if world.size > 1:
-        different = [("w", np.ones(1 + (world.rank == 0)))]
-        with pytest.raises(rr.MismatchError, match=r"test: tensor 0 is w, shape \(2,\), float64, on "):
-            require_same_arrays(arrays, world, "test", different, devices=True)

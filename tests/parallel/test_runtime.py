@@ -90,40 +90,6 @@ def test_different_settings_are_a_mismatch(
     assert not rr.is_initialized()
 
 
-def test_torch_tensors(world: rr.Communicator) -> None:
-    """Tensors of every supported dtype go through all collectives between processes, in place too."""
-    torch = pytest.importorskip("torch")
-    size = world.size
-    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.uint8, torch.bool):
-        for rows in (3, 9000):
-            tensor = torch.ones(rows * size, 2, dtype=dtype)
-            total = torch.full_like(tensor, 1 if dtype == torch.bool else size)
-            for result in (rr.allreduce(tensor), rr.reduce_scatter(tensor), rr.allgather(tensor), rr.alltoall(tensor)):
-                assert isinstance(result, torch.Tensor)
-                assert result.dtype == dtype
-            assert torch.equal(rr.allreduce(tensor), total)
-            assert torch.equal(rr.reduce_scatter(tensor), total[:rows])
-            assert torch.equal(rr.alltoall(tensor), tensor)
-            assert torch.equal(rr.allgather(tensor[: rr.rank() + 1]), tensor.new_ones(size * (size + 1) // 2, 2))
-            columns = tensor.t()
-            assert rr.allreduce(columns, out=columns) is columns
-            assert torch.equal(tensor, total)
-
-
-def test_a_tensor_on_a_communication_buffer(world: rr.Communicator) -> None:
-    """A tensor made from `empty` is reduced where it lies, as bfloat16 too."""
-    torch = pytest.importorskip("torch")
-    for tensor in (
-        torch.from_numpy(world.empty(50_000)),
-        torch.from_numpy(world.empty(50_000, np.uint16)).view(torch.bfloat16),
-    ):
-        tensor.fill_(1)
-        for _ in range(2):
-            tensor.fill_(1)
-            rr.allreduce(tensor, "sum", out=tensor)
-            assert (tensor == world.size).all()
-
-
 def test_gradients_of_a_world_that_failed_are_let_go(no_world: None) -> None:
     """An optimizer that goes on in a new world keeps nothing of the old one, not even by the error that ended it."""
     rr.init()

@@ -74,6 +74,10 @@ WRONG: dict[str, tuple[Callable[[Model], dict[str, Any]], str]] = {
     "parameters": (lambda model: {"optimizer": model.parameters()}, "something else, of type generator"),
     "class": (lambda model: {"optimizer": torch.optim.SGD}, "something else, of type type"),
     "names left out": (lambda model: {"named_parameters": model[:1].named_parameters()}, "leaves 2 of"),
+    "a name twice": (
+        lambda model: {"named_parameters": [("w", each) for each in model.parameters()]},
+        "more than once: w",
+    ),
     "no names": (lambda model: {"named_parameters": 3}, "must be .name, parameter. pairs"),
     "foreign group": (lambda model: {"groups": [[torch.nn.Parameter(torch.ones(1))]]}, "is no parameter of"),
     "flat groups": (lambda model: {"groups": list(model.parameters())}, "groups are lists of parameters"),

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 from mpi4py import MPI
 
@@ -16,11 +14,6 @@ from ringreduce.testing import caught
 
 torch = pytest.importorskip("torch")
 import ringreduce.torch as hvd  # noqa: E402
-
-DTYPES = [
-    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bool,
-    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-]  # fmt: skip
 
 
 def of_rank(rank: int, shape: tuple[int, ...] = (3, 5), seed: int = 0) -> Any:
@@ -75,17 +68,6 @@ def test_kinds_may_be_mixed() -> None:
     assert results[7][0].tolist() == [[size] * 2]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype(dtype: Any) -> None:
-    """What Horovod rejects works too: bfloat16, bool, small integers and complex numbers, of any strides."""
-    values = torch.arange(6).reshape(2, 3).to(dtype)
-    everyone = torch.stack([values] * rr.size())
-    expected = everyone.any(0) if dtype is torch.bool else everyone.sum(0).to(dtype)
-    torch.testing.assert_close(hvd.allreduce(values.t(), op=hvd.Sum), expected.t())
-    torch.testing.assert_close(hvd.allgather(values.t()), torch.cat([values.t()] * rr.size()))
-    torch.testing.assert_close(hvd.broadcast(values[:, ::2] if rr.rank() == 0 else values[:, :2], 0), values[:, ::2])
-
-
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (7, 0, 2)], ids=str)
 def test_scalars_and_empty_tensors(shape: tuple[int, ...]) -> None:
     """A scalar is reduced and broadcast; nothing at all is reduced to nothing."""
@@ -112,24 +94,6 @@ def test_operations_without_a_name_meet_in_order() -> None:
         for _ in range(rr.rank()):
             hvd.allreduce(torch.ones(3))
         hvd.join()
-
-
-def test_submitted_and_awaited_on_several_threads() -> None:
-    """Threads of one rank submit and wait at once, each for its own."""
-    results: dict[int, Any] = {}
-
-    def work(number: int) -> None:
-        for step in range(10):
-            result = hvd.allreduce(torch.full((3,), float(number + step)), name=f"thread {number}", op=hvd.Sum)
-            results[10 * number + step] = result.tolist()
-
-    numbers = range(4) if rr.rank() % 2 else reversed(range(4))
-    threads = [threading.Thread(target=work, args=(number,)) for number in numbers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {10 * n + step: [rr.size() * float(n + step)] * 3 for n in range(4) for step in range(10)}
 
 
 def test_polling_alone_brings_an_operation_to_its_end() -> None:
@@ -187,92 +151,6 @@ def test_a_mismatch_is_the_same_error_on_all_ranks(which: str, known: bool) -> N
     assert error.values[rr.size() - 1] != error.values[0]
     assert hvd.allgather_object(str(error)) == [str(error)] * rr.size()
     usual()
-
-
-@pytest.mark.sizes(2, 3, 4)  # alone, an operation may be done before the next is submitted
-def test_a_name_that_is_under_way_is_refused() -> None:
-    """At the call, on the rank that uses it twice; the first operation goes on, and the others hear of the second."""
-    am_first = rr.rank() == 0
-    if not am_first:
-        hvd.allreduce(torch.ones(1), name="between")
-    first = hvd.allreduce_async(torch.ones(2), name="twice", op=hvd.Sum)
-    if not am_first:
-        assert hvd.synchronize(first).tolist() == [rr.size()] * 2
-    error = caught(lambda: hvd.synchronize(hvd.allreduce_async(torch.ones(2), name="twice", op=hvd.Sum)))
-    assert isinstance(error, rr.ConfigError if am_first else rr.MismatchError)
-    assert "'twice' is under way" in str(error)
-    if am_first:
-        hvd.allreduce(torch.ones(1), name="between")
-        assert hvd.synchronize(first).tolist() == [rr.size()] * 2
-    assert hvd.allreduce(torch.ones(2), name="twice", op=hvd.Sum).tolist() == [rr.size()] * 2
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: hvd.allgather(torch.tensor(1.0)), "at least one dimension"),
-        (lambda: hvd.alltoall(torch.ones(rr.size() + 1)), "do not divide|"),
-        (lambda: hvd.alltoall(torch.ones(3), splits=[4] * rr.size()), "add up"),
-        (lambda: hvd.allreduce_(torch.ones(1).expand(3)), "share memory"),
-        (lambda: hvd.allreduce(torch.ones(1, device="meta")), "meta"),
-        (lambda: hvd.broadcast(torch.ones(1), rr.size()), "does not belong"),
-        (lambda: hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum), "not both"),
-        (lambda: hvd.reducescatter(torch.ones(rr.size()), op=hvd.Adasum), "Adasum"),
-        (lambda: hvd.synchronize(17), "handle"),
-        (lambda: hvd.grouped_allreduce([]), "at least one"),
-    ],
-)
-def test_bad_arguments_are_refused_at_the_call(call: Callable[[], Any], message: str) -> None:
-    """Whoever makes the call, and the next operation works."""
-    if not (rr.size() == 1 and message.endswith("|")):
-        with pytest.raises(rr.RingReduceError, match=message):
-            call()
-    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [rr.size()] * 2
-
-
-REFUSED: dict[str, Callable[[bool], list[Any]]] = {
-    "allreduce": lambda wrong: [torch.ones(2, device="meta") if wrong else torch.ones(2)],
-    "allreduce_": lambda wrong: [torch.ones(1).expand(2) if wrong else torch.ones(2)],
-    "allreduce_async": lambda wrong: [[1.0, 2.0] if wrong else torch.ones(2)],
-    "allreduce_async_": lambda wrong: [torch.ones(2).to_sparse() if wrong else torch.ones(2)],
-    "grouped_allreduce": lambda wrong: [[] if wrong else [torch.ones(2)]],
-    "grouped_allreduce_async": lambda wrong: [[None] if wrong else [torch.ones(2)]],
-    "allgather": lambda wrong: [torch.tensor(1.0) if wrong else torch.ones(2)],
-    "allgather_async": lambda wrong: [torch.tensor(1.0) if wrong else torch.ones(2)],
-    "broadcast": lambda wrong: [torch.ones(2), 99 if wrong else 0],
-    "broadcast_async_": lambda wrong: [torch.ones(2), 99 if wrong else 0],
-    "alltoall": lambda wrong: [torch.ones(2 * rr.size()), [1] if wrong else None],
-    "reducescatter": lambda wrong: [torch.ones(()) if wrong else torch.ones(2 * rr.size())],
-    "reducescatter_async": lambda wrong: [torch.ones(()) if wrong else torch.ones(2 * rr.size())],
-    "sparse_allreduce_async": lambda wrong: [torch.ones(2) if wrong else torch.ones(2).to_sparse()],
-    "broadcast_object": lambda wrong: [None, 99 if wrong else 0],
-    "broadcast_parameters": lambda wrong: [[1.0] if wrong else [torch.ones(2)]],
-}
-
-
-@pytest.mark.sizes(2, 3, 4)
-@pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("named", [False, True])
-def test_what_one_rank_refuses_ends_for_all(name: str, named: bool) -> None:
-    """It raises its own error, the others a mismatch with its reason, and the next operations belong together."""
-    options = {"name": f"refused {name}"} if named and name != "broadcast_parameters" else {}
-    for step in range(3):
-        wrong = (rr.rank(), step) == (0, 1)
-        try:
-            result = getattr(hvd, name)(*REFUSED[name](wrong), **options)
-            if name.endswith(("async", "async_")):
-                hvd.synchronize(result)
-            error = None
-        except rr.RingReduceError as raised:
-            error = raised
-        if step != 1:
-            assert error is None
-        elif rr.rank() == 0:
-            assert isinstance(error, (rr.ConfigError, rr.UnsupportedBufferError))
-        else:
-            assert isinstance(error, rr.MismatchError)
-            assert "(refused: " in error.values[0]
-        assert hvd.allreduce(torch.full((2,), 10.0**step), op=hvd.Sum).tolist() == [rr.size() * 10.0**step] * 2
 
 
 # ---- join ----
@@ -343,29 +221,6 @@ def test_what_cannot_be_submitted_keeps_no_memory() -> None:
     control.Free()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.uint8], ids=str)
-def test_join_takes_no_part_in_any_op(dtype: Any) -> None:
-    """Ranks that have joined change no sum, average, minimum, maximum or product, and averages are over the others."""
-    last = rr.size() - 1
-    ranks = list(range(rr.size()))
-    for step in range(rr.rank() + 1):
-        active = [rank for rank in ranks if rank >= step]
-        values = [3 + rank for rank in active]
-        mine = torch.full((3,), 3 + rr.rank(), dtype=dtype)
-        expected = {
-            hvd.Sum: sum(values),
-            hvd.Average: float(np.mean(values)) if dtype.is_floating_point else sum(values) // len(values),
-            hvd.Min: min(values),
-            hvd.Max: max(values),
-            hvd.Product: np.prod(values),
-        }
-        for op, value in expected.items():
-            result = hvd.allreduce(mine, name=f"{op} {step % 2}", op=op)
-            torch.testing.assert_close(result, torch.full((3,), value).to(dtype), rtol=1e-2, atol=0)
-    assert 0 <= hvd.join() <= last
-    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == rr.size()
-
-
 @pytest.mark.sizes(2, 3, 4)
 def test_other_operations_after_a_join_are_an_error() -> None:
     """Nobody knows what a rank that has joined would gather or send; the others hear so, and go on."""
@@ -375,22 +230,6 @@ def test_other_operations_after_a_join_are_an_error() -> None:
             error = caught(hvd.allgather, torch.ones(2), name="late")
         assert isinstance(error, rr.MismatchError)
         assert error.values[0] == "late: joined"
-    hvd.join()
-
-
-def test_join_with_an_optimizer() -> None:
-    """Ranks with less data join; the optimizers of the others go on, with averages over those that are left."""
-    model = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)
-    torch.nn.init.ones_(model.weight)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
-    expected = torch.ones(1, 2, dtype=torch.float64)
-    for step in range(rr.rank() + 1):
-        active = [rank for rank in range(rr.size()) if rank >= step]
-        optimizer.zero_grad()
-        (model.weight * float(rr.rank() + 1)).sum().backward()
-        optimizer.step()
-        expected -= float(np.mean([rank + 1 for rank in active]))
-    torch.testing.assert_close(model.weight.detach(), expected)
     hvd.join()
 
 
@@ -439,17 +278,6 @@ def test_process_sets_that_cannot_be() -> None:
     if rr.size() > 2:
         assert isinstance(caught(hvd.add_process_set, [0, 1 + rr.rank() % 2]), rr.MismatchError)
     assert not hvd.remove_process_set(hvd.global_process_set)
-
-
-def test_init_again_after_shutdown() -> None:
-    """A new world works, with names that the old one knew."""
-    for _ in range(3):
-        assert hvd.allreduce(torch.ones(2), name="x", op=hvd.Sum).tolist() == [rr.size()] * 2
-        hvd.shutdown()
-        assert not hvd.is_initialized()
-        with pytest.raises(ValueError, match="init"):
-            hvd.allreduce(torch.ones(2))
-        hvd.init()
 
 
 def test_reproducible_sums_are_exact(world: rr.Communicator) -> None:

@@ -59,25 +59,6 @@ def test_gradients_of_gradients() -> None:
     torch.testing.assert_close(second, 6 * weight.detach() * rr.size())
 
 
-def test_numerical_gradients() -> None:
-    """On one rank at a time, finite differences agree with the backward pass through a sum."""
-
-    def loss(values: Any) -> Any:
-        return (hvd.allreduce(values**2, op=hvd.Sum) ** 2).sum()
-
-    point = noise((4,), 9).requires_grad_()
-    value = loss(point)
-    value.backward()
-    step = 1e-6
-    for index in range(4):
-        for rank in range(rr.size()):
-            shifted = point.detach().clone()
-            shifted[index] += step if rank == rr.rank() else 0.0
-            changed = hvd.allreduce(loss(shifted) - value.detach(), op=hvd.Sum)
-            if rank == rr.rank():
-                torch.testing.assert_close(point.grad[index], changed / step, rtol=1e-3, atol=1e-3)
-
-
 @pytest.mark.parametrize("op", [hvd.Min, hvd.Max, hvd.Product, hvd.Adasum])
 def test_ops_without_a_gradient_say_so(op: Any) -> None:
     """The forward pass works; asking for a gradient is an error and not a wrong number."""

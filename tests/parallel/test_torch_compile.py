@@ -123,8 +123,7 @@ def test_a_whole_step(options: dict[str, Any]) -> None:
     compare(make)
 
 
-@pytest.mark.parametrize("compiled_backward", [False, True])
-@pytest.mark.parametrize("what", ["step", "model"])
+@pytest.mark.parametrize(("what", "compiled_backward"), [("model", False), ("step", True)])
 def test_hooks_run_in_compiled_backward_passes(what: str, compiled_backward: bool) -> None:
     """Large gradients are collected and reduced during the backward pass, whether it is compiled or not."""
 

@@ -186,72 +186,47 @@ def test_coalesced_calls(rank: int, size: int):
 # ---- moving ----
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two contiguous tensors have the same bits, whatever the dtype."""
+    return tensor.dtype == other.dtype and torch.equal(tensor.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn], ids=str)
 def test_what_moves(dtype: torch.dtype, rank: int, size: int):
-    """Broadcast, allgather, gather, scatter, alltoall and messages move every dtype, of every awkward size."""
+    """Broadcast, allgather, gather, scatter, alltoall and messages move every dtype, of every awkward size.
+
+    Floats of 8 bits travel as bytes, in all that does not compute with them.
+    """
     for count in (0, 1, size + 1, 131):
         every = [small(each, count, dtype) for each in range(size)]
         for root in range(size):
             tensor = every[rank].clone()
             dist.broadcast(tensor, root)
-            assert torch.equal(tensor, every[root])
+            assert same(tensor, every[root])
             outs = [torch.empty_like(tensor) for _ in every] if rank == root else None
             dist.gather(every[rank], outs, root)
-            assert outs is None or all(map(torch.equal, outs, every))
+            assert outs is None or all(map(same, outs, every))
             out = torch.empty_like(tensor)
             dist.scatter(out, every if rank == root else None, root)
-            assert torch.equal(out, every[rank])
+            assert same(out, every[rank])
         outs = [torch.empty_like(every[0]) for _ in every]
         dist.all_gather(outs, every[rank], async_op=True).wait()
-        assert all(map(torch.equal, outs, every))
+        assert all(map(same, outs, every))
         flat = torch.empty(size * count, dtype=dtype)
         all_gather_single(flat, every[rank])
-        assert torch.equal(flat, torch.cat(every))
+        assert same(flat, torch.cat(every))
         dist.all_to_all_single(flat, torch.cat(every))
-        assert torch.equal(flat, every[rank].repeat(size))
+        assert same(flat, every[rank].repeat(size))
         outs = [torch.empty(rank + count, dtype=dtype) for _ in every]
         dist.all_to_all(outs, [small(rank, each + count, dtype) for each in range(size)])
-        assert all(torch.equal(out, small(each, rank + count, dtype)) for each, out in enumerate(outs))
+        assert all(same(out, small(each, rank + count, dtype)) for each, out in enumerate(outs))
         if size > 1:
             works = [dist.isend(every[rank], (rank + 1) % size)]
             out = torch.empty_like(every[0])
             works.append(dist.irecv(out, (rank - 1) % size))
             for each in works:
                 each.wait()
-            assert torch.equal(out, every[(rank - 1) % size])
-
-
-def test_floats_of_8_bits_move(rank: int, size: int):
-    """They travel as bytes, in everything that does not compute with them."""
-    every = [torch.tensor([each + 1.0, -0.5, 448.0]).to(torch.float8_e4m3fn) for each in range(size)]
-
-    def bits(tensors: list[torch.Tensor]) -> list[list[int]]:
-        return [each.view(torch.uint8).tolist() for each in tensors]
-
-    def fresh() -> list[torch.Tensor]:
-        return [torch.empty_like(each) for each in every]
-
-    mine, root = every[rank], size - 1
-    out, outs, whole = mine.clone(), fresh(), torch.empty(3 * size, dtype=mine.dtype)
-    dist.broadcast(out, root)
-    assert bits([out]) == bits([every[root]])
-    dist.all_gather(outs, mine)
-    assert bits(outs) == bits(every)
-    all_gather_single(whole, mine)
-    assert bits([*whole.split(3)]) == bits(every)
-    dist.all_to_all_single(whole, torch.cat(every))
-    assert bits([*whole.split(3)]) == bits([mine] * size)
-    dist.all_to_all(outs, every)
-    assert bits(outs) == bits([mine] * size)
-    dist.gather(mine, outs if rank == root else None, root)
-    assert rank != root or bits(outs) == bits(every)
-    dist.scatter(out, every if rank == root else None, root)
-    assert bits([out]) == bits([mine])
-    if size > 1:
-        work = dist.irecv(out, (rank - 1) % size)
-        dist.send(mine, (rank + 1) % size)
-        work.wait()
-        assert bits([out]) == bits([every[rank - 1]])
+            assert same(out, every[(rank - 1) % size])
 
 
 def test_sums_of_sparse_tensors(rank: int, size: int):
@@ -459,6 +434,7 @@ MISMATCHES: dict[str, Callable[[int, int], object]] = {
     "bits": lambda rank, size: dist.all_reduce(
         torch.ones(5, dtype=torch.int32), dist.ReduceOp.BAND if rank else dist.ReduceOp.BOR
     ),
+    "broadcast count": lambda rank, size: dist.broadcast(torch.ones(5 + (rank == 1)), 0),
     "root": lambda rank, size: dist.broadcast(torch.ones(5), int(rank > 0)),
     "root of reduce": lambda rank, size: dist.reduce(torch.ones(5), int(rank > 0)),
     "root of gather": lambda rank, size: dist.gather(
@@ -712,19 +688,6 @@ def test_profiles_show_collectives(size: int):
 
 
 @pytest.mark.sizes(2, 3, 4)
-def test_a_broadcast_of_another_count_is_an_error_on_all_ranks(rank: int, size: int):
-    """With who has what; nothing is written, and the group works on. Another shape of as many elements is none."""
-    for root in range(size):
-        tensor = torch.full((4 + (rank == 1),), float(rank))
-        with pytest.raises(MismatchError, match=r"shape 5"):
-            dist.broadcast(tensor, root)
-        assert (tensor == rank).all()
-        tensor = torch.full((4,) if rank == 1 else (2, 2), float(rank))
-        dist.broadcast(tensor, root)
-        assert (tensor == root).all()
-
-
-@pytest.mark.sizes(2, 3, 4)
 def test_the_store_of_one_machine_is_a_file_in_a_private_folder(rank: int):
     """Nobody else reads it, or puts anything into it."""
     if rank == 0:
@@ -810,7 +773,7 @@ def test_groups_are_seen_from_outside(rank: int, size: int, tmp_path: Path):
 
 
 def test_works_leave_nothing_behind(size: int, growth: Callable[[Callable[[], object]], Any]) -> None:
-    """10 000 works that were waited for, in all three ways, leave no more of anything than 1000 did."""
+    """2000 works that were waited for, in all three ways, leave no more of anything than 400 did."""
     tensor, every = torch.ones(100), torch.empty(100 * size)
 
     def work(times: int) -> None:
@@ -824,11 +787,11 @@ def test_works_leave_nothing_behind(size: int, growth: Callable[[Callable[[], ob
     def left() -> tuple[int, int]:
         return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
-    work(1000)
+    work(400)
     before = left()
-    grown = growth(lambda: work(10_000))
+    grown = growth(lambda: work(2000))
     threads, descriptors = (now - then for now, then in zip(left(), before, strict=True))
     assert threads <= 0
     assert descriptors < size  # a rank opens one to see whether another lives, once it has waited for that one
-    assert grown.nbytes < 64 << 10
-    assert grown.blocks < 1000
+    assert grown.nbytes < 16 << 10
+    assert grown.blocks < 250

@@ -172,26 +172,6 @@ def test_sum_adds_the_gradients() -> None:
     assert_same(alone, together)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("passes", [1, 3])
-def test_gradients_of_several_backward_passes_add_up(passes: int, set_to_none: bool) -> None:
-    """Accumulation is local and reduced once, whether or not the number of passes was announced."""
-
-    def three_times(model: Model, inputs: Any, targets: Any, rank: int, step: int) -> Any:
-        for part in range(2):
-            (squared_error(model, inputs * (part + 2), targets, rank, step) / scale).backward()
-        return squared_error(model, inputs, targets, rank, step)
-
-    alone, together = pair()
-    single, many = sgd(alone.parameters()), distributed(sgd, together, backward_passes_per_step=passes)
-    for step in range(STEPS):
-        scale = rr.size()
-        train_step(alone, single, everyone(), step, three_times, set_to_none=set_to_none)
-        scale = 1
-        train_step(together, many, me(), step, three_times, set_to_none=set_to_none)
-    assert_same(alone, together)
-
-
 def test_gradients_that_are_not_zeroed_go_on_adding_up() -> None:
     """Averaging an averaged gradient with new local terms in it gives the average of everything."""
     alone, together = pair()
@@ -305,23 +285,6 @@ def test_gradients_that_the_user_assigns_are_used() -> None:
         optimizer.step()
     torch.testing.assert_close(model[0].weight.detach(), before - (rr.size() - 1))
     assert model[2].weight.grad is None
-
-
-def test_parameters_that_no_rank_used_get_zeros() -> None:
-    """Where that is asked for: weight decay goes on, and all ranks agree; frozen parameters are left alone."""
-    model = TwoHeads()
-    frozen = next(model.parameters()).requires_grad_(False)
-    optimizer = distributed(adamw, model, skip_unused=False)
-    inputs, targets = batch(0)
-    (model(inputs[rr.rank()], second=False) - targets[rr.rank()]).square().mean().backward()
-    optimizer.step()
-    if rr.size() > 1:
-        unused = optimizer.param_groups[0]["params"][-1]
-        assert unused.grad is not None
-        assert not unused.grad.any()
-    assert frozen.grad is None
-    for name, weight in model.named_parameters():
-        assert_equal_on_ranks(weight, name)
 
 
 @pytest.mark.parametrize("sparse_as_dense", [True, False])

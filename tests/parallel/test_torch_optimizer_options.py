@@ -247,47 +247,6 @@ def test_what_is_called_like_a_scaler_but_is_none_reduces_nothing() -> None:
     assert weight.tolist() == [-(rr.size() - 1) / 2] * 2
 
 
-def test_clipping_between_synchronize_and_step() -> None:
-    """The norm is that of the averaged gradients, the same on all ranks."""
-    alone = mlp()
-    together = copy.deepcopy(alone)
-    optimizer = hvd.DistributedOptimizer(sgd(together))
-    mean_loss(together, data(0)[rr.rank()]).backward()
-    optimizer.synchronize()
-    norm = torch.nn.utils.clip_grad_norm_(together.parameters(), 0.01)
-    with optimizer.skip_synchronize():
-        optimizer.step()
-    sum(mean_loss(alone, each) / rr.size() for each in data(0)).backward()
-    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.01))
-    sgd(alone).step()
-    assert_equal_on_ranks(together)
-    torch.testing.assert_close(together[0].weight, alone[0].weight, rtol=1e-11, atol=1e-11)
-
-
-def test_lbfgs() -> None:
-    """A line search with a closure goes the same way on all ranks, and the way of one process."""
-
-    def minimise(model: Model, optimizer: Any, mine: list[int]) -> None:
-        def closure() -> Any:
-            optimizer.zero_grad()
-            loss = sum(mean_loss(model, data(0)[rank]) / len(mine) for rank in mine)
-            loss.backward()
-            return loss
-
-        for _ in range(3):
-            optimizer.step(closure)
-
-    def lbfgs(model: Model) -> Any:
-        return torch.optim.LBFGS(model.parameters(), max_iter=3, line_search_fn="strong_wolfe")
-
-    alone = mlp()
-    together = copy.deepcopy(alone)
-    minimise(alone, lbfgs(alone), list(range(rr.size())))
-    minimise(together, hvd.DistributedOptimizer(lbfgs(together)), [rr.rank()])
-    assert_equal_on_ranks(together)
-    torch.testing.assert_close(together[0].weight, alone[0].weight, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.sizes(2, 3, 4)
 def test_a_process_set_trains_by_itself() -> None:
     """Optimizers of two sets, each with its own model, do not wait for each other."""
@@ -307,13 +266,3 @@ def test_a_process_set_trains_by_itself() -> None:
     assert all(each.equal(everyone[0]) for each in everyone)
     for each in sets:
         hvd.remove_process_set(each)
-
-
-def test_a_fresh_optimizer_is_not_touched_by_broadcasting_its_state() -> None:
-    """No step is made to create state: AdamW would decay the weights."""
-    model = mlp()
-    before = copy.deepcopy(model.state_dict())
-    optimizer = hvd.DistributedOptimizer(torch.optim.AdamW(model.parameters(), weight_decay=0.5))
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0, model=model)
-    assert not optimizer.state
-    assert all(value.equal(before[name]) for name, value in model.state_dict().items())

@@ -7,8 +7,6 @@ import math
 from collections.abc import Callable
 from typing import TypeVar
 
-import pytest
-
 from ringreduce.common.call_sites import AbortReason, CallSite
 from ringreduce.common.errors import CollectiveTimeoutError, MismatchError, PeerLostError
 from ringreduce.testing import caught, run_threads
@@ -57,16 +55,6 @@ def on_ranks(size: int, function: Callable[[Rank], T], timeout_s: float = 20.0, 
     return run_threads(size, lambda index: function(ranks[index]), on_error=fail)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_ranks_that_call_the_same_agree(size: int) -> None:
-    """Equal calls pass, new ones and known ones in any order."""
-
-    def calls(rank: Rank) -> list[Exception | None]:
-        return [rank.call(signature) for signature in "abacabad"]
-
-    assert on_ranks(size, calls) == [[None] * 8] * size
-
-
 def test_a_known_call_costs_no_note() -> None:
     """Only the first call with a signature is announced; later ones send nothing at all."""
     world = MemoryWorld(2)
@@ -76,19 +64,6 @@ def test_a_known_call_costs_no_note() -> None:
         for _ in range(10):
             assert rank.call("a") is None
     assert [rank.notes() for rank in ranks] == [0, 0]
-
-
-@pytest.mark.parametrize("calls", ["ab", "aab", "abc", "abab"])
-def test_a_mismatch_at_first_sight_is_the_same_on_all(calls: str) -> None:
-    """Whoever calls what, all ranks raise the same error with every rank's call, and agree again afterwards."""
-
-    def call(rank: Rank) -> tuple[object, ...]:
-        error = rank.call(calls[rank.rank])
-        assert isinstance(error, MismatchError)
-        return error.values, str(error), rank.call("next"), rank.call("next")
-
-    results = on_ranks(len(calls), call)
-    assert results == [(dict(enumerate(calls)), results[0][1], None, None)] * len(calls)
 
 
 def test_a_known_call_meets_a_new_one() -> None:
@@ -102,19 +77,6 @@ def test_a_known_call_meets_a_new_one() -> None:
 
     errors = on_ranks(3, call, patience_s=math.inf)
     assert [error.values for error in errors] == [{0: "known", 1: "new", 2: "known"}] * 3
-
-
-def test_known_calls_that_are_confused_are_found() -> None:
-    """Ranks that wait for data in different known calls grow suspicious, say what they wait in, and all raise."""
-
-    def call(rank: Rank) -> MismatchError:
-        assert [rank.call("a"), rank.call("b")] == [None, None]
-        error = rank.call("ab"[rank.rank % 2]) or rank.wait_for_data()
-        assert isinstance(error, MismatchError)
-        return error
-
-    errors = on_ranks(3, call)
-    assert [error.values for error in errors] == [{0: "a", 1: "b", 2: "a"}] * 3
 
 
 def test_suspicion_without_reason_is_harmless() -> None:

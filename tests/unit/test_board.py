@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ringreduce.common.call_sites import AbortReason
-from ringreduce.common.errors import CollectiveTimeoutError, MismatchError, PeerLostError, TransportError
+from ringreduce.common.errors import CollectiveTimeoutError, PeerLostError, TransportError
 from ringreduce.testing import caught, run_threads
 from ringreduce.transport.memory import MemorySegments, MemoryWorld
 from ringreduce.transport.shared.arena import Arena, Location
@@ -146,22 +146,6 @@ def test_a_number_that_nobody_says_is_not_heard() -> None:
         assert board.said(0) == []
 
     on_boards(2, publish)
-
-
-@pytest.mark.parametrize("calls", [("a", "b", "a"), ("a", "b", "c"), ("b", "a", "a")])
-def test_a_mismatch_is_the_same_error_on_all_members(calls: tuple[str, ...]) -> None:
-    """If any member calls something else, all get a MismatchError with every rank's call, and meet again afterwards."""
-
-    def call(board: Board) -> tuple[MismatchError, list[int]]:
-        error = caught(arrive, board, calls[board.index])
-        assert isinstance(error, MismatchError)
-        assert caught(arrive, board, "next") is None
-        assert isinstance(caught(arrive, board, calls[board.index]), MismatchError)
-        return error, arrive(board, "next")
-
-    results = on_boards(3, call)
-    assert [error.values for error, _ in results] == [{10: calls[0], 11: calls[1], 12: calls[2]}] * 3
-    assert len({str(error) for error, _ in results}) == 1
 
 
 def test_a_long_signature_is_cut_not_refused() -> None:

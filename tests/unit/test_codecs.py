@@ -193,28 +193,6 @@ def test_no_element_is_off_by_more_than_half_a_scale(name: str, few: np.ndarray)
     assert (errors <= scales_per_element(name, values) / 2 * (1 + 2.0**-15)).all()
 
 
-@settings(deadline=None)
-@given(few=FINITE)
-def test_fp8_is_off_by_a_sixteenth_of_the_value_or_a_1024th_of_the_scale(few: np.ndarray) -> None:
-    """|x - x̂| <= max(2**-4 |x|, 2**-10 scale): four significant bits, and the spacing of the subnormal numbers."""
-    values = spread(few)
-    if values.size == 0:
-        return
-    errors = np.abs(passed(CODECS["fp8"], values).astype(np.float64) - values)
-    bounds = np.maximum(np.abs(values.astype(np.float64)) / 16, scales_per_element("fp8", values) / 1024)
-    assert (errors <= bounds * (1 + 2.0**-15)).all()
-
-
-@pytest.mark.parametrize("name", SCALED)
-def test_the_largest_element_gets_the_largest_code(name: str) -> None:
-    """For every significand that a largest element can have (the upper 16 bits of them) all of the range is used."""
-    codec = CODECS[name]
-    values = np.zeros((1 << 15, codec.block), np.float32)
-    values[:, 0] = 1 + np.arange(1 << 15) / 2.0**15
-    rows = encoded(codec, values.reshape(-1)).reshape(len(values), -1)
-    assert set(rows[:, 2]) == {{"fp8": 0x7E, "int8": 127, "int4": 8 << 4 | 15}[name]}
-
-
 @ALL
 @settings(deadline=None)
 @given(few=FLOATS)

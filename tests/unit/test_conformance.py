@@ -37,9 +37,9 @@ def test_checked_messages_conform(size: int) -> None:
     run_threads(size, lambda rank: check_messages(CheckedMessages(world.messages(rank))), on_error=world.meeting.abort)
 
 
-@pytest.mark.parametrize(("size", "node_size"), [(1, None), (2, None), (3, None), (2, 1), (3, 1), (4, 2), (5, 2)])
+@pytest.mark.parametrize(("size", "node_size"), [(1, None), (3, None), (3, 1), (5, 2)])
 def test_collectives_conform(size: int, node_size: int | None) -> None:
-    """Every collective, algorithm, dtype and op gives the known answer, on one node and on several."""
+    """Every collective, algorithm, dtype and op gives the known answer, also where tests/parallel has too few ranks."""
 
     def check(communicator: Communicator) -> None:
         check_collectives(communicator)
@@ -47,11 +47,10 @@ def test_collectives_conform(size: int, node_size: int | None) -> None:
     run_ranks(size, check, node_size=node_size, config=Config(timeout_s=30.0, segment_nbytes=64 << 10))
 
 
-@pytest.mark.parametrize(("size", "node_size"), [(2, 1), (3, 1), (4, 2)])
-def test_collectives_with_checked_messages_conform(size: int, node_size: int) -> None:
+def test_collectives_with_checked_messages_conform() -> None:
     """Every collective gives the known answer where each message is checked."""
     config = Config(timeout_s=30.0, segment_nbytes=64 << 10)
-    run_ranks(size, check_collectives, node_size=node_size, config=config, wrap=CheckedMessages)
+    run_ranks(3, check_collectives, node_size=1, config=config, wrap=CheckedMessages)
 
 
 @pytest.mark.parametrize("damaged", [0, 1, 5])
@@ -75,7 +74,6 @@ def test_a_message_that_has_changed_is_an_error(damaged: int) -> None:
     assert "CRC-32" in str(errors[1])
 
 
-@pytest.mark.parametrize(("size", "node_size"), [(1, None), (2, None), (3, None), (2, 1), (3, 1), (4, 2), (3, 2)])
-def test_what_is_said_is_what_runs(size: int, node_size: int | None) -> None:
-    """`choose` and `explain` name the algorithm and the path of every call, whatever its elements, op and size."""
-    run_ranks(size, check_choices, node_size=node_size, config=Config(timeout_s=30.0, segment_nbytes=64 << 10))
+def test_what_is_said_is_what_runs() -> None:
+    """`choose` and `explain` name the algorithm and the path of every call: here on two full nodes."""
+    run_ranks(4, check_choices, node_size=2, config=Config(timeout_s=30.0, segment_nbytes=64 << 10))

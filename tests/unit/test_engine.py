@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -30,7 +29,7 @@ from ringreduce.common.errors import (
     TransportError,
     UnsupportedBufferError,
 )
-from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, SUM, ReduceOp
+from ringreduce.common.reduce_ops import AVERAGE, MAX, SUM, ReduceOp
 from ringreduce.engine import CollectiveOp, Engine, Gather, InPlaceAllreduce, Operation, Reduction, Refusal, unnamed
 from ringreduce.testing import caught, run_engines, run_ranks
 from ringreduce.testing.conformance import assert_close, assert_equal
@@ -40,7 +39,7 @@ from ringreduce.transport.memory import MemoryWorld
 Array = npt.NDArray[Any]
 T = TypeVar("T")
 
-LAYOUTS = [(1, None), (2, None), (2, 1), (3, None), (3, 2), (4, None), (4, 2), (4, 1)]
+LAYOUTS = [(1, None), (2, None), (3, 2), (4, 1)]
 SETTINGS = Config(timeout_s=30.0)
 
 
@@ -110,7 +109,7 @@ def test_reductions_of_every_dtype_and_op(size: int, node_size: int | None) -> N
 
     def program(engine: Engine) -> None:
         rank = engine.communicator.rank
-        for turn in range(6):
+        for turn in range(4):
             order = list(range(len(cases)))
             random.Random(rank).shuffle(order)
             handles = {}
@@ -171,31 +170,6 @@ def test_strided_arrays(size: int) -> None:
     run_engines(size, program, config=SETTINGS)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int64", "bool"])
-def test_torch_tensors(size: int, dtype: str) -> None:
-    """Tensors travel with tensors or with NumPy arrays of the same dtype on other ranks."""
-    torch = pytest.importorskip("torch")
-
-    def program(engine: Engine) -> None:
-        rank = engine.communicator.rank
-        for turn in range(6):
-            inputs = [sample(each, 9, dtype, turn) for each in range(size)]
-            wide = np.float32 if dtype == "bfloat16" else inputs[0].dtype
-            mine = torch.tensor(inputs[rank].astype(wide)).to(getattr(torch, dtype))
-            given = [mine if rank % 2 == 0 else inputs[rank], mine.flip(0)]
-            handles = []
-            for number, each in enumerate(given):
-                operation = Reduction(f"t{number}", "max", MAX, [each], [_like(each)])
-                handles.append(submitted(engine, operation))
-            straight, flipped = (engine.wait(handle)[0] for handle in handles)
-            answer = torch.tensor(expected(inputs, MAX).astype(wide)).to(mine.dtype)
-            assert torch.equal(torch.as_tensor(straight) if rank % 2 == 0 else answer, answer)
-            assert torch.equal(flipped, answer.flip(0))
-
-    run_engines(size, program, config=SETTINGS)
-
-
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_before_and_after(size: int) -> None:
     """The data is read after the first and stored before the second, whose result is that of the operation."""
@@ -218,40 +192,6 @@ def test_before_and_after(size: int) -> None:
                 assert engine.wait(handle) == ("done", size * number + sum(range(size)))
 
     run_engines(size, program, config=SETTINGS)
-
-
-@pytest.mark.parametrize(("size", "node_size"), LAYOUTS)
-def test_other_collectives(size: int, node_size: int | None) -> None:
-    """A call makes blocking collectives on the engine's communicator, in the order on which the ranks agree."""
-
-    def program(engine: Engine) -> None:
-        rank = engine.communicator.rank
-        calls = {
-            "gather": lambda communicator: communicator.allgather(np.full(rank + 1, rank)),
-            "cast": lambda communicator: communicator.broadcast(np.full(3, rank), size - 1),
-        }
-        for turn in range(4):
-            order = sorted(calls, reverse=(rank + turn) % 2 == 0)
-            handles = {name: submitted(engine, CollectiveOp(name, name, calls[name])) for name in order}
-            assert_equal(engine.wait(handles["gather"]), np.repeat(np.arange(size), np.arange(1, size + 1)))
-            assert_equal(engine.wait(handles["cast"]), np.full(3, size - 1))
-
-    run_engines(size, program, node_size=node_size, config=SETTINGS)
-
-
-def test_operations_without_a_name_match_in_order() -> None:
-    """Several of one name may be under way if they do not ask to be unique, whatever their shapes."""
-
-    def program(engine: Engine) -> None:
-        for _ in range(7):
-            handles = [
-                submitted(engine, reduction("nameless", np.full(count, float(count))), unique=False)
-                for count in (1, 2, 3, 2)
-            ]
-            for handle, count in zip(handles, (1, 2, 3, 2), strict=True):
-                assert_equal(engine.wait(handle)[0], np.full(count, 3.0 * count))
-
-    run_engines(3, program, config=SETTINGS)
 
 
 def test_without_progress_threads() -> None:
@@ -316,22 +256,6 @@ def test_large_whole_numbers_are_averaged_over_those_that_are_left() -> None:
     run_engines(3, program, config=SETTINGS)
 
 
-def test_joining_again_and_again() -> None:
-    """When all have joined, all begin anew; the last is the same rank on all."""
-
-    def program(engine: Engine) -> list[int]:
-        rank, lasts = engine.communicator.rank, []
-        for turn in range(6):
-            for step in range(1 + (rank + turn) % 3):
-                assert total(engine, f"step {step}") == sum((each + turn) % 3 >= step for each in range(3))
-            lasts.append(engine.wait(engine.join()))
-            assert total(engine, "all") == 3.0
-        return lasts
-
-    lasts = run_engines(3, program, config=SETTINGS)
-    assert lasts == [[(2 - turn) % 3 for turn in range(6)]] * 3
-
-
 def test_a_joined_rank_submits_nothing() -> None:
     """Neither an operation nor another join, until all have joined: which of them came first would depend on time."""
     gate = Gate()
@@ -350,22 +274,6 @@ def test_a_joined_rank_submits_nothing() -> None:
         assert total(engine, "x") == 2.0
 
     run_engines(2, program, config=SETTINGS)
-
-
-def test_a_collective_that_needs_all_ranks_is_refused_after_a_join() -> None:
-    """The error says who has joined; later operations work."""
-
-    def program(engine: Engine) -> str:
-        error = None
-        if engine.communicator.rank == 1:
-            error = caught(engine.run, CollectiveOp("gather", "allgather", lambda communicator: communicator.barrier()))
-            assert total(engine, "x") == 1.0
-        engine.wait(engine.join())
-        return str(error)
-
-    texts = run_engines(2, program, config=SETTINGS)
-    assert "rank 0: gather: joined" in texts[1]
-    assert "rank 1: gather: allgather" in texts[1]
 
 
 def part(name: str, *arrays: Any, op: ReduceOp = SUM, **options: Any) -> InPlaceAllreduce:
@@ -549,30 +457,6 @@ def test_a_refused_call_ends_if_the_ranks_cannot_tell_each_other_about_it() -> N
         assert "its network is gone" in str(error)
 
     run_engines(2, program, config=SETTINGS)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_mismatch_is_raised_on_all_ranks_and_leaves_no_trace(size: int) -> None:
-    """With what each submitted; before and after it, also in the middle of a group, operations work."""
-
-    def program(engine: Engine) -> None:
-        rank = engine.communicator.rank
-        for turn in range(12):
-            count = 5 if turn % 3 == 0 and rank == 1 else 4
-            handles = [
-                submitted(engine, reduction(name, np.ones(count if name == "b" else 4))) for name in ("a", "b", "c")
-            ]
-            assert engine.wait(handles[0])[0][0] == size
-            if turn % 3 == 0:
-                error = caught(engine.wait, handles[1])
-                assert isinstance(error, MismatchError)
-                shapes = {each: "(5,)" if each == 1 else "(4,)" for each in range(size)}
-                assert error.values == {each: f"b: sum of {shape} float64" for each, shape in shapes.items()}
-            else:
-                assert engine.wait(handles[1])[0][0] == size
-            assert engine.wait(handles[2])[0][0] == size
-
-    run_engines(size, program, config=SETTINGS)
 
 
 @pytest.mark.parametrize("array", [np.zeros(3, "U1"), np.broadcast_to(np.zeros(1), 3), [1.0]])
@@ -1013,7 +897,7 @@ def test_many_threads_submit_and_wait(size: int) -> None:
 
         def work(thread: int) -> None:
             try:
-                for turn in range(8):
+                for turn in range(4):
                     value = float(thread + turn + rank)
                     handles = [
                         submitted(engine, reduction(f"{thread} {number}", np.full(3 + number, value)))
@@ -1119,18 +1003,3 @@ def test_an_operation_that_comes_again_takes_few_calls() -> None:
 
     counts = run_engines(2, program, config=SETTINGS)[0]
     assert min(counts[3:]) <= 55  # more where this rank waits for the other one
-
-
-def test_bfloat16_goes_through_ml_dtypes() -> None:
-    """A neutral element is an element of the dtype, not the bits of another."""
-
-    def program(engine: Engine) -> None:
-        if engine.communicator.rank == 0:
-            data = np.array([1.5, -2.0], ml_dtypes.bfloat16)
-            for op, answer in ((MIN, [1.5, -2.0]), (MAX, [1.5, -2.0]), (AVERAGE, [1.5, -2.0])):
-                (out,) = engine.run(reduction("x", data, op=op))
-                assert out.dtype == ml_dtypes.bfloat16
-                assert out.astype(np.float32).tolist() == answer
-        engine.wait(engine.join())
-
-    run_engines(2, program, config=SETTINGS)

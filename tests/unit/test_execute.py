@@ -93,18 +93,6 @@ def test_empty_blocks_send_nothing(algorithm: str, count: int) -> None:
     assert count or started == [[]] * 4
 
 
-@pytest.mark.parametrize("algorithm", MESSAGE_ALGORITHMS)
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_what_is_sent_is_received(algorithm: str, size: int, rng: np.random.Generator) -> None:
-    """Between any two ranks the sizes that the one sends are those that the other receives, in the same order."""
-    _, started = allreduce(random_inputs(size, 1000, rng), algorithm)
-    for sender in range(size):
-        for receiver in range(size):
-            sent = [nbytes for kind, peer, nbytes in started[sender] if (kind, peer) == ("send", receiver)]
-            received = [nbytes for kind, peer, nbytes in started[receiver] if (kind, peer) == ("recv", sender)]
-            assert sent == received
-
-
 @pytest.mark.parametrize(("limit", "nsegments"), [(100, 1), (99, 2), (50, 2), (10, 10), (1, 100)])
 def test_segments_cut_messages(limit: int, nsegments: int) -> None:
     """A buffer of 3 x 100 elements goes in so many segments, no message larger than the limit, the bytes as before."""

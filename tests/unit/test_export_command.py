@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner, Result
 
+from ringreduce.cli import main
 from ringreduce.elastic import CommitStore
 
 torch = pytest.importorskip("torch")
@@ -32,9 +33,8 @@ def folder(tmp_path: Path) -> Path:
     return store.folder
 
 
-def export(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ringreduce", "export", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def export(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["export", *map(str, arguments)])
 
 
 def assert_holds(path: Path, number: int) -> None:
@@ -52,16 +52,16 @@ def test_the_last_whole_commit_is_exported(folder: Path) -> None:
     """Those that are not are named; a file that is there stays, unless it is to be overwritten."""
     out = folder.parent / "model.pt"
     done = export(folder, out)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.exit_code, done.stderr) == (0, "")
     assert done.stdout.startswith(f"{out}: model of commit 7, ")
     assert_holds(out, 7)
     last = next(folder.glob("commit-*7.pt"))
     last.write_bytes(last.read_bytes()[:-1])
     done = export(folder, out)
-    assert (done.returncode, done.stderr) == (2, f"Error: {out} is there already; --force overwrites it\n")
+    assert (done.exit_code, done.stderr) == (2, f"Error: {out} is there already; --force overwrites it\n")
     assert_holds(out, 7)
     done = export(folder, out, "--force")
-    assert done.returncode == 0
+    assert done.exit_code == 0
     assert done.stderr.startswith("commit 7 cannot be used: its nbytes is ")
     assert_holds(out, 5)
     assert sorted(each.name for each in folder.parent.iterdir()) == ["commits", "model.pt"]
@@ -71,7 +71,7 @@ def test_a_folder_that_others_may_write_to_is_refused(folder: Path) -> None:
     """Whoever can write there may have put another model in place of the commit's; the error says what to do."""
     folder.chmod(0o770)
     done = export(folder, folder.parent / "model.pt")
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert "chmod go-w" in done.stderr
     assert [each.name for each in folder.parent.iterdir()] == ["commits"]
 
@@ -79,9 +79,9 @@ def test_a_folder_that_others_may_write_to_is_refused(folder: Path) -> None:
 def test_any_commit_and_any_object_can_be_chosen(folder: Path) -> None:
     """By number and name; what is not there is told, with what is."""
     out = folder.parent / "out.pt"
-    assert export(folder, out, "--commit", 3).returncode == 0
+    assert export(folder, out, "--commit", 3).exit_code == 0
     assert_holds(out, 3)
-    assert export(folder, out, "--force", "--name", "optimizer").returncode == 0
+    assert export(folder, out, "--force", "--name", "optimizer").exit_code == 0
     assert torch.load(out, weights_only=True) == {"state": {}}
     next(folder.glob("commit-*5.pt")).unlink()
     for options, complaint in {
@@ -90,7 +90,7 @@ def test_any_commit_and_any_object_can_be_chosen(folder: Path) -> None:
         ("--name", "ema"): "commit 7 holds no 'ema'; it holds model, optimizer",
     }.items():
         done = export(folder, folder.parent / "more.pt", *options)
-        assert (done.returncode, complaint in done.stderr) == (2, True), done.stderr
+        assert (done.exit_code, complaint in done.stderr) == (2, True), done.stderr
         assert not (folder.parent / "more.pt").exists()
 
 
@@ -100,7 +100,7 @@ def test_folders_without_commits_are_refused(folder: Path) -> None:
     (folder.parent / "empty").mkdir()
     assert "there are no commits in " in export(folder.parent / "empty", out).stderr
     done = export(folder, folder.parent / "missing" / "model.pt")
-    assert (done.returncode, "cannot be written: No such file" in done.stderr) == (2, True), done.stderr
+    assert (done.exit_code, "cannot be written: No such file" in done.stderr) == (2, True), done.stderr
     store = CommitStore(folder.parent / "pickles", 3, pickle.dump, pickle.load)
     store.prepare()
     store.put(1, {"objects": {"model": folder}})
@@ -109,18 +109,14 @@ def test_folders_without_commits_are_refused(folder: Path) -> None:
     for each in folder.glob("*.pt"):
         each.write_bytes(b"")
     done = export(folder, out)
-    assert (done.returncode, "of the commits in" in done.stderr, out.exists()) == (2, True, False), done.stderr
+    assert (done.exit_code, "of the commits in" in done.stderr, out.exists()) == (2, True, False), done.stderr
 
 
-def test_without_torch_it_says_what_to_install(folder: Path) -> None:
+def test_without_torch_it_says_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one line."""
-    source = (
-        "import sys; sys.modules['torch'] = None\n"
-        "from ringreduce.cli import main\n"
-        f"main(['export', {str(folder)!r}, {str(folder / 'out')!r}])"
-    )
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    monkeypatch.setitem(sys.modules, "torch", None)
+    done = export(folder, folder / "out")
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1), done.stderr
     assert "needs PyTorch, which is not installed: pip install torch" in done.stderr
 
 
@@ -142,6 +138,5 @@ def test_a_commit_runs_no_code(tmp_path: Path) -> None:
     store.settle()
     assert store.examine() == {3: ""}
     done = export(store.folder, tmp_path / "out.pt")
-    assert done.returncode != 0
-    assert "Traceback" not in done.stderr
+    assert (done.exit_code, type(done.exception)) == (2, SystemExit)
     assert not (tmp_path / "ran").exists()

@@ -319,29 +319,6 @@ def test_an_overflow_on_the_way_does_not_stay(layout: Layout) -> None:
         np.testing.assert_allclose(after, 1.0, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("error_feedback", [True, False])
-def test_it_goes_on_from_a_saved_state(layout: Layout, error_feedback: bool) -> None:
-    """A new reducer with the state of another gives the same bits; the state is a copy."""
-    shapes, places, length = layout(SHAPES)
-    settings = PowerSGD(2, error_feedback=error_feedback)
-
-    def run(communicator: Communicator) -> list[bytes]:
-        first, second = (settings.reducer(shapes, places) for _ in range(2))
-        for step in range(3):
-            reduce(first, communicator, gradients(communicator.rank, step, length))
-        state = first.state_dict()
-        assert sorted(state) == (["factors", "residual"] if error_feedback else ["factors"])
-        results = []
-        for each in (first, second):
-            if each is second:
-                second.load_state_dict(state)
-            results.append([reduce(each, communicator, gradients(communicator.rank, t, length)) for t in range(3, 6)])
-        return [contents(result[-1], places) for result in results]
-
-    for first, second in run_ranks(3, run):
-        assert first == second
-
-
 def test_a_state_of_another_bucket_is_refused(layout: Layout) -> None:
     """Names and shapes must be those of this bucket and of these settings, or nothing is loaded."""
     shapes, places, _ = layout([(11, 13)])

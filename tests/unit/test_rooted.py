@@ -114,30 +114,6 @@ def test_arrays_may_have_any_strides(size: int, node_size: int | None, kind: str
     in_world(size, node_size, check)
 
 
-@WORLDS
-def test_results_may_overlap_inputs(size: int, node_size: int | None) -> None:
-    """A result that covers a part of the input, shifted, is that of the input as it was before the call."""
-
-    def check(communicator: rr.Communicator) -> None:
-        rank = communicator.rank
-        for count in (5, 40_000):
-            parts = inputs(communicator, count)
-            memory = communicator.empty(count + 3)
-            for source, target in ((memory[3:], memory[:-3]), (memory[:-3], memory[3:])):
-                source[:] = parts[rank]
-                communicator.reduce(source, size - 1, out=target)
-                assert_equal(
-                    target if rank == size - 1 else source, expected(parts, rr.SUM) if rank == size - 1 else parts[rank]
-                )
-            whole, memory = sample(1, count * size, "float32"), communicator.empty(count * size + 2)
-            for source, target in ((memory[2:], memory[1 : count + 1]), (memory[:-2], memory[2 : count + 2])):
-                source[:] = whole
-                communicator.scatter(source if rank == 0 else None, out=target)
-                assert_equal(target, whole[rank * count : (rank + 1) * count])
-
-    in_world(size, node_size, check)
-
-
 @pytest.mark.parametrize("op", ["sum", "average"])
 @pytest.mark.parametrize(("size", "node_size"), [(4, 2), (3, 1), (3, None)])
 def test_deterministic_reductions_have_the_bits_of_the_allreduce(size: int, node_size: int | None, op: str) -> None:

@@ -198,29 +198,6 @@ def test_what_is_not_finite_arrives_and_does_not_stay(layout: Layout, bad: float
         assert after == expected
 
 
-def test_it_goes_on_from_a_saved_state(layout: Layout) -> None:
-    """A new reducer with the state of another gives the same bits; the state is a copy."""
-    shapes, places, length = layout(SHAPES)
-
-    def run(communicator: Communicator) -> list[bytes]:
-        first, second = (TopK(0.1).reducer(shapes, places) for _ in range(2))
-        for step in range(3):
-            first.reduce(communicator, gradients(communicator.rank, step, length), average=True)
-        state = first.state_dict()
-        results = []
-        for each in (first, second):
-            if each is second:
-                second.load_state_dict(state)
-            for step in range(3, 6):
-                flat = gradients(communicator.rank, step, length)
-                each.reduce(communicator, flat, average=True)
-            results.append(flat.tobytes())
-        return results
-
-    for first, second in run_ranks(3, run):
-        assert first == second
-
-
 def test_a_state_of_another_bucket_is_refused(layout: Layout) -> None:
     """Names and shapes must be those of this bucket; without error feedback there is no state."""
     reducer = TopK().reducer(*layout([(4,)])[:2])

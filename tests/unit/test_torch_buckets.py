@@ -51,14 +51,6 @@ def make_bucket(*parameters: Any) -> Bucket:
     return Bucket(TorchParameters(memory), parameters, memory)
 
 
-def fill(bucket: Bucket, used: list[Any]) -> None:
-    """Fill a bucket with what its parameters have, and make what it returns theirs."""
-    gradients = [slot.parameter.grad for slot in bucket.slots]
-    bucket.fill(gradients, frozenset(map(id, used)))
-    for slot, gradient in zip(bucket.slots, gradients, strict=True):
-        slot.parameter.grad = gradient
-
-
 def looks(bucket: Bucket) -> list[int]:
     return bucket.look([slot.parameter.grad for slot in bucket.slots])
 
@@ -86,35 +78,6 @@ def test_places_have_the_layout_of_their_parameters() -> None:
     assert not bucket.flat.any()
 
 
-def test_collecting_moves_what_can_be_moved() -> None:
-    """Dense gradients go to their places; sparse ones, and those with a graph, stay."""
-    dense, graph, sparse, none = parameters = [torch.zeros(2, requires_grad=True) for _ in range(4)]
-    bucket = make_bucket(*parameters)
-    dense.grad = torch.ones(2)
-    graph.grad = torch.ones(2, requires_grad=True) * 2
-    sparse.grad = torch.ones(2).to_sparse()
-    kept = graph.grad, sparse.grad
-    bucket.collect_own()
-    assert dense.grad is bucket.slots[0].place
-    assert dense.grad.tolist() == [1, 1]
-    assert (graph.grad, sparse.grad) == kept
-    assert none.grad is None
-    graph.grad = sparse.grad = None
-
-
-def test_filling_puts_zeros_where_only_others_have_a_gradient() -> None:
-    """Used parameters without a gradient get zeros, unused ones keep None, what is in place is not touched."""
-    used, unused, placed, elsewhere = parameters = [torch.zeros(2, requires_grad=True) for _ in range(4)]
-    bucket = make_bucket(*parameters)
-    bucket.flat.fill_(7)
-    placed.grad = bucket.slots[2].place
-    elsewhere.grad = torch.ones(2, requires_grad=True) * 2
-    fill(bucket, [used, placed, elsewhere])
-    assert unused.grad is None
-    assert [used.grad.tolist(), placed.grad.tolist(), elsewhere.grad.tolist()] == [[0, 0], [7, 7], [2, 2]]
-    assert not elsewhere.grad.requires_grad
-
-
 KEEPERS = {
     "itself": lambda gradient: gradient,
     "view": lambda gradient: gradient.view(-1),
@@ -139,62 +102,6 @@ def test_a_kept_place_is_noticed(keep: Any) -> None:
     assert looks(bucket) == [KEPT]
     del kept
     assert looks(bucket) == [EMPTY]
-
-
-def test_kept_gradients_are_not_collected_into() -> None:
-    """A new gradient stays where autograd put it while its place is kept; others move."""
-    kept, free = parameters = [torch.zeros(2, requires_grad=True) for _ in range(2)]
-    bucket = make_bucket(*parameters)
-    kept.grad = torch.ones(2)
-    bucket.collect_own()
-    before = kept.grad
-    kept.grad, free.grad = torch.ones(2) * 2, torch.ones(2) * 3
-    bucket.collect_own()
-    assert before.tolist() == [1, 1]
-    assert kept.grad.tolist() == [2, 2]
-    assert kept.grad is not bucket.slots[0].place
-    assert free.grad is bucket.slots[1].place
-
-
-def test_a_place_that_lost_its_memory_is_not_filled() -> None:
-    """``p.grad.data = ...`` leaves the tensor in place and takes its values elsewhere."""
-    parameter = torch.zeros(2, requires_grad=True)
-    bucket = make_bucket(parameter)
-    parameter.grad = torch.ones(2)
-    bucket.collect_own()
-    assert looks(bucket) == [FILLED]
-    parameter.grad.data = torch.ones(2) * 2
-    assert looks(bucket) == [KEPT]
-
-
-def test_accumulation_continues_in_place() -> None:
-    """Autograd adds to a gradient in the bucket, and each gradient has its own version."""
-    first, second = (torch.ones(2, requires_grad=True) for _ in range(2))
-    bucket = make_bucket(first, second)
-    fill(bucket, [first, second])
-    version = second.grad._version
-    (first * 3).sum().backward()
-    (first * 4).sum().backward()
-    assert first.grad is bucket.slots[0].place
-    assert bucket.flat[:2].tolist() == [7, 7]
-    assert second.grad._version == version
-    first.grad.detach_()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128], ids=str)
-def test_ranks_reduce_and_find_late_parameters(dtype: Any) -> None:
-    """A parameter gets a place on all ranks when it first has a gradient on one of them."""
-
-    def train(engine: Engine) -> Any:
-        parameters = [torch.zeros(3, dtype=dtype, requires_grad=True) for _ in range(3)]
-        gradients = make_gradients(engine, parameters, rr.AVERAGE, 1 << 20)
-        gradients.reduce()
-        assert all(parameter.grad is None for parameter in parameters)
-        parameters[engine.communicator.rank].grad = torch.full((3,), 4, dtype=dtype)
-        gradients.reduce()
-        return [None if parameter.grad is None else parameter.grad.real.tolist() for parameter in parameters]
-
-    assert run_engines(2, train) == [[[2, 2, 2], [2, 2, 2], None]] * 2
 
 
 def test_hooks_end_with_their_owner() -> None:

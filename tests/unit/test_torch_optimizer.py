@@ -187,40 +187,6 @@ def test_it_cannot_leave_the_job(duplicate: Any, model: Any) -> None:
         duplicate(optimizer)
 
 
-@pytest.mark.parametrize(
-    ("named", "message"),
-    [
-        (lambda model: list(model.parameters()), "pairs"),
-        (lambda model: [("w", model.weight), ("w", model.bias)], "more than once: w"),
-        (lambda model: [("w", model.weight)], "leaves 1 of the optimizer's parameters without a name"),
-    ],
-)
-def test_names_are_checked(named: Any, message: str, model: Any) -> None:
-    """Names must be pairs, unique and complete."""
-    with pytest.raises(ValueError, match=message) as caught:
-        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), named(model))
-    assert isinstance(caught.value, rr.ConfigError)
-
-
-def test_arguments_are_checked(model: Any) -> None:
-    """Ops that make no sense for gradients and pass counts below one are refused."""
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(rr.ConfigError, match="average or sum"):
-        hvd.DistributedOptimizer(inner, op=hvd.Max)
-    with pytest.raises(rr.ConfigError, match="at least 1"):
-        hvd.DistributedOptimizer(inner, backward_passes_per_step=0)
-    optimizer = hvd.DistributedOptimizer(inner, backward_passes_per_step=2)
-    optimizer.set_backward_passes_per_step(3)
-    assert optimizer.backward_passes_per_step == 3
-
-
-def test_errors_of_torch_come_through(model: Any) -> None:
-    """A parameter in two groups is refused as torch refuses it."""
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(ValueError, match="more than one parameter group"):
-        optimizer.add_param_group({"params": [model.weight]})
-
-
 def test_it_needs_a_world(model: Any) -> None:
     """Without init there is nobody to train with, and the error says so."""
     hvd.shutdown()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import re
-import subprocess
-import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +53,21 @@ def numbers_of(path: Path) -> list[tuple[str, int]]:
     return [(each["profiling_name"], each["collective_seq_id"]) for each in entries_of(path)]
 
 
-def analysis(folder: Path, *options: str) -> str:
-    pytest.importorskip("torch.distributed.flight_recorder.fr_trace")
-    command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(folder), *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
+@pytest.fixture
+def analysis(caplog: pytest.LogCaptureFixture) -> Callable[..., str]:
+    """What torch's tool says of a folder."""
+    tool = pytest.importorskip("torch.distributed.flight_recorder.fr_trace")
+
+    def say(folder: Path, *options: str) -> str:
+        caplog.clear()
+        with redirect_stdout(io.StringIO()) as printed:
+            tool.main([str(folder), *options])
+        return "\n".join([*caplog.messages, printed.getvalue()])
+
+    return say
 
 
-def test_what_went_well_has_no_culprit(tmp_path: Path) -> None:
+def test_what_went_well_has_no_culprit(tmp_path: Path, analysis: Callable[..., str]) -> None:
     """Of every collective, with sizes that the ranks may have of their own, as processes of a set of some ranks."""
     kinds = ("allreduce", "reduce_scatter", "allgather", "broadcast", "alltoall", "reduce", "gather", "scatter")
     texts = (
@@ -87,7 +94,7 @@ def test_what_went_well_has_no_culprit(tmp_path: Path) -> None:
         assert "Not all ranks" not in said
 
 
-def test_arguments_that_differ_are_found(tmp_path: Path) -> None:
+def test_arguments_that_differ_are_found(tmp_path: Path, analysis: Callable[..., str]) -> None:
     """With both sizes; of blocking calls, both kinds. torch takes any rank for the one that the others must equal."""
     ranks = [([], [operation("w", 1, f"allreduce(sum, {n} float32)", started=None, error="no")]) for n in (5, 5, 8)]
     torch_traces.write(dumps_of(*ranks), tmp_path)
@@ -101,7 +108,9 @@ def test_arguments_that_differ_are_found(tmp_path: Path) -> None:
     assert {"broadcast", "all_reduce"} == set(re.findall(r"type: '(.*?)'", said))
 
 
-def test_ranks_that_remember_different_calls_are_compared_where_they_overlap(tmp_path: Path) -> None:
+def test_ranks_that_remember_different_calls_are_compared_where_they_overlap(
+    tmp_path: Path, analysis: Callable[..., str]
+) -> None:
     """Calls have numbers; operations of a name that is used again are matched from the last that has begun."""
     short = (
         [call(3), call(4, ended=False)],
@@ -124,7 +133,7 @@ def test_ranks_that_remember_different_calls_are_compared_where_they_overlap(tmp
     assert "missing ranks: {1}" in said
 
 
-def test_entries_are_printed(tmp_path: Path) -> None:
+def test_entries_are_printed(tmp_path: Path, analysis: Callable[..., str]) -> None:
     """By -j, which takes a package that torch does not bring."""
     pytest.importorskip("tabulate")
     torch_traces.write(dumps_of(([call(1)], [operation("w", 2)]), ([call(1)], [])), tmp_path)
