@@ -14,7 +14,7 @@
 | so is every tensor that is not contiguous | test_every_collective_takes_every_dtype_of_any_strides, test_torch_async.py::test_channels_last, test_torch_ops.py::test_in_place_operations_return_their_tensor |
 | bfloat16 is not supported | test_every_collective_takes_every_dtype_of_any_strides, test_torch_optimizer.py::test_dtypes_may_be_mixed |
 | nor are bool and complex; allreduce and reducescatter take few integers | test_every_collective_takes_every_dtype_of_any_strides, test_torch_optimizer.py::test_complex_parameters |
-| nor is fp8 (nor here, but the error says what is) | unit/test_bad_input.py::test_fp8_is_a_clear_type_error |
+| nor is fp8 (nor here, but the error says what is) | unit/test_arrays.py::test_what_is_no_array_of_numbers_is_rejected |
 | broadcast_optimizer_state changes a fresh optimizer and its weights | test_conventions.py::test_gradients_after_the_state_of_an_optimizer_was_broadcast |
 | an optimizer that is wrapped loses its state | test_torch_optimizer.py::test_an_optimizer_keeps_the_state_it_had |
 | parameters that no rank used are updated (here, unless ``skip_unused``) | test_conventions.py::test_gradients_of_parameters_that_no_rank_used, test_torch_optimizer.py::test_parameters_that_no_rank_used_are_left_alone |

@@ -143,19 +143,3 @@ def test_memory_stays_where_it_is(communicator: rr.Communicator, growth: Callabl
     grown = growth(lambda: confuse(25))
     assert grown.nbytes < 1 << 20  # a plan of each would have 4 MiB
     assert grown.blocks < 1250  # the last signatures are remembered
-
-
-def test_a_call_that_one_rank_left_out_is_the_last(world: rr.Communicator, no_world: None) -> None:
-    """Ranks in different lines may be anywhere, so that nothing is accepted any more; ``init`` begins anew."""
-    rr.init()
-    error = None
-    if rr.rank() != 1:
-        error = caught(rr.allreduce, np.ones(5))
-    error = error or caught(rr.allreduce, np.ones(6))
-    assert isinstance(error, rr.MismatchError)
-    assert not error.in_step
-    assert len(set(error.places.values())) == 2
-    assert isinstance(caught(rr.allreduce, np.ones(5)), rr.TransportError)
-    rr.shutdown()
-    rr.init()
-    assert rr.allreduce(np.ones(2)).tolist() == [rr.size()] * 2

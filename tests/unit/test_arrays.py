@@ -169,6 +169,7 @@ def test_subclasses_of_arrays_behave_like_arrays(tmp_path) -> None:
         (np.str_("text"), "str"),
         (np.longdouble(1), np.dtype(np.longdouble).name),
         (None, "got NoneType"),
+        (2**70, "not supported"),
         (b"bytes", "got bytes"),
         (np.ma.masked_array([1.0], [True]), "masked arrays"),
         (np.array([object()]), "object"),

@@ -36,22 +36,6 @@ def test_every_public_error_is_in_the_tree() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "builtin"),
-    [
-        (errors.ConfigError, ValueError),
-        (errors.RingReduceError, RuntimeError),
-        (errors.UnsupportedBufferError, TypeError),
-        (errors.UnsupportedBufferError, ValueError),
-        (errors.MismatchError, ValueError),
-        (errors.CollectiveTimeoutError, TimeoutError),
-    ],
-)
-def test_errors_are_the_builtins_they_specialise(kind: type[Exception], builtin: type[Exception]) -> None:
-    """Code that expects the builtin exception catches ours."""
-    assert issubclass(kind, builtin)
-
-
-@pytest.mark.parametrize(
     "error",
     [
         *(kind("what happened") for kind in CLASSES if kind not in (MismatchError, PeerLostError)),

@@ -100,20 +100,6 @@ def test_lost_messages_end_in_a_timeout(node_size: int) -> None:
     assert isinstance(results[1], rr.CollectiveTimeoutError)
 
 
-def test_an_absent_rank_is_named_on_one_node() -> None:
-    """Where ranks share memory a rank that does not come is named with the call, and the others cannot go on."""
-
-    def call(communicator: rr.Communicator) -> object:
-        return call_and_go_on(communicator, "allreduce") if communicator.rank != 2 else None
-
-    results = run_ranks(3, staying(3, call), config=Config(timeout_s=0.05))
-    for first, later in results[:2]:
-        assert isinstance(first, rr.CollectiveTimeoutError)
-        assert str(first).endswith("may still write to the arrays of the call")
-        assert re.search(r"rank .*\b2 in allreduce\(sum, shape 30000, float32\)", str(first))
-        assert all(isinstance(error, rr.TransportError) for error in later)
-
-
 def test_a_rank_that_shut_down_is_named() -> None:
     """Who calls a collective after a rank has closed gets a PeerLostError that names it, on one node and on several."""
 
