@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -251,19 +252,18 @@ def test_gradients_of_parameters_that_no_rank_used(by_horovod: bool, asked: bool
 
 
 @BOTH_SETS
-@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "int32", "int64"])
-@pytest.mark.parametrize("postscale", [2.0, 0.75, -1.5])
-def test_scaled_averages_of_integers(by_horovod: bool, members: Any, dtype: str, postscale: float) -> None:
+def test_scaled_averages_of_integers(by_horovod: bool, members: Any) -> None:
     """Truncated before they are scaled by the chain rule, as averages are integers; once, at the end, by Horovod's."""
-    if not members.included() or (dtype == "uint8" and postscale < 0):
-        return
-    count = members.size()
-    each = [(np.arange(count * 3) - (0 if dtype == "uint8" else 4)) + 3 * rank for rank in range(count)]
-    total = np.sum(each, axis=0).astype(np.float64)
-    wanted = np.trunc(total * (postscale / count) if by_horovod else np.trunc(total / count) * postscale)
-    mine = torch.tensor(each[members.rank()], dtype=getattr(torch, dtype))
-    options = {"op": hvd.Average, "postscale_factor": postscale, "process_set": members}
-    np.testing.assert_array_equal(hvd.allreduce(mine, **options), wanted)
-    np.testing.assert_array_equal(hvd.grouped_allreduce([mine, mine], **options)[1], wanted)
-    part = slice(3 * members.rank(), 3 * members.rank() + 3)
-    np.testing.assert_array_equal(hvd.reducescatter(mine, **options), wanted[part])
+    for dtype, postscale in itertools.product(["uint8", "int8", "int16", "int32", "int64"], [2.0, 0.75, -1.5]):
+        if not members.included() or (dtype == "uint8" and postscale < 0):
+            continue
+        count = members.size()
+        each = [(np.arange(count * 3) - (0 if dtype == "uint8" else 4)) + 3 * rank for rank in range(count)]
+        total = np.sum(each, axis=0).astype(np.float64)
+        wanted = np.trunc(total * (postscale / count) if by_horovod else np.trunc(total / count) * postscale)
+        mine = torch.tensor(each[members.rank()], dtype=getattr(torch, dtype))
+        options = {"op": hvd.Average, "postscale_factor": postscale, "process_set": members}
+        np.testing.assert_array_equal(hvd.allreduce(mine, **options), wanted)
+        np.testing.assert_array_equal(hvd.grouped_allreduce([mine, mine], **options)[1], wanted)
+        part = slice(3 * members.rank(), 3 * members.rank() + 3)
+        np.testing.assert_array_equal(hvd.reducescatter(mine, **options), wanted[part])

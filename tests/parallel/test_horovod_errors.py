@@ -78,7 +78,7 @@ def test_errors_are_of_the_kind_that_scripts_catch(case: str, world: rr.Communic
     """By ``except RuntimeError`` and ``except ValueError`` where Horovod raises these; later operations work."""
     call, kinds = CASES[case]
     for kind in kinds:
-        with pytest.raises(kind, match=WORDS.get(case, "")) as caught:
+        with pytest.raises(kind, match=WORDS.get(case)) as caught:
             call()
         assert isinstance(caught.value, rr.RingReduceError)
     assert hvd.allreduce(TENSOR, op=hvd.Sum).tolist() == [world.size] * 4

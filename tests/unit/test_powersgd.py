@@ -374,36 +374,3 @@ def test_random_numbers_of_the_program_stay_what_they_were(layout: Layout) -> No
     assert np.random.rand() == expected
     assert np.array_equal(guesses[0], guesses[1])
     assert not np.array_equal(guesses[0], guesses[2])
-
-
-def train(error_feedback: bool, steps: int = 200) -> float:
-    """Return the error of a regression with 9 outputs on 2 ranks, gradients sent with rank 1.
-
-    The first output is noise, much larger than the others: its gradients are the largest in every step, in a direction
-    that changes from step to step, and add up to little.
-
-    Returns:
-        How far the weights of the other outputs are from those that made the data, relative to these.
-    """
-    rng = np.random.default_rng(11)
-    wanted = rng.standard_normal((9, 10)).astype(np.float32)
-    inputs = rng.standard_normal((2, steps, 16, 10)).astype(np.float32)
-    targets = inputs @ wanted.T
-    targets[..., 0] = 100.0 * rng.standard_normal(targets.shape[:-1])
-
-    def run(communicator: Communicator) -> Array:
-        reducer = PowerSGD(1, error_feedback=error_feedback).reducer([(9, 10)], [slice(0, 90)])
-        weight = np.zeros((9, 10), np.float32)
-        for features, outputs in zip(inputs[communicator.rank], targets[communicator.rank], strict=True):
-            grads = (features @ weight.T - outputs).T @ features / len(features)
-            weight -= 0.05 * reduce(reducer, communicator, grads.reshape(-1)).reshape(9, 10)
-        return weight
-
-    weight = run_ranks(2, run)[0]
-    return float(np.linalg.norm((weight - wanted)[1:]) / np.linalg.norm(wanted[1:]))
-
-
-def test_training_needs_error_feedback() -> None:
-    """With error feedback what is small but always there is learnt; without, large noise always comes first."""
-    assert train(error_feedback=True) < 0.2
-    assert train(error_feedback=False) > 0.4

@@ -239,36 +239,3 @@ def test_what_lies_between_parameters_has_no_influence(layout: Layout) -> None:
     for flat in run_ranks(2, run):
         assert not flat[gaps].any()
         assert np.isfinite(flat).all()
-
-
-def excess(error_feedback: bool, steps: int) -> float:
-    """Train a regression on 3 ranks whose data differ in what they would have the weights be, 1/8 of it sent.
-
-    Returns:
-        The loss above the least possible one, as a part of what it was at the start.
-    """
-    rng = np.random.default_rng(5)
-    inputs = rng.standard_normal((3, 64, 16)).astype(np.float32)
-    targets = np.stack([each @ rng.standard_normal(16).astype(np.float32) for each in inputs])
-
-    def run(communicator: Communicator) -> npt.NDArray[np.float32]:
-        features, wanted = (each[communicator.rank] for each in (inputs, targets))
-        reducer = TopK(1 / 8, error_feedback).reducer([(16,)], [slice(0, 16)])
-        weight = np.zeros(16, np.float32)
-        for _ in range(steps):
-            grad = features.T @ (features @ weight - wanted) / len(wanted)
-            reducer.reduce(communicator, grad, average=True)
-            weight -= 0.1 * grad
-        return weight
-
-    features, wanted = inputs.reshape(-1, 16), targets.reshape(-1)
-    best = np.linalg.lstsq(features, wanted, rcond=None)[0]
-    least = np.sum((features @ best - wanted) ** 2)
-    trained = np.sum((features @ run_ranks(3, run)[0] - wanted) ** 2)
-    return float((trained - least) / (np.sum(wanted**2) - least))
-
-
-def test_training_needs_error_feedback() -> None:
-    """With error feedback training on different data finds the best weights; without, it ends elsewhere."""
-    assert excess(error_feedback=True, steps=60) < 0.05
-    assert excess(error_feedback=False, steps=60) > 0.2

@@ -11,7 +11,6 @@ import pytest
 
 import ringreduce as rr
 from ringreduce.engine import Engine
-from ringreduce.engine.coordinator import fuse
 from ringreduce.testing import run_engines
 from ringreduce.training.buckets import LARGE_NBYTES, Bucket
 from ringreduce.training.framework import EMPTY, FILLED, KEPT
@@ -21,21 +20,6 @@ from ringreduce.training.reducer import GradientReducer
 
 torch = pytest.importorskip("torch")
 from ringreduce.torch.gradients import TorchParameters  # noqa: E402
-
-
-@pytest.mark.parametrize(
-    ("items", "expected"),
-    [
-        ([], []),
-        ([("a", 0)], [[0]]),
-        ([("a", 3), ("a", 3), ("a", 3), ("a", 3), ("a", 3)], [[0, 1, 2, 3], [4]]),
-        ([("a", 99), ("a", 1), ("a", 99)], [[0], [1, 2]]),
-        ([("a", 5), ("b", 5), ("a", 5), ("b", 1), ("a", 1)], [[0, 2], [1, 3], [4]]),
-    ],
-)
-def test_plan(items: list[tuple[str, int]], expected: list[list[int]]) -> None:
-    """A bucket takes items of one kind, in order, and is closed by the one that fills it."""
-    assert fuse(items, limit_nbytes=10) == expected
 
 
 def make_bucket(*parameters: Any) -> Bucket:

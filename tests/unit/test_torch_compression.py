@@ -19,12 +19,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 WIRES = [hvd.Compression.fp16, hvd.Compression.bf16, hvd.Compression.fp8, hvd.Compression.int8, hvd.Compression.int4]
 
 
-class Int4WithoutFeedback(hvd.Compression.int4):  # type: ignore[misc,name-defined]
-    """What rounding loses is lost."""
-
-    error_feedback = False
-
-
 def model_of() -> Any:
     """Return a model, the same for every rank; torch's own generator is shared by the threads that are ranks here."""
     generator = torch.Generator().manual_seed(3)
@@ -124,43 +118,6 @@ def test_structural_compressions_train(size: int, compression: Any) -> None:
     exact = sum(float(loss_of(single, 0, step).detach()) for step in range(100, 110))
     start = sum(float(loss_of(model_of(), 0, step).detach()) for step in range(100, 110))
     assert final - exact < 0.3 * (start - exact)
-
-
-def test_what_is_no_compression_is_refused() -> None:
-    """The error says what there is."""
-    sgd = torch.optim.SGD(model_of().parameters(), lr=1.0)
-    with pytest.raises(ValueError, match=r"hvd\.Compression"):
-        run_process_sets(1, lambda alone: hvd.DistributedOptimizer(sgd, compression="int8", process_set=alone))
-
-
-def test_error_feedback_keeps_training_on_its_way() -> None:
-    """After many steps the weights are closer to those of exact training with feedback than without."""
-
-    def distance(compression: Any) -> float:
-        models = on_nodes(2, lambda process_set: trained(process_set, compression, steps=60)[0])
-        return float(torch.linalg.norm(flat(models[0]) - flat(alone(2, 60))))
-
-    assert distance(hvd.Compression.int4) < 0.6 * distance(Int4WithoutFeedback)
-
-
-@pytest.mark.parametrize("compression", [hvd.Compression.int8, hvd.Compression.bf16])
-def test_training_goes_on_from_a_state_dict(compression: Any) -> None:
-    """What was kept is saved and loaded, by an optimizer that has made steps and by one that has not."""
-
-    def check(process_set: ProcessSet) -> None:
-        model, optimizer = trained(process_set, compression, steps=3)
-        saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
-        assert ("compression" in saved) is (compression is hvd.Compression.int8)
-        train(model, optimizer, process_set.rank(), 3)
-        for steps in (0, 2):
-            other, second = trained(process_set, compression, steps=steps)
-            other.load_state_dict(weights)
-            second.load_state_dict(saved)
-            assert set(second.state_dict()) == set(saved)
-            train(other, second, process_set.rank(), 3)
-            assert torch.equal(flat(other), flat(model))
-
-    on_nodes(2, check)
 
 
 @pytest.mark.parametrize(
