@@ -52,7 +52,7 @@ def test_collectives_conform_on_several_nodes(node_size: int) -> None:
     several.close()
 
 
-@pytest.mark.sizes(3)
+@pytest.mark.sizes(2)
 @pytest.mark.parametrize("node_size", [None, 1])
 def test_what_is_said_is_what_runs(node_size: int | None) -> None:
     """`choose` and `explain` name the algorithm and the path of every call, the MPI library's own among them."""

@@ -141,21 +141,6 @@ def test_tensors_of_inference_mode_may_be_scaled(world: rr.Communicator) -> None
     assert tensor.tolist() == [world.size] * 2
 
 
-def test_a_model_may_change_its_dtype(world: rr.Communicator) -> None:
-    """Gradients were to go to places of the old dtype, after ``model.double()`` or another shape."""
-    model = torch.nn.Linear(2, 1)
-    optimizer = sgd(*model.parameters())
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    model.double()
-    third = torch.full((1, 2), (world.rank + 1) / 3, dtype=torch.float64)
-    model(third).sum().backward()
-    optimizer.synchronize()
-    expected = torch.full((1, 2), (world.size + 1) / 6, dtype=torch.float64)
-    torch.testing.assert_close(model.weight.grad, expected, rtol=1e-14, atol=0)
-
-
 class Minimizing(torch.optim.SGD):  # type: ignore[misc,name-defined]
     """An optimizer with a method of its own that steps."""
 

@@ -573,7 +573,7 @@ def test_a_model_can_be_used_without_its_optimizer() -> None:
     assert torch.equal(weights, weights[:1].expand_as(weights))
 
 
-@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.sizes(2, 3)
 @pytest.mark.parametrize("uneven", [False, True])
 @pytest.mark.parametrize("slower_rank", [None, 1])
 def test_overlap_between_nodes_is_tried_out(

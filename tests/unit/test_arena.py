@@ -263,15 +263,6 @@ def test_arena_gives_free_memory_back_when_it_grows(shared: bool) -> None:
     arena.close()
 
 
-def test_blocks_can_be_released_by_hand() -> None:
-    """Releasing a block makes its place free at once."""
-    arena = Arena(PrivateSegments())
-    block: Block = arena.allocate(5000)
-    place = block.location
-    arena.release(block)
-    assert arena.allocate(5000).location == place
-
-
 def test_a_dropped_array_is_not_kept_by_the_arena() -> None:
     """Memory that comes back is only a block: the array itself is gone."""
     arena = Arena(PrivateSegments())

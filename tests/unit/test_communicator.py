@@ -51,11 +51,13 @@ def as_numpy(array: np.ndarray | torch.Tensor) -> np.ndarray:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int64", "complex64", "bool"])
 @WORLDS
 def test_results_have_the_kind_of_the_input(size: int, node_size: int | None, dtype: str) -> None:
-    """NumPy in, NumPy out; torch in, torch out; the dtype stays, and the input is as it was."""
+    """NumPy in, NumPy out; torch in, torch out; the dtype stays, and the input is as it was; some get None."""
 
     def check(communicator: rr.Communicator) -> None:
-        parts = inputs(communicator, (6, 2), dtype)
+        parts, root = inputs(communicator, (6, 2), dtype), size - 1
         total, own = expected(parts, rr.SUM), parts[communicator.rank]
+        at_root = {"reduce": total, "gather": np.concatenate(parts)}
+        scattered = np.split(parts[root], size)[communicator.rank]
         answers = {
             "allreduce": total,
             "reduce_scatter": np.array_split(total, communicator.size)[communicator.rank],
@@ -70,6 +72,14 @@ def test_results_have_the_kind_of_the_input(size: int, node_size: int | None, dt
                 assert type(result) is type(array)
                 assert result.dtype == array.dtype
                 assert_equal(as_numpy(result), answer)
+            for name, answer in at_root.items():
+                result = getattr(communicator, name)(array, root)
+                assert type(result) is (type(array) if communicator.rank == root else type(None))
+                assert result is None or np.array_equal(as_numpy(result), answer)
+            for given in (array, array if communicator.rank == root else None):
+                result = communicator.scatter(given, root)
+                assert type(result) is (np.ndarray if given is None else type(array))
+                assert_equal(as_numpy(result), scattered)
             assert_equal(as_numpy(array), own)
 
     in_world(size, node_size, check)
@@ -220,6 +230,15 @@ def test_non_contiguous_arrays_work_everywhere(size: int, node_size: int | None,
             out = make()[: len(part)]
             communicator.reduce_scatter(filled(), out=out)
             assert_equal(as_numpy(out), part)
+            communicator.scatter(filled(), out=out)
+            assert_equal(as_numpy(out), np.split(parts[0], size)[communicator.rank])
+            out, rows = make(), views((size * shape[0], shape[1]))[kind]()
+            for root in range(size):
+                communicator.reduce(filled(), root, out=out)
+                communicator.gather(filled(), root, out=rows)
+                if communicator.rank >= root:  # later roots leave it as it is
+                    assert_equal(as_numpy(out), total if communicator.rank == root else np.zeros_like(total))
+                    assert_equal(as_numpy(rows), np.concatenate(parts) * np.float32(communicator.rank == root))
 
     in_world(size, node_size, check)
 

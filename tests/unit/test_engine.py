@@ -409,24 +409,6 @@ def test_a_refused_name_concerns_that_name_alone(size: int) -> None:
     run_engines(size, program, config=SETTINGS)
 
 
-def test_a_duplicate_name_that_is_caught_leaves_all_else_usable() -> None:
-    """Each rank may have made it from a line of its own; what is under way under the name ends well."""
-
-    def program(engine: Engine) -> None:
-        first = np.ones(5)
-        operation = InPlaceAllreduce("x", "allreduce", SUM, [first])
-        again = InPlaceAllreduce("x", "allreduce", SUM, [np.ones(5)])
-        engine.submit(operation)
-        error = caught(engine.submit, again) if engine.communicator.rank == 0 else caught(engine.run, again)
-        assert isinstance(error, ConfigError)
-        assert "under way on this rank" in str(error)
-        engine.wait(operation)
-        assert_equal(first, np.full(5, 2.0))
-        assert total(engine, "x", 10.0) == total(engine, "y", 10.0) == 20
-
-    run_engines(2, program, config=SETTINGS)
-
-
 def test_a_rank_that_shuts_down_after_a_call_that_it_could_not_make_says_so() -> None:
     """Rather than only that it has shut down: ranks that make the call would look for the wrong thing."""
     closed = Gate()

@@ -503,15 +503,6 @@ def test_numbers_are_horovods_by_its_name_alone() -> None:
     assert conventions("import ringreduce.horovod, horovod.common.exceptions") == "horovod"
 
 
-def test_the_choice_of_a_program_and_the_last_word_of_the_environment() -> None:
-    """A program may choose either, whatever it imports; a variable overrides it."""
-    chosen = "import ringreduce.horovod as horovod, ringreduce\nringreduce.set_conventions('chain_rule')\n"
-    assert conventions(chosen + "horovod.install()") == "chain_rule"
-    assert conventions("import ringreduce\nringreduce.set_conventions('horovod')") == "horovod"
-    assert conventions("import ringreduce.horovod", RINGREDUCE_CONVENTIONS="chain_rule") == "chain_rule"
-    assert conventions("import ringreduce", RINGREDUCE_CONVENTIONS="horovod") == "horovod"
-
-
 def test_a_script_gets_horovods_numbers(tmp_path: Path) -> None:
     """So does one that ``python -m ringreduce.horovod`` runs."""
     (tmp_path / "train.py").write_text("import ringreduce as rr\nrr.init()\nprint(rr.config().conventions.value)")

@@ -117,7 +117,7 @@ def test_float64_sums_are_those_of_fsum() -> None:
 
 
 @DTYPES
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_any_terms_in_any_places(dtype: Any, data: st.DataObject) -> None:
     """Whatever the terms and whoever has them: the exact sum, rounded once; ties and last bits are looked for."""
@@ -209,14 +209,6 @@ def test_the_same_samples_on_any_number_of_ranks(node_size: int | None, dtype: A
         in_blocks = [block.tolist()[::-1] for block in np.array_split(np.arange(12), size)]
         for owners in (in_turn, in_blocks):
             assert_bits(sums_of_samples(owners, terms, node_size), answer)
-
-
-def test_permuted_ranks_give_the_same_bits() -> None:
-    """Who has which term does not matter."""
-    terms = scattered(np.float32, (4, 57), 40)
-    answer = exact_sums(terms)
-    for order in list(itertools.permutations(range(4)))[::5]:
-        assert_bits(sums_of_ranks(terms[list(order)]), answer)
 
 
 @pytest.mark.parametrize("node_size", [None, 1, 2])

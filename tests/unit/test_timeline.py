@@ -26,7 +26,7 @@ from ringreduce.engine import Engine, Reduction
 from ringreduce.observe import timeline as module
 from ringreduce.observe.timeline import Clock, Timeline, distance
 from ringreduce.observe.trace_file import collect
-from ringreduce.testing import run_engines, run_ranks, run_threads
+from ringreduce.testing import run_engines, run_threads
 from ringreduce.transport.memory import MemoryWorld
 
 CLOCK = Clock("job", 0.0)
@@ -333,7 +333,7 @@ print(len(json.load(open(path))))
 """
 
 
-@pytest.mark.parametrize("limit", [700, 4096, 5000, 100_000, 1_000_003])
+@pytest.mark.parametrize("limit", [700, 5000, 1_000_003])
 def test_a_full_disk_leaves_a_whole_trace(path: Path, limit: int) -> None:
     """What fitted is there, complete; each rank says so in one line and writes no more, and the program goes on."""
     command = [sys.executable, "-c", FULL_DISK, str(path), str(limit)]
@@ -427,33 +427,6 @@ def test_an_operation_goes_through_its_phases(path: Path, begin: Callable[..., T
     under_way = [event["args"]["value"] for event in events_of(path, "C")]
     assert under_way == [0, 1, 2, 3, 4, 2, 1, 0]
     assert [event["name"] for event in events_of(path, "i")] == ["batch of 2"]
-
-
-@pytest.mark.parametrize(("node_size", "algorithm"), [(None, None), (None, "two_shot"), (1, "ring"), (2, None)])
-def test_every_kind_of_collective_shows_its_steps(
-    path: Path, begin: Callable[..., Timeline], node_size: int | None, algorithm: str | None
-) -> None:
-    """Whatever carries an allreduce out, its steps cover it without gaps in their order, on every rank."""
-
-    def check(communicator: Any) -> None:
-        timeline = begin(communicator.rank)
-        track = timeline.track("row")
-        communicator.instruments.add(track)
-        for count in (5, 100_001):
-            communicator.allreduce(np.ones(count), algorithm=algorithm if count > 5 else None)
-        communicator.instruments.remove(track)
-        timeline.stop(4)
-
-    run_ranks(4, check, node_size=node_size)
-    for rank in range(4):
-        spans = [event for event in events_of(path, "X") if event["pid"] == rank]
-        wholes = [event for event in spans if event["name"] == "allreduce"]
-        assert len(wholes) == 2
-        for whole in wholes:
-            end = whole["ts"] + whole["dur"] + 2e-3
-            inside = [each for each in spans if each is not whole and whole["ts"] <= each["ts"] < end]
-            assert inside
-            assert all(each["ts"] + each["dur"] <= end for each in inside)
 
 
 def test_what_travels_together_is_packed_and_unpacked_in_the_trace(path: Path, begin: Callable[..., Timeline]) -> None:
