@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ringreduce.common.call_sites import AbortReason, CallSite
-from ringreduce.common.errors import CollectiveTimeoutError, MismatchError, PeerLostError
+from ringreduce.common.errors import CollectiveTimeoutError, MismatchError
 from ringreduce.testing import caught, run_threads
 from ringreduce.transport.agreement import Agreement
 from ringreduce.transport.memory import MemoryWorld
@@ -121,22 +121,6 @@ def test_a_call_announced_early_and_left_behind_is_answered() -> None:
     error = rank.wait_for_data()
     assert isinstance(error, MismatchError)
     assert error.values == {0: "new", 1: "a"}
-
-
-def test_a_rank_that_left_is_named() -> None:
-    """Who calls something after a rank has left gets a PeerLostError with its number and the call."""
-
-    def call(rank: Rank) -> Exception | None:
-        assert rank.call("a") is None
-        if rank.rank == 1:
-            return rank.agreement.leave(AbortReason())
-        return rank.call("b")
-
-    errors = on_ranks(3, call)
-    for error in (errors[0], errors[2]):
-        assert isinstance(error, PeerLostError)
-        assert error.rank == 1
-        assert "this rank called b" in str(error)
 
 
 def test_a_rank_that_left_after_the_last_call_is_not_missed() -> None:

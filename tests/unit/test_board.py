@@ -160,22 +160,6 @@ def test_a_long_signature_is_cut_not_refused() -> None:
     assert "rank 1" in first
 
 
-@pytest.mark.parametrize("how", ["arrive", "barrier"])
-def test_a_member_that_left_is_named(how: str) -> None:
-    """Who waits for a rank that has left gets a PeerLostError with its number and the call, not a time-out."""
-
-    def call(board: Board) -> object:
-        if board.index == 1:
-            return board.leave(AbortReason())
-        return caught(arrive, board, "allreduce") if how == "arrive" else caught(board.barrier, "allreduce")
-
-    errors = on_boards(3, call)
-    for error in (errors[0], errors[2]):
-        assert isinstance(error, PeerLostError)
-        assert error.rank == 11
-        assert "allreduce" in str(error)
-
-
 def test_a_member_that_left_says_why_however_long_that_is() -> None:
     """The end is cut off, and the data of a collective that others are still in stays as it was."""
 
