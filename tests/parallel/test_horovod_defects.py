@@ -260,7 +260,6 @@ def test_operations_of_more_than_2_to_the_31_elements() -> None:
     gathered = hvd.allgather(mine[: HUGE // 2 + rr.rank()], name="huge")
     assert gathered.shape == (HUGE,)
     assert gathered[[0, 1, HUGE // 2 - 1, HUGE // 2, HUGE - 1]].tolist() == [1, 0, 0, 2, 2]
-    assert np.count_nonzero(gathered.numpy()) == 3
     del gathered
     places = [0, 1, HUGE // 2, HUGE - 1]
     assert hvd.allreduce_(mine, name="huge", op=hvd.Sum)[places].tolist() == [3, 0, 3, 3]
